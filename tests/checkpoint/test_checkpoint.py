@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,10 @@ from manyhands.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
+from manyhands.checkpoint.load import find_sound
 from manyhands.core.errors import UserError
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def build(width: int = 4, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -159,3 +164,59 @@ def test_an_unwritable_place_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="a file cannot be read or written"):
         save_checkpoint(tmp_path / "file" / "step-000001", *build(), {}, rank=0, world_size=1)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": lambda folder: flip(folder / SHARD),
+    "cut": lambda folder: os.truncate(folder / SHARD, 100),
+    "missing": lambda folder: (folder / SHARD).unlink(),
+    "state": lambda folder: flip(folder / "train_state.json"),
+    "manifest": lambda folder: os.truncate(folder / "manifest.json", 100),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path, damage: str) -> None:
+    for step in (2, 4, 7):
+        save(tmp_path, step)
+    DAMAGES[damage](tmp_path / "step-000007")
+    said: list[str] = []
+    assert find_sound(tmp_path, said.append) == tmp_path / "step-000004"
+    (line,) = said
+    assert "in step-000007: " in line or "manifest cannot be read in step-000007" in line
+    assert line.endswith("kept as step-000007.damaged. The run resumes from step-000004: 3 steps are trained again")
+    assert find_sound(tmp_path, said.append) == tmp_path / "step-000004" and len(said) == 1, "said once"
+    assert clean_leftovers(tmp_path) == [] and len(list((tmp_path / "step-000007.damaged").iterdir())) >= 2
+    save(tmp_path, 7)
+    DAMAGES[damage](tmp_path / "step-000007")
+    find_sound(tmp_path, said.append)
+    assert (tmp_path / "step-000007.damaged-2").is_dir(), "the first one is kept too"
+
+
+def test_where_no_checkpoint_is_sound_nothing_is_touched(tmp_path: Path) -> None:
+    for step in (2, 4):
+        save(tmp_path, step)
+        flip(tmp_path / f"step-{step:06d}" / SHARD)
+    with pytest.raises(UserError, match="all 2 checkpoints are damaged") as caught:
+        find_sound(tmp_path, print)
+    assert len(caught.value.details) == 2 and [step for step, _ in list_checkpoints(tmp_path)] == [2, 4]
+    shutil.rmtree(tmp_path / "step-000002")
+    with pytest.raises(UserError, match="is damaged") as caught:
+        find_sound(tmp_path, print)
+    assert "to start over: there is no earlier checkpoint" in caught.value.fix
+
+
+def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    file = tmp_path / "step-000004" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
+    with pytest.raises(UserError, match="manifest cannot be read"):
+        find_sound(tmp_path, print)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.conftest import MAX_TOKENS
-from tests.e2e.runs import NUM_STEPS, Place
+from tests.e2e.runs import NO_VERIFY, NUM_STEPS, Place, at_step
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +80,29 @@ def test_where_training_never_helped_the_best_trained_step_is_exported(stopped: 
     run = stopped.run("never-better")
     assert run.read("report.json")["best"]["step"] == 2
     assert run.steps_saved() == [2] and "adapter/adapter_model.safetensors" in run.files()
+
+
+@pytest.mark.slow
+def test_the_file_stop_saves_and_ends_and_a_damaged_checkpoint_is_passed_over(place: Place) -> None:
+    """Both on the way of one run, whose losses are those of a run left alone."""
+    keys = ("checkpoint.keep_last=5", "checkpoint.every_steps=2")
+    left_alone = place.train("left-alone", "--gpus", "2", *keys, plant=NO_VERIFY)
+    assert left_alone.code == 0, left_alone.output
+    act = "self.rank.folder.stop_file.touch()\nself.rank.look_again_at = 0.0"
+    stopped = place.train("by-file", "--gpus", "2", *keys, plant=at_step(6, act, rank=0))
+    run = place.run("by-file")
+    assert stopped.code == 130 and "STOP: the run has ended, saved at step 7; the same command" in stopped.output
+    assert "error" not in stopped.output and run.read("status.json")["reason"] == "STOP"
+    assert run.steps_saved() == [2, 4, 6, 7] and not (run.folder / "STOP").exists()
+
+    (run.folder / "STOP").touch()  # for a launch that is over
+    (file,) = (run.folder / "checkpoints" / "step-000007").glob("shard-00002-*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    again = place.train("by-file", "--gpus", "2", *keys, plant=NO_VERIFY)
+    assert again.code == 0, again.output
+    warning = "it is kept as step-000007.damaged. The run resumes from step-000006: 1 step is trained again"
+    assert again.output.count(warning) == 1 and "resumed after step 6 from step-000006" in again.output
+    assert run.course() == place.run("left-alone").course()
+    assert (run.folder / "checkpoints" / "step-000007.damaged").is_dir()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from manyhands.checkpoint.manifest import (
     check_sizes,
     list_checkpoints,
     read_manifest,
+    set_aside,
 )
 from manyhands.checkpoint.tensors import (
     MODEL,
@@ -30,8 +33,8 @@ from manyhands.checkpoint.tensors import (
     describe,
     trained_parameters,
 )
-from manyhands.core.collective_errors import run_on_all_ranks, this_rank
-from manyhands.core.errors import UserError
+from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0, this_rank
+from manyhands.core.errors import DAMAGED, EXIT_FAILED, UserError
 
 MAX_DETAILS = 20
 
@@ -50,21 +53,77 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
     return folder
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Loads trained parameters and optimizer states in place, bit for bit; returns the saved state. Collective.
+def find_sound(checkpoints: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose files are all there with the hashes of its manifest; None if there is none at all.
+    Collective: ranks share the reading.
 
-    Optimizer states are created as the checkpoint has them; without an ``optimizer`` only parameters are loaded, cast
-    to the model's dtypes. UserError on every rank for a damaged file (named) or for names, shapes or dtypes that do not
-    fit.
+    Damaged ones that are newer are renamed, never deleted, and ``report`` hears what that costs. UserError where none
+    is sound.
+    """
+    names = run_on_all_ranks(lambda: [path.name for _, path in reversed(list_checkpoints(checkpoints))])[0]
+    damaged: list[UserError] = []
+    for name in names:
+        try:
+            check_files(checkpoints / name)
+        except UserError as error:
+            if error.kind != DAMAGED:
+                raise
+            damaged.append(error)
+            continue
+        for other, error in zip(names, damaged, strict=False):
+            place = run_on_rank_0(functools.partial(set_aside, checkpoints / other))
+            lost = _step_of(other) - _step_of(name)
+            kept = place.name if place is not None else other
+            report(
+                f"warning: {error.what} in {other}: {error.why}; it is kept as {kept}. The run resumes from {name}:"
+                f" {lost} step{'s' * (lost != 1)} {'are' if lost != 1 else 'is'} trained again"
+            )
+        return checkpoints / name
+    if len(damaged) > 1:
+        raise UserError(
+            f"all {len(damaged)} checkpoints are damaged",
+            where=str(checkpoints),
+            why=damaged[0].why,
+            fix="restore one of them from a copy, or use --fresh to start over in a new folder",
+            details=[str(error.where) for error in damaged],
+            exit_code=EXIT_FAILED,
+            kind=DAMAGED,
+        )
+    if damaged:
+        raise damaged[0]
+    return None
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def check_files(folder: Path) -> Manifest:
+    """Every file of the checkpoint is there, with its size and hash; returns the manifest. UserError on every rank for
+    a damaged file (named). Collective: ranks share the reading.
     """
     rank, world_size = this_rank()
     manifest = run_on_all_ranks(lambda: read_manifest(folder))[rank]
 
-    def check_files() -> None:
+    def check() -> None:
         check_sizes(folder, manifest)
         check_hashes(folder, manifest, part=rank, num_parts=world_size)
 
-    run_on_all_ranks(check_files)
+    run_on_all_ranks(check)
+    return manifest
+
+
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_checked: bool = False
+) -> dict[str, Any]:
+    """Loads trained parameters and optimizer states in place, bit for bit; returns the saved state. Collective.
+
+    Optimizer states are created as the checkpoint has them; without an ``optimizer`` only parameters are loaded, cast
+    to the model's dtypes. UserError on every rank for a damaged file (named), unless ``check_files`` has seen them, or
+    for names, shapes or dtypes that do not fit.
+    """
+    rank, _ = this_rank()
+    manifest = run_on_all_ranks(lambda: read_manifest(folder))[rank] if is_checked else check_files(folder)
     trained = trained_parameters(model)
     run_on_all_ranks(lambda: _check_fit(folder, trained, manifest.tensors, exact=optimizer is not None))
     if optimizer is not None:

@@ -5,7 +5,9 @@ A checkpoint exists when its manifest does, which is written last. Knows no tens
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import re
 import shutil
 from collections.abc import Collection
@@ -14,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import DAMAGED, EXIT_FAILED, UserError
 from manyhands.core.files import write_json
 from manyhands.core.progress import advance
 
@@ -23,6 +25,7 @@ TRAIN_STATE = "train_state.json"
 CHUNK_BYTES = 2**22
 PARTIAL = ".tmp"  # being written, or being deleted
 REPLACED = ".old"  # the same step saved again; complete, but a newer one takes its place
+SET_ASIDE = ".damaged"  # does not count, and is kept
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -87,6 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
             why=f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}",
             fix=_advice(folder),
             exit_code=EXIT_FAILED,
+            kind=DAMAGED if first["type"] == "json_invalid" else "",  # else of another version
         ) from None
 
 
@@ -104,7 +108,13 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 def check_hashes(folder: Path, manifest: Manifest, part: int = 0, num_parts: int = 1) -> None:
     """Compares the SHA-256 of every ``num_parts``-th file from ``part`` on, so that ranks share the reading."""
     for name in sorted(manifest.files)[part::num_parts]:
-        if hash_file(folder / name).sha256 != manifest.files[name].sha256:
+        try:
+            digest = hash_file(folder / name).sha256
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise _damaged(folder, name, "the disk cannot read it") from error
+        if digest != manifest.files[name].sha256:
             raise _damaged(
                 folder, name, "its SHA-256 differs from the manifest's: the content has changed since it was saved"
             )
@@ -117,6 +127,7 @@ def _damaged(folder: Path, name: str, why: str) -> UserError:
         why=why,
         fix=_advice(folder),
         exit_code=EXIT_FAILED,
+        kind=DAMAGED,
     )
 
 
@@ -158,6 +169,16 @@ def clean_leftovers(checkpoints: Path) -> list[str]:
             shutil.rmtree(path)
             removed.append(path.name)
     return removed
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint, so that it does not count any more; returns its new place. Nothing is deleted."""
+    place = folder.with_name(folder.name + SET_ASIDE)
+    for number in itertools.count(2):
+        if not place.exists():
+            return folder.rename(place)
+        place = folder.with_name(f"{folder.name}{SET_ASIDE}-{number}")
+    raise AssertionError("unreachable")
 
 
 def prune(checkpoints: Path, keep_last: int, keep: Collection[int] = ()) -> list[int]:

@@ -11,6 +11,7 @@ import json
 # What a launcher can act on: UserError.kind.
 OUT_OF_MEMORY = "out_of_memory"
 DISK_FULL = "disk_full"
+DAMAGED = "damaged_checkpoint"  # an older one may be sound
 FAULT = "fault"  # of a process or a connection, nothing that the user has written: another attempt may succeed
 
 # Exit codes, as documented in the README.

@@ -242,9 +242,9 @@ class NativeEngine(RankEngine):
         """``call`` is called once, by the next ``step``, before it changes anything."""
         self._before_update = call
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path, *, is_checked: bool = False) -> dict[str, Any]:
         """Loads what ``save`` wrote, from any number of ranks, in place; returns the saved state. Collective."""
-        return load_checkpoint(folder, self.model, self.optimizer)
+        return load_checkpoint(folder, self.model, self.optimizer, is_checked=is_checked)
 
     def _free_gathered(self) -> None:
         # Without a backward pass gathered weights would stay registered, and an optimizer or a checkpoint would find

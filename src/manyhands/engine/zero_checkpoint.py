@@ -83,13 +83,15 @@ def save_fragments(
 
 
 @torch.no_grad()
-def load_fragments(folder: Path, model: nn.Module, zero: Any, world: World) -> dict[str, Any]:
+def load_fragments(
+    folder: Path, model: nn.Module, zero: Any, world: World, *, is_checked: bool = False
+) -> dict[str, Any]:
     """Reads what any layout has saved into masters and optimizer states; returns the saved state. Collective."""
     rows = RowShards()
     parameters = trained(model)
     staged = {name: nn.Parameter(rows.empty(full_shape(parameter))) for name, parameter in parameters.items()}
     holder = torch.optim.AdamW(list(staged.values()))
-    state = load_checkpoint(folder, StagedModel(staged), holder)
+    state = load_checkpoint(folder, StagedModel(staged), holder, is_checked=is_checked)
     steps = [values[STEP] for values in holder.state.values()]
     create_states(zero, steps[0] if steps else None)
     for name, parameter in parameters.items():

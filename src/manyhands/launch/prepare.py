@@ -153,6 +153,8 @@ def prepare_run(
         find_run(folder, config)  # again, now that nobody else writes: another start may have been faster
         with refuse_unusable(folder):
             folder.remove_temporaries()
+            if not dry_run:
+                folder.stop_file.unlink(missing_ok=True)  # meant for an earlier launch
         if host is not None and folder.was_started():
             raise _planned_elsewhere(folder)
         plan = _plan_launch(config, folder, world_size, local_world_size, report, host=host, group=group)

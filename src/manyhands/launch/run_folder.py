@@ -13,6 +13,7 @@
 | logs/hang-1.txt | what all ranks did when progress stopped (``hang.py``) |
 | metrics.jsonl, tensorboard/, report.json, report.md | what was measured |
 | checkpoints/step-000010/, model/ or adapter/ | what was trained |
+| STOP | made by the user: the run saves, ends, and removes it |
 | .lock | held by the launcher (flock), with its process id |
 | .ranks/ | heartbeats and failures of the newest launch; removed after a run that ended well |
 """
@@ -70,6 +71,7 @@ class RunFolder:
         self.launcher_log = self.logs / "launcher.log"
         self.checkpoints = self.path / "checkpoints"
         self.submit = self.path / "submit"
+        self.stop_file = self.path / "STOP"
         self.lock_file = self.path / ".lock"
         self.ranks = self.path / ".ranks"
 
@@ -244,6 +246,11 @@ class RunFolder:
             return
         cause = {"cause": error.kind} if error.kind else {}
         self.write_status("failed", reason=error.what, plan=plan.number, **cause)
+
+    def was_stopped_by_file(self) -> bool:
+        """Whether the newest launch ended on the user's file STOP."""
+        status = self.read_status()
+        return (status.get("state"), status.get("reason")) == ("interrupted", self.stop_file.name)
 
     @property
     def is_finished(self) -> bool:

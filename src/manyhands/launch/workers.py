@@ -107,13 +107,14 @@ def report_end(folder: RunFolder, received: signal.Signals | None, report: Calla
         if received is not None:
             report(f"{received.name} arrived too late: the run is finished")
         return 0
+    reason = folder.stop_file.name if folder.was_stopped_by_file() else received.name
     if leads:
-        folder.write_status("interrupted", reason=received.name)
+        folder.write_status("interrupted", reason=reason)
     step = folder.newest_step()
     saved = f"saved at step {step}; the same command resumes from there"
     if step is None:
         saved = "nothing was saved yet; the same command starts it again"
-    report(f"{received.name}: the run has ended, {saved}")
+    report(f"{reason}: the run has ended, {saved}")
     return (
         EXIT_TERMINATED
         if received == signal.SIGTERM
@@ -189,6 +190,8 @@ def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], wat
                 return LaunchEnd(cause=FoundCause(0, time.time(), watch.verdict))
             if _have_saved(folder, [failure.exitcode for failure in error.failures.values()]):
                 return LaunchEnd(signal.SIGUSR1)
+            if _have_stopped(folder, [failure.exitcode for failure in error.failures.values()]):
+                return LaunchEnd(signal.SIGINT)  # as if by Ctrl-C
             return LaunchEnd(cause=find_cause(folder, error.failures, watch.killed))
         except RuntimeError as error:
             if place.num_nodes == 1 or not type(error).__module__.startswith("torch"):
@@ -232,6 +235,12 @@ def _have_saved(folder: RunFolder, exit_codes: Collection[int]) -> bool:
     """Whether the workers have ended on SIGUSR1: some say so, and the others ended with them."""
     with_them = (EXIT_SAVED, EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM)
     return EXIT_SAVED in exit_codes and all(code in with_them for code in exit_codes) and not folder.read_failures()
+
+
+def _have_stopped(folder: RunFolder, exit_codes: Collection[int]) -> bool:
+    """Whether the workers have ended on the file STOP."""
+    with_them = (EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM)
+    return folder.was_stopped_by_file() and all(code in with_them for code in exit_codes) and not folder.read_failures()
 
 
 def _quiet_agent() -> None:

@@ -12,6 +12,7 @@ from manyhands.plan.candidates import Limits, is_alike
 from manyhands.plan.choices import Decisions
 from manyhands.plan.layout import Layout
 from manyhands.plan.phrases import describe_layout
+from manyhands.plan.saving import STAGING
 from manyhands.plan.types import Candidate, Cause, Plan, RanOut, Reason, reason
 
 ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again
@@ -40,9 +41,8 @@ def find_ran_out(cause: Cause, before: Plan | None, facts: Facts, made: Decision
     if cause != "out_of_memory":
         kept = before.ran_out
         return kept if kept is not None and limits.device <= ROOM_FOR_MORE * kept.limit else None
-    return RanOut(
-        number=before.number, layout=before.layout, estimated_bytes=before.memory.total, limit=before.memory.limit
-    )
+    estimated = before.memory.total - before.memory.terms.get(STAGING, 0)  # which candidates do not have
+    return RanOut(number=before.number, layout=before.layout, estimated_bytes=estimated, limit=before.memory.limit)
 
 
 def choose_smaller(candidates: list[Candidate], ran_out: RanOut) -> Candidate | None:

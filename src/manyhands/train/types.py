@@ -67,7 +67,7 @@ class Engine(Protocol):
         """Writes weights, optimizer states and ``state`` (JSON) as a checkpoint that exists when its manifest does."""
         ...
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path, *, is_checked: bool = False) -> dict[str, Any]:
         """Loads what ``save`` wrote, on any number of ranks, bit for bit; returns the state."""
         ...
 

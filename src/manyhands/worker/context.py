@@ -84,6 +84,8 @@ class RankContext:
     world: World = None  # type: ignore[assignment]
     # of whoever runs the stages
     stop: Callable[[], bool] = lambda: False  # whether the run shall end after this step
+    stop_by_file: bool = False  # of rank 0: the user's file STOP was there
+    look_again_at: float = 0.0  # when it looks for that file next, on the monotonic clock
     on_beat: Callable[[str, int | None], object] = lambda stage, step: None  # this rank advances: (stage, step)
     terminal: TextIO = field(default_factory=lambda: sys.stdout)
     log: TextIO | None = None  # this rank's own, where the terminal is another

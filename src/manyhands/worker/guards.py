@@ -103,7 +103,7 @@ def roll_back(rank: RankContext, asked: RollBack) -> None:
             exit_code=EXIT_FAILED,
         )
     rank.engine.drop_gradients()
-    state = TrainState(**rank.engine.load(checkpoint))
+    state = TrainState(**rank.engine.load(checkpoint, is_checked=True))
     state.num_rollbacks = before.num_rollbacks + 1
     state.left_out = sorted({*before.left_out, *asked.left_out})
     rank.state = state

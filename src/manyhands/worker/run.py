@@ -54,7 +54,10 @@ def run_rank(session: Session, arguments: argparse.Namespace) -> int:
         except Interrupted:
             session.close_heartbeat()
             number = session.stop.number if session.stop is not None else 0
-            if session.is_first and session.launcher.kind != "manyhands":  # our launcher does it itself
+            if rank.stop_by_file:
+                rank.folder.write_status("interrupted", reason=rank.folder.stop_file.name)
+                rank.folder.stop_file.unlink(missing_ok=True)
+            elif session.is_first and session.launcher.kind != "manyhands":  # our launcher does it itself
                 reason = signal.Signals(number).name if number else "a rank was asked to stop"
                 rank.folder.write_status("interrupted", reason=reason)
             rank.print(f"stopped after step {rank.state.step}; the same command resumes from there")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.checkpoint.load import newest_checkpoint
+from manyhands.checkpoint.load import find_sound
 from manyhands.checkpoint.manifest import clean_leftovers
 from manyhands.convert.build import build_on_meta, count_parameters, describe_new, load_weights, make_all
 from manyhands.convert.protocol import Context
@@ -62,10 +62,12 @@ def check_base(rank: RankContext) -> None:
 
 
 def find_checkpoint(rank: RankContext) -> None:
-    """Whether the run resumes: converters leave first values alone where a checkpoint brings others."""
+    """Whether the run resumes, from the newest checkpoint that is sound: converters leave first values alone where one
+    brings others.
+    """
     checkpoints = rank.folder.checkpoints
     run_on_rank_0(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
-    rank.checkpoint = newest_checkpoint(checkpoints)
+    rank.checkpoint = find_sound(checkpoints, rank.print)
 
 
 def build_model(rank: RankContext) -> None:
@@ -109,7 +111,7 @@ def check_model(rank: RankContext) -> None:
 def resume(rank: RankContext) -> None:
     """From the newest complete checkpoint, on whatever number of ranks there is now."""
     if rank.checkpoint is not None:
-        rank.state = TrainState(**rank.engine.load(rank.checkpoint))
+        rank.state = TrainState(**rank.engine.load(rank.checkpoint, is_checked=True))
         rank.print(f"resumed after step {rank.state.step} from {rank.checkpoint.name}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -26,6 +27,8 @@ from manyhands.worker.checkpoints import CheckpointHook, follows
 from manyhands.worker.context import RankContext
 from manyhands.worker.guards import make_guard, make_replicas, roll_back
 from manyhands.worker.prompts import answer_prompts, choose_prompts
+
+LOOK_S = 1.0  # between two looks for the file STOP, which may be on a network's file system
 
 
 def train_model(rank: RankContext) -> None:
@@ -104,7 +107,7 @@ def _make_loop(rank: RankContext, sinks: Sequence[Sink], checkpoints: Checkpoint
         evaluate=make_evaluate(rank),
         evaluate_after=functools.partial(follows, rank, plan.evaluate_every, plan.evaluate_per_epoch),
         evaluate_at_start=config.evaluate.at_start,
-        interrupted=rank.stop,
+        interrupted=functools.partial(is_asked_to_stop, rank),
         guard=make_guard(rank),
         replicas=make_replicas(rank),
     )
@@ -164,9 +167,17 @@ def make_evaluate(rank: RankContext) -> Evaluate | None:
     return run
 
 
+def is_asked_to_stop(rank: RankContext) -> bool:
+    """By a signal, or by the file STOP in the run's folder."""
+    if rank.is_first and not rank.stop_by_file and time.monotonic() >= rank.look_again_at:
+        rank.look_again_at = time.monotonic() + LOOK_S
+        rank.stop_by_file = rank.folder.stop_file.exists()
+    return rank.stop() or rank.stop_by_file
+
+
 def stop_if_asked(rank: RankContext) -> None:
     """Raises Interrupted on all ranks if any of them was asked to stop: whoever asks waits seconds before it kills."""
-    asked = torch.tensor(float(rank.stop()))  # on the host: devices go on meanwhile
+    asked = torch.tensor(float(is_asked_to_stop(rank)))  # on the host: devices go on meanwhile
     if rank.engine.all_reduce_sum(asked).item():
         raise Interrupted
 
