@@ -154,9 +154,10 @@ class BackgroundSaver:
         state: dict[str, Any],
         *,
         manifest_extra: dict[str, Any],
-        after_commit: Callable[[], object] = lambda: None,
+        after_commit: Callable[[Callable[[int], object]], object] = lambda moved: None,
     ) -> tuple[BackgroundSave, Callable[[], None]]:
-        """Begins to save ``tensors`` as ``folder``. ``after_commit`` is called on rank 0, in a thread.
+        """Begins to save ``tensors`` as ``folder``. ``after_commit`` is called on rank 0, in a thread,
+        with what it calls with the bytes that it has moved.
 
         Returns the save, and what must be called before ``tensors`` are next written to: it makes the device wait until
         they are copied, never the host. On a CPU they are copied already. ``reserve`` comes first.
@@ -195,7 +196,7 @@ class BackgroundSaver:
         copied: torch.cuda.Event | None,
         state: dict[str, Any],
         manifest: Manifest,
-        after_commit: Callable[[], object],
+        after_commit: Callable[[Callable[[int], object]], object],
     ) -> None:
         partial = save.folder.with_name(save.folder.name + PARTIAL)
         try:
@@ -221,7 +222,7 @@ class BackgroundSaver:
                 path.unlink()
             commit(partial, save.folder, manifest.model_copy(update={"files": own}))
             save.status = Status.COMMITTED
-            after_commit()
+            after_commit(save.add_written)
         except OSError as error:
             raise explain_unwritten(error, partial, self._rank) from error
 

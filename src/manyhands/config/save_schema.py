@@ -33,6 +33,12 @@ class CheckpointSection(Section):
         description="Copy checkpoints to host memory and write them from another process while training continues. "
         "auto: if the host has enough memory, and not under ZeRO.",
     )
+    copy_to: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9+.-]*://[^@\s]*$",
+        description="URL of a folder to copy each checkpoint to, under the run's name, once it is complete: s3://, "
+        "gs://, az://, file://, or whatever else fsspec opens. A start without a local checkpoint resumes from there.",
+    )
     keep_last: PositiveInt = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(False, description="Keep and export the checkpoint with the lowest validation loss.")
 

@@ -30,6 +30,7 @@ from manyhands.facts.model import read_model_facts, resize_vocabulary
 from manyhands.facts.model_config import judge_packing
 from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
 from manyhands.launch.environment import apply_variables
+from manyhands.launch.fetch import fetch_run, is_taken
 from manyhands.launch.nodes import NodeGroup, join_hosts
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
 from manyhands.launch.run_folder import FolderLock, RunFolder, refuse_unusable
@@ -142,7 +143,7 @@ def prepare_run(
     folder = folder_of(config)
     with refuse_unusable(folder):
         if fresh:
-            config = fresh_name(config)
+            config = fresh_name(config, is_taken)
             folder = folder_of(config)
         if find_run(folder, config) == "finished":
             return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
@@ -150,6 +151,8 @@ def prepare_run(
         folder.path.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder, report)
     try:
+        if not (fresh or dry_run):
+            fetch_run(folder, config, report)
         find_run(folder, config)  # again, now that nobody else writes: another start may have been faster
         with refuse_unusable(folder):
             folder.remove_temporaries()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ MAY_DIFFER = (
     "log.*",
     "checkpoint.asynchronous",
     "checkpoint.every_minutes",
+    "checkpoint.copy_to",
     "data.cache",
     "output.dir",
     "submit.*",
@@ -54,18 +55,24 @@ def find_run(folder: RunFolder, config: RunConfig) -> Finding:
             why="it has no run.json, so manyhands did not create it; it was not changed",
             fix="choose another name=..., or move the folder away",
         )
-    differences = differing_keys(folder.read_config(), config)
-    if differences and not folder.was_started():
+    before = folder.read_config()
+    if not folder.was_started() and differing_keys(before, config):
         return "new"  # only planned (--dry-run): nothing can be lost
+    refuse_other_run(before, config, str(folder.path))
+    return "finished" if folder.is_finished else "unfinished"
+
+
+def refuse_other_run(before: RunConfig, config: RunConfig, where: str) -> None:
+    """UserError if the folder ``where`` holds another run than ``config``."""
+    differences = differing_keys(before, config)
     if differences:
         raise UserError(
             f"this folder contains another run named {config.name!r}",
-            where=str(folder.path),
+            where=where,
             why=f"{len(differences)} key(s) differ from its run.json (there -> now)",
             fix="restore the keys to resume that run, choose another name=..., or use --fresh for a new folder",
             details=differences,
         )
-    return "finished" if folder.is_finished else "unfinished"
 
 
 def differing_keys(old: RunConfig, new: RunConfig) -> list[str]:
@@ -78,15 +85,15 @@ def differing_keys(old: RunConfig, new: RunConfig) -> list[str]:
     ]
 
 
-def fresh_name(config: RunConfig) -> RunConfig:
+def fresh_name(config: RunConfig, is_taken: Callable[[RunConfig], bool] = lambda config: False) -> RunConfig:
     """The config under the first free name: NAME, NAME-2, NAME-3, ... so that ``name=NAME-2`` finds the new run
-    again.
+    again. ``is_taken``: in another place than the folder of runs.
     """
     for number in itertools.count(1):
         name = config.name if number == 1 else f"{config.name}-{number}"
         candidate = config.model_copy(update={"name": name})
         folder = folder_of(candidate)
-        if not folder.path.exists() or _is_empty(folder):
+        if (not folder.path.exists() or _is_empty(folder)) and not is_taken(candidate):
             return candidate
     raise AssertionError("unreachable")
 

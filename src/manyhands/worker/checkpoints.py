@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,12 @@ from typing import Any
 import torch
 
 from manyhands.checkpoint.background import BackgroundSave, BackgroundSaver, Status
+from manyhands.checkpoint.copies import copy_checkpoint, prune_copies
 from manyhands.checkpoint.manifest import checkpoint_folder, prune
 from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
+from manyhands.core.progress import advance
+from manyhands.core.remote import RemoteError
+from manyhands.launch.fetch import remote_of
 from manyhands.train.types import Hook, TrainState
 from manyhands.worker.context import RankContext, StagesCheckpoints
 
@@ -50,6 +54,7 @@ class CheckpointHook(Hook):
         self.saver: BackgroundSaver | None = None
         if self.engine is not None and rank.plan.async_checkpoints:
             self.saver = BackgroundSaver(rank.world.rank, rank.world.world_size, rank.world.device)
+        self.copy_failure = ""  # of the newest checkpoint, on rank 0
         self.num_staged = 0  # tensors for which every rank has room
 
     # With each step.
@@ -137,7 +142,7 @@ class CheckpointHook(Hook):
             tensors,
             asdict(state),
             manifest_extra=self._manifest_extra(),
-            after_commit=functools.partial(self._prune, self._kept_best(state)),
+            after_commit=functools.partial(self._after_commit, folder, self._kept_best(state)),
         )
         self.engine.before_update(before_update)
         self.pending = Pending(save, state)
@@ -150,7 +155,7 @@ class CheckpointHook(Hook):
             progress=lambda done, total: rank.show_progress(f"checkpoint {state.step}", done, total),
             manifest_extra=self._manifest_extra(),
         )
-        run_on_rank_0(functools.partial(self._prune, self._kept_best(state)))
+        run_on_rank_0(lambda: self._after_commit(folder, self._kept_best(state), lambda _: advance()))
         self._announce(folder, state, time.monotonic() - begin)
 
     def finish(self, next_step: int | None = None) -> None:
@@ -180,11 +185,27 @@ class CheckpointHook(Hook):
 
     def _announce(self, folder: Path, state: TrainState, seconds: float) -> None:
         self.rank.measured["checkpoint_s"] = seconds
+        if self.copy_failure:
+            self.rank.print(f"warning: {folder.name} is not copied (checkpoint.copy_to): {self.copy_failure}")
         for hook in dict.fromkeys((*self.rank.sinks, *self.rank.hooks)):
             hook.after_checkpoint(state, folder)
 
-    def _prune(self, keep: Collection[int]) -> None:
-        prune(self.rank.folder.checkpoints, self.rank.config.checkpoint.keep_last, keep)
+    def _after_commit(self, folder: Path, keep: Collection[int], moved: Callable[[int], object]) -> None:
+        """Of rank 0: copies the checkpoint where it is asked, and removes what is no longer kept. A store that fails
+        does not end the run: the checkpoint is sound where it is.
+        """
+        run, config = self.rank.folder, self.rank.config
+        self.copy_failure = ""
+        try:
+            remote = remote_of(config)
+            if remote is not None:
+                beside = [run.run_json, run.plan_json, *sorted(run.plans.glob("*.json")), run.metrics]
+                copy_checkpoint(remote, folder, [path for path in beside if path.exists()], run.path, moved)
+                kept = {checkpoint_folder(run.checkpoints, step).name for step in keep}
+                prune_copies(remote, config.checkpoint.keep_last, kept)
+        except RemoteError as error:
+            self.copy_failure = str(error)
+        prune(run.checkpoints, config.checkpoint.keep_last, keep)
 
     def _kept_best(self, state: TrainState) -> set[int]:
         return {state.best_step} if self.rank.config.checkpoint.keep_best and state.best_step else set()
