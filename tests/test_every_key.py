@@ -134,6 +134,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "checkpoint.per_epoch": left.checkpoints_per_epoch,
     "checkpoint.every_minutes": left.checkpoint_minutes,
     "checkpoint.asynchronous": left.asynchronous,
+    "checkpoint.copy_to": left.copy_to,
     "checkpoint.keep_last": left.keep_last,
     "checkpoint.keep_best": left.keep_best,
     "log.every_steps": left.log_every,

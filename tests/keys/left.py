@@ -15,12 +15,13 @@ import torch
 from safetensors import safe_open
 
 from manyhands.checkpoint.staging import Staging
+from manyhands.core.remote import RemoteError, RemoteFolder
 from manyhands.launch import prepare
 from manyhands.metrics import trackers
 from manyhands.metrics.trackers import Begun
 from manyhands.train.types import Evaluation, TrainState
 from manyhands.worker import prompts as worker_prompts
-from manyhands.worker import training
+from manyhands.worker import stages, training
 from tests.keys.lab import Lab, make_rows
 from tests.metrics.test_trackers import Recorded
 
@@ -122,6 +123,29 @@ def asynchronous(lab: Lab) -> None:
         folders = sorted(ran.rank.folder.checkpoints.iterdir())
         files.append({path.parent.name: path.read_bytes() for each in folders for path in each.glob("*.safetensors")})
     assert list(files[0]) == ["step-000002", "step-000004", "step-000005"] and files[0] == files[1]
+
+
+def copy_to(lab: Lab) -> None:
+    """A machine without the run's folder resumes from the newest copy, bit for bit; a store that fails ends nothing."""
+    copies = lab.new_path("copies")
+    keys = {"checkpoint.every_steps": 2, "checkpoint.copy_to": copies.as_uri(), "checkpoint.keep_last": 2}
+    first = lab.run(keys)
+    assert sorted(path.name for path in (copies / "r" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+    (copies / "r" / "checkpoints" / "step-000005" / "manifest.json").unlink()  # as if it had not been complete
+    rank = lab.start(keys)
+    stages.resume(rank)
+    assert rank.state.step == 4 and rank.plan.cause == "resume" and rank.folder.path != first.folder
+    again = lab.train(rank)
+    assert again.losses == first.losses, "rows of the steps before are there too"
+    final = [dict(ran.rank.model.named_parameters()) for ran in (first, again)]
+    assert all(torch.equal(final[0][name], final[1][name]) for name in final[0])
+
+    rank = lab.start({"checkpoint.copy_to": "memory://nowhere"})
+    with mock.patch.object(RemoteFolder, "put", side_effect=RemoteError("the bucket is on holiday")):
+        ran = lab.train(rank)
+    assert ran.checkpoints() == [5]
+    warning = "warning: step-000005 is not copied (checkpoint.copy_to): the bucket is on holiday"
+    assert ran.rank.terminal.getvalue().count(warning) == 1  # type: ignore[attr-defined]
 
 
 def keep_last(lab: Lab) -> None:
