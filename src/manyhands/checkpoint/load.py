@@ -70,12 +70,12 @@ def find_sound(checkpoints: Path, report: Callable[[str], None]) -> Path | None:
                 raise
             damaged.append(error)
             continue
-        for other, error in zip(names, damaged, strict=False):
+        for other, fault in zip(names, damaged, strict=False):
             place = run_on_rank_0(functools.partial(set_aside, checkpoints / other))
             lost = _step_of(other) - _step_of(name)
             kept = place.name if place is not None else other
             report(
-                f"warning: {error.what} in {other}: {error.why}; it is kept as {kept}. The run resumes from {name}:"
+                f"warning: {fault.what} in {other}: {fault.why}; it is kept as {kept}. The run resumes from {name}:"
                 f" {lost} step{'s' * (lost != 1)} {'are' if lost != 1 else 'is'} trained again"
             )
         return checkpoints / name
