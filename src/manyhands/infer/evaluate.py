@@ -23,10 +23,12 @@ from torch.nn.functional import cross_entropy
 from manyhands.core.errors import UserError
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
+from manyhands.data.image_streams import StoredImage, from_streams
 from manyhands.data.store import SampleSet, TokenStore
-from manyhands.data.streams import MASK, TOKENS, weights_of
+from manyhands.data.streams import MASK, TOKENS, Sample, weights_of
 from manyhands.infer.batch import load_at, report_aside
 from manyhands.infer.decode import Completion
+from manyhands.infer.images import PromptImages, image_token_of, refuse_images
 from manyhands.infer.load import Answerer, Found
 from manyhands.infer.placement import ALL_GPUS, Placement, count_weight_bytes
 from manyhands.infer.prompts import PromptTokens
@@ -109,7 +111,7 @@ def measure(
     make = functools.partial(
         _open_judge, found=found, data=data, settings=settings, placement=placement, num_copies=len(seats)
     )
-    cut = _TaskCutter(samples, data, metrics, settings, len(seats))
+    cut = _TaskCutter(samples, data, metrics, settings, len(seats), image_token_of(found.weights))
     if not cut.num_tasks_known:
         raise _nothing_to_measure(data)
     sums: dict[int, list[float]] = {}
@@ -181,6 +183,13 @@ def last_turn(sample: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | 
     return (sample[TOKENS.name][:start], sample[TOKENS.name][start:end]) if start else None
 
 
+def images_of(sample: Sample, prompt: np.ndarray, token_id: int) -> tuple[StoredImage, ...]:
+    """The images of a sample whose tokens, ``token_id``, are all in ``prompt``, the beginning of it."""
+    found = tuple(from_streams(sample))
+    ends = np.cumsum([image.num_tokens for image in found])
+    return found[: int((ends <= int((prompt == token_id).sum())).sum())]
+
+
 class _TaskCutter:
     """Tasks of both kinds: (``loss``, number of the batch, samples) and (``answer``, prompts)."""
 
@@ -191,6 +200,7 @@ class _TaskCutter:
         metrics: Sequence[str],
         settings: GenerationSettings,
         num_copies: int,
+        image_token: int,
     ) -> None:
         losses, texts = any(m in LOSS_METRICS for m in metrics), any(m not in LOSS_METRICS for m in metrics)
         self.numbers = data.choose(samples)
@@ -206,7 +216,10 @@ class _TaskCutter:
                 why="all tokens of the samples are trained, as those of a text",
                 fix=f"choose of {', '.join(LOSS_METRICS)}",
             )
-        prompts = [PromptTokens(n, tuple(prompt.tolist())) for n, (prompt, _) in self.turns.items()]
+        prompts = [
+            PromptTokens(n, tuple(prompt.tolist()), images_of(samples.sample(n), prompt, image_token))
+            for n, (prompt, _) in self.turns.items()
+        ]
         self.num_prompts = len(prompts)
         self._queue = PromptQueue(prompts, settings.max_new_tokens, num_copies)
         self.num_tasks_known = len(self.groups) + len(prompts)
@@ -238,7 +251,7 @@ class Judge:
         if task[0] == "answer":
             return "answer", self._worker.run(task[1])
         _, number, samples = task
-        return "loss", (number, sum_losses(self._answerer.model, self._samples, samples))
+        return "loss", (number, sum_losses(self._answerer.model, self._samples, samples, self._answerer.images))
 
 
 def _open_judge(
@@ -253,10 +266,11 @@ def _open_judge(
 
 
 @torch.no_grad()
-def sum_losses(model: Any, samples: SampleSet, numbers: np.ndarray) -> list[float]:
+def sum_losses(model: Any, samples: SampleSet, numbers: np.ndarray, images: PromptImages | None = None) -> list[float]:
     """Loss, its weight, right tokens and loss tokens of some samples, summed in float64."""
-    if getattr(model, "hf_device_map", None):
-        return _sum_by_logits(model, samples, numbers)
+    seen = samples.num_images is not None and bool(samples.num_images[numbers].any())
+    if seen or getattr(model, "hf_device_map", None):
+        return _sum_by_logits(model, samples, numbers, images)
     device = next(model.parameters()).device
     batch = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -266,15 +280,19 @@ def sum_losses(model: Any, samples: SampleSet, numbers: np.ndarray) -> list[floa
     return torch.stack([*terms["lm"], *terms["correct"]]).double().tolist()
 
 
-def _sum_by_logits(model: Any, samples: SampleSet, numbers: np.ndarray) -> list[float]:
-    """The same by the model's own forward pass, sample by sample: where layers are divided over GPUs, the parts that
-    ``LossModel`` calls by themselves are not on one device."""
+def _sum_by_logits(model: Any, samples: SampleSet, numbers: np.ndarray, images: PromptImages | None) -> list[float]:
+    """The same by the model's own forward pass, sample by sample: with images; and where layers are divided over GPUs,
+    as the parts that ``LossModel`` calls by themselves are not on one device."""
     total = np.zeros(4)
     for number in numbers:
         sample = dict(samples.sample(int(number)))
         ids = torch.tensor(sample[TOKENS.name], dtype=torch.int64)
         weights = torch.from_numpy(weights_of(sample))[1:].double()
-        logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, :-1].float().cpu()
+        stored = from_streams(sample) if samples.num_images is not None else ()
+        if stored and images is None:
+            raise refuse_images()
+        inputs = images.inputs(model, ids.tolist(), stored) if stored and images is not None else {}
+        logits = model(input_ids=ids[None].to(model.device), use_cache=False, **inputs).logits[0, :-1].float().cpu()
         labels, trained = ids[1:], torch.from_numpy(sample[MASK.name].copy())[1:]
         losses = cross_entropy(logits, labels, reduction="none").double()
         correct = (logits.argmax(-1) == labels) & trained

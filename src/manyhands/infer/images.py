@@ -18,7 +18,7 @@ from manyhands.data.formats import Conversation
 from manyhands.data.image_batch import ImageBatcher, ImageWork
 from manyhands.data.image_files import BadImage
 from manyhands.data.image_open import ImageOpener, OpenedImage
-from manyhands.data.image_processor import PROCESSOR_FILES, family_of
+from manyhands.data.image_processor import PROCESSOR_FILES, family_of, read_json
 from manyhands.data.image_rows import parts_of, place_images, read_column
 from manyhands.data.image_streams import StoredImage
 from manyhands.data.messages import RowRefused
@@ -98,6 +98,12 @@ def open_images(folder: Path, tokenizer: Any) -> PromptImages | None:
     """None where the model takes no images, or its folder has no processor."""
     takes = family_of(folder).images is not None and any((folder / name).is_file() for name in PROCESSOR_FILES)
     return PromptImages(folder, tokenizer) if takes and tokenizer.chat_template else None
+
+
+def image_token_of(folder: Path) -> int:
+    """The id that stands where an image's features go; -1 of a model that takes none."""
+    layout = family_of(folder).images
+    return -1 if layout is None else int(read_json(folder / "config.json").get(layout.token_field, -1))
 
 
 def has_images(messages: Sequence[Message]) -> bool:
