@@ -64,6 +64,8 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "data.image_urls": images.image_urls,
     "data.bad_images": images.bad_images,
     "data.max_image_pixels": images.max_image_pixels,
+    "data.image_cache_gb": images.image_cache_gb,
+    "data.image_memory_gb": images.image_memory_gb,
     "data.workers": work.workers,
     "data.cache": rows.cache,
     "batch.samples": rows.batch_samples,

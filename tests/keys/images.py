@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,34 @@ def max_image_pixels(lab: Lab) -> None:
     with pytest.raises(UserError) as caught:
         facts_of(lab, [place], max_image_pixels=899)
     assert "900 pixels" in caught.value.details[0]
+
+
+def kept(lab: Lab, **keys: Any) -> tuple[list[Path], int]:
+    """(files of prepared images, bytes that this process holds) once one image was in a batch."""
+    from types import SimpleNamespace
+
+    from manyhands.data.image_batch import ImageBatcher
+    from manyhands.data.image_streams import from_streams
+    from manyhands.data.store import TokenStore
+    from manyhands.worker.batches import images_of
+
+    place = draw(lab.folder / "drawn" / "a.png")
+    cache = Path(str(lab.folder / "kept"))
+    shutil.rmtree(cache, ignore_errors=True)
+    facts = facts_of(lab, [place], cache=str(cache), **keys)
+    config = lab.config({f"data.{key}": value for key, value in {"cache": str(cache), **keys}.items()})
+    plan = SimpleNamespace(model_folder=str(lab.folder / "vision"))
+    store = TokenStore.open(facts.folder)
+    work = images_of(SimpleNamespace(store=store, config=config, plan=plan))  # type: ignore[arg-type]
+    assert work is not None
+    batcher = ImageBatcher(work)
+    batcher.prepare(from_streams(store.train.sample(0))[0], True)
+    return list(cache.glob("images/*/*/*.npz")), batcher._cache.held_bytes
+
+
+def image_cache_gb(lab: Lab) -> None:
+    assert len(kept(lab)[0]) == 1 and not kept(lab, image_cache_gb=0.0)[0]
+
+
+def image_memory_gb(lab: Lab) -> None:
+    assert kept(lab)[1] == 3 * 28 * 28 and kept(lab, image_memory_gb=0.0)[1] == 0

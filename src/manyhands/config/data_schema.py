@@ -134,6 +134,12 @@ class DataSection(Section):
     max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = Field(
         89_478_485, description="An image with more pixels is bad; it is not decoded."
     )
+    image_cache_gb: NonNegativeFloat = Field(
+        4.0, description="Prepared images that are kept in `cache`, in GB on disk, for later epochs and runs; 0: none."
+    )
+    image_memory_gb: NonNegativeFloat = Field(
+        0.25, description="Prepared images that each process keeps in memory, in GB; 0: none."
+    )
     workers: NonNegativeInt | Auto = Field(
         "auto",
         description="Data loader processes per rank; 0 is one thread, auto takes as many as the batches need.",

@@ -18,13 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from manyhands.core.errors import UserError
+from manyhands.data.image_cache import ImageCache
 from manyhands.data.image_files import BadImage, content_of, decode, name_of, read_bytes
-from manyhands.data.image_processor import ImageProcessor, family_of, read_json
+from manyhands.data.image_processor import PIXELS, ImageProcessor, family_of, processor_digest, read_json
 from manyhands.data.image_streams import StoredImage, from_streams
 from manyhands.data.streams import PACKED_BY, Sample
 
@@ -34,10 +36,17 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class ImageWork:
-    """How images are prepared, for a process that collates: by the processor in ``model_folder``."""
+    """How images are prepared, for a process that collates: by the processor in ``model_folder``. ``cache``: the folder
+    of prepared images, and how many bytes of them are kept on disk, by all processes, and in memory by each;
+    ``num_units`` of all samples together.
+    """
 
     model_folder: str
     max_pixels: int
+    cache: str = ""
+    disk_bytes: int = 0
+    memory_bytes: int = 0
+    num_units: int = 0
 
 
 def add_images(
@@ -71,8 +80,20 @@ class ImageBatcher:
             name: values[:0] for name, values in self.processor.prepare(np.zeros((64, 64, 3), np.uint8)).items()
         }
 
+        pixels = self._blanks[PIXELS]
+        self._cache = ImageCache(
+            Path(work.cache, processor_digest(work.model_folder)[:16]),
+            work.memory_bytes,
+            work.disk_bytes,
+            work.num_units * int(np.prod(pixels.shape[1:])),
+        )
+
     def prepare(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:
-        """The entries of one image. Raises UserError where it is not what was stored."""
+        """The entries of one image, kept or made. Raises UserError where it is not what was stored."""
+        alone = alone or self.layout.layout != "anyres"  # no other processor looks at how many there are
+        return self._cache.get(image.content + bytes([alone]), lambda: self._make(image, alone))
+
+    def _make(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:
         name = name_of(image.place)
         try:
             raw = read_bytes(image.place) if image.place else image.source

@@ -9,6 +9,7 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -80,7 +81,15 @@ def images_of(rank: RankContext) -> ImageWork | None:
     """How images become entries of a batch; None in a run without images."""
     if rank.store.train.num_images is None:
         return None
-    return ImageWork(rank.plan.model_folder, rank.config.data.max_image_pixels)
+    data, sets = rank.config.data, (rank.store.train, rank.store.validation)
+    return ImageWork(
+        rank.plan.model_folder,
+        data.max_image_pixels,
+        str(Path(data.cache).expanduser() / "images"),
+        int(data.image_cache_gb * 1e9),
+        int(data.image_memory_gb * 1e9),
+        sum(int(each.image_units.sum()) for each in sets if each.image_units is not None),
+    )
 
 
 def with_images(sample_set: SampleSet, samples: np.ndarray, layout: StepLayout) -> StepLayout:
