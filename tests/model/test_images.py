@@ -10,6 +10,7 @@ import torch
 
 from manyhands.core.errors import UserError
 from manyhands.model.attention import ImageRows, attend_blockwise, attend_varlen
+from manyhands.model.checks import check_images
 from manyhands.model.multimodal import find_image_rows
 from manyhands.model.structure import auto_class_of
 from tests.support.building import on_meta
@@ -93,6 +94,49 @@ def test_a_micro_batch_without_images_is_text_and_gives_zeros(folders: dict[str,
     assert len(gradients) > 15 and all(g is not None and not g.any() for g in gradients)
     plain = {n: v for n, v in batch.items() if n not in images.entries}
     assert float(engine.forward(plain)["lm"][0].detach()) == float(loss.detach())
+
+
+@pytest.mark.parametrize("way", ["kept copy", "cast as used"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_computes_with_float32_masters(folders: dict[str, Path], family: str, way: str) -> None:
+    """Towers cast images themselves, to the dtype of a weight that is a master at that moment."""
+    states = TRAINED if way == "kept copy" else TRAINED | {"language": "frozen"}
+    dtypes: dict[str, Any] = {"compute_dtype": "bfloat16", "frozen_dtype": "bfloat16", "reshard_after_forward": False}
+    packed = documents(family)
+    with torch.no_grad():
+        expected = float(engine_of(folders[family], attention="blockwise").forward(pack(family, packed))["lm"][0])
+    dtypes["trains_everything"] = way == "kept copy"
+    plan = tiny_plan(folders[family], parts=states, attention="blockwise", **dtypes)
+    if way == "kept copy":
+        assert plan.layout.compute_copy == "kept"
+    engine = build(plan, tiny_run(folders[family]))
+    loss = engine.forward(pack(family, packed))["lm"][0]
+    engine.backward(loss, last=True)
+    assert float(loss) == pytest.approx(expected, rel=2e-2)
+    trained = [p for p in engine.model.parameters() if p.requires_grad]
+    assert all(p.dtype == torch.float32 and p.grad is not None for p in trained)
+    assert any(p.dtype == torch.bfloat16 for p in engine.model.parameters()) == (way != "kept copy")
+
+
+@pytest.mark.parametrize("family", ["gemma3", *QWEN])
+def test_the_loaded_model_is_checked(folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one whose attention forgets where documents end is refused."""
+    engine = engine_of(folders[family])
+    deviation = check_images(engine, engine.loss_model, torch.device("cpu"))
+    assert deviation is not None and deviation < 1e-5
+    images = engine.loss_model.images
+    inner = images.decoder_inputs
+
+    def leaks(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        kwargs = inner(model, batch)
+        places = torch.arange(batch["input_ids"].shape[1])
+        kwargs["position_ids"] = places.expand_as(kwargs["position_ids"])
+        length = torch.tensor([0, len(places)], dtype=torch.int32)
+        return kwargs | ({"cu_seq_lens_q": length, "max_length_q": len(places)} if "cu_seq_lens_q" in kwargs else {})
+
+    monkeypatch.setattr(images, "decoder_inputs", leaks)
+    with pytest.raises(UserError, match="images do not reach"):
+        check_images(engine, engine.loss_model, torch.device("cpu"))
 
 
 def test_families_whose_images_are_not_described_are_refused(tmp_path: Path) -> None:

@@ -67,11 +67,10 @@ class Parts(BaseConverter):
                     parameters[name].requires_grad_(True)
                 return
             trained = chosen
+        else:  # what PEFT saves beside adapters are modules: a parameter of the whole model is none
+            own = {name for module in (model, model.base_model) for name in module._parameters}
+            trained = {name for name in trained if name.rpartition(".")[2] not in own}
         train_parameters(model, {id(parameters[name]) for name in trained})
-        for name in (name for part in self.images.parts.values() for name in part):
-            frozen = model.get_parameter(name)
-            if name in self.images.unused:
-                frozen.requires_grad_(False)
 
     def describe(self) -> Sequence[str]:
         lines = []

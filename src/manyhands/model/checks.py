@@ -14,7 +14,9 @@ from torch import nn
 from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
+from manyhands.model.attention import BLOCKWISE
 from manyhands.model.loss import IGNORED, LossModel
+from manyhands.model.multimodal import ROPE_POSITIONS
 from manyhands.model.structure import set_attention
 
 # Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products
@@ -62,6 +64,56 @@ def check_loss(engine: Probed, loss_model: LossModel, device: torch.device) -> f
             why=f"relative deviation {deviation:.1e}, allowed {tolerance:.0e}:"
             f" {float(fast):.6g} against {float(expected):.6g}",
             fix="use a model of another family: this one cannot be trained yet",
+        )
+    return deviation
+
+
+@torch.no_grad()
+def check_images(engine: Probed, loss_model: LossModel, device: torch.device) -> float | None:
+    """Compare two packed documents, an image in each, with each alone in plain torch; the relative deviation of the
+    logits.
+
+    Alone means attention written out in plain torch, so that a kernel which does not let the tokens of an image see all
+    of it shows here. Another first image must leave the second document as it is. None where the number of an image's
+    tokens is not known without its processor. Raises UserError.
+    """
+    images, model = loss_model.images, loss_model.model
+    num = None if images is None else images.tokens_of_smallest(model.config)
+    if images is None or num is None:
+        return None
+    ids = _probe_tokens(loss_model, device)
+    ids = torch.where(ids == images.token_id, 0, ids)
+    run = torch.full((1, num), images.token_id, device=device)
+    documents = [torch.cat([text[:, :5], run, text[:, 5:]], 1) for text in ids.split(PROBE_LENGTHS, dim=1)]
+    one = images.smallest(model.config, device)
+    other = one | {"pixel_values": -one["pixel_values"]}
+
+    def batch_of(which: list[torch.Tensor], shown: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+        batch = pack_documents(which)
+        batch |= {name: torch.cat([image[name] for image in shown]) for name in one}
+        return batch | ({ROPE_POSITIONS: batch["position_ids"].expand(3, 1, -1)} if images.layout.mrope else {})
+
+    implementation = model.config._attn_implementation
+    with _eager_evaluation(loss_model):
+        packed = engine.logits(batch_of(documents, [one, other]))
+        changed = engine.logits(batch_of(documents, [other, other]))
+        set_attention(model, BLOCKWISE)
+        try:
+            alone = [engine.logits(batch_of([d], [i])) for d, i in zip(documents, (one, other), strict=True)]
+        finally:
+            set_attention(model, implementation)
+    deviation = _deviation(packed, torch.cat(alone, dim=1))
+    bound = documents[0].shape[1]
+    leak = _deviation(changed[:, bound:], packed[:, bound:])
+    seen = _deviation(changed[:, :bound], packed[:, :bound])
+    tolerance = TOLERANCE[packed.dtype]
+    if not (deviation <= WIDE_TOLERANCE[packed.dtype] and leak <= tolerance and seen > 0):
+        raise UserError(
+            f"images do not reach {type(model).__name__} as they do alone",
+            where="model.name",
+            why=f"relative deviation of packed documents {deviation:.1e}; by another image the logits change by"
+            f" {seen:.1e} in its document and by {leak:.1e} in the one beside it",
+            fix="set data.packing=false, or leave the images out",
         )
     return deviation
 

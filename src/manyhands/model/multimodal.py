@@ -167,10 +167,17 @@ class Images:
         if not self.always_runs:
             empty = [parameter.flatten()[:0].sum() for parameter in self.trained(model)]
             return torch.stack([value.float() for value in empty]).sum() if empty else torch.zeros((), device=device)
-        features, deeper = self._features(model, self._smallest(model.config, device))
+        features, deeper = self._features(model, self.smallest(model.config, device))
         return torch.stack([values[:0].sum() for values in (features, *deeper)]).sum()
 
-    def _smallest(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    def tokens_of_smallest(self, config: Any) -> int | None:
+        """Tokens of the image that ``smallest`` gives; None where a model's processor alone says."""
+        if self.layout.layout == "patches":
+            return 1
+        tokens: int | None = getattr(config, "mm_tokens_per_image", None)
+        return tokens
+
+    def smallest(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
         """The entries of one small image."""
         vision = config.vision_config
         if self.layout.layout == "patches":

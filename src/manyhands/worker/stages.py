@@ -23,7 +23,7 @@ from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
-from manyhands.model.checks import check_loss, check_packing, check_padding
+from manyhands.model.checks import check_images, check_loss, check_packing, check_padding
 from manyhands.train.types import TrainState
 from manyhands.worker.batches import images_of, shape_of
 from manyhands.worker.context import RankContext
@@ -97,6 +97,7 @@ def check_model(rank: RankContext) -> None:
     check_loss(rank.engine, rank.loss_model, rank.world.device)
     check_rows = check_packing if rank.plan.packing else check_padding
     check_rows(rank.engine, rank.loss_model, rank.world.device)
+    check_images(rank.engine, rank.loss_model, rank.world.device)
     batch = probe_batch(rank)
     for converter in rank.converters:
         found = converter.before_first_step(rank.model, rank.engine, batch)
