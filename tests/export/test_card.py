@@ -94,8 +94,10 @@ def test_the_hub_reads_its_head(tmp_path: Path, kind: str, library: str, relatio
         "base_model": "someone/base",
         "base_model_relation": relation,
         "library_name": library,
+        "pipeline_tag": "text-generation",
         "license": "apache-2.0",
     }
+    assert "pipeline_tag" not in head(make_card(kind, opener="AutoModelForImageTextToText"))
     assert read.items() >= (expected | {"datasets": ["openai/gsm8k"], "tags": ["manyhands", "sft", "lora"]}).items()
 
 
