@@ -42,7 +42,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, FAULT, UserError
 from manyhands.data.image_batch import ImageWork, add_images
 from manyhands.data.streams import PACKED_BY, BatchEntry, Sample, Stream, add_label_positions
 
@@ -299,6 +299,7 @@ class BatchWorkers:
             fix="start again: the run resumes from its newest checkpoint; or lower data.workers (0: one thread "
             "of the rank itself)",
             exit_code=EXIT_FAILED,
+            kind=FAULT,
         )
 
 
