@@ -4,6 +4,7 @@ the model, and checked against what a run left alone trains.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -30,7 +31,7 @@ def _record(path: Path, rank: int, step: int, batches: Iterable[Any]) -> Iterato
     samples: list[int] = []
     for batch in batches:
         ids, bounds = batch["input_ids"].flatten().tolist(), batch["cu_seq_lens"].tolist()
-        documents = (ids[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False))
+        documents = (ids[begin:end] for begin, end in itertools.pairwise(bounds))
         samples += [zlib.crc32(repr(document).encode()) for document in documents if document]
         yield batch
     line = {"step": step, "rank": rank, "time": time.time(), "pid": os.getpid(), "samples": samples}
