@@ -9,7 +9,6 @@ steps, in a step, while it saves.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ END_S = 120.0  # from the kill of one rank until the other must have ended by it
 START_SHARE = 0.1  # of the kills come before the first step
 
 
-def run_rank(rank: int, port: int, folder: Path, arguments: list[str], audit: Path, pipe: Connection) -> None:
-    """In a fork: one rank, from its start to its end; says over ``pipe`` when a step is done and when it saves."""
+def run_rank(rank: int, port: int, folder: Path, arguments: list[str], audit: Path, done: Any) -> None:
+    """In a fork: one rank, from its start to its end; releases the semaphore ``done`` when a step is done."""
     os.setsid()
     os.chdir(folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS))
@@ -49,7 +48,7 @@ def run_rank(rank: int, port: int, folder: Path, arguments: list[str], audit: Pa
 
     def tell(self: Any, state: Any, result: Any) -> None:
         after_step(self, state, result)
-        pipe.send(state.step)
+        done.release()
 
     training.BeatHook.after_step = tell  # type: ignore[method-assign]
     os._exit(worker.main(["run.yaml", *arguments]))
@@ -60,38 +59,37 @@ class Cycle:
 
     def __init__(self, folder: Path, arguments: list[str], audit: Path) -> None:
         context, port = multiprocessing.get_context("fork"), free_port()
-        self.pipes, self.ranks = [], []
-        for rank in range(NUM_RANKS):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=run_rank, args=(rank, port, folder, arguments, audit, theirs))
+        self.done = context.Semaphore(0)  # once for each rank and step
+        self.ranks = [
+            context.Process(target=run_rank, args=(rank, port, folder, arguments, audit, self.done))
+            for rank in range(NUM_RANKS)
+        ]
+        for process in self.ranks:
             process.start()
-            theirs.close()
-            self.pipes.append(mine)
-            self.ranks.append(process)
 
     def wait_for_steps(self, number: int) -> bool:
-        """Until rank 0 has done so many steps; False if it ends before."""
-        for _ in range(number):
-            try:
-                self.pipes[0].recv()
-            except EOFError:
-                return False
+        """Until the ranks have done so many steps; False if they end before."""
+        for _ in range(NUM_RANKS * number):
+            while not self.done.acquire(timeout=1.0):
+                if self.ranks[0].exitcode is not None:
+                    return False
         return True
 
     def kill(self, ranks: list[int]) -> None:
         """SIGKILL; who lives on must end by itself."""
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.ranks[rank].pid, signal.SIGKILL)
+            os.kill(self.ranks[rank].pid, signal.SIGKILL)
         self.end()
 
     def end(self) -> list[int]:
         """Exit codes; AssertionError where a rank does not end."""
         wait([process.sentinel for process in self.ranks])
+        codes = []
         for process in self.ranks:
             process.join(END_S)
             assert process.exitcode is not None, "a rank outlived its peer"
-        return [process.exitcode for process in self.ranks]
+            codes.append(process.exitcode)
+        return codes
 
 
 def soak(folder: Path, num_cycles: int, limit_s: float, seed: int = 0) -> dict[str, Any]:
