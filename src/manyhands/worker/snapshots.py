@@ -1,0 +1,97 @@
+"""Snapshots in host memory after every step: taken by a hook, and found again by the ranks of a launch that our launcher
+has started again after a fault.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, steps_in
+from manyhands.core.collective_errors import run_on_all_ranks
+from manyhands.core.segments import SEGMENTS, Segment
+from manyhands.train.types import Hook, TrainState
+from manyhands.worker.context import RankContext, StagesCheckpoints
+
+
+class SnapshotHook(Hook):
+    """One after every step, last of all hooks."""
+
+    def __init__(self, rank: RankContext) -> None:
+        self.rank = rank
+        self.engine = rank.engine if isinstance(rank.engine, StagesCheckpoints) else None
+        segment = open_segment(rank)
+        reasons = run_on_all_ranks(lambda: why_none(rank)) if rank.config.checkpoint.every_step_in_memory else [""]
+        self.is_on = rank.config.checkpoint.every_step_in_memory and not any(reasons)
+        if any(reasons):
+            rank.print(f"no snapshots in memory: {next(filter(None, reasons))}")
+        # Ranks that hold the same keep one copy a machine.
+        keeps = self.is_on and segment is not None and (_is_sharded(rank) or rank.world.local_rank == 0)
+        self.writer = SnapshotWriter(segment, rank.world.device) if keeps and segment is not None else None
+
+    def between_steps(self, state: TrainState) -> None:
+        if not self.is_on or self.engine is None:
+            return
+        rank, begin = self.rank, time.monotonic()
+        if rank.world.device.type == "cuda":  # all have completed theirs of the step before: two slots are enough
+            rank.engine.all_reduce_sum(torch.zeros(()))
+        reason = ""
+        commit: Callable[[], None] | None = None
+        if self.writer is not None:
+            try:
+                commit = self.writer.begin(state.step, self.engine.checkpoint_tensors(), asdict(state), key_of(rank))
+            except OSError as error:
+                reason = f"rank {rank.world.rank}: {error.strerror or error}"
+        if "snapshot_stalls_s" not in rank.measured:  # the first one, which makes room
+            reason = next(filter(None, run_on_all_ranks(lambda: reason)), "")
+            if reason:
+                rank.print(f"no snapshots in memory: {reason}")
+                self.is_on = False
+                return
+        if commit is not None and rank.world.device.type == "cuda":
+            self.engine.before_update(commit)
+        elif commit is not None:
+            commit()
+        rank.measured.setdefault("snapshot_stalls_s", []).append(time.monotonic() - begin)
+
+
+def why_none(rank: RankContext) -> str:
+    """Why this rank can keep no snapshots; an empty text where it can."""
+    if os.environ.get(SEGMENTS) is None:
+        return "the launcher keeps none (`manyhands train` does, on Linux)"
+    return "" if isinstance(rank.engine, StagesCheckpoints) else "DeepSpeed's engine has none"
+
+
+def open_segment(rank: RankContext) -> Segment | None:
+    """Of this rank, or of the one of this machine that keeps the copy for all; None where there is none."""
+    paths = [path for path in os.environ.get(SEGMENTS, "").split(":") if path]
+    index = rank.world.local_rank if _is_sharded(rank) else 0
+    return Segment(paths[index]) if index < len(paths) else None
+
+
+def find_snapshot(rank: RankContext, newest_saved: int) -> None:
+    """Sets ``rank.snapshot`` to the newest one that every rank has, if it is of a later step than the newest
+    checkpoint. Collective.
+    """
+    if not rank.config.checkpoint.every_step_in_memory:
+        return
+    segment = open_segment(rank)
+    mine = steps_in(segment, key_of(rank)) if segment is not None else []
+    common = set.intersection(*(set(steps) for steps in run_on_all_ranks(lambda: mine)))
+    newest = max(common, default=0)
+    if segment is not None and newest > newest_saved:
+        rank.snapshot = Snapshot.read(segment, newest)
+
+
+def key_of(rank: RankContext) -> str:
+    """What must agree for a snapshot to fit."""
+    layout = rank.plan.layout
+    return f"{rank.config.digest} {layout.strategy} {layout.world_size} {layout.shard_degree} {rank.world.rank}"
+
+
+def _is_sharded(rank: RankContext) -> bool:
+    return rank.plan.layout.strategy not in ("single", "ddp")
