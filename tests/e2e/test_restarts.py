@@ -45,6 +45,29 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(place: Place, whole:
     assert "Restarted once after a fault" in (run.folder / "report.md").read_text()
 
 
+SHARDED = ("parallel.strategy=fsdp",)
+
+
+@pytest.mark.parametrize(("file", "keys"), [("run.yaml", ()), ("full.yaml", SHARDED)], ids=["lora-ddp", "full-fsdp"])
+def test_with_snapshots_in_memory_only_the_step_in_flight_is_lost(
+    place: Place, whole: tuple[Ended, Run], file: str, keys: tuple[str, ...]
+) -> None:
+    name = f"in-memory-{file.partition('.')[0]}"
+    plant = NO_VERIFY | at_step(7, once(place.folder / name, KILL), rank=1)
+    keys = (*keys, "launch.restarts=3", "checkpoint.every_step_in_memory=true")
+    ended = place.train(name, "--gpus", "2", *keys, file=file, plant=plant)
+    assert ended.code == 0 and "error" not in ended.output, ended.output
+    assert "restarting from step 6 in host memory in 1 s, 1 step lost" in ended.output
+    assert "resumed after step 6 from host memory" in ended.output
+    run, alone = place.run(name), whole[1]
+    if file == "full.yaml":
+        alone = place.run("full-alone")
+        assert place.train("full-alone", "--gpus", "2", *SHARDED, file=file, plant=NO_VERIFY).code == 0
+    assert run.course() == alone.course() and run.evaluations() == alone.evaluations()
+    [path] = [path.relative_to(alone.folder) for path in alone.folder.glob("*/*model*.safetensors")]
+    assert (run.folder / path).read_bytes() == (alone.folder / path).read_bytes()
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_under_another_launcher_its_own_restarts_resume(place: Place, whole: tuple[Ended, Run], launcher: str) -> None:
     name = f"again-{launcher}"

@@ -341,7 +341,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("tests.faults.matrix", description=__doc__)
     parser.add_argument("--output", type=Path, help="docs/faults.md")
     parser.add_argument("--limit-s", type=float, default=4 * 3600.0, help="begin no further cell after so long")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cells whose name contains one of these")
     parser.add_argument("--again", action="store_true", help="also those that were measured before")
     parser.add_argument("--measured", type=Path, default=MEASURED)
     arguments = parser.parse_args(argv)
@@ -350,7 +350,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         matrix = Matrix(Path(folder))
         for cell in cells():
-            if arguments.only not in cell.name or (cell.name in measured and not arguments.again):
+            if not any(part in cell.name for part in arguments.only) or (cell.name in measured and not arguments.again):
                 continue
             if time.monotonic() - begin > arguments.limit_s:
                 break

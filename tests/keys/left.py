@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from manyhands.checkpoint.staging import Staging
 from manyhands.core.remote import RemoteError, RemoteFolder
+from manyhands.core.segments import SEGMENTS, Segment, open_segments
 from manyhands.launch import prepare
 from manyhands.metrics import trackers
 from manyhands.metrics.trackers import Begun
@@ -147,6 +148,18 @@ def copy_to(lab: Lab) -> None:
     assert ran.checkpoints() == [5]
     warning = "warning: step-000005 is not copied (checkpoint.copy_to): the bucket is on holiday"
     assert ran.rank.terminal.getvalue().count(warning) == 1  # type: ignore[attr-defined]
+
+
+def every_step_in_memory(lab: Lab) -> None:
+    """What outlives the ranks has the last two steps, the newest of them the run's last."""
+    found = []
+    for asked in (False, True):
+        with open_segments(1) as segments, pytest.MonkeyPatch.context() as patch:
+            assert segments is not None
+            patch.setenv(SEGMENTS, segments.environment[SEGMENTS])
+            lab.run({"checkpoint.every_step_in_memory": asked})
+            found.append(sorted(Segment(segments.paths[0]).committed()))
+    assert found == [[], [4, 5]]
 
 
 def keep_last(lab: Lab) -> None:

@@ -34,9 +34,7 @@ class SnapshotWriter:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pinned = False
 
-    def begin(
-        self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str
-    ) -> Callable[[], None]:
+    def begin(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str) -> Callable[[], None]:
         """Starts a snapshot; the function returned completes it. OSError where there is no room for one."""
         parts = {name: local(tensor) for name, tensor in tensors.items()}
         meta, end = _describe(tensors, parts, state, key)
@@ -54,6 +52,12 @@ class SnapshotWriter:
             self._segment.commit(slot, step, end)
 
         return commit
+
+    def forget_after(self, step: int) -> None:
+        """Clears snapshots of later steps."""
+        for later, slot in self._segment.committed().items():
+            if later > step:
+                self._segment.clear(slot).release()
 
     def _copy(self, memory: torch.Tensor, parts: dict[str, torch.Tensor], end: int) -> torch.cuda.Event | None:
         spans = _spans(parts, end)

@@ -122,7 +122,7 @@ class NativeEngine(RankEngine):
         if replica is not None:
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
         self._norm: torch.Tensor | None = None  # of the gradients that are there
-        self._before_update: Callable[[], None] | None = None
+        self._before_update: list[Callable[[], None]] = []
         self._reduce_every = reduce_every
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
         self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
@@ -200,9 +200,8 @@ class NativeEngine(RankEngine):
 
     def step(self, learning_rate: float, *, max_norm: float) -> None:
         """Clips gradients to ``max_norm`` (0: does not), steps at the schedule's ``learning_rate`` and frees them."""
-        if self._before_update is not None:
-            self._before_update()
-            self._before_update = None
+        while self._before_update:
+            self._before_update.pop(0)()
         set_learning_rate(self.optimizer, learning_rate)
         if max_norm > 0:
             clip_gradients(self.optimizer, self.gradient_norm() if self._norm is None else self._norm, max_norm)
@@ -240,7 +239,7 @@ class NativeEngine(RankEngine):
 
     def before_update(self, call: Callable[[], None]) -> None:
         """``call`` is called once, by the next ``step``, before it changes anything."""
-        self._before_update = call
+        self._before_update.append(call)
 
     def load(self, folder: Path, *, is_checked: bool = False) -> dict[str, Any]:
         """Loads what ``save`` wrote, from any number of ranks, in place; returns the saved state. Collective."""

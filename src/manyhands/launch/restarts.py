@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.core.errors import UserError
+from manyhands.core.segments import Segments
 from manyhands.launch.heartbeat import read_beats
 from manyhands.launch.run_folder import RunFolder
 
@@ -28,6 +29,7 @@ class Restart:
     from_step: int | None  # what the next attempt resumes from; None: from the start
     attempt: int
     of: int
+    in_memory: bool = False  # from_step is a snapshot's
 
     @property
     def lost_steps(self) -> int:
@@ -40,11 +42,13 @@ class Restart:
 
     def __str__(self) -> str:
         begin = "from the start" if self.from_step is None else f"from step {self.from_step}"
+        begin += " in host memory" if self.in_memory else ""
         lost = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
         return f"{self.cause}; restarting {begin} in {self.wait_s:g} s, {lost} (attempt {self.attempt} of {self.of})"
 
     def to_json(self) -> dict[str, Any]:
         fields = {"cause": self.cause, "step": self.step, "from_step": self.from_step, "lost_steps": self.lost_steps}
+        fields["in_memory"] = self.in_memory
         return {"time": time.time(), **fields, "attempt": self.attempt, "of": self.of, "wait_s": self.wait_s}
 
 
@@ -56,6 +60,7 @@ class Restarts:
 
     folder: RunFolder
     limit: int
+    segments: Segments | None = None  # snapshots in memory, of this machine's ranks
     num_in_a_row: int = 0
     from_step: int | None = None  # of the latest restart
     seen: set[tuple[str, int | None]] = field(default_factory=set)
@@ -66,7 +71,9 @@ class Restarts:
         """
         if not self.limit:
             raise error
-        newest = self.folder.newest_step()
+        saved = self.folder.newest_step()
+        kept = self.segments.newest_step() if self.segments is not None else None
+        newest, in_memory = (kept, True) if kept is not None and kept > (saved or 0) else (saved, False)
         step = max((beat.step for beat in read_beats(self.folder).values() if beat.step is not None), default=newest)
         fault = re.sub(r"\d+", "#", error.what), step
         if fault in self.seen:
@@ -79,7 +86,7 @@ class Restarts:
             raise with_finding(error, f"{tried} (launch.restarts = {self.limit})")
         self.seen.add(fault)
         self.num_in_a_row, self.from_step = self.num_in_a_row + 1, newest
-        return Restart(error.what, step, newest, self.num_in_a_row, self.limit)
+        return Restart(error.what, step, newest, self.num_in_a_row, self.limit, in_memory)
 
 
 def with_finding(error: UserError, finding: str) -> UserError:

@@ -14,6 +14,7 @@ from manyhands.config.dialects.report import summarize
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
+from manyhands.core.segments import Segments, open_segments
 from manyhands.facts.types import HostFacts
 from manyhands.launch.environment import detect_launcher, refuse_alone
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run, summarize_start
@@ -90,16 +91,34 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: S
 
 
 def _launch(found: Joined, arguments: Sequence[str]) -> int:
+    """Runs the workers, with memory of theirs that outlives them where the run asks for it."""
+    prepared, team = found.prepared, found.team
+    num_local = prepared.plan.layout.world_size if team is None else len(team.ranks)
+    keeps = prepared.config.checkpoint.every_step_in_memory and prepared.config.launch.restarts > 0
+    with open_segments(num_local) if keeps else contextlib.nullcontext() as segments:
+        return _launch_and_restart(found, arguments, segments)
+
+
+def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: Segments | None) -> int:
     """Runs the workers. Where memory runs out, again from the last checkpoint with a smaller plan,
     ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides.
     """
     folder, leads = found.prepared.folder, found.team is None or found.team.node == 0
     report = functools.partial(_report, folder=folder) if leads else print
-    num_smaller, restarts = 0, Restarts(folder, found.prepared.config.launch.restarts)
+    num_smaller, restarts = 0, Restarts(folder, found.prepared.config.launch.restarts, segments)
+    environment = segments.environment if segments is not None else {}
     while True:
         plan, timeout_s = found.prepared.plan, found.prepared.config.parallel.timeout_s
         try:
-            return run_workers(folder, plan, timeout_s=timeout_s, report=report, team=found.team, arguments=arguments)
+            return run_workers(
+                folder,
+                plan,
+                timeout_s=timeout_s,
+                report=report,
+                team=found.team,
+                arguments=arguments,
+                environment=environment,
+            )
         except UserError as error:
             if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS:
                 num_smaller += 1

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_ask
 from manyhands.plan.types import Plan
 
 POLL_S = 0.5
+NOTHING: Mapping[str, str] = {}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
 
 
@@ -51,6 +52,7 @@ def run_workers(
     report: Callable[[str], None] = print,
     team: Team | None = None,
     arguments: Sequence[str] = (),
+    environment: Mapping[str, str] = NOTHING,
 ) -> int:
     """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them is left
     when it returns, however it ends.
@@ -71,7 +73,7 @@ def run_workers(
         host, port = team.begin()
         name = f"manyhands-{team.attempt}"
         place = Rendezvous(team.node, team.num_nodes, len(team.ranks), "static", f"{host}:{port}", name, timeout_s)
-    ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team)
+    ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team, environment)
     if team is not None:
         ending = team.settle(ending)
     if ending.cause is not None:
@@ -83,9 +85,15 @@ def run_workers(
 
 
 def _run_and_watch(
-    folder: RunFolder, plan: Plan, place: Rendezvous, timeout_s: float, command: Sequence[str], team: Team | None
+    folder: RunFolder,
+    plan: Plan,
+    place: Rendezvous,
+    timeout_s: float,
+    command: Sequence[str],
+    team: Team | None,
+    environment: Mapping[str, str],
 ) -> LaunchEnd:
-    local, added = (None, {}) if team is None else (team.ranks, team.environment)
+    local, added = (None, environment) if team is None else (team.ranks, {**team.environment, **environment})
     try:
         with (
             launcher_environment(plan, place.num_local, added),

@@ -95,6 +95,7 @@ class EstimateInput:
     mixed_lengths: bool = False  # varlen, and samples differ in length or layers have windows
     adapter_dora: bool = False
     images: ImageInput | None = None  # of a model whose tower is loaded
+    snapshots: bool = False  # of every step, in host memory
     fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
 
     @property
@@ -220,7 +221,13 @@ class EstimateInput:
     @property
     def offloads(self) -> bool:
         """Whether anything is in host memory; with ZeRO checkpoints pass through it."""
-        return self.layout.offload != "none" or self.layout.offload_activations or self.layout.zero_stage > 0
+        moves = self.layout.offload != "none" or self.layout.offload_activations
+        return moves or self.snapshots or self.layout.zero_stage > 0
+
+    def snapshot_bytes(self, optimizer: int) -> int:
+        """``2 (masters + states)`` of a rank; ``optimizer``: its states. Replicas keep one a machine: not counted."""
+        masters = self.num_trained * self.master_bytes // self.num_shards
+        return 2 * (masters + optimizer) if self.snapshots and not self.layout.zero_stage else 0
 
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"

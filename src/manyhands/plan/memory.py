@@ -65,6 +65,8 @@ def estimate_terms(setup: EstimateInput) -> dict[str, int]:
         FRAGMENTATION[setup.layout.device] * sum(terms[name] for name in passing)
     )
     terms["overhead"] = overhead(setup)
+    if setup.layout.device == "cpu":
+        terms["snapshots"] = setup.snapshot_bytes(terms["optimizer"])
     return terms
 
 
@@ -370,7 +372,7 @@ def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, in
         host["checkpoint"] = terms["optimizer"]
     if s.layout.offload_activations:
         host["activations"] = int(PINNED * moved_bytes(s))
-    return host
+    return host | ({"snapshots": s.snapshot_bytes(terms["optimizer"])} if s.snapshots else {})
 
 
 def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:

@@ -232,6 +232,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         fuse_optimizer=fuses_optimizer(config, made.device) and config.parallel.offload == "none",
         mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
         adapter_dora=config.method.dora,
+        snapshots=config.checkpoint.every_step_in_memory,
         images=describe_images(made.parts, facts.model, facts.data),
         fuses_modules="fused_modules" in converters and bool(families.find(facts.model.model_type).known_modules),
     )

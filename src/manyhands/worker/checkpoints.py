@@ -48,6 +48,8 @@ class CheckpointHook(Hook):
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
         self.saved_at = rank.state.step if rank.state.step else -1
+        if rank.snapshot is not None and rank.snapshot.step == rank.state.step:
+            self.saved_at = -1  # in memory alone
         self.saved_elapsed_s = rank.state.elapsed_s
         self.pending: Pending | None = None
         self.engine = rank.engine if isinstance(rank.engine, StagesCheckpoints) else None

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 
 import torch
 
+from manyhands.checkpoint.in_memory import Snapshot
 from manyhands.config.schema import RunConfig
 from manyhands.convert.protocol import Converter
 from manyhands.core.world import World
@@ -99,6 +100,7 @@ class RankContext:
     workers: BatchWorkers | None = None  # processes that collate, while there are any
     # model
     checkpoint: Path | None = None  # the newest, which the run resumes from
+    snapshot: Snapshot | None = None  # of a later step, in memory, which it resumes from instead
     converters: Sequence[Converter] = ()
     loss_model: LossModel = None  # type: ignore[assignment]
     engine: RunEngine = None  # type: ignore[assignment]

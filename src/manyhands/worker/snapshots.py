@@ -1,5 +1,5 @@
-"""Snapshots in host memory after every step: taken by a hook, and found again by the ranks of a launch that our launcher
-has started again after a fault.
+"""Snapshots in host memory after every step: taken by a hook, and found again by ranks that our launcher has started
+again after a fault.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import asdict
 import torch
 
 from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, steps_in
+from manyhands.checkpoint.manifest import step_of
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.segments import SEGMENTS, Segment
 from manyhands.train.types import Hook, TrainState
@@ -32,6 +33,11 @@ class SnapshotHook(Hook):
         # Ranks that hold the same keep one copy a machine.
         keeps = self.is_on and segment is not None and (_is_sharded(rank) or rank.world.local_rank == 0)
         self.writer = SnapshotWriter(segment, rank.world.device) if keeps and segment is not None else None
+
+    def before_training(self, state: TrainState) -> None:
+        """Forgets those of steps that are to be done again: they are not of this course any more."""
+        if self.writer is not None:
+            self.writer.forget_after(state.step)
 
     def between_steps(self, state: TrainState) -> None:
         if not self.is_on or self.engine is None:
@@ -73,7 +79,7 @@ def open_segment(rank: RankContext) -> Segment | None:
     return Segment(paths[index]) if index < len(paths) else None
 
 
-def find_snapshot(rank: RankContext, newest_saved: int) -> None:
+def find_snapshot(rank: RankContext) -> None:
     """Sets ``rank.snapshot`` to the newest one that every rank has, if it is of a later step than the newest
     checkpoint. Collective.
     """
@@ -83,14 +89,16 @@ def find_snapshot(rank: RankContext, newest_saved: int) -> None:
     mine = steps_in(segment, key_of(rank)) if segment is not None else []
     common = set.intersection(*(set(steps) for steps in run_on_all_ranks(lambda: mine)))
     newest = max(common, default=0)
-    if segment is not None and newest > newest_saved:
+    saved = step_of(rank.checkpoint) if rank.checkpoint is not None else 0
+    if segment is not None and newest > saved:
         rank.snapshot = Snapshot.read(segment, newest)
 
 
 def key_of(rank: RankContext) -> str:
     """What must agree for a snapshot to fit."""
     layout = rank.plan.layout
-    return f"{rank.config.digest} {layout.strategy} {layout.world_size} {layout.shard_degree} {rank.world.rank}"
+    owner = f"rank {rank.world.rank}" if _is_sharded(rank) else "all ranks"
+    return f"{rank.config.digest} {layout.strategy} {layout.world_size} {layout.mesh} {owner}"
 
 
 def _is_sharded(rank: RankContext) -> bool:

@@ -27,6 +27,7 @@ from manyhands.model.checks import check_images, check_loss, check_packing, chec
 from manyhands.train.types import TrainState
 from manyhands.worker.batches import images_of, shape_of
 from manyhands.worker.context import RankContext
+from manyhands.worker.snapshots import find_snapshot
 
 PROBE_TOKENS = 2048  # of the micro-batch for self-tests, which run uncompiled; one sample at least
 
@@ -68,12 +69,13 @@ def find_checkpoint(rank: RankContext) -> None:
     checkpoints = rank.folder.checkpoints
     run_on_rank_0(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
     rank.checkpoint = find_sound(checkpoints, rank.print)
+    find_snapshot(rank)
 
 
 def build_model(rank: RankContext) -> None:
     """The model on meta, changed by the plan's converters; weights onto their shards; the optimizer."""
     plan, config, world = rank.plan, rank.config, rank.world
-    context = Context(config, plan, world.device, resumes=rank.checkpoint is not None)
+    context = Context(config, plan, world.device, resumes=rank.checkpoint is not None or rank.snapshot is not None)
     converters = rank.converters = make_all(context)
     reported: set[str] = set()
     rank.loss_model = build_on_meta(context, converters, rank.print)
@@ -111,7 +113,10 @@ def check_model(rank: RankContext) -> None:
 
 def resume(rank: RankContext) -> None:
     """From the newest complete checkpoint, on whatever number of ranks there is now."""
-    if rank.checkpoint is not None:
+    if rank.snapshot is not None:
+        rank.state = TrainState(**rank.snapshot.restore(rank.model, rank.engine.optimizer))
+        rank.print(f"resumed after step {rank.state.step} from host memory")
+    elif rank.checkpoint is not None:
         rank.state = TrainState(**rank.engine.load(rank.checkpoint, is_checked=True))
         rank.print(f"resumed after step {rank.state.step} from {rank.checkpoint.name}")
 

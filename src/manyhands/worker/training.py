@@ -27,6 +27,7 @@ from manyhands.worker.checkpoints import CheckpointHook, follows
 from manyhands.worker.context import RankContext
 from manyhands.worker.guards import make_guard, make_replicas, roll_back
 from manyhands.worker.prompts import answer_prompts, choose_prompts
+from manyhands.worker.snapshots import SnapshotHook
 
 LOOK_S = 1.0  # between two looks for the file STOP, which may be on a network's file system
 
@@ -103,6 +104,7 @@ def _make_loop(rank: RankContext, sinks: Sequence[Sink], checkpoints: Checkpoint
             DivergenceGuard(config.stop, rank.print),
             StragglerHook(rank.print, rank.measured.setdefault("slow", []).append),
             checkpoints,
+            SnapshotHook(rank),
         ],
         evaluate=make_evaluate(rank),
         evaluate_after=functools.partial(follows, rank, plan.evaluate_every, plan.evaluate_per_epoch),

@@ -1,0 +1,125 @@
+"""Snapshots in memory that outlives its writer: whole or not there, whenever the writer is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, steps_in
+from manyhands.core.segments import Segment, Segments, open_segments
+
+CPU = torch.device("cpu")
+
+
+def trained(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(4, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    from manyhands.checkpoint.tensors import checkpoint_tensors
+
+    return checkpoint_tensors(model, optimizer)
+
+
+@pytest.fixture
+def segments() -> Any:
+    with open_segments(1) as opened:
+        if opened is None:
+            pytest.skip("this system has no memfd")
+        yield opened
+
+
+def test_what_is_restored_trains_on_bit_for_bit(segments: Segments) -> None:
+    model, optimizer = trained(seed=1)
+    writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
+    for step in (6, 7):
+        writer.begin(step, tensors_of(model, optimizer), {"step": step, "tokens": 10 * step}, "key")()
+    other, its_optimizer = trained(seed=2, steps=0)
+    segment = Segment(segments.paths[0])
+    assert sorted(steps_in(segment, "key")) == [6, 7] and steps_in(segment, "another layout") == []
+    state = Snapshot.read(segment, 7).restore(other, its_optimizer)
+    assert state == {"step": 7, "tokens": 70}
+    for each, its in ((model, optimizer), (other, its_optimizer)):
+        each(torch.ones(1, 5)).sum().backward()
+        its.step()
+    mine, theirs = tensors_of(model, optimizer), tensors_of(other, its_optimizer)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_one_that_is_not_complete_is_not_there_and_the_one_before_is(segments: Segments) -> None:
+    writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
+    for step in (1, 2):
+        writer.begin(step, tensors_of(*trained(step)), {}, "key")()
+    writer.begin(3, tensors_of(*trained(3)), {}, "key")  # its writer dies here
+    assert segments.newest_step() == 2
+    assert Segment(segments.paths[0]).committed().keys() == {2}
+
+
+def test_later_ones_are_forgotten_where_a_run_goes_back(segments: Segments) -> None:
+    writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
+    for step in (8, 9):
+        writer.begin(step, tensors_of(*trained(1)), {}, "key")()
+    writer.forget_after(8)
+    assert segments.newest_step() == 8
+
+
+def test_all_ranks_must_have_the_step() -> None:
+    with open_segments(2) as segments:
+        assert segments is not None and segments.newest_step() is None
+        writers = [SnapshotWriter(Segment(path), CPU) for path in segments.paths]
+        for step, ranks in ((4, (0, 1)), (5, (0, 1)), (6, (0,))):
+            for rank in ranks:
+                writers[rank].begin(step, tensors_of(*trained(1)), {}, "key")()
+        assert segments.newest_step() == 5
+
+
+def _write_forever(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.set_num_threads(1)
+    writer = SnapshotWriter(Segment(path), CPU)
+    with torch.no_grad():
+        for step in range(1, 10**9):
+            for parameter in model.parameters():
+                parameter.fill_(step)
+            writer.begin(step, tensors_of(model, optimizer), {"step": step}, "key")()
+
+
+def test_killed_at_any_moment_what_is_there_is_whole(segments: Segments) -> None:
+    """Every value of the weights is the step's number."""
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    context, draw = multiprocessing.get_context("fork"), random.Random(0)
+    before, steps = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for _ in range(10):
+            process = context.Process(target=_write_forever, args=(segments.paths[0], model, optimizer))
+            process.start()
+            while segments.newest_step() is None or (steps and segments.newest_step() == steps[-1]):
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0.0, 0.01))
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+            segment = Segment(segments.paths[0])
+            for step in steps_in(segment, "key"):
+                found = Snapshot.read(segment, step)
+                assert found.state == {"step": step}
+                assert all((part == step).all() for name, part in found.parts.items() if name.startswith("model."))
+            steps.append(segments.newest_step())
+    finally:
+        torch.set_num_threads(before)
+    assert len(steps) == 10
