@@ -15,6 +15,7 @@
 # make docs                               the documentation site, in build/site; links are checked
 # make wheel                              the wheel, in dist/
 # make equality                           measures docs/equality.md
+# make faults                             measures docs/faults.md, for hours; ARGS='--limit-s 600 --only SIGTERM'
 # make clean                              removes .venv and all caches, but not runs/
 #
 # CONFIG= is a run file of ours or of another tool (docs/coming-from.md); DEEPSPEED_CONFIG= and ACCELERATE_CONFIG= say
@@ -48,6 +49,7 @@ READS.infer += PROMPT
 READS.tensorboard += LOGDIR CONFIG
 READS.setup-accelerate := ASK
 READS.equality := ARGS
+READS.faults := ARGS
 $(foreach target,test test-all test-device test-gpu,$(eval READS.$(target) := PYTEST_ARGS))
 ALWAYS_READ := MANYHANDS_% BOOTSTRAP HF_HOME HF_% CUDA_VISIBLE_DEVICES NCCL_% OMP_NUM_THREADS SHELL MAKE%
 
@@ -77,13 +79,13 @@ SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SMOLLM2 := .venv/smollm2
 export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(abspath $(SMOLLM2)))
 # Otherwise each process of torch uses all cores; the worker sets its number from the plan.
-test test-all equality: export OMP_NUM_THREADS ?= 1
+test test-all equality faults: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help $(RUNS) $(OF_A_RUN) setup-accelerate test test-all test-device test-gpu check fmt docs wheel equality \
 	gpu-info tensorboard clean
 
 help:
-	@sed -n '3,23s/^# \{0,1\}//p' Makefile
+	@sed -n '3,24s/^# \{0,1\}//p' Makefile
 
 # torch is installed first and by its exact version: with a range, pip may download builds of several GB more than once.
 .venv/.installed: pyproject.toml constraints.txt
@@ -190,6 +192,9 @@ fmt: $(READY)
 equality: $(READY)
 	@$(PYTHON) -m tests.support.equality $(or $(ARGS),--output docs/equality.md)
 	@$(if $(ARGS),,$(PYTHON) -m tests.support.equality --engine deepspeed --output docs/equality.md)
+
+faults: $(READY)
+	@$(PYTHON) -m tests.faults.matrix --output docs/faults.md $(ARGS)
 
 gpu-info: $(READY)
 	@$(MANYHANDS) gpu-info

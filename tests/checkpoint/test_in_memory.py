@@ -123,3 +123,35 @@ def test_killed_at_any_moment_what_is_there_is_whole(segments: Segments) -> None
     finally:
         torch.set_num_threads(before)
     assert len(steps) == 10
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_copies_are_of_the_moment_and_from_pinned_memory(segments: Segments) -> None:
+    """Work that is queued after ``begin`` and waits for the commit does not show in the snapshot."""
+    device = torch.device("cuda")
+    model = nn.Linear(4096, 4096, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    writer, segment = SnapshotWriter(Segment(segments.paths[0]), device), None
+    for step in (1, 2, 3):
+        model(torch.randn(8, 4096, device=device)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.weight.fill_(step)
+        commit = writer.begin(step, tensors_of(model, optimizer), {"step": step}, "key")
+        commit()
+        with torch.no_grad():
+            model.weight.fill_(-1)
+        segment = Segment(segments.paths[0])
+        found = Snapshot.read(segment, step)
+        assert (found.parts["model.weight"] == step).all() and not found.parts["model.weight"].is_cuda
+        assert torch.equal(found.parts["optim.exp_avg.weight"], optimizer.state[model.weight]["exp_avg"].cpu())
+    assert segment is not None and sorted(segment.committed()) == [2, 3]
+    model.weight.data.zero_()
+    assert Snapshot.read(segment, 3).restore(model, optimizer) == {"step": 3}
+    assert (model.weight == 3).all()
+    begin, num_bytes = time.monotonic(), segment.slot_bytes
+    writer.begin(4, tensors_of(model, optimizer), {}, "key")()
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - begin
+    print(f"{num_bytes / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms: {num_bytes / seconds / 1e9:.1f} GB/s")
