@@ -45,7 +45,7 @@ def stop_rank() -> None:
 
 
 def kill_data_worker() -> None:
-    psutil.Process().children()[0].kill()
+    _CURRENT[0].workers._processes[0].kill()
 
 
 def fail() -> None:

@@ -32,7 +32,7 @@ class SnapshotWriter:
     def __init__(self, segment: Segment, device: torch.device) -> None:
         self._segment, self._device = segment, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pinned = False
+        self._pinned: torch.Tensor | None = None
 
     def begin(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str) -> Callable[[], None]:
         """Starts a snapshot; the function returned completes it. OSError where there is no room for one."""
@@ -40,9 +40,9 @@ class SnapshotWriter:
         meta, end = _describe(tensors, parts, state, key)
         if self._segment.slot_bytes < end:
             self._segment.make_room(end + META_BYTES)
+        self._pin()
         slot = self._segment.oldest()
         memory = torch.frombuffer(self._segment.clear(slot), dtype=torch.uint8)
-        self._pin(memory)
         memory[: _LENGTH.size + len(meta)].numpy()[:] = memoryview(_LENGTH.pack(len(meta)) + meta)
         arrived = self._copy(memory, parts, end)
 
@@ -73,14 +73,15 @@ class SnapshotWriter:
             arrived.record()
         return arrived
 
-    def _pin(self, memory: torch.Tensor) -> None:
-        """Once, both slots; without it copies are slower and hold up the training."""
-        if self._stream is None or self._pinned:
+    def _pin(self) -> None:
+        """Both slots, once. OSError where that cannot be: from other memory copies would hold up the training."""
+        if self._stream is None or self._pinned is not None:
             return
-        self._pinned = True
-        begin = memory.data_ptr()
-        for address in {begin, begin + self._segment.slot_bytes, begin - self._segment.slot_bytes}:
-            torch.cuda.cudart().cudaHostRegister(address, self._segment.slot_bytes, PORTABLE)
+        self._pinned = torch.frombuffer(self._segment.slots(), dtype=torch.uint8)
+        with torch.cuda.device(self._device):
+            status = torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), len(self._pinned), PORTABLE)
+        if int(status):
+            raise OSError(0, f"the memory cannot be pinned (CUDA error {int(status)})")
 
 
 @dataclass(frozen=True)

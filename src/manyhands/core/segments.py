@@ -39,6 +39,7 @@ class Segment:
 
     def make_room(self, slot_bytes: int) -> None:
         """Two slots of this size, empty. OSError where the memory cannot be had."""
+        slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(self._fd, 0)  # whatever there was: nobody maps it any more
         os.posix_fallocate(self._fd, 0, HEADER_BYTES + 2 * slot_bytes)
         self._map()
@@ -64,6 +65,11 @@ class Segment:
     def commit(self, slot: int, step: int, num_bytes: int) -> None:
         assert self._memory is not None
         _COMMIT.pack_into(self._memory, self._at(slot), step + 1, num_bytes)
+
+    def slots(self) -> memoryview:
+        """The memory of both."""
+        assert self._memory is not None
+        return memoryview(self._memory)[HEADER_BYTES:]
 
     def read(self, slot: int) -> memoryview:
         """What was committed."""
