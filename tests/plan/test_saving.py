@@ -35,6 +35,14 @@ def test_each_rank_stages_its_share_of_masters_and_moments():
     assert text == "by another process while training continues, through 22.4 GiB of host memory per rank"
 
 
+def test_snapshots_of_every_step_take_two_copies_of_masters_and_moments():
+    made = planned(checkpoint__every_step_in_memory=True)
+    assert made.memory.host_terms["snapshots"] == pytest.approx(2 * 12 * ONE // 4, abs=8)
+    assert made.memory.total == planned().memory.total
+    with pytest.raises(UserError, match="memory"):
+        planned(host_gib=60, checkpoint__every_step_in_memory=True)
+
+
 def test_replicas_share_a_checkpoint_by_tensors():
     made = plan(run_config(), facts(llama_8b(), gpus=4, data=LONG))
     assert made.layout.strategy == "ddp" and made.disk is not None

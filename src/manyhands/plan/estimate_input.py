@@ -221,8 +221,7 @@ class EstimateInput:
     @property
     def offloads(self) -> bool:
         """Whether anything is in host memory; with ZeRO checkpoints pass through it."""
-        moves = self.layout.offload != "none" or self.layout.offload_activations
-        return moves or self.snapshots or self.layout.zero_stage > 0
+        return self.layout.offload != "none" or self.layout.offload_activations or self.layout.zero_stage > 0
 
     def snapshot_bytes(self, optimizer: int) -> int:
         """``2 (masters + states)`` of a rank; ``optimizer``: its states. Replicas keep one a machine: not counted."""
