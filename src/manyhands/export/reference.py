@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -94,13 +95,19 @@ COMPUTED = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 SAVED = {"float64": 0.0, "float32": 0.0, "float16": 5e-3, "bfloat16": 2e-2}
 
 
+INPUT = "input."  # in a probe's file, before the names of a forward pass's further inputs
+
+
 @dataclass(frozen=True)
 class Probe:
-    """``input_ids`` (1, t) int64; ``logits`` (1, t, v) float32; ``dtype`` that the logits were computed in."""
+    """``input_ids`` (1, t) int64; ``logits`` (1, n, v) float32 of the last n of them; ``dtype`` that the logits were
+    computed in; ``inputs``: images, as the model's forward pass takes them.
+    """
 
     input_ids: torch.Tensor
     logits: torch.Tensor
     dtype: str
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tolerance(self, saved_dtype: str, reopened_dtype: str) -> float:
         """Allowed ``deviation`` of a model saved in one dtype and computed, after reopening, in another."""
@@ -133,13 +140,24 @@ def round_weights(model: torch.nn.Module, dtype: str) -> None:
             parameter.copy_(parameter.to(saved).to(parameter.dtype))
 
 
-def save_probe(path: Path, input_ids: torch.Tensor, logits: torch.Tensor, dtype: str) -> None:
-    """``input_ids`` (t) or (1, t); ``logits`` (t, v) or (1, t, v), saved in float32; ``dtype``: the compute dtype."""
+def save_probe(
+    path: Path,
+    input_ids: torch.Tensor,
+    logits: torch.Tensor,
+    dtype: str,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """``input_ids`` (t) or (1, t); ``logits`` (n, v) or (1, n, v) of the last n, saved in float32; ``dtype``: the
+    compute dtype; ``inputs`` as of ``Probe``.
+    """
     num_tokens = input_ids.numel()
     tensors = {
         "input_ids": input_ids.detach().reshape(1, num_tokens).to("cpu", torch.int64).contiguous(),
-        "logits": logits.detach().reshape(1, num_tokens, -1).to("cpu", torch.float32).contiguous(),
+        "logits": logits.detach().reshape(1, -1, logits.shape[-1]).to("cpu", torch.float32).contiguous(),
     }
+    for name, tensor in (inputs or {}).items():
+        wide = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        tensors[INPUT + name] = tensor.detach().to("cpu", wide).contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(path, tensors, {"dtype": dtype})
 
@@ -148,9 +166,10 @@ def load_probe(path: Path) -> Probe:
     """UserError if the file is missing or holds something else."""
     try:
         with safe_open(path, framework="pt") as file:
-            return Probe(
-                file.get_tensor("input_ids"), file.get_tensor("logits"), (file.metadata() or {}).get("dtype", "float32")
-            )
+            names = file.keys()  # a safetensors file is no iterator
+            inputs = {name.removeprefix(INPUT): file.get_tensor(name) for name in names if name.startswith(INPUT)}
+            dtype = (file.metadata() or {}).get("dtype", "float32")
+            return Probe(file.get_tensor("input_ids"), file.get_tensor("logits"), dtype, inputs)
     except (OSError, SafetensorError) as error:
         raise UserError(
             "the probe's logits cannot be read", where=str(path), why=str(error), exit_code=EXIT_FAILED

@@ -297,9 +297,13 @@ def compare_reopened(state: dict[str, torch.Tensor], reference: Reference) -> li
 
 @torch.no_grad()
 def _compare_logits(model: torch.nn.Module, probe: Probe, saved_dtype: str, found: Verification) -> None:
-    logits = _widen(model, probe.dtype).eval()(input_ids=probe.input_ids, use_cache=False).logits
+    wide = _widen(model, probe.dtype).eval()
+    dtype = next(wide.parameters()).dtype
+    inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in probe.inputs.items()}
+    logits = wide(input_ids=probe.input_ids, use_cache=False, **inputs).logits[:, -probe.logits.shape[1] :]
     deviation, tolerance = probe.deviation(logits), probe.tolerance(saved_dtype, name_dtype(logits.dtype))
-    text = f"logits of {probe.input_ids.numel()} tokens deviate by {deviation:.1e} (allowed {tolerance:.0e})"
+    seen = " behind an image" if probe.inputs else ""
+    text = f"logits of {probe.logits.shape[1]} tokens{seen} deviate by {deviation:.1e} (allowed {tolerance:.0e})"
     if deviation > tolerance and getattr(torch, saved_dtype).itemsize < getattr(torch, probe.dtype).itemsize:
         text += f"; rounding to {saved_dtype} may take small updates back, which output.dtype={probe.dtype} keeps"
     (found.notes if deviation <= tolerance else found.findings).append(text)

@@ -5,22 +5,29 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from manyhands.checkpoint.manifest import checkpoint_folder
 from manyhands.core.collective_errors import run_on_rank_0
+from manyhands.data.batches import collate
+from manyhands.data.collate import BatchShape
+from manyhands.data.image_streams import from_streams
 from manyhands.data.streams import TOKENS
 from manyhands.export.card import make_card
 from manyhands.export.outputs import Output, base_of, choose_output_dtype, list_outputs, write_output
 from manyhands.export.record import mark_verified
 from manyhands.export.reference import save_probe
 from manyhands.export.verify_process import verify_in_fresh_process
+from manyhands.infer.images import PromptImages
 from manyhands.metrics.report import write_report
 from manyhands.metrics.summary import describe_data, describe_versions
+from manyhands.worker.batches import images_of
 from manyhands.worker.context import RankContext
 from manyhands.worker.training import stop_if_asked
 
 PROBE_TOKENS = 32
+MAX_LOOKED_AT, MAX_IMAGE_PROBE = 10_000, 4096  # samples, and tokens of the one whose images are shown to the model
 
 
 def export(rank: RankContext) -> None:
@@ -106,9 +113,38 @@ def _probe(rank: RankContext) -> Path:
     return rank.folder.path / "verify" / "probe.safetensors"
 
 
+def _row_with_images(rank: RankContext) -> int | None:
+    """A short training sample with images; None where there is none, or the tower is not in memory."""
+    counts, lengths = rank.store.train.num_images, rank.store.train.lengths
+    if counts is None or rank.plan.parts.get("vision", "left_out") == "left_out":
+        return None
+    found = np.flatnonzero((counts[:MAX_LOOKED_AT] > 0) & (lengths[:MAX_LOOKED_AT] <= MAX_IMAGE_PROBE))
+    return int(found[0]) if len(found) else None
+
+
+def _save_image_probe(rank: RankContext, number: int) -> None:
+    """The last logits of a sample with images, and what transformers takes for these."""
+    samples = rank.store.train
+    shape = BatchShape(packed=rank.plan.packing, images=images_of(rank))
+    batch = {
+        name: value.to(rank.world.device) if isinstance(value, torch.Tensor) else value
+        for name, value in collate(samples, np.array([number]), shape).items()
+    }
+    ids = torch.from_numpy(samples.sample(number)[TOKENS.name].copy()).long()[None]
+    images = PromptImages(Path(rank.plan.model_folder), rank.tokenizer)
+    inputs = images.inputs(rank.model, ids[0].tolist(), from_streams(samples.sample(number)))
+    with torch.no_grad():
+        logits = rank.engine.logits(batch)[:, : ids.shape[1]][:, -PROBE_TOKENS:]
+    dtype = rank.plan.layout.compute_dtype
+    run_on_rank_0(lambda: save_probe(_probe(rank), ids, logits, dtype, inputs))
+
+
 def _save_probe(rank: RankContext) -> None:
-    """Logits of the model in memory on the first tokens of the first training row."""
+    """Logits of the model in memory on the first tokens of the first training row, or on a row with images."""
     rank.loss_model.eval()
+    if rank.engine.is_local and (number := _row_with_images(rank)) is not None:
+        _save_image_probe(rank, number)
+        return
     ids = (
         torch.from_numpy(rank.store.train.sample(0)[TOKENS.name][:PROBE_TOKENS].copy())
         .long()[None]
