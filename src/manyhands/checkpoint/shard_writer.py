@@ -98,8 +98,8 @@ def end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     end_with(int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the rank, which waits for what is written
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # meant for the rank, which waits for the files
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     serve(int(sys.argv[2]))
