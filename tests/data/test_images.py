@@ -297,3 +297,38 @@ def test_the_table_is_what_the_processor_computes(vision_folder: tuple[str, Path
     assert scaled.keys() == {"pixel_values", "other"}
     vectors = scale_pixels(batch | {PIXEL_REPEATS: 2})["pixel_values"].reshape(5, 3, 2, 2, 2)
     assert torch.equal(vectors[:, :, 0], scaled["pixel_values"]) and torch.equal(vectors[:, :, 0], vectors[:, :, 1])
+
+
+def test_a_preview_shows_images_beside_their_tokens(tmp_path: Path, pictures: Path, write_rows, make_config) -> None:
+    from manyhands.preview import contents
+    from manyhands.preview.collect import _decode
+    from manyhands.preview.page import render_page
+    from manyhands.preview.usable import prepare_usable
+
+    folder = write_tiny_processor(tmp_path / "gemma3", "gemma3")
+    good, bad = turns(image(str(pictures / "0.png")), text("?")), turns(image("nowhere.png"), text("?"))
+    config = make_config(write_rows([{"messages": good}]), validation_fraction=0)
+    _, store = open_store(config, folder)
+    from manyhands.data.sources import list_files, resolve_sources
+    from manyhands.data.tokenizer import load_tokenizer
+
+    sources = resolve_sources(config.data.train, config.data)
+    shown = _decode(load_tokenizer(folder), store, sources, tuple(map(list_files, sources)), 0)
+    (drawn,) = shown.images
+    assert (drawn.width, drawn.height, drawn.num_tokens) == (40, 60, 4)
+    assert "<image_soft_token> × 4" in "".join(span.text for span in shown.spans)
+    page = render_page(contents.Preview("run", "model", 64, rows=(shown,), sources=(_counted(),)))
+    assert f'src="{drawn.thumbnail}"' in page and "0.png · 40 x 60 pixels · 4 tokens" in page
+    again = Image.open(io.BytesIO(base64.b64decode(drawn.thumbnail.partition(",")[2])))
+    assert again.size == (40, 60)
+    faulty = make_config(write_rows([{"messages": good}, {"messages": bad}]), validation_fraction=0)
+    usable = prepare_usable(faulty, folder, load_tokenizer(folder), tmp_path / "made", lambda line: None)
+    (refused,) = usable.refused
+    assert "nowhere.png" in refused.errors[0].details[0]
+    assert usable.store is not None and usable.store.train.num_images.tolist() == [1]
+
+
+def _counted() -> Any:
+    from manyhands.preview.contents import SourceCounts
+
+    return SourceCounts("train", "train.jsonl", "messages", 1, 40, 10, 0, 1.0, 1.0, 1.0)

@@ -36,6 +36,7 @@ from manyhands.preview.contents import (
     describe_lengths,
     harmless,
 )
+from manyhands.preview.pictures import shorten, show_images
 from manyhands.preview.usable import prepare_usable
 
 SHOWN_ELSEWHERE = ("source ", "left out by ")  # notes that the preview has in other words
@@ -83,7 +84,7 @@ def _collect_usable(
     except OSError:
         raise error from None
     try:
-        usable = prepare_usable(config, tokenizer, made, report)
+        usable = prepare_usable(config, folder, tokenizer, made, report)
         if not usable.refused:
             raise error  # a cache that cannot be written, ...
         faults_alone = Preview(
@@ -222,7 +223,8 @@ def _decode(
         harmless(f"{_seen_from_here(file)}:{store.line(row)}"),
         len(ids),
         int(train.num_loss_tokens[row]),
-        tuple(decode_spans(tokenizer, ids, weights)),
+        tuple(map(shorten, decode_spans(tokenizer, ids, weights))),
+        show_images(sample),
     )
 
 

@@ -34,6 +34,18 @@ class ShownSample:
     num_tokens: int
     num_loss_tokens: int
     spans: tuple[Span, ...]
+    images: tuple[ShownImage, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """One image of a sample. ``thumbnail`` is a data URL; "" where the image cannot be read any more."""
+
+    place: str
+    width: int
+    height: int
+    num_tokens: int
+    thumbnail: str
 
 
 @dataclass(frozen=True)
@@ -250,6 +262,10 @@ def head_row(row: ShownSample) -> str:
         f"sample {row.number:,} · {row.source} · {row.place} · {count(row.num_tokens, 'token')}, "
         f"{count(row.num_loss_tokens, 'loss token')}"
     )
+
+
+def head_image(image: ShownImage) -> str:
+    return f"image {image.place} · {image.width:,} x {image.height:,} pixels · {count(image.num_tokens, 'token')}"
 
 
 def describe_more(preview: Preview) -> str:

@@ -26,6 +26,7 @@ from manyhands.preview.contents import (
     describe_more,
     describe_plan_error,
     has_weights,
+    head_image,
     head_row,
     tabulate_lengths,
     tabulate_sources,
@@ -91,6 +92,8 @@ def _print_row(console: Console, row: ShownSample, colored: bool) -> None:
     head = f"── {head_row(row)} "
     console.print(Text(head + "─" * (console.width - len(head)), style="dim"), soft_wrap=True)
     console.print(mark_trained(row.spans, colored=colored), soft_wrap=True)
+    for image in row.images:
+        _say(console, head_image(image), style="dim")
 
 
 def _print_sources(console: Console, sources: tuple[SourceCounts, ...]) -> None:

@@ -8,7 +8,7 @@ cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,10 +16,12 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
-from manyhands.data.choose import DETECT_ROWS, choose_format_by
+from manyhands.data.choose import DETECT_ROWS, choose_format_by, trains_images
 from manyhands.data.columns import Columns
 from manyhands.data.files import FilePart, Findings, Row
 from manyhands.data.formats import detect_format
+from manyhands.data.image_open import ImageOpener
+from manyhands.data.image_streams import WITH_IMAGES
 from manyhands.data.prepare import Inputs, finish
 from manyhands.data.segment import join_segments
 from manyhands.data.sources import list_files, read_part, resolve_sets, resolve_sources, split_source
@@ -29,7 +31,7 @@ from manyhands.data.tokenize import PartTokenizer
 from manyhands.data.tokenize_parallel import CHUNK_CHARACTERS_HERE
 from manyhands.preview.contents import Refused
 
-KINDS = ("unreadable", "refused", "too_long")  # of faults
+KINDS = ("unreadable", "refused", "too_long", "bad_images")  # of faults
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Usable:
     refused: tuple[Refused, ...]
 
 
-def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Callable[[str], Any]) -> Usable:
+def prepare_usable(
+    config: RunConfig, model_folder: Path, tokenizer: Any, folder: Path, report: Callable[[str], Any]
+) -> Usable:
     """Tokenizes into ``folder`` what can be used of ``config.data``, in this process. Raises no UserError for a fault
     of the data.
     """
@@ -51,6 +55,7 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
         resolve_sources(value, config.data) if value is not None else ()
         for value in (config.data.train, config.data.validation)
     ]
+    images = _open_images(config, model_folder, tokenizer, [*asked[0], *asked[1]])
     sets: list[str] = []
     made: list[dict[str, Any]] = []
     sources: list[Source] = []
@@ -59,7 +64,7 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
     num_train = 0
     for number, source in enumerate((*asked[0], *asked[1], *resolve_sets(config))):
         report(f"reading {source.name} again, to list what is wrong with it")
-        outcome, errors, files = _tokenize_source(config, tokenizer, source, folder / f"{number:04d}")
+        outcome, errors, files = _tokenize_source(config, tokenizer, source, folder / f"{number:04d}", images)
         if errors:
             refused.append(Refused(source.name or source.path, tuple(errors)))
         if outcome is not None and outcome.num_samples:
@@ -70,7 +75,7 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
             sets += [str(source.name)] * (number >= len(asked[0]) + len(asked[1]))
     if not num_train:
         return Usable(None, (), tuple(refused))
-    join_segments(folder, [path for _, path in segments], [source for source, _ in segments])
+    join_segments(folder, [path for _, path in segments], [source for source, _ in segments], WITH_IMAGES)
     inputs = Inputs(tuple(sources), num_train, tuple(map(list_files, sources)), {}, tuple(sets))
     try:
         finish(config, inputs, folder, {"digest": "usable", "tokens": "", "made": made})
@@ -79,15 +84,25 @@ def prepare_usable(config: RunConfig, tokenizer: Any, folder: Path, report: Call
         return Usable(None, (), tuple(refused))
 
 
+def _open_images(
+    config: RunConfig, model_folder: Path, tokenizer: Any, sources: Sequence[Source]
+) -> ImageOpener | None:
+    """What opens the images of rows; None where there are none, or no row can be read."""
+    try:
+        return ImageOpener(config, model_folder, tokenizer) if trains_images(config, model_folder, sources) else None
+    except UserError:  # said of the rows when these are read
+        return None
+
+
 def _tokenize_source(
-    config: RunConfig, tokenizer: Any, source: Source, folder: Path
+    config: RunConfig, tokenizer: Any, source: Source, folder: Path, images: ImageOpener | None
 ) -> tuple[Outcome | None, list[UserError], list[int]]:
     """(what became of its rows, what is wrong, rows of each file); the segments lie in ``folder``."""
     total, files = Outcome(), dict[str, int]()
     try:
         parts = split_source(source, 1)
-        format, doubt = _choose_format(config, source, parts, bool(tokenizer.chat_template))
-        part_tokenizer = PartTokenizer(config, tokenizer, (source,), (format,), CHUNK_CHARACTERS_HERE)
+        format, doubt = _choose_format(config, source, parts, bool(tokenizer.chat_template), images is not None)
+        part_tokenizer = PartTokenizer(config, tokenizer, (source,), (format,), CHUNK_CHARACTERS_HERE, images)
         for number, part in enumerate(parts):
             outcome = part_tokenizer.run(part, 0, folder / f"{number:06d}")
             files[part.file] = outcome.num_samples
@@ -99,7 +114,7 @@ def _tokenize_source(
 
 
 def _choose_format(
-    config: RunConfig, source: Source, parts: list[FilePart], has_template: bool
+    config: RunConfig, source: Source, parts: list[FilePart], has_template: bool, images: bool
 ) -> tuple[Any, UserError | None]:
     """The format as a run chooses it; where the first rows do not fit together, that of most of them, and what speaks
     against it.
@@ -108,13 +123,13 @@ def _choose_format(
     if not first:  # none can be read, which is said when they are tokenized; nothing else speaks for a format
         return ("messages" if source.format in (None, "auto") else source.format), None
     try:
-        return choose_format_by(first, source, config, has_template), None
+        return choose_format_by(first, source, config, has_template, images), None
     except UserError as error:
         formats = Counter(filter(None, (_tell(row, source, config) for row in first)))
         if (source.format or "auto") != "auto" or not formats:
             raise
         return choose_format_by(
-            first, source.model_copy(update={"format": formats.most_common(1)[0][0]}), config, has_template
+            first, source.model_copy(update={"format": formats.most_common(1)[0][0]}), config, has_template, images
         ), error
 
 
