@@ -9,8 +9,8 @@ these under ``bytes``, ``path``, ``url``, ``image_url``, ``image`` or ``base64``
 | the column ``images`` or ``image``: one, or a list | in place of ``<image>`` in texts, and of parts without an image |
 | the column alone, no such part or mark | before the first user message's text (messages, prompt, question) |
 
-A line break next to ``<image>`` belongs to it where the column is ``image``, as where the mark comes from; templates write their
-own.
+A line break next to ``<image>`` belongs to it where the column is ``image``, as where the mark comes from; templates
+write their own.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the collating thread idle nine 
 # Of one thread, the slowest kind: weighted chats of 475 tokens on average at 28 million tokens/s, and blocks of 2,048
 # at 106 million for what a token adds (`python -m benchmarks.collate`, docs/decisions.md).
 COLLATE_SAMPLE_S, COLLATE_TOKEN_S = 15e-6, 4e-9
-IMAGE_S = 0.04  # of one process, to decode, resize and cut an image of a megapixel (measured: 0.038 s for JPEG and patches of 16 x 16)
+IMAGE_S = 0.04  # of one process, to decode and prepare a megapixel (measured: 0.038 s, JPEG to patches of 16 x 16)
 MAX_AUTO_WORKERS = 8
 AUTO_LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "patterns": 2e-5}
 
