@@ -222,20 +222,24 @@ def attend_varlen(
             query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scaling, (window, 0)
         )
     if image_rows is not None:
-        rows = image_rows
-        seen = _attend_torch_varlen(
-            query[rows.queries],
-            key[rows.keys],  # by an index, whose gradient is summed in a fixed order
-            value[rows.keys],
-            rows.cu_queries,
-            rows.cu_keys,
-            max_length_q,
-            max_length_k,
-            scaling,
-            (window, -1),
-        )
-        out = out.index_copy(0, rows.queries, seen.to(out.dtype))
+        seen = _attend_image_rows(query, key, value, image_rows, max_length_q, scaling, window)
+        out = out.index_copy(0, image_rows.queries, seen.to(out.dtype))
     return out.view(num_samples, length, num_heads, -1), None
+
+
+def _attend_image_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: ImageRows,
+    longest: int,
+    scaling: float | None,
+    window: int,
+) -> torch.Tensor:
+    """(t, h, d), (t, g, d) -> (image tokens, h, d)"""
+    key, value = key[rows.keys], value[rows.keys]  # by an index, whose gradient is summed in a fixed order
+    bounds = (rows.cu_queries, rows.cu_keys, longest, longest)
+    return _attend_torch_varlen(query[rows.queries], key, value, *bounds, scaling, (window, -1))
 
 
 def _attend_torch_varlen(
