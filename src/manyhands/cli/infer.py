@@ -114,6 +114,19 @@ EvalOutput = Annotated[
 ]
 
 
+def _check_prompts(prompt: str | None, input: Path | None, output: Path | None) -> None:
+    """UserError unless there is one prompt, or a file of them and one to write."""
+    if (input is None) == (prompt is None):
+        raise UserError(
+            "generate needs --prompt or --input" if input is None else "--prompt and --input are both given",
+            where="command line",
+            fix='manyhands generate RUN --prompt "...", or --input prompts.jsonl --output answers.jsonl; '
+            "manyhands chat RUN for a conversation",
+        )
+    if (input is None) != (output is None):
+        raise UserError("--input and --output belong together", where="command line", fix="give both, or --prompt")
+
+
 def generate(
     folder: Folder,
     prompt: Annotated[str | None, typer.Option("--prompt", help="One prompt.", show_default=False)] = None,
@@ -153,15 +166,7 @@ def generate(
     """Answer a prompt, or a file of prompts on all GPUs; a file that a kill interrupts is continued."""
     settings = _settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop)
     placement = dict(gpus=gpus, processes=processes, device_map=device_map, batch_size=batch_size, engine=engine)
-    if (input is None) == (prompt is None):
-        raise UserError(
-            "generate needs --prompt or --input" if input is None else "--prompt and --input are both given",
-            where="command line",
-            fix='manyhands generate RUN --prompt "...", or --input prompts.jsonl --output answers.jsonl; '
-            "manyhands chat RUN for a conversation",
-        )
-    if (input is None) != (output is None):
-        raise UserError("--input and --output belong together", where="command line", fix="give both, or --prompt")
+    _check_prompts(prompt, input, output)
     if input is None:
         _refuse_for_one_prompt(placement, overwrite)
     elif image:
