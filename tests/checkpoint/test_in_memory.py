@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, steps_in
-from manyhands.core.segments import Segment, Segments, open_segments
+from manyhands.core.segments import RankSegments, Segment, open_segments
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def segments() -> Any:
         yield opened
 
 
-def test_what_is_restored_trains_on_bit_for_bit(segments: Segments) -> None:
+def test_what_is_restored_trains_on_bit_for_bit(segments: RankSegments) -> None:
     model, optimizer = trained(seed=1)
     writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
     for step in (6, 7):
@@ -61,7 +61,7 @@ def test_what_is_restored_trains_on_bit_for_bit(segments: Segments) -> None:
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_one_that_is_not_complete_is_not_there_and_the_one_before_is(segments: Segments) -> None:
+def test_one_that_is_not_complete_is_not_there_and_the_one_before_is(segments: RankSegments) -> None:
     writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
     for step in (1, 2):
         writer.begin(step, tensors_of(*trained(step)), {}, "key")()
@@ -70,7 +70,7 @@ def test_one_that_is_not_complete_is_not_there_and_the_one_before_is(segments: S
     assert Segment(segments.paths[0]).committed().keys() == {2}
 
 
-def test_later_ones_are_forgotten_where_a_run_goes_back(segments: Segments) -> None:
+def test_later_ones_are_forgotten_where_a_run_goes_back(segments: RankSegments) -> None:
     writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
     for step in (8, 9):
         writer.begin(step, tensors_of(*trained(1)), {}, "key")()
@@ -98,7 +98,7 @@ def _write_forever(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
             writer.begin(step, tensors_of(model, optimizer), {"step": step}, "key")()
 
 
-def test_killed_at_any_moment_what_is_there_is_whole(segments: Segments) -> None:
+def test_killed_at_any_moment_what_is_there_is_whole(segments: RankSegments) -> None:
     """Every value of the weights is the step's number."""
     model = nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,7 +126,7 @@ def test_killed_at_any_moment_what_is_there_is_whole(segments: Segments) -> None
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_copies_are_of_the_moment_and_from_pinned_memory(segments: Segments) -> None:
+def test_on_a_gpu_the_copies_are_of_the_moment_and_from_pinned_memory(segments: RankSegments) -> None:
     """Work that is queued after ``begin`` and waits for the commit does not show in the snapshot."""
     device = torch.device("cuda")
     model = nn.Linear(4096, 4096, device=device)

@@ -17,7 +17,7 @@ from manyhands.launch import hang
 from manyhands.launch.hang import DISK, GONE, STOPPED, Child, RankState, find_cause
 from manyhands.launch.heartbeat import Beat, Heartbeat
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.snapshot import MAIN, Collective, Frame, Snapshot, parse_faulthandler, shorten
+from manyhands.launch.stacks import MAIN, Collective, Frame, RankStacks, parse_faulthandler, shorten
 
 REDUCE = Collective("all_reduce", "default_pg", 57, "[[4096]]", done=False)
 GATHER = Collective("_allgather_base", "default_pg", 57, "[[512]]", done=False)
@@ -30,8 +30,8 @@ IN_WRITE = [Frame("/x/manyhands/checkpoint/save.py", 80, "_write")]
 def state(rank: int, *, waits: Collective | None = None, main: list[Frame] | None = None, **fields) -> RankState:
     stage = fields.pop("stage", "train")
     beat = Beat(rank, 1000 + rank, stage, 7, 0.0, 0.0, host=fields.pop("host", "here"))
-    snapshot = Snapshot({MAIN: main or []}, (waits,) if waits else ())
-    return RankState(rank, f"rank {rank}", beat, 30.0, snapshot=snapshot, **fields)
+    stacks = RankStacks({MAIN: main or []}, (waits,) if waits else ())
+    return RankState(rank, f"rank {rank}", beat, 30.0, stacks=stacks, **fields)
 
 
 WAITS = state(0, waits=REDUCE)
@@ -95,7 +95,7 @@ RANK = """
 import sys, time, ctypes, threading
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.snapshot import listen_for_signal
+from manyhands.launch.stacks import listen_for_signal
 folder = RunFolder(sys.argv[1])
 heartbeat = Heartbeat(folder, 0)
 listen_for_signal(folder, 0)
@@ -136,9 +136,9 @@ def test_a_rank_shows_its_stack_and_collectives_also_when_python_cannot_run(
     monkeypatch.setattr(hang, "ANSWER_S", 60.0 if how == "sleeping" else 1.0)
     folder = RunFolder(tmp_path / "run")
     found = look_at(folder, how)
-    assert "stuck_here" in [frame.function for frame in found.snapshot.main]
+    assert "stuck_here" in [frame.function for frame in found.stacks.main]
     if how == "sleeping":
-        assert found.snapshot.waits_in == Collective("all_reduce", "default_pg", 3, "[[4]]", done=False)
+        assert found.stacks.waits_in == Collective("all_reduce", "default_pg", 3, "[[4]]", done=False)
     path = hang.keep(folder, "rank 0 made no progress", "it hangs", [found])
     text = path.read_text() if path else ""
     assert "likely cause: it hangs" in text and "stuck_here" in text and "stage 'train', step 4" in text
@@ -154,7 +154,7 @@ def test_a_stopped_process_is_seen_and_not_waited_for(tmp_path: Path, monkeypatc
 
 def test_a_process_that_does_not_listen_gets_no_signal(tmp_path: Path) -> None:
     """It would be ended by it."""
-    from manyhands.launch.snapshot import signal_for_stack
+    from manyhands.launch.stacks import signal_for_stack
 
     folder = RunFolder(tmp_path / "run")
     Heartbeat(folder, 0).close()
@@ -203,7 +203,7 @@ def test_a_live_run_is_examined_without_being_ended(planned) -> None:
 
 def test_of_queued_collectives_the_oldest_is_waited_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL's recorder has them: many are queued while the device hangs in one."""
-    from manyhands.launch.snapshot import MAX_COLLECTIVES
+    from manyhands.launch.stacks import MAX_COLLECTIVES
     from manyhands.worker import collectives
 
     def entry(number: int, state: str, retired: bool) -> dict[str, object]:
@@ -213,7 +213,7 @@ def test_of_queued_collectives_the_oldest_is_waited_in(monkeypatch: pytest.Monke
     recorded = [entry(1, "completed", True), entry(2, "started", False)]
     recorded += [entry(number, "scheduled", False) for number in range(3, 40)]
     monkeypatch.setattr(collectives, "_dump", lambda recorder: recorded if "nccl" in recorder else [])
-    found = Snapshot(collectives=tuple(Collective(**one) for one in collectives.read_collectives()))
+    found = RankStacks(collectives=tuple(Collective(**one) for one in collectives.read_collectives()))
     assert len(found.collectives) == 2 * MAX_COLLECTIVES and found.collectives[-1].number == 39
     assert found.waits_in == Collective("all_reduce", "default_pg", 2, "[[4]]", done=False)
 

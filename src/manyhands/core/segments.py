@@ -87,7 +87,7 @@ class Segment:
         return _SIZE.size + slot * _COMMIT.size
 
 
-class Segments:
+class RankSegments:
     """Those of a launcher's own ranks. ``environment`` tells them where."""
 
     def __init__(self, num_local: int) -> None:
@@ -112,10 +112,10 @@ class Segments:
 
 
 @contextlib.contextmanager
-def open_segments(num_local: int) -> Iterator[Segments | None]:
+def open_segments(num_local: int) -> Iterator[RankSegments | None]:
     """Segments while a launch lasts; None where the system has none."""
     try:
-        segments = Segments(num_local)
+        segments = RankSegments(num_local)
     except (OSError, AttributeError):
         yield None
         return

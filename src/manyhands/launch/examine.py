@@ -56,7 +56,7 @@ def _explain(folder: RunFolder, living: dict[int, RankState], culprits: list[int
     who = ", ".join(state.name for state in behind[:8])
     what = f"{who} {'has' if len(behind) == 1 else 'have'} made no progress for {behind[0].still_s:.0f} s"
     kept = hang.keep(folder, what, cause, [*behind, *others])
-    stack = behind[0].snapshot.main[:FRAMES]
+    stack = behind[0].stacks.main[:FRAMES]
     lines = [
         f"{folder.path}: {what}; the run is ended after {timeout_s:g} s (parallel.timeout_s)",
         f"likely cause: {cause}",

@@ -20,14 +20,14 @@ from manyhands.core.files import nearest_folder
 from manyhands.core.units import format_gib
 from manyhands.launch.heartbeat import Beat, this_host
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.snapshot import (
+from manyhands.launch.stacks import (
     Frame,
-    Snapshot,
+    RankStacks,
     ask,
     describe_threads,
     parse_faulthandler,
-    read_snapshot,
     read_stack,
+    read_stacks,
     signal_for_stack,
 )
 
@@ -60,12 +60,12 @@ class RankState:
     is_stuck: bool = False  # not even its heartbeat's thread has run
     process: str = ""  # GONE, STOPPED, DISK, or another state's name; "" where it cannot be seen from here
     children: tuple[Child, ...] = ()
-    snapshot: Snapshot = field(default_factory=Snapshot)
+    stacks: RankStacks = field(default_factory=RankStacks)
 
     @property
     def place(self) -> str:
         """Where its main thread is: the innermost function, and the one of ours or the user's that has called it."""
-        frames = self.snapshot.main
+        frames = self.stacks.main
         if not frames:
             return ""
         top, own = frames[0], next((frame for frame in frames if not _is_library(frame)), None)
@@ -74,7 +74,7 @@ class RankState:
     def __str__(self) -> str:
         if self.beat is None:
             return f"{self.name}: not started"
-        waits = self.snapshot.waits_in
+        waits = self.stacks.waits_in
         what = f", waiting in {waits}" if waits else f", in {self.place}" if self.place else ""
         state = f", process {self.process}" if self.process in (GONE, STOPPED, DISK) else ""
         return f"{self.name}: {self.beat}, no progress for {self.still_s:.0f} s{state}{what}"
@@ -86,7 +86,7 @@ class RankState:
 def look_closer(folder: RunFolder, states: Mapping[int, RankState]) -> dict[int, RankState]:
     """The states with what the ranks themselves, py-spy or a signal tell, in at most some five seconds."""
     found = {rank: look_at_process(state) for rank, state in states.items()}
-    snapshots: dict[int, Snapshot] = {}
+    found_stacks: dict[int, RankStacks] = {}
     with contextlib.suppress(OSError):  # a full disk, or another user's folder
         token = ask(folder)
         waiting = {rank for rank, state in found.items() if state.beat and state.process not in (GONE, STOPPED)}
@@ -94,13 +94,13 @@ def look_closer(folder: RunFolder, states: Mapping[int, RankState]) -> dict[int,
         while waiting and time.monotonic() < until:
             time.sleep(POLL_S)
             for rank in list(waiting):
-                if answer := read_snapshot(folder, rank, token):
-                    snapshots[rank] = answer
+                if answer := read_stacks(folder, rank, token):
+                    found_stacks[rank] = answer
                     waiting.remove(rank)
     for rank, state in found.items():
-        if rank not in snapshots and state.beat and state.beat.host == this_host() and state.process != GONE:
-            snapshots[rank] = _look_from_outside(folder, rank, state.beat.pid)
-    return {rank: replace(state, snapshot=snapshots.get(rank, state.snapshot)) for rank, state in found.items()}
+        if rank not in found_stacks and state.beat and state.beat.host == this_host() and state.process != GONE:
+            found_stacks[rank] = _look_from_outside(folder, rank, state.beat.pid)
+    return {rank: replace(state, stacks=found_stacks.get(rank, state.stacks)) for rank, state in found.items()}
 
 
 def look_at_process(state: RankState) -> RankState:
@@ -130,19 +130,19 @@ def _name_state(status: str) -> str:
     return names.get(status, status)
 
 
-def _look_from_outside(folder: RunFolder, rank: int, pid: int) -> Snapshot:
+def _look_from_outside(folder: RunFolder, rank: int, pid: int) -> RankStacks:
     """The stacks of a rank that cannot answer: by py-spy where it is installed, else by a signal."""
     if py_spy := shutil.which("py-spy"):
         command = [py_spy, "dump", "--nonblocking", "--pid", str(pid)]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S)
             if done.returncode == 0:
-                return Snapshot(text=done.stdout)
+                return RankStacks(text=done.stdout)
     if signal_for_stack(folder, rank, pid):
         time.sleep(STACK_S)
         text = read_stack(folder, rank)
-        return Snapshot(threads=parse_faulthandler(text))
-    return Snapshot()
+        return RankStacks(threads=parse_faulthandler(text))
+    return RankStacks()
 
 
 # What it means.
@@ -182,25 +182,25 @@ def _explain_waiting(culprits: Sequence[RankState], others: Sequence[RankState])
     first = culprits[0]
     by_place: dict[tuple[str, int], list[RankState]] = {}
     for state in (*culprits, *others):
-        if waits := state.snapshot.waits_in:
+        if waits := state.stacks.waits_in:
             by_place.setdefault((waits.group, waits.number), []).append(state)
     for states in by_place.values():
-        found = {(s.snapshot.waits_in.name, s.snapshot.waits_in.sizes) for s in states if s.snapshot.waits_in}
+        found = {(s.stacks.waits_in.name, s.stacks.waits_in.sizes) for s in states if s.stacks.waits_in}
         if len(found) > 1:
-            each = "; ".join(f"{state.name} in {state.snapshot.waits_in}" for state in states[:4])
+            each = "; ".join(f"{state.name} in {state.stacks.waits_in}" for state in states[:4])
             return (
                 f"ranks have taken different paths and wait for each other in different collectives ({each}): uneven"
                 " data, or code that not all ranks run alike"
             )
-    queued = [state for state in culprits if state.snapshot.waits_in and not state.snapshot.waits_in.started]
+    queued = [state for state in culprits if state.stacks.waits_in and not state.stacks.waits_in.started]
     if queued and len(queued) < len(culprits) and not others:
-        one = queued[0].snapshot.waits_in
+        one = queued[0].stacks.waits_in
         return f"the device of {_names(queued)} has not come to the collective that the others' run ({one}): it hangs"
-    if first.snapshot.waits_in and all(state.snapshot.waits_in for state in culprits) and not others:
+    if first.stacks.waits_in and all(state.stacks.waits_in for state in culprits) and not others:
         hosts = {state.beat.host for state in culprits if state.beat}
         between = "between the machines" if len(hosts) > 1 else "between them"
         return (
-            f"all ranks wait in the same collective ({first.snapshot.waits_in}), so no single rank is the cause:"
+            f"all ranks wait in the same collective ({first.stacks.waits_in}), so no single rank is the cause:"
             f" the connection {between} hangs"
         )
     if len(culprits) > 1:
@@ -208,11 +208,11 @@ def _explain_waiting(culprits: Sequence[RankState], others: Sequence[RankState])
             "all of them are at the same point, so no single rank is the cause: they hang, or the connection between"
             f" them does{_at(first)}"
         )
-    waiting = [state for state in others if state.snapshot.waits_in]
-    if waiting and not first.snapshot.waits_in:
+    waiting = [state for state in others if state.stacks.waits_in]
+    if waiting and not first.stacks.waits_in:
         return (
             f"it hangs{_at(first)}, and has not entered the collective that {_names(waiting)}"
-            f" wait{'s' if len(waiting) == 1 else ''} in ({waiting[0].snapshot.waits_in})"
+            f" wait{'s' if len(waiting) == 1 else ''} in ({waiting[0].stacks.waits_in})"
         )
     return f"it hangs, or waits for an external resource{_at(first)}"
 
@@ -231,12 +231,12 @@ def _waits_for_disk(state: RankState) -> bool:
 
 
 def _all_wait(states: Iterable[RankState]) -> bool:
-    return all(state.snapshot.waits_in for state in states)
+    return all(state.stacks.waits_in for state in states)
 
 
 def _is_in(state: RankState, *packages: str) -> bool:
     """Whether the innermost function of ours is in one of them."""
-    for frame in state.snapshot.main:
+    for frame in state.stacks.main:
         if "/manyhands/" in frame.file:
             return any(f"/{package}" in frame.file for package in packages)
     return False
@@ -267,12 +267,12 @@ def keep(folder: RunFolder, title: str, cause: str, states: Iterable[RankState])
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), title, f"likely cause: {cause}", ""]
     for state in states:
         lines += [str(state), *(f"  process {child.pid}: {child.state}" for child in state.children)]
-        if state.snapshot.collectives:
+        if state.stacks.collectives:
             lines.append("  last collectives, the newest last:")
-            lines += [f"    {one}, {'done' if one.done else 'not done'}" for one in state.snapshot.collectives]
-        lines += describe_threads(state.snapshot.threads)
-        lines += state.snapshot.text.splitlines()
-        if state.beat and not state.snapshot.threads and not state.snapshot.text:
+            lines += [f"    {one}, {'done' if one.done else 'not done'}" for one in state.stacks.collectives]
+        lines += describe_threads(state.stacks.threads)
+        lines += state.stacks.text.splitlines()
+        if state.beat and not state.stacks.threads and not state.stacks.text:
             lines.append("  no stacks: it did not answer (py-spy, where installed, reads them of a stopped process)")
         lines.append("")
     try:

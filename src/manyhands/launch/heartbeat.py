@@ -28,7 +28,7 @@ import psutil
 from manyhands.core.files import read_json
 from manyhands.launch.environment import LAUNCHER_PID
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.snapshot import Answers
+from manyhands.launch.stacks import Answers
 
 TICK_S = 0.5
 FRESH_S = 0.02  # writing a record takes some 30 microseconds
@@ -89,7 +89,7 @@ class Heartbeat:
         self._advanced = 0.0
         self._worked = 0.0  # when processor time last counted as progress
         self.count_collectives: Callable[[], int] = lambda: 0
-        self.read_collectives: Callable[[], list[dict[str, Any]]] = list  # the last ones, for ``snapshot.Collective``
+        self.read_collectives: Callable[[], list[dict[str, Any]]] = list  # the last ones, for ``stacks.Collective``
         self._answers = Answers(folder, rank)
         self.counts_processor = (
             True  # its processor time is a sign of work: where libraries are at work, and no device is waited for

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.core.segments import Segments
+from manyhands.core.segments import RankSegments
 from manyhands.launch.heartbeat import read_beats
 from manyhands.launch.run_folder import RunFolder
 
@@ -60,7 +60,7 @@ class Restarts:
 
     folder: RunFolder
     limit: int
-    segments: Segments | None = None  # snapshots in memory, of this machine's ranks
+    segments: RankSegments | None = None  # snapshots in memory, of this machine's ranks
     num_in_a_row: int = 0
     from_step: int | None = None  # of the latest restart
     seen: set[tuple[str, int | None]] = field(default_factory=set)

@@ -102,9 +102,9 @@ class RunFolder:
         """Holds a token when all ranks are asked what they are doing (``snapshot.ask``)."""
         return self.ranks / "ask"
 
-    def snapshot(self, rank: int) -> Path:
+    def stacks(self, rank: int) -> Path:
         """The rank's answer."""
-        return self.ranks / f"snapshot-{rank}.json"
+        return self.ranks / f"stacks-{rank}.json"
 
     def stack(self, rank: int) -> Path:
         """Where a signal makes the rank write its stacks."""

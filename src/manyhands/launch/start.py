@@ -14,7 +14,7 @@ from manyhands.config.dialects.report import summarize
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
-from manyhands.core.segments import Segments, open_segments
+from manyhands.core.segments import RankSegments, open_segments
 from manyhands.facts.types import HostFacts
 from manyhands.launch.environment import detect_launcher, refuse_alone
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run, summarize_start
@@ -99,7 +99,7 @@ def _launch(found: Joined, arguments: Sequence[str]) -> int:
         return _launch_and_restart(found, arguments, segments)
 
 
-def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: Segments | None) -> int:
+def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: RankSegments | None) -> int:
     """Runs the workers. Where memory runs out, again from the last checkpoint with a smaller plan,
     ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides.
     """

@@ -198,17 +198,11 @@ def attend_varlen(
     _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
     if softcap is not None:
         raise RuntimeError(f"{VARLEN} cannot cap attention scores (softcap={softcap}); use attention blockwise")
-    assert (
-        cu_seq_lens_q is not None
-        and cu_seq_lens_k is not None
-        and max_length_q is not None
-        and max_length_k is not None
-    )
+    assert cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    assert max_length_q is not None and max_length_k is not None
     num_samples, num_heads, length, _dim = query.shape
     longest = max_length_q if row_length is None else row_length
-    window = (
-        sliding_window - 1 if sliding_window and sliding_window < longest else -1
-    )  # positions seen to the left of a query
+    window = sliding_window - 1 if sliding_window and sliding_window < longest else -1  # positions seen to the left
     kernels = _kernels if _kernels is not None and _kernels.tested_with(query, key) else None
     if kernels is not None and kernels.rows.name and row_length is not None and window < 0 and image_rows is None:
         query, key, value = (_split_rows(x, row_length) for x in (query, key, value))

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
         end_with_parent()
     from manyhands.launch.heartbeat import Heartbeat
     from manyhands.launch.run_folder import RunFolder
-    from manyhands.launch.snapshot import listen_for_signal
+    from manyhands.launch.stacks import listen_for_signal
 
     # Before torch is imported, which takes long on a loaded machine.
     heartbeat = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.launch.snapshot import MAX_COLLECTIVES
+from manyhands.launch.stacks import MAX_COLLECTIVES
 
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo and others; of NCCL
 
@@ -35,7 +35,7 @@ def count_collectives() -> int:
 
 def read_collectives() -> list[dict[str, Any]]:
     """The last collectives of all groups and the oldest of those that have not ended, the newest last, as fields of
-    ``launch.snapshot.Collective``. Any thread may ask, also while another waits in one of them.
+    ``launch.stacks.Collective``. Any thread may ask, also while another waits in one of them.
     """
     entries = [entry for recorder in _RECORDERS for entry in _dump(recorder)]
     entries.sort(key=lambda entry: entry.get("time_created_ns", 0))

@@ -29,7 +29,7 @@ from manyhands.launch.failure import (
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.rank_watch import RankWatch
 from manyhands.launch.run_folder import FolderLock, RunFolder
-from manyhands.launch.snapshot import listen_for_signal
+from manyhands.launch.stacks import listen_for_signal
 from manyhands.worker.context import RankContext
 
 DEFAULT_TIMEOUT_S = 600.0  # until the run file is known

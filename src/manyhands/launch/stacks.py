@@ -62,7 +62,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RankStacks:
     """What a rank has said of itself. ``threads``: by name, the innermost frame first."""
 
     threads: dict[str, list[Frame]] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Answers:
             if token and token != self._asked:
                 self._asked = token
                 fields = {"token": token, "threads": read_threads(), "collectives": read_collectives()}
-                write_json(self._folder.snapshot(self._rank), fields)
+                write_json(self._folder.stacks(self._rank), fields)
 
 
 def read_threads() -> dict[str, list[tuple[str, int, str]]]:
@@ -154,13 +154,13 @@ def read_token(folder: RunFolder) -> str:
         return ""
 
 
-def read_snapshot(folder: RunFolder, rank: int, token: str) -> Snapshot | None:
+def read_stacks(folder: RunFolder, rank: int, token: str) -> RankStacks | None:
     """The rank's answer to ``token``, or None as long as there is none."""
-    fields = read_json(folder.snapshot(rank))
+    fields = read_json(folder.stacks(rank))
     if not isinstance(fields, dict) or fields.get("token") != token:
         return None
     threads = {name: [Frame(*frame) for frame in stack] for name, stack in fields["threads"].items()}
-    return Snapshot(threads, tuple(Collective(**one) for one in fields["collectives"]))
+    return RankStacks(threads, tuple(Collective(**one) for one in fields["collectives"]))
 
 
 def signal_for_stack(folder: RunFolder, rank: int, pid: int) -> bool:
