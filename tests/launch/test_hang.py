@@ -229,7 +229,9 @@ def test_this_torch_records_collectives(tmp_path: Path) -> None:
         before = count_collectives()
         dist.all_reduce(torch.ones(3))
         assert count_collectives() == before + 1
-        last = Collective(**read_collectives()[-1])
+        deadline = time.monotonic() + 60  # the recorder is told by another thread that it has ended
+        while not (last := Collective(**read_collectives()[-1])).done and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert (last.name, last.sizes, last.done) == ("all_reduce", "[[3]]", True)
     finally:
         dist.destroy_process_group()

@@ -164,11 +164,7 @@ def prepare_run(
         if dry_run:
             rehearse(config, plan)
         with refuse_unusable(folder):
-            folder.create()
-            folder.write_config(config)
-            if origin is not None:
-                folder.write_origin(origin)
-            folder.write_plan(plan)
+            _write(folder, config, plan, origin)
             if not dry_run:
                 folder.clear_ranks()
     except BaseException:
@@ -177,6 +173,14 @@ def prepare_run(
         lock.release()
         raise
     return Prepared(folder, config, plan, resume=folder.newest_step() is not None, finished=False, lock=lock)
+
+
+def _write(folder: RunFolder, config: RunConfig, plan: Plan, origin: LoadedRun | None) -> None:
+    folder.create()
+    folder.write_config(config)
+    if origin is not None:
+        folder.write_origin(origin)
+    folder.write_plan(plan)
 
 
 @raise_when_stopped()
