@@ -33,6 +33,10 @@ EXEMPT = {
     "facts/hub.py": "the demo's model",
     "cli/init.py": "the demo's model",
     "cli/import_file.py": "LLaMA-Factory is a tool",
+    "cli/export.py": "llama.cpp is a tool",
+    "export/__main__.py": "llama.cpp is a tool",
+    "export/gguf_file.py": "llama.cpp is a tool",
+    "export/gguf_check.py": "architectures by llama.cpp's own names",
     **dict.fromkeys(
         (
             f"config/dialects/{name}.py"

@@ -179,7 +179,7 @@ def train_parameters(model: nn.Module, wanted: Collection[int], *, cast: bool = 
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             masters.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype)))
             setattr(module, key, masters[id(parameter)])
-        # A parameter of a whole model (LLaVA-OneVision's image_newline) is cast by the model itself where it is used;
+        # A parameter of a whole model (``image_newline``) is cast by the model itself where it is used;
         # another class would also be one that transformers has no rules for.
         casts = cast and not isinstance(module, CastsItsMasters | PreTrainedModel)
         if own and casts:

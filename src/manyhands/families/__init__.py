@@ -38,6 +38,7 @@ __all__ = [
     "measured_types",
     "norm_shapes",
     "num_heads",
+    "types_with_images",
 ]
 
 MEASURED_WITH = "5.17."  # the transformers with which ``packs`` was measured (docs/equality.md)
@@ -66,6 +67,11 @@ def find(config: Config | str) -> Family:
 def known_modules() -> dict[str, KnownModule]:
     """Module classes that may be replaced by fused ones, by name. A family may use another's."""
     return {module.name: module for family in FAMILIES for module in family.known_modules}
+
+
+def types_with_images() -> tuple[str, ...]:
+    """Model types that can be trained on images."""
+    return tuple(model_type for family in FAMILIES if family.images for model_type in family.model_types)
 
 
 def measured_types(*, packs: bool = True, multimodal: bool = False) -> tuple[str, ...]:

@@ -63,13 +63,13 @@ def outer_parameters(model: Any, family: Family) -> dict[str, str]:
 
 def unused_parameters(model: Any, names: Mapping[str, str]) -> set[str]:
     """Those of ``outer_parameters`` that no feature depends on: layers above the one whose output is taken
-    (``vision_feature_layer``, -2 in LLaVA: the last but one), and what follows the last.
+    (``vision_feature_layer``, such as -2: the last but one), and what follows the last.
     """
     layer = getattr(model.config, "vision_feature_layer", None)
     if layer is None or not hasattr(model.config.vision_config, "num_hidden_layers"):
         return set()
     if getattr(model.config, "downsample_ratio", None) is not None and layer == -1:
-        return set()  # InternVL takes what follows its last layer too
+        return set()  # such models take what follows the last layer too
     depth = model.config.vision_config.num_hidden_layers
     used = max(at if at >= 0 else depth + 1 + at for at in (layer if isinstance(layer, list | tuple) else [layer]))
     above = {name for name in names if (found := BLOCK.search(name)) and int(found[1]) >= used}
@@ -91,8 +91,8 @@ class Images:
                 f"images cannot be trained with models of type {model.config.model_type}",
                 where="model.name",
                 why=f"how images reach {type(model).__name__} is not described in manyhands/families",
-                fix="leave the images out of the data (method.parts.vision: left_out), or use Gemma 3, Qwen2.5-VL, "
-                "Qwen3-VL, LLaVA, LLaVA-OneVision, SmolVLM, Idefics 3 or InternVL",
+                fix="leave the images out of the data (method.parts.vision: left_out), or use a model of type "
+                + ", ".join(families.types_with_images()),
             )
         self.layout: ImageLayout = family.images
         self.token_id = int(getattr(model.config, self.layout.token_field))
@@ -145,7 +145,7 @@ class Images:
         return kwargs | {"inputs_embeds": embeds}
 
     def _features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Features (n, e) of all images, and those that further layers of the decoder add (Qwen3-VL's deepstack)."""
+        """Features (n, e) of all images, and those that further layers of the decoder add (``deepstack``)."""
         inputs = {name: batch[name] for name in self.layout.names}
         if self.layout.leading_axis:
             inputs["pixel_values"] = inputs["pixel_values"][None]
