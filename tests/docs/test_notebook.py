@@ -38,7 +38,8 @@ def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     printed = "".join(
         output.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
     )
-    plans = re.findall(r"^Plan 1 .*\n *device +(.*?) *$", printed, re.M)
+    printed = re.sub(r"\x1b\[\d*m", "", printed)  # in color where a plan is shown
+    plans = re.findall(r"^Plan 1 .*\n *(?:device|hardware) +(.*?) *$", printed, re.M)
     assert len(plans) == 4 and "H100" in plans[1], plans  # two shown, two by training
     assert len(re.findall(r"loss \d+\.\d+ -> \d+\.\d+, verified: .*adapter", printed)) == 1
     answers = next(cell for cell in notebook.cells if "model = run.load()" in cell.source).outputs[-1]

@@ -169,4 +169,4 @@ def test_the_plans_of_published_shapes_are_made_elsewhere_too(place: Place) -> N
     arguments = [one for one in settings("qlora-one-gpu", place.folder) if "device" not in one]
     command = ["-m", "manyhands", "plan", str(RECIPES / "qlora-one-gpu.yaml"), "--gpus", "RTX-4090", *arguments]
     ended = place.call(*command)
-    assert ended.code == 0 and "qlora" in ended.output and "4090" in ended.output, ended.output
+    assert ended.code == 0 and "NF4" in ended.output and "4090" in ended.output, ended.output
