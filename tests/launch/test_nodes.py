@@ -9,6 +9,7 @@ import pytest
 
 from manyhands.cli.train_options import choose_place
 from manyhands.core.errors import UserError
+from manyhands.core.remote import RemoteFolder
 from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.launch import preflight
 from manyhands.launch.address import Address, interface_of, own_address
@@ -69,6 +70,21 @@ def test_a_model_that_differs_is_named_with_both_digests(tmp_path: Path, monkeyp
     assert all("error: the model on gpu1 is not the one on gpu0" in text for text in texts)
     assert all("config.json: 44136fa355b3 -> " in text for text in texts)
     assert on_all(2, lambda node: preflight.find_model(node, configs[0], lambda _: None)) == [tmp_path / "a"] * 2
+
+
+def test_a_fresh_run_takes_a_name_under_which_there_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(preflight, "measure_links", lambda *_: None)
+    monkeypatch.setattr(preflight, "find_places", lambda *_: (None, {}))
+    (tmp_path / "run.json").write_text("{}")
+    store = tmp_path / "store"
+    RemoteFolder(f"file://{store}/demo").put(tmp_path / "run.json", "run.json")
+    config = make_config(**{"output.dir": str(tmp_path / "runs"), "checkpoint.copy_to": f"file://{store}"})
+
+    def name_of(node: Node, fresh: bool) -> str:
+        return preflight.find_group(node, config, (), (), (), fresh=fresh, report=lambda _: None)[0].name
+
+    assert on_all(2, lambda node: name_of(node, fresh=True)) == ["demo-2"] * 2
+    assert on_all(2, lambda node: name_of(node, fresh=False)) == ["demo"] * 2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 
 from manyhands.core.errors import FAULT, UserError
 from manyhands.core.files import read_rows, write_json
+from manyhands.core.segments import RankSegments
 from manyhands.launch import restarts as restarts_module
 from manyhands.launch import start
 from manyhands.launch.heartbeat import Beat
@@ -87,6 +88,15 @@ def test_none_are_made_where_none_are_wanted(tmp_path: Path) -> None:
     assert refused.value is error and not error.details
 
 
+def test_a_snapshot_is_announced_as_what_this_machine_has(tmp_path: Path) -> None:
+    folder, segments = RunFolder(tmp_path), RankSegments(0)
+    segments.newest_step = lambda: 6  # type: ignore[method-assign]
+    save(folder, 4)
+    reach(folder, 7)
+    made = str(Restarts(folder, limit=3, segments=segments).decide(killed()))
+    assert "restarting from step 6 in host memory, if every rank has it, in 1 s, 1 step lost" in made
+
+
 def test_a_signal_ends_the_pause() -> None:
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     begin = time.monotonic()
@@ -135,6 +145,13 @@ def test_what_fails_at_each_attempt_ends_at_the_second(launch) -> None:
     )
     assert log.count("restarting") == 1 and len(read_rows(folder.restarts)) == 1
     assert folder.read_status()["state"] == "failed"
+
+
+def test_a_finished_run_is_not_started_again(launch) -> None:
+    error, log, folder = launch("end", "fail when finished")
+    assert isinstance(error, UserError) and error.kind == FAULT
+    assert "the run had finished before: its results are complete" in str(error)
+    assert "restarting" not in log and folder.is_finished and not folder.restarts.exists()
 
 
 def test_what_the_user_must_change_is_never_tried_again(launch) -> None:

@@ -39,7 +39,7 @@ TAIL_LINES = 15
 LITTLE_BYTES = 2**20  # of a disk: as good as full
 MAX_SUMMARY = 500  # characters of the one line
 # Ticks of its heartbeat (two a second on an idle machine) within which each living peer must report. Ticks, not
-# seconds: on a machine # so loaded that a rank is slow to report, its ticks are slow too.
+# seconds: on a machine so loaded that a rank is slow to report, its ticks are slow too.
 PATIENCE_TICKS = 40
 REMOTE_SILENCE_S = 30.0  # without a tick: a rank of another machine is taken for gone
 

@@ -19,6 +19,7 @@ from manyhands.facts.adapter import find_adapter
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import differing_files, identify_files
 from manyhands.facts.types import HostFacts
+from manyhands.launch.fetch import is_taken
 from manyhands.launch.links import measure_links
 from manyhands.launch.nodes import Exchange, NodeGroup
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
@@ -198,7 +199,7 @@ def find_group(
     refuse_own_disks(exchange, config)
     found = None
     if exchange.node == 0:
-        config = fresh_name(config) if fresh else config
+        config = fresh_name(config, is_taken) if fresh else config
         found = [config.name, find_run(folder_of(config), config)]
     name, state = exchange.gather("run", found)[0]
     config = config.model_copy(update={"name": name})

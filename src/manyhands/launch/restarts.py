@@ -29,7 +29,7 @@ class Restart:
     from_step: int | None  # what the next attempt resumes from; None: from the start
     attempt: int
     of: int
-    in_memory: bool = False  # from_step is a snapshot's
+    in_memory: bool = False  # from_step is a snapshot's, on this machine; the ranks look for one that all have
 
     @property
     def lost_steps(self) -> int:
@@ -42,7 +42,7 @@ class Restart:
 
     def __str__(self) -> str:
         begin = "from the start" if self.from_step is None else f"from step {self.from_step}"
-        begin += " in host memory" if self.in_memory else ""
+        begin += " in host memory, if every rank has it," if self.in_memory else ""
         lost = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
         return f"{self.cause}; restarting {begin} in {self.wait_s:g} s, {lost} (attempt {self.attempt} of {self.of})"
 
@@ -67,10 +67,12 @@ class Restarts:
 
     def decide(self, error: UserError) -> Restart:
         """The restart after the fault ``error``. Raises it, with what was tried, where another attempt is pointless:
-        the same error at the same step as before, or too many in a row.
+        the run is finished, the same error came at the same step as before, or there were too many in a row.
         """
         if not self.limit:
             raise error
+        if self.folder.is_finished:
+            raise with_finding(error, "the run had finished before: its results are complete")
         saved = self.folder.newest_step()
         kept = self.segments.newest_step() if self.segments is not None else None
         newest, in_memory = (kept, True) if kept is not None and kept > (saved or 0) else (saved, False)

@@ -99,7 +99,7 @@ class RunFolder:
 
     @property
     def asked(self) -> Path:
-        """Holds a token when all ranks are asked what they are doing (``snapshot.ask``)."""
+        """Holds a token when all ranks are asked what they are doing (``stacks.ask``)."""
         return self.ranks / "ask"
 
     def stacks(self, rank: int) -> Path:

@@ -173,7 +173,8 @@ def is_asked_to_stop(rank: RankContext) -> bool:
     """By a signal, or by the file STOP in the run's folder."""
     if rank.is_first and not rank.stop_by_file and time.monotonic() >= rank.look_again_at:
         rank.look_again_at = time.monotonic() + LOOK_S
-        rank.stop_by_file = rank.folder.stop_file.exists()
+        with contextlib.suppress(OSError):  # a network's file system: the next look may succeed
+            rank.stop_by_file = rank.folder.stop_file.exists()
     return rank.stop() or rank.stop_by_file
 
 
