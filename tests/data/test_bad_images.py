@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -47,6 +48,10 @@ def make_bad(kind: str, path: Path) -> None:
         path.write_bytes(
             b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + struct.pack("<IiiHHIIiiII", 40, 0, 4, 1, 24, *[0] * 6)
         )
+    elif kind == "a line":
+        draw((1, 400)).save(path)
+    elif kind == "pipe":
+        os.mkfifo(path)
     elif kind == "empty":
         path.write_bytes(b"")
     elif kind == "no image":
@@ -60,10 +65,12 @@ BAD = {
     "truncated": "cannot be decoded",
     "bomb": "too many pixels",
     "too large": "96,000,000 pixels",
-    "zero-sized": "no pixels|no image|decoded",
+    "zero-sized": "no pixels|not an image|decoded",
+    "a line": "one side is more than 200 times the other",
+    "pipe": "is not a file",
     "empty": "is empty",
-    "no image": "is no image",
-    "program": "is no image",
+    "no image": "is not an image",
+    "program": "is not an image",
 }
 
 
@@ -185,7 +192,7 @@ def test_more_image_tokens_than_fit(folder: Path, tmp_path: Path, write_rows, ma
         if fits:
             assert open_store(config, folder)[1].train.lengths[0] == cut
         else:
-            assert "would cut an image's" in refuse(config, folder).details[0]
+            assert "would leave a part of an image" in refuse(config, folder).details[0]
 
 
 def test_a_model_of_text_is_given_no_images(model_folder: Path, write_rows, make_config) -> None:

@@ -34,6 +34,20 @@ def test_parts_without_a_word_follow_the_data_and_the_method(method, data, expec
     assert tuple(parts_of(data=data, method__name=method).values()) == expected
 
 
+@pytest.mark.parametrize(
+    ("data", "keys", "message"),
+    [
+        (data_facts(num_validation_images=3), {}, "validation data has images, and the training data has none"),
+        (WITH, {"model__master_dtype": "bfloat16", "method__name": "full"}, "a part of the model is frozen"),
+        (WITH, {"parallel__strategy": "zero2", "parallel__gpus": 2}, "DeepSpeed does not train models of text"),
+    ],
+)
+def test_what_images_do_not_go_with_is_refused_by_the_plan(data, keys, message):
+    with pytest.raises(UserError) as caught:
+        parts_of(data=data, **keys)
+    assert message in f"{caught.value} {caught.value.why}"
+
+
 def test_each_part_is_as_asked():
     asked = {"vision": "frozen", "projector": "trained", "language": "lora"}
     assert parts_of(asked) == {"vision": "frozen", "projector": "trained", "language": "trained"}

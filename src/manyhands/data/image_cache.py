@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -31,15 +32,17 @@ class ImageCache:
         self.folder, self._memory_bytes, self._disk_bytes = folder, memory_bytes, disk_bytes
         self._share = min(1.0, disk_bytes / needed_bytes) if needed_bytes else 1.0
         self._held: OrderedDict[bytes, Entries] = OrderedDict()
+        self._lock = threading.Lock()  # the threads of training and of evaluation may share a cache
         self.held_bytes = 0
         self._written: int | None = None  # since the folder was looked at; None: not yet
 
     def get(self, key: bytes, make: Callable[[], Entries]) -> Entries:
         """The entries of a key, not to be written to: those kept, else made now."""
-        entries = self._held.get(key)
-        if entries is not None:
-            self._held.move_to_end(key)
-            return entries
+        with self._lock:
+            entries = self._held.get(key)
+            if entries is not None:
+                self._held.move_to_end(key)
+                return entries
         entries = self._read(key)
         if entries is None:
             entries = make()
@@ -51,11 +54,14 @@ class ImageCache:
         size = _count_bytes(entries)
         if size > self._memory_bytes:
             return
-        self._held[key] = entries
-        self.held_bytes += size
-        while self.held_bytes > self._memory_bytes:
-            _, oldest = self._held.popitem(last=False)
-            self.held_bytes -= _count_bytes(oldest)
+        with self._lock:
+            if key in self._held:
+                return
+            self._held[key] = entries
+            self.held_bytes += size
+            while self.held_bytes > self._memory_bytes:
+                _, oldest = self._held.popitem(last=False)
+                self.held_bytes -= _count_bytes(oldest)
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
@@ -105,8 +111,9 @@ class ImageCache:
         for folder in os.scandir(self.folder):
             if folder.is_dir():
                 for entry in os.scandir(folder.path):
-                    status = entry.stat()
-                    files.append((status.st_mtime_ns, status.st_size, entry.path))
+                    with contextlib.suppress(FileNotFoundError):  # another process removes, too
+                        status = entry.stat()
+                        files.append((status.st_mtime_ns, status.st_size, entry.path))
         total = sum(size for _, size, _ in files)
         if total <= self._disk_bytes:
             return

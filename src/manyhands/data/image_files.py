@@ -6,8 +6,10 @@ Pixels are what transformers' ``load_image`` gives for a path: turned as EXIF sa
 from __future__ import annotations
 
 import hashlib
+import http.client
 import io
 import os
+import stat
 import urllib.request
 import warnings
 from pathlib import Path
@@ -21,7 +23,8 @@ from manyhands.data.image_streams import IMAGE_SOURCES, IMAGES
 
 MAX_BYTES = 256 << 20  # of one encoded image
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")  # that start no program
-URL_TIMEOUT_S = 30.0
+URL_TIMEOUT_S = 30.0  # without an answer
+MAX_RATIO = 200  # of an image's sides
 CONTENT_BYTES = 16
 
 
@@ -51,7 +54,10 @@ def locate(ref: ImageRef, folder: Path, allow_urls: bool) -> str:
                 f"{name_of(ref.place)} is an address, and images are fetched only if data.image_urls is true"
             )
         return ref.place
-    return str((folder / Path(ref.place).expanduser()).absolute())
+    try:
+        return str((folder / Path(ref.place).expanduser()).absolute())
+    except RuntimeError as error:  # a user that is not known here
+        raise BadImage(f"{name_of(ref.place)} cannot be found: {error}") from None
 
 
 def read_bytes(place: str) -> bytes:
@@ -60,12 +66,14 @@ def read_bytes(place: str) -> bytes:
         if is_address(place):
             with urllib.request.urlopen(place, timeout=URL_TIMEOUT_S) as answer:
                 raw = answer.read(MAX_BYTES + 1)
+        elif not stat.S_ISREG(os.stat(place).st_mode):  # reading a pipe may never end
+            raise BadImage(f"{name_of(place)} is not a file")
         else:
             with open(place, "rb") as file:
                 raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise BadImage(f"{name_of(place)} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise BadImage(f"{name_of(place)} cannot be read: {error}") from None
     if not raw:
         raise BadImage(f"{name_of(place)} is empty")
@@ -91,7 +99,7 @@ def decode(raw: bytes, name: str, max_pixels: int) -> np.ndarray:
                 turned: Any = ImageOps.exif_transpose(image)
                 return np.array(turned.convert("RGB"))
     except UnidentifiedImageError:
-        raise BadImage(f"{name} is no image ({', '.join(FORMATS)} are read)") from None
+        raise BadImage(f"{name} is not an image ({', '.join(FORMATS)} are read)") from None
     except Image.DecompressionBombError as error:
         raise BadImage(f"{name} has too many pixels: {error}") from None
     except BadImage:
@@ -137,6 +145,8 @@ def _check_size(size: tuple[int, int], name: str, max_pixels: int) -> None:
     width, height = size
     if width < 1 or height < 1:
         raise BadImage(f"{name} has no pixels ({width} x {height})")
+    if max(size) > MAX_RATIO * min(size):  # processors that fit the shorter side would make it huge
+        raise BadImage(f"{name} is {width} x {height} pixels: one side is more than {MAX_RATIO} times the other")
     if width * height > max_pixels:
         raise BadImage(
             f"{name} has {width * height:,} pixels ({width} x {height}), and data.max_image_pixels is {max_pixels:,}"

@@ -74,7 +74,7 @@ class ImageOpener:
         content, size, raw = self._look(place, ref.data)
         try:
             shape = self.processor.shape_of(size, alone)
-        except ValueError as error:
+        except (ValueError, ArithmeticError, IndexError, MemoryError) as error:
             raise BadImage(
                 f"{name_of(place)} of {size[1]} x {size[0]} pixels is refused by the processor: {error}"
             ) from None

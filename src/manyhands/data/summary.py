@@ -56,6 +56,7 @@ class PreparedData:
     first_labels: tuple[int, ...]  # loss tokens of the same; filled when batch.loss_tokens is asked
     as_given: bool  # samples keep their order, also in packs
     num_images: int = 0  # of the training samples, each once
+    num_validation_images: int = 0
     max_image_units: int = 0  # of one sample
     mean_image_units: float = 0.0  # of a sample of an epoch
     max_image_tokens: int = 0  # of one sample
@@ -119,9 +120,10 @@ def _sum_images(store: TokenStore) -> dict[str, Any]:
     if train.num_images is None or train.image_units is None or train.image_tokens is None:
         return {}
     weights = np.array(store.source_weights)[train.sources]
-    sets = [each for each in (train, validation) if each.num_samples]
+    sets = [train] + [validation] * bool(validation.num_samples)
     return {
         "num_images": int(train.num_images.sum()),
+        "num_validation_images": sum(int(each.num_images.sum()) for each in sets[1:] if each.num_images is not None),
         "max_image_units": max(int(each.image_units.max()) for each in sets if each.image_units is not None),
         "mean_image_units": float((train.image_units * weights).sum() / weights.sum()),
         "max_image_tokens": max(int(each.image_tokens.max()) for each in sets if each.image_tokens is not None),

@@ -29,7 +29,7 @@ from manyhands.data.formats import (
 from manyhands.data.image_files import BadImage
 from manyhands.data.image_open import ImageOpener
 from manyhands.data.image_rows import parts_of
-from manyhands.data.image_streams import WITH_IMAGES, StoredImage, to_streams
+from manyhands.data.image_streams import IMAGE_SOURCES, IMAGES, WITH_IMAGES, StoredImage, to_streams
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.ready_rows import Ready, ReadyTokens, Segments, take_ids
 from manyhands.data.render import MAX_WEIGHT, Renderer
@@ -244,7 +244,8 @@ class PartTokenizer:
             if images and self._images is not None and (ids[max_length:] == self._images.token_id).any():
                 outcome.refused.add(row.file, row.line, _describe_long(len(ids), images, max_length))
                 return
-            kept = {name: values[:max_length] for name, values in sample.items() if len(values) == len(ids)}
+            along = sample.keys() - {IMAGES.name, IMAGE_SOURCES.name}  # these have lengths of their own
+            kept = {name: sample[name][:max_length] for name in along}
             self._append(writer, sample | kept, row.line)
             outcome.num_truncated += 1
         elif self._config.data.too_long == "split" and isinstance(item.content, str):
@@ -337,7 +338,11 @@ def stored_images(content: Conversation | str | Ready) -> list[StoredImage]:
 def _describe_long(num_tokens: int, images: Sequence[StoredImage], max_length: int | None = None) -> str:
     in_images = sum(image.num_tokens for image in images)
     of_images = f", {in_images:,} of them of {len(images):,} image{'s' * (len(images) != 1)}" if images else ""
-    cut = "" if max_length is None else f": cutting at {max_length:,} would cut an image's, which cannot be trained"
+    cut = (
+        ""
+        if max_length is None
+        else f": cutting at {max_length:,} would leave a part of an image, which cannot be trained"
+    )
     return f"{num_tokens:,} tokens{of_images}{cut}"
 
 

@@ -113,6 +113,7 @@ class DataFacts(Fact):
     samples_per_epoch: int = Field(default_factory=lambda fields: fields["num_samples"])  # of the first epoch
     as_given: bool = False  # samples keep their order, also in packs
     num_images: int = 0  # of the training samples, each once
+    num_validation_images: int = 0
     max_image_units: int = 0  # of one sample; units are patches or tiles, by family (``families.ImageLayout``)
     mean_image_units: float = 0.0  # of a sample of an epoch, those without images included
     max_image_tokens: int = 0  # of one sample: placeholders that become features

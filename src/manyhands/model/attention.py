@@ -84,6 +84,10 @@ class ImageRows(NamedTuple):
     cu_queries: torch.Tensor  # (images + 1) int32
     cu_keys: torch.Tensor  # (images + 1) int32
 
+    def to(self, device: torch.device) -> ImageRows:
+        moved = (part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in self)
+        return ImageRows(*moved)
+
 
 # What ``choose_attention_kernels`` found, one for the process: compiled code reads it as a constant. None: varlen for
 # all.

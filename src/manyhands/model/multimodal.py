@@ -139,7 +139,9 @@ class Images:
             if deeper:
                 kwargs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": deeper}
             if self.layout.bidirectional:
-                kwargs["image_rows"] = find_image_rows(is_image, kwargs["cu_seq_lens_q"])
+                # on the host, which waits once for the ids rather than for each of many sizes
+                rows = find_image_rows(is_image.cpu(), kwargs["cu_seq_lens_q"].cpu())
+                kwargs["image_rows"] = rows.to(ids.device)
         elif self.always_runs or torch.is_grad_enabled():
             embeds = embeds + self._nothing(model, ids.device).to(embeds.dtype)
         return kwargs | {"inputs_embeds": embeds}

@@ -6,6 +6,7 @@ Each function returns its value and the reason for it; ``decide`` makes them all
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,7 +83,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     why_frozen += why_parts
     rate, why_rate = choose_learning_rate(config)
     check_optimizer(config, device, compute)
-    master, why_master = choose_master_dtype(config, compute)
+    master, why_master = choose_master_dtype(config, compute, parts)
     output, why_output = choose_output_dtype(config, facts.model, compute)
     data_workers, why_workers = choose_data_workers(config, facts, device)
     return Decisions(
@@ -124,13 +125,16 @@ def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple
     return "bfloat16", reason("compute", dtype="bfloat16", source="auto", narrow_masters=narrow)
 
 
-def choose_master_dtype(config: RunConfig, compute: ComputeDtype) -> tuple[ComputeDtype, tuple[Reason, ...]]:
+def choose_master_dtype(
+    config: RunConfig, compute: ComputeDtype, parts: Mapping[str, str]
+) -> tuple[ComputeDtype, tuple[Reason, ...]]:
     """Of trained weights and their optimizer states. UserError where bfloat16 was asked for and something else needs
     more.
     """
     if config.model.master_dtype == "float32":
         return ("float64" if compute == "float64" else "float32"), ()
     obstacles = {
+        "a part of the model is frozen, and what is trained beside it is kept in float32": "frozen" in parts.values(),
         f"method.name is {config.method.name}, which keeps what it trains in float32": config.method.name != "full",
         f"model.dtype is {config.model.dtype}: the model computes in {compute}": compute != "bfloat16",
         f"optimizer.name is {config.optimizer.name}, which does not round stochastically": config.optimizer.name

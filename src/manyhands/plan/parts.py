@@ -6,6 +6,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, ModelFacts
 from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.layout import ZERO_STAGES
 from manyhands.plan.towers import memory_by_part, num_units
 from manyhands.plan.types import PartState, Reason, reason
 
@@ -25,6 +26,13 @@ def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState],
     language: PartState = "frozen" if asked.get("language") == "frozen" else "trained"
     if not facts.data.num_images:
         _check_without_images(asked)
+        if facts.data.num_validation_images:
+            raise UserError(
+                "the validation data has images, and the training data has none",
+                where="data.train",
+                why="what images pass through is not loaded for training on text alone",
+                fix="add samples with images to the training data, or take the images out of the validation data",
+            )
         num_left_out = facts.model.num_tower_parameters
         why = (reason("towers", parameters=num_left_out),) if num_left_out else ()
         return {"vision": "left_out", "projector": "left_out", "language": language}, why
@@ -41,6 +49,13 @@ def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState],
             where="method.parts",
             why="vision, projector and language are frozen",
             fix="set method.parts.projector: trained, or another part",
+        )
+    if config.parallel.strategy in ZERO_STAGES:
+        raise UserError(
+            "DeepSpeed does not train models of text and images here",
+            where=f"parallel.strategy: {config.parallel.strategy}",
+            why="a rank whose micro-batch has no image would stay out of its collectives",
+            fix="use parallel.strategy fsdp, hsdp or ddp",
         )
     return parts, (reason("parts", parts=parts, method=config.method.name),)
 

@@ -216,7 +216,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         ddp_bucket_mb=None if config.parallel.ddp_bucket_mb == "auto" else config.parallel.ddp_bucket_mb,
     )
     return EstimateInput(
-        model=with_towers(facts.model, made.parts),
+        model=with_towers(facts.model, made.parts) if layout.trains_everything else facts.model,
         layout=layout,
         num_adapter_parameters=num_adapter_parameters,
         adapter_rank=config.method.rank,

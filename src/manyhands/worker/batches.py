@@ -79,7 +79,8 @@ def shape_of(rank: RankContext, name: SetName = "train") -> BatchShape:
 
 def images_of(rank: RankContext) -> ImageWork | None:
     """How images become entries of a batch; None in a run without images."""
-    if rank.store.train.num_images is None:
+    outer = ("vision", "projector")  # left out where the training data turned out to have no image
+    if rank.store.train.num_images is None or all(rank.plan.parts.get(part) == "left_out" for part in outer):
         return None
     data, sets = rank.config.data, (rank.store.train, rank.store.validation)
     return ImageWork(
