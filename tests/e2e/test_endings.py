@@ -205,7 +205,8 @@ def test_sigterm_in_verification_is_an_interruption_and_the_next_start_verifies(
 @pytest.mark.timeout(2400)
 def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place) -> None:
     """Each stage lasts longer than parallel.timeout_s allows without progress, and goes on all the while."""
-    broken = place.train("slow", "--gpus", "2", plant=at_step(5, "raise ValueError('later')"))
+    waits = "checkpoint.asynchronous=false"  # else another process writes, and the stage is as short as its staging
+    broken = place.train("slow", "--gpus", "2", waits, plant=at_step(5, "raise ValueError('later')"))
     assert broken.code == 1 and place.run("slow").steps_saved() == [4]
     slowed = {
         "manyhands.launch.heartbeat": "_advance = Heartbeat.advance\n"
@@ -220,7 +221,7 @@ def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place
         "end = time.process_time() + 6\n"
         "while time.process_time() < end: pass\n",
     }
-    ended = place.train("slow", "--gpus", "2", "parallel.timeout_s=5", plant=slowed)
+    ended = place.train("slow", "--gpus", "2", waits, "parallel.timeout_s=5", plant=slowed)
     assert ended.code == 0, ended.output
     stages = (place.folder / "slow-0").read_text().splitlines()
     for stage in ("build model", "resume", "checkpoint", "export"):

@@ -85,8 +85,8 @@ class ImageRows(NamedTuple):
     cu_keys: torch.Tensor  # (images + 1) int32
 
     def to(self, device: torch.device) -> ImageRows:
-        moved = (part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in self)
-        return ImageRows(*moved)
+        tensors = {name: part for name, part in self._asdict().items() if isinstance(part, torch.Tensor)}
+        return self._replace(**{name: part.to(device, non_blocking=True) for name, part in tensors.items()})
 
 
 # What ``choose_attention_kernels`` found, one for the process: compiled code reads it as a constant. None: varlen for
