@@ -85,7 +85,9 @@ class ImageRows(NamedTuple):
     cu_keys: torch.Tensor  # (images + 1) int32
 
     def to(self, device: torch.device) -> ImageRows:
-        tensors: dict[str, Any] = {name: part for name, part in self._asdict().items() if isinstance(part, torch.Tensor)}
+        tensors: dict[str, Any] = {
+            name: part for name, part in self._asdict().items() if isinstance(part, torch.Tensor)
+        }
         return self._replace(**{name: part.to(device, non_blocking=True) for name, part in tensors.items()})
 
 
