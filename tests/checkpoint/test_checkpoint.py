@@ -121,8 +121,12 @@ def test_a_save_without_manifest_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "step-000002" / "manifest.json").unlink()
     (tmp_path / "step-000003.tmp").mkdir()
     assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
-    assert clean_leftovers(tmp_path) == ["step-000002", "step-000003.tmp"]
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    said: list[str] = []
+    assert clean_leftovers(tmp_path, said.append) == ["step-000003.tmp"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001", "step-000002.damaged"]
+    assert (tmp_path / "step-000002.damaged" / SHARD).is_file(), "it may be all that is left, or being copied back"
+    assert len(said) == 1 and "step-000002 has no manifest.json" in said[0] and "step-000002.damaged" in said[0]
+    assert clean_leftovers(tmp_path, said.append) == [] and len(said) == 1, "said once"
     assert newest_checkpoint(tmp_path / "nothing") is None
 
 

@@ -39,7 +39,7 @@ def local_run(folder: Path, steps: tuple[int, ...] = (2,), **keys) -> RunFolder:
     for step in steps:
         checkpoint = run.checkpoints / f"step-{step:06d}"
         checkpoint.mkdir(parents=True)
-        (checkpoint / "zz.safetensors").write_bytes(bytes([step]) * 10)
+        (checkpoint / "zz.safetensors").write_bytes(bytes([step % 256]) * 10)
         (checkpoint / "manifest.json").write_text(json.dumps({"files": {"zz.safetensors": {}}}))
     return run
 
@@ -64,6 +64,24 @@ def test_as_many_copies_are_kept_as_checkpoints(remote: RemoteFolder, tmp_path: 
     prune_copies(remote, 2, ["step-000002"])
     assert remote.list("checkpoints") == ["step-000002", "step-000006", "step-000008"]
     assert remote.read("checkpoints/step-000004/manifest.json") is None and remote.list("nothing") == []
+
+
+def test_incomplete_copies_do_not_count_and_are_removed_once_a_newer_one_is_complete(
+    remote: RemoteFolder, tmp_path: Path
+) -> None:
+    copy(remote, local_run(tmp_path, (2, 4, 6)))
+    (tmp_path / "file").write_text("of a copy that was cut off")
+    for step in (5, 7):
+        remote.put(tmp_path / "file", f"checkpoints/step-00000{step}/zz.safetensors")
+    remote.put(tmp_path / "file", "checkpoints/notes/mine.txt")
+    prune_copies(remote, 2, [])
+    assert remote.list("checkpoints") == ["notes", "step-000004", "step-000006", "step-000007"]
+
+
+def test_copies_are_ordered_by_number(remote: RemoteFolder, tmp_path: Path) -> None:
+    copy(remote, local_run(tmp_path, (999_999, 1_000_000)))
+    prune_copies(remote, 1, [])
+    assert remote.list("checkpoints") == ["step-1000000"]
 
 
 def test_an_empty_folder_is_filled_from_the_newest_complete_copy(remote: RemoteFolder, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from manyhands.checkpoint.manifest import MANIFEST
+from manyhands.checkpoint.manifest import MANIFEST, STEP_NAME
 from manyhands.core.remote import RemoteFolder
 
 FOLDER = "checkpoints"
@@ -28,7 +28,12 @@ def copy_checkpoint(
 
 
 def prune_copies(remote: RemoteFolder, keep_last: int, keep: Collection[str]) -> None:
-    """Removes all copies but the newest ``keep_last`` and those named in ``keep``. RemoteError."""
-    for name in remote.list(FOLDER)[: -keep_last or None]:
-        if name not in keep:
-            remote.remove(f"{FOLDER}/{name}", MANIFEST)
+    """Removes all complete copies but the newest ``keep_last`` and those named in ``keep``, and what is left of
+    incomplete ones that are older than the newest complete one. RemoteError.
+    """
+    steps = {int(match[1]): name for name in remote.list(FOLDER) if (match := STEP_NAME.fullmatch(name))}
+    complete = [step for step in sorted(steps) if MANIFEST in remote.list(f"{FOLDER}/{steps[step]}")]
+    kept = complete[-keep_last:] if keep_last else []
+    for step in sorted(steps):
+        if complete and step <= complete[-1] and step not in kept and steps[step] not in keep:
+            remote.remove(f"{FOLDER}/{steps[step]}", MANIFEST)

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ CHUNK_BYTES = 2**22
 PARTIAL = ".tmp"  # being written, or being deleted
 REPLACED = ".old"  # the same step saved again; complete, but a newer one takes its place
 SET_ASIDE = ".damaged"  # does not count, and is kept
-_NAME = re.compile(r"step-(\d+)")
+STEP_NAME = re.compile(r"step-(\d+)")
 
 
 class _FrozenModel(BaseModel):
@@ -158,21 +158,28 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     found = [
         (int(m[1]), path)
         for path in checkpoints.iterdir()
-        if (m := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+        if (m := STEP_NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
     ]
     return sorted(found)
 
 
-def clean_leftovers(checkpoints: Path) -> list[str]:
-    """Removes what killed saves and deletions left; names what it removed. For rank 0, before anything is saved."""
+def clean_leftovers(checkpoints: Path, report: Callable[[str], object] = print) -> list[str]:
+    """Removes what killed saves and deletions left; names what it removed. For rank 0, before anything is saved.
+
+    A checkpoint's folder without a manifest comes from elsewhere: a damaged disk, a copy that is not complete yet. It
+    is renamed (``set_aside``), and ``report`` hears of it.
+    """
     removed = []
     for path in sorted(checkpoints.glob("step-*")) if checkpoints.is_dir() else ():
         step, mark = path.with_suffix(""), path.suffix
         if mark == REPLACED and not step.exists():
             path.rename(step)  # killed between the two renames of a second save: the first one still counts
-        elif mark in (PARTIAL, REPLACED) or (_NAME.fullmatch(path.name) and not (path / MANIFEST).is_file()):
+        elif mark in (PARTIAL, REPLACED):
             shutil.rmtree(path)
             removed.append(path.name)
+        elif STEP_NAME.fullmatch(path.name) and not (path / MANIFEST).is_file():
+            kept = set_aside(path).name
+            report(f"warning: {path.name} has no {MANIFEST}, so it is no complete checkpoint; it is kept as {kept}")
     return removed
 
 

@@ -55,10 +55,12 @@ class RemoteFolder:
             self._fs.get_file(f"{self._path}/{name}", str(file), callback=_make_callback(moved))
 
     def remove(self, name: str, first: str) -> None:
-        """Removes the folder ``name``, its file ``first`` before all others."""
-        with _explained(self.url), contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._path}/{name}/{first}")
-            self._fs.rm(f"{self._path}/{name}", recursive=True)
+        """Removes the folder ``name``, its file ``first`` before all others, if it is there."""
+        with _explained(self.url):
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._path}/{name}/{first}")
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(f"{self._path}/{name}", recursive=True)
 
 
 def _make_callback(moved: Callable[[int], object]) -> Any:

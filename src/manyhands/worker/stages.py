@@ -67,7 +67,9 @@ def find_checkpoint(rank: RankContext) -> None:
     brings others.
     """
     checkpoints = rank.folder.checkpoints
-    run_on_rank_0(lambda: clean_leftovers(checkpoints))  # the others wait: it may rename what they would list
+    run_on_rank_0(
+        lambda: clean_leftovers(checkpoints, rank.print)
+    )  # the others wait: it may rename what they would list
     rank.checkpoint = find_sound(checkpoints, rank.print)
     find_snapshot(rank)
 
