@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +39,13 @@ class Case:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def begin(self, folder: Path) -> BackgroundSave:
-        tensors = checkpoint_tensors(self.model, self.optimizer)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return checkpoint_tensors(self.model, self.optimizer)
+
+    def begin(self, folder: Path, **keys: Any) -> BackgroundSave:
+        tensors = self.tensors()
         assert self.saver.reserve(tensors) == ""
-        return self.saver.save(folder, tensors, {"step": 1}, manifest_extra={"plan": 1})[0]
+        return self.saver.save(folder, tensors, {"step": 1}, manifest_extra={"plan": 1}, **keys)[0]
 
     def save_now(self, folder: Path) -> None:
         save_checkpoint(
@@ -138,6 +144,41 @@ def test_a_full_disk_is_the_same_error_as_ever(tmp_path: Path, case: Case) -> No
         save.wait_ended()
     assert caught.value.kind == DISK_FULL and "shard-00001" in caught.value.where
     assert not list_checkpoints(tmp_path)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_tensor_is_that_error(tmp_path: Path) -> None:
+    """The process answers, though the failed write still holds a part of its mapping."""
+    case = Case(width=4096)
+    assert case.saver.reserve(case.tensors()) == "" and case.saver._staging is not None
+    limit = 20_000  # bytes of a file: the first tensor has 49152
+    resource.prlimit(case.saver._staging._process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    save = case.begin(tmp_path / "step-000001")
+    with pytest.raises(UserError, match="cannot be written") as caught:
+        save.wait_ended()
+    case.saver.close()
+    assert os.strerror(errno.EFBIG) in caught.value.why and "shard-00001" in caught.value.where
+
+
+def test_it_is_under_way_until_what_follows_the_commit_is_done(tmp_path: Path, case: Case) -> None:
+    """Copies and removals of two saves must not run at the same time."""
+    begun, gate = threading.Event(), threading.Event()
+    save = case.begin(tmp_path / "step-000001", after_commit=lambda moved: (begun.set(), gate.wait(60)))
+    assert begun.wait(60)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1] and save.status == Status.WRITTEN
+    gate.set()
+    save.wait_ended()
+    assert save.status == Status.COMMITTED and save.seconds > 0
+
+
+@pytest.mark.parametrize("broken", ["subprocess.Popen", "mmap.mmap"])
+def test_what_cannot_be_started_or_mapped_is_a_reason_to_save_while_training_waits(
+    case: Case, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no more") if broken == "subprocess.Popen" else ValueError("no more")
+
+    monkeypatch.setattr(f"manyhands.checkpoint.staging.{broken}", fail)
+    assert "no more" in case.saver.reserve(case.tensors())
 
 
 def test_an_unwritable_place_is_named(tmp_path: Path, case: Case) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import multiprocessing
 import os
 import random
@@ -13,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, steps_in
+from manyhands.checkpoint import in_memory
+from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, states_in
 from manyhands.core.segments import RankSegments, Segment, open_segments
 
 CPU = torch.device("cpu")
@@ -51,7 +54,7 @@ def test_what_is_restored_trains_on_bit_for_bit(segments: RankSegments) -> None:
         writer.begin(step, tensors_of(model, optimizer), {"step": step, "tokens": 10 * step}, "key")()
     other, its_optimizer = trained(seed=2, steps=0)
     segment = Segment(segments.paths[0])
-    assert sorted(steps_in(segment, "key")) == [6, 7] and steps_in(segment, "another layout") == []
+    assert sorted(states_in(segment, "key")) == [6, 7] and states_in(segment, "another layout") == {}
     state = Snapshot.read(segment, 7).restore(other, its_optimizer)
     assert state == {"step": 7, "tokens": 70}
     for each, its in ((model, optimizer), (other, its_optimizer)):
@@ -88,6 +91,63 @@ def test_all_ranks_must_have_the_step() -> None:
         assert segments.newest_step() == 5
 
 
+def test_where_a_larger_slot_cannot_be_had_nothing_is_mapped_any_more(
+    segments: RankSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the file that has become shorter would end the process."""
+    segment = Segment(segments.paths[0])
+    segment.make_room(4096)
+    segment.commit(0, 3, 4096)
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(OSError, match="no memory"):
+        segment.make_room(8192)
+    assert segment.committed() == {} and segment.slot_bytes == 0 and segments.newest_step() is None
+
+
+def test_a_slot_that_cannot_be_read_is_no_snapshot(segments: RankSegments) -> None:
+    segment = Segment(segments.paths[0])
+    SnapshotWriter(segment, CPU).begin(6, tensors_of(*trained(1)), {"step": 6}, "key")()
+    for num_bytes in (0, segment.slot_bytes):  # empty, and of zeros
+        slot = segment.oldest() if num_bytes == 0 else segment.committed()[7]
+        segment.clear(slot)[:8] = bytes(8)
+        segment.commit(slot, 7, num_bytes)
+        assert states_in(segment, "key") == {6: {"step": 6}}
+
+
+def test_a_look_at_the_newest_step_leaves_no_file_open(segments: RankSegments) -> None:
+    SnapshotWriter(Segment(segments.paths[0]), CPU).begin(6, tensors_of(*trained(1)), {}, "key")()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    assert [segments.newest_step() for _ in range(5)] == [6] * 5
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_is_registered_once_and_no_more_before_it_grows(
+    segments: RankSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, with its calls written down: one that fails is tried again."""
+    calls: list[str] = []
+    answers = iter([2, 0, 0])
+    monkeypatch.setattr(in_memory, "pin", lambda memory, device: calls.append("pin") or next(answers))
+    monkeypatch.setattr(in_memory, "unpin", lambda memory, device: calls.append("unpin"))
+    segment = Segment(segments.paths[0])
+    make_room = segment.make_room
+    monkeypatch.setattr(segment, "make_room", lambda size: (calls.append("room"), make_room(size)))
+    writer = SnapshotWriter(segment, CPU)
+    monkeypatch.setattr(writer, "_stream", object())
+    monkeypatch.setattr(writer, "_copy", lambda memory, parts, end: None)
+    with pytest.raises(OSError, match="CUDA error 2"):
+        writer.begin(1, tensors_of(*trained(1)), {}, "key")
+    for step in (2, 3):
+        writer.begin(step, tensors_of(*trained(1)), {}, "key")()
+    writer.begin(4, {"large": torch.zeros(2**20)}, {}, "key")()
+    assert calls == ["room", "pin", "pin", "unpin", "room", "pin"]
+
+
 def _write_forever(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     torch.set_num_threads(1)
     writer = SnapshotWriter(Segment(path), CPU)
@@ -115,7 +175,7 @@ def test_killed_at_any_moment_what_is_there_is_whole(segments: RankSegments) -> 
             os.kill(process.pid or 0, signal.SIGKILL)
             process.join()
             segment = Segment(segments.paths[0])
-            for step in steps_in(segment, "key"):
+            for step in states_in(segment, "key"):
                 found = Snapshot.read(segment, step)
                 assert found.state == {"step": step}
                 assert all((part == step).all() for name, part in found.parts.items() if name.startswith("model."))

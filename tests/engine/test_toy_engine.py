@@ -105,6 +105,21 @@ def test_an_engine_resumes_from_what_it_saved(make: Callable[..., RunEngine], tm
     assert all(torch.equal(later_weights[name], weights[name]) for name in weights)
 
 
+def test_copies_under_way_end_before_another_state_is_loaded(tmp_path: Path) -> None:
+    """What they complete is of the state before: it must not come after a rollback."""
+    engine = make_native(OPTIMIZERS["SGD"])
+    assert isinstance(engine, NativeEngine)
+    run(engine, 0, 1)
+    engine.save(tmp_path / "step-1", {"step": 1})
+    weight, seen = next(engine.model.parameters()), []
+    with torch.no_grad():
+        weight.fill_(7)
+    engine.before_update(lambda: seen.append(bool((weight == 7).all())))
+    engine.load(tmp_path / "step-1")
+    run(engine, 1, 2)
+    assert seen == [True] and not (weight == 7).all()
+
+
 def test_both_engines_evaluate_alike() -> None:
     from manyhands.train.loop import evaluate
 

@@ -37,7 +37,7 @@ class Status(IntEnum):
     NONE = 0
     WRITING = 1
     WRITTEN = 2  # this rank's files are on the disk
-    COMMITTED = 3  # of rank 0: the checkpoint exists
+    COMMITTED = 3  # of rank 0: the checkpoint exists, and what follows a commit is done
     FAILED = 4
 
 
@@ -139,6 +139,8 @@ class BackgroundSaver:
             staging.make_room()
         except NoRoom as error:
             self._no_room = error
+        except Exception as error:  # whatever it is, checkpoints can be written while training waits
+            self._no_room = NoRoom(str(error) or type(error).__name__)
 
     def reserve(self, tensors: dict[str, torch.Tensor]) -> str:
         """Returns once there is room for ``tensors``, or why there is none. For the main thread."""
@@ -202,6 +204,7 @@ class BackgroundSaver:
         try:
             partial.mkdir(parents=True, exist_ok=True)
             if copied is not None:
+                torch.cuda.set_device(self._device)  # of this thread, which begins with the first device
                 copied.synchronize()
             found = staging.write(partial, files, spans, save.add_written)
             own = {name: FileEntry.model_validate(entry) for name, entry in found.items()}
@@ -221,10 +224,11 @@ class BackgroundSaver:
             for path in lists:
                 path.unlink()
             commit(partial, save.folder, manifest.model_copy(update={"files": own}))
-            save.status = Status.COMMITTED
-            after_commit(save.add_written)
         except OSError as error:
             raise explain_unwritten(error, partial, self._rank) from error
+        after_commit(save.add_written)  # part of the save: the next one, or a rollback, waits for its end
+        save.seconds = time.monotonic() - save.begun
+        save.status = Status.COMMITTED
 
     def close(self) -> None:
         """Frees memory and process; a save under way ends with them."""

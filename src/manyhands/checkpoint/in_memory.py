@@ -4,6 +4,7 @@ this rank has it, for the same rank of a launch that is started again in the sam
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Callable
@@ -14,13 +15,13 @@ import torch
 from torch import nn
 
 from manyhands.checkpoint.manifest import TensorEntry
+from manyhands.checkpoint.staging import pin, unpin
 from manyhands.checkpoint.tensors import checkpoint_tensors, create_optimizer_state, describe, trained_parameters
 from manyhands.core.holding import local
 from manyhands.core.segments import Segment
 
 ALIGNMENT = 64  # bytes; of each tensor, for every dtype
 META_BYTES = 2**20  # beside the names and shapes of the tensors: the state grows a little
-PORTABLE = 1  # cudaHostRegisterPortable
 _LENGTH = struct.Struct("<Q")
 
 
@@ -39,6 +40,7 @@ class SnapshotWriter:
         parts = {name: local(tensor) for name, tensor in tensors.items()}
         meta, end = _describe(tensors, parts, state, key)
         if self._segment.slot_bytes < end:
+            self._unpin()
             self._segment.make_room(end + META_BYTES)
         self._pin()
         slot = self._segment.oldest()
@@ -77,11 +79,16 @@ class SnapshotWriter:
         """Both slots, once. OSError where that cannot be: from other memory copies would hold up the training."""
         if self._stream is None or self._pinned is not None:
             return
-        self._pinned = torch.frombuffer(self._segment.slots(), dtype=torch.uint8)
-        with torch.cuda.device(self._device):
-            status = torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), len(self._pinned), PORTABLE)
-        if int(status):
-            raise OSError(0, f"the memory cannot be pinned (CUDA error {int(status)})")
+        memory = torch.frombuffer(self._segment.slots(), dtype=torch.uint8)
+        if status := pin(memory, self._device):
+            raise OSError(0, f"the memory cannot be pinned (CUDA error {status})")
+        self._pinned = memory
+
+    def _unpin(self) -> None:
+        """Before the slots are made anew: their mapping must not go while it is registered."""
+        if self._pinned is not None:
+            unpin(self._pinned, self._device)
+            self._pinned = None
 
 
 @dataclass(frozen=True)
@@ -118,9 +125,15 @@ class Snapshot:
         return self.state
 
 
-def steps_in(segment: Segment, key: str) -> list[int]:
-    """Steps of the segment's whole snapshots that were taken under the same ``key``."""
-    return [step for step, slot in segment.committed().items() if _meta(segment.read(slot))["key"] == key]
+def states_in(segment: Segment, key: str) -> dict[int, dict[str, Any]]:
+    """States of the segment's whole snapshots that were taken under the same ``key``, by step."""
+    found = {}
+    for step, slot in segment.committed().items():
+        with contextlib.suppress(ValueError, KeyError, struct.error):  # what cannot be read is no snapshot
+            meta = _meta(segment.read(slot))
+            if meta["key"] == key:
+                found[step] = meta["state"]
+    return found
 
 
 def _describe(

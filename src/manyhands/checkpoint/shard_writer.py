@@ -72,13 +72,14 @@ def _carry_out(fd: int, request: dict[str, Any]) -> dict[str, Any]:
         os.posix_fallocate(fd, 0, request["room"])  # now, rather than by a signal where memory is first touched
         return {}
     entries = {}
-    with mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
-        for file in request["files"]:
-            spans = (view[start : start + length] for start, length in file["spans"])
-            parts = (part for group in ((file["header"].encode("latin-1"),), spans) for part in group)
-            entries[os.path.basename(file["path"])] = write_file(
-                file["path"], parts, lambda num_bytes: _answer({"written": num_bytes})
-            )
+    # The mapping goes with its last slice, which the traceback of a failed write may still hold: closing it would fail.
+    view = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ))
+    for file in request["files"]:
+        spans = (view[start : start + length] for start, length in file["spans"])
+        parts = (part for group in ((file["header"].encode("latin-1"),), spans) for part in group)
+        entries[os.path.basename(file["path"])] = write_file(
+            file["path"], parts, lambda num_bytes: _answer({"written": num_bytes})
+        )
     return entries
 
 

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,17 @@ class Staging:
         self._is_pinned = False
         try:
             self._fd = os.memfd_create("manyhands-checkpoint")
-            os.ftruncate(self._fd, num_bytes)
         except (OSError, AttributeError) as error:  # not on this system
             raise NoRoom(str(error)) from error
         command = [sys.executable, "-S", "-I", shard_writer.__file__, str(os.getpid()), str(self._fd)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(self._fd,), text=True
-        )
+        try:
+            os.ftruncate(self._fd, num_bytes)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(self._fd,), text=True
+            )
+        except OSError as error:  # no further process is allowed
+            os.close(self._fd)
+            raise NoRoom(f"its writing process cannot be started: {error.strerror or error}") from error
 
     def make_room(self) -> None:
         """Reserves the memory, and pins it. Takes a second for some GiB, most of it in the other process; any thread
@@ -59,10 +64,8 @@ class Staging:
         self._memory = mmap.mmap(self._fd, self.num_bytes)
         self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                status = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), self.num_bytes, PORTABLE)
-            if int(status):
-                raise NoRoom(f"the memory cannot be pinned (CUDA error {int(status)})")
+            if status := pin(self._buffer, self._device):
+                raise NoRoom(f"the memory cannot be pinned (CUDA error {status})")
             self._is_pinned = True
 
     def copy(self, files: Sequence[ShardFile]) -> dict[str, list[tuple[int, int]]]:
@@ -124,11 +127,29 @@ class Staging:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         if self._is_pinned and self._buffer is not None:
-            with torch.cuda.device(self._device):
-                torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+            unpin(self._buffer, self._device)
         self._buffer = None  # the mapping goes with the last tensor that shares it
         self._memory = None
         os.close(self._fd)
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> int:
+    """Registers host memory for copies beside the training; CUDA's error, 0 if there is none. In a thread of its own:
+    a failed call leaves CUDA's last error set in its thread, where the next kernel would seem to have failed.
+    """
+
+    def register() -> int:
+        with torch.cuda.device(device):
+            return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(register).result()
+
+
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """What ``pin`` has registered, before its mapping goes."""
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def count_staged_bytes(files: Sequence[ShardFile]) -> int:

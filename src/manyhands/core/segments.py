@@ -40,11 +40,17 @@ class Segment:
     def make_room(self, slot_bytes: int) -> None:
         """Two slots of this size, empty. OSError where the memory cannot be had."""
         slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._fd, 0)  # whatever there was: nobody maps it any more
+        self._memory = None  # a mapping beyond the file's end kills whoever reads it
+        os.ftruncate(self._fd, 0)
         os.posix_fallocate(self._fd, 0, HEADER_BYTES + 2 * slot_bytes)
         self._map()
         assert self._memory is not None
         _SIZE.pack_into(self._memory, 0, slot_bytes)
+
+    def close(self) -> None:
+        """What was read stays valid."""
+        self._memory = None
+        os.close(self._fd)
 
     def committed(self) -> dict[int, int]:
         """Steps of the snapshots that are whole, with their slots."""
@@ -101,7 +107,11 @@ class RankSegments:
 
     def newest_step(self) -> int | None:
         """Of a snapshot that all ranks that keep one have."""
-        found = [set(Segment(path).committed()) for path in self.paths if os.stat(path).st_size]
+        found = []
+        for path in self.paths:
+            if os.stat(path).st_size:
+                with contextlib.closing(Segment(path)) as segment:
+                    found.append(set(segment.committed()))
         return max(set.intersection(*found), default=None) if found else None
 
     def close(self) -> None:

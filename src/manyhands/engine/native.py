@@ -200,8 +200,7 @@ class NativeEngine(RankEngine):
 
     def step(self, learning_rate: float, *, max_norm: float) -> None:
         """Clips gradients to ``max_norm`` (0: does not), steps at the schedule's ``learning_rate`` and frees them."""
-        while self._before_update:
-            self._before_update.pop(0)()
+        self._end_copies()
         set_learning_rate(self.optimizer, learning_rate)
         if max_norm > 0:
             clip_gradients(self.optimizer, self.gradient_norm() if self._norm is None else self._norm, max_norm)
@@ -238,11 +237,16 @@ class NativeEngine(RankEngine):
         return checkpoint_tensors(self.model, self.optimizer)
 
     def before_update(self, call: Callable[[], None]) -> None:
-        """``call`` is called once, by the next ``step``, before it changes anything."""
+        """``call`` is called once, by the next ``step`` or ``load``, before it changes anything."""
         self._before_update.append(call)
+
+    def _end_copies(self) -> None:
+        while self._before_update:
+            self._before_update.pop(0)()
 
     def load(self, folder: Path, *, is_checked: bool = False) -> dict[str, Any]:
         """Loads what ``save`` wrote, from any number of ranks, in place; returns the saved state. Collective."""
+        self._end_copies()
         return load_checkpoint(folder, self.model, self.optimizer, is_checked=is_checked)
 
     def _free_gathered(self) -> None:

@@ -56,7 +56,7 @@ class CheckpointHook(Hook):
         self.saver: BackgroundSaver | None = None
         if self.engine is not None and rank.plan.async_checkpoints:
             self.saver = BackgroundSaver(rank.world.rank, rank.world.world_size, rank.world.device)
-        self.copy_failure = ""  # of the newest checkpoint, on rank 0
+        self.warnings: list[str] = []  # about the newest checkpoint, on rank 0
         self.num_staged = 0  # tensors for which every rank has room
 
     # With each step.
@@ -74,6 +74,11 @@ class CheckpointHook(Hook):
             self._complete(self.pending)
         elif min(statuses) >= Status.WRITTEN:
             self.pending.save.know_all_written()
+
+    def before_training(self, state: TrainState) -> None:
+        """What a snapshot has is in memory alone: where its checkpoint had not been completed, it is written now."""
+        if state.step and self._is_due(state):
+            self.save(state)
 
     def between_steps(self, state: TrainState) -> None:
         if self._is_due(state):
@@ -187,17 +192,17 @@ class CheckpointHook(Hook):
 
     def _announce(self, folder: Path, state: TrainState, seconds: float) -> None:
         self.rank.measured["checkpoint_s"] = seconds
-        if self.copy_failure:
-            self.rank.print(f"warning: {folder.name} is not copied (checkpoint.copy_to): {self.copy_failure}")
+        for warning in self.warnings:
+            self.rank.print(f"warning: {warning}")
         for hook in dict.fromkeys((*self.rank.sinks, *self.rank.hooks)):
             hook.after_checkpoint(state, folder)
 
     def _after_commit(self, folder: Path, keep: Collection[int], moved: Callable[[int], object]) -> None:
-        """Of rank 0: copies the checkpoint where it is asked, and removes what is no longer kept. A store that fails
+        """Of rank 0: copies the checkpoint where it is asked, and removes what is no longer kept. What fails of that
         does not end the run: the checkpoint is sound where it is.
         """
         run, config = self.rank.folder, self.rank.config
-        self.copy_failure = ""
+        self.warnings = []
         try:
             remote = remote_of(config)
             if remote is not None:
@@ -205,9 +210,12 @@ class CheckpointHook(Hook):
                 copy_checkpoint(remote, folder, [path for path in beside if path.exists()], run.path, moved)
                 kept = {checkpoint_folder(run.checkpoints, step).name for step in keep}
                 prune_copies(remote, config.checkpoint.keep_last, kept)
-        except RemoteError as error:
-            self.copy_failure = str(error)
-        prune(run.checkpoints, config.checkpoint.keep_last, keep)
+        except (RemoteError, OSError) as error:
+            self.warnings.append(f"{folder.name} is not copied (checkpoint.copy_to): {error}")
+        try:
+            prune(run.checkpoints, config.checkpoint.keep_last, keep)
+        except OSError as error:
+            self.warnings.append(f"older checkpoints are not removed (checkpoint.keep_last): {error}")
 
     def _kept_best(self, state: TrainState) -> set[int]:
         return {state.best_step} if self.rank.config.checkpoint.keep_best and state.best_step else set()

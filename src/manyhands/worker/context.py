@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 
 import torch
 
-from manyhands.checkpoint.in_memory import Snapshot
+from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter
 from manyhands.config.schema import RunConfig
 from manyhands.convert.protocol import Converter
 from manyhands.core.world import World
@@ -71,7 +71,7 @@ class StagesCheckpoints(Protocol):
         ...
 
     def before_update(self, call: Callable[[], None]) -> None:
-        """``call`` is called once, by the next ``step``, before it changes anything."""
+        """``call`` is called once, by the next ``step`` or ``load``, before it changes anything."""
         ...
 
 
@@ -101,6 +101,7 @@ class RankContext:
     # model
     checkpoint: Path | None = None  # the newest, which the run resumes from
     snapshot: Snapshot | None = None  # of a later step, in memory, which it resumes from instead
+    snapshots: SnapshotWriter | None = None  # what keeps them on this rank, from one rollback to the next
     converters: Sequence[Converter] = ()
     loss_model: LossModel = None  # type: ignore[assignment]
     engine: RunEngine = None  # type: ignore[assignment]

@@ -4,15 +4,17 @@ again after a fault.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
-from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, steps_in
-from manyhands.checkpoint.manifest import step_of
+from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, states_in
+from manyhands.checkpoint.manifest import list_checkpoints, step_of
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.segments import SEGMENTS, Segment
 from manyhands.train.types import Hook, TrainState
@@ -25,14 +27,16 @@ class SnapshotHook(Hook):
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
         self.engine = rank.engine if isinstance(rank.engine, StagesCheckpoints) else None
-        segment = open_segment(rank)
         reasons = run_on_all_ranks(lambda: why_none(rank)) if rank.config.checkpoint.every_step_in_memory else [""]
         self.is_on = rank.config.checkpoint.every_step_in_memory and not any(reasons)
         if any(reasons):
             rank.print(f"no snapshots in memory: {next(filter(None, reasons))}")
         # Ranks that hold the same keep one copy a machine.
-        keeps = self.is_on and segment is not None and (_is_sharded(rank) or rank.world.local_rank == 0)
-        self.writer = SnapshotWriter(segment, rank.world.device) if keeps and segment is not None else None
+        keeps = self.is_on and (_is_sharded(rank) or rank.world.local_rank == 0)
+        if keeps and rank.snapshots is None and (segment := open_segment(rank)) is not None:
+            rank.snapshots = SnapshotWriter(segment, rank.world.device)
+        self.writer = rank.snapshots if keeps else None
+        self.has_room = False  # on every rank
 
     def before_training(self, state: TrainState) -> None:
         """Forgets those of steps that are to be done again: they are not of this course any more."""
@@ -52,17 +56,27 @@ class SnapshotHook(Hook):
                 commit = self.writer.begin(state.step, self.engine.checkpoint_tensors(), asdict(state), key_of(rank))
             except OSError as error:
                 reason = f"rank {rank.world.rank}: {error.strerror or error}"
-        if "snapshot_stalls_s" not in rank.measured:  # the first one, which makes room
+        if not self.has_room:  # the first one makes it
             reason = next(filter(None, run_on_all_ranks(lambda: reason)), "")
-            if reason:
-                rank.print(f"no snapshots in memory: {reason}")
-                self.is_on = False
-                return
-        if commit is not None and rank.world.device.type == "cuda":
-            self.engine.before_update(commit)
-        elif commit is not None:
-            commit()
+            self.is_on = not reason
+            self.has_room = True
+        if reason:  # a later one that has outgrown its slot
+            rank.print(f"no snapshots in memory: {reason}")
+            self.writer = None
+            return
         rank.measured.setdefault("snapshot_stalls_s", []).append(time.monotonic() - begin)
+        if commit is None:
+            return
+        if rank.world.device.type == "cuda":
+            self.engine.before_update(partial(self._complete, commit))
+        else:
+            self._complete(commit)
+
+    def _complete(self, commit: Callable[[], None]) -> None:
+        """The wait for its copies counts too."""
+        begin = time.monotonic()
+        commit()
+        self.rank.measured["snapshot_stalls_s"][-1] += time.monotonic() - begin
 
 
 def why_none(rank: RankContext) -> str:
@@ -81,17 +95,34 @@ def open_segment(rank: RankContext) -> Segment | None:
 
 def find_snapshot(rank: RankContext) -> None:
     """Sets ``rank.snapshot`` to the newest one that every rank has, if it is of a later step than the newest
-    checkpoint. Collective.
+    checkpoint. One whose best step is neither its own nor on the disk is passed over: the best model would be lost.
+    Collective.
     """
+    rank.snapshot = None
     if not rank.config.checkpoint.every_step_in_memory:
         return
-    segment = open_segment(rank)
-    mine = steps_in(segment, key_of(rank)) if segment is not None else []
-    common = set.intersection(*(set(steps) for steps in run_on_all_ranks(lambda: mine)))
-    newest = max(common, default=0)
-    saved = step_of(rank.checkpoint) if rank.checkpoint is not None else 0
-    if segment is not None and newest > saved:
-        rank.snapshot = Snapshot.read(segment, newest)
+    with contextlib.ExitStack() as closing:
+        segment = open_segment(rank)
+        if segment is not None:
+            closing.callback(segment.close)
+        found = run_on_all_ranks(lambda: _look(rank, segment))
+        on_disk = found[0][1]  # as rank 0 sees it: the others may see another machine's files later
+        saved = step_of(rank.checkpoint) if rank.checkpoint is not None else 0
+        for step in sorted(set.intersection(*(set(bests) for bests, _ in found)), reverse=True):
+            best = found[0][0][step]
+            if step <= saved or segment is None:
+                return
+            if not rank.config.checkpoint.keep_best or not best or best == step or best in on_disk:
+                rank.snapshot = Snapshot.read(segment, step)
+                return
+            rank.print(f"the snapshot of step {step} is not used: step {best}, the best, had not been saved")
+
+
+def _look(rank: RankContext, segment: Segment | None) -> tuple[dict[int, int | None], list[int]]:
+    """The best step of each of this rank's snapshots, and the steps of the checkpoints."""
+    states = states_in(segment, key_of(rank)) if segment is not None else {}
+    on_disk = [step for step, _ in list_checkpoints(rank.folder.checkpoints)]
+    return {step: state.get("best_step") for step, state in states.items()}, on_disk
 
 
 def key_of(rank: RankContext) -> str:
