@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from manyhands.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
+from manyhands.checkpoint import save as save_module
 from manyhands.checkpoint.load import find_sound
+from manyhands.checkpoint.manifest import FileEntry, Manifest
 from manyhands.core.errors import UserError
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -128,6 +131,30 @@ def test_a_save_without_manifest_does_not_count(tmp_path: Path) -> None:
     assert len(said) == 1 and "step-000002 has no manifest.json" in said[0] and "step-000002.damaged" in said[0]
     assert clean_leftovers(tmp_path, said.append) == [] and len(said) == 1, "said once"
     assert newest_checkpoint(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(("late", "num_ranks"), [(True, 2), (False, 2), (False, 1)])
+def test_shards_that_a_network_disk_shows_late_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, num_ranks: int
+) -> None:
+    partial, now = tmp_path / "step-000001.tmp", [0.0]
+    partial.mkdir()
+    (partial / "a").write_bytes(b"12")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if late and now[0] > 60:
+            (partial / "a").write_bytes(b"1234")
+
+    monkeypatch.setattr(save_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    manifest = Manifest(world_size=num_ranks, files={"a": FileEntry(bytes=4, sha256="")}, tensors={})
+    if late:
+        save_module.commit(partial, tmp_path / "step-000001", manifest)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+        return
+    with pytest.raises(UserError, match="do not see the same checkpoint folder"):
+        save_module.commit(partial, tmp_path / "step-000001", manifest)
+    assert now[0] >= 120 if num_ranks > 1 else now[0] == 0, "one rank alone has nobody to wait for"
 
 
 def test_a_replaced_checkpoint_survives_a_kill_between_the_renames(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from manyhands.checkpoint.manifest import PARTIAL, FileEntry, Manifest
-from manyhands.checkpoint.save import commit, explain_unwritten, not_shared, write_state
+from manyhands.checkpoint.save import SEEN_LATE_S, commit, explain_unwritten, not_shared, write_state
 from manyhands.checkpoint.shards import ShardFile, own_files
 from manyhands.checkpoint.staging import NoRoom, Staging, count_staged_bytes
 from manyhands.checkpoint.tensors import describe
@@ -28,7 +28,6 @@ from manyhands.core.files import read_json, write_json
 from manyhands.core.progress import advance, muted
 
 POLL_S = 0.05
-SEEN_LATE_S = 120.0  # a network's file system may show another machine's new files a minute later
 
 
 class Status(IntEnum):

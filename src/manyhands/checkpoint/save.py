@@ -5,6 +5,7 @@ package for the order. ``background.py`` does the same beside the training.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full, rename_synced, write_json
 from manyhands.core.progress import advance
+
+POLL_S = 0.05
+SEEN_LATE_S = 120.0  # a network's file system may show another machine's new files, or their sizes, a minute later
 
 
 def save_checkpoint(
@@ -98,11 +102,15 @@ def explain_unwritten(error: OSError, partial: Path, rank: int) -> UserError:
 
 def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     """The last step, by rank 0, once every rank's files are on the disk: the checkpoint exists from here on. UserError
-    if they are not all there.
+    if they are not all there, ``SEEN_LATE_S`` later where other ranks have written some.
     """
-    seen = {path.name: path.stat().st_size for path in partial.iterdir()}
     wanted = {name: entry.bytes for name, entry in manifest.files.items()}
-    if seen != wanted:
+    deadline = time.monotonic() + (SEEN_LATE_S if manifest.world_size > 1 else 0)
+    while (seen := {path.name: path.stat().st_size for path in partial.iterdir()}) != wanted:
+        if time.monotonic() < deadline:
+            advance()
+            time.sleep(POLL_S)
+            continue
         missing = sorted(name for name in wanted if seen.get(name) != wanted[name]) or sorted(set(seen) - set(wanted))
         raise not_shared(partial, missing[0])
     write_manifest(partial, manifest)

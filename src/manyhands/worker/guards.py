@@ -61,7 +61,7 @@ def describe_batch(rank: RankContext, result: StepResult, fault: Fault, action: 
     """Each sample of the step by its number among the training samples, with source, line and rank."""
     epoch, index = rank.order.locate(result.step - 1)
     numbers = rank.order.samples(epoch, index)
-    layout = lay_out_step(rank.plan, numbers, rank.store.train.lengths)
+    layout = lay_out_step(rank.plan, numbers, rank.store.train.lengths, rank.store.train.image_units)
     names = [str(source.get("path") or source.get("name")) for source in rank.store.meta["sources"]]
     lines, train = rank.store.lines, rank.store.train
     samples = [
@@ -88,8 +88,9 @@ def describe_batch(rank: RankContext, result: StepResult, fault: Fault, action: 
 
 
 def roll_back(rank: RankContext, asked: RollBack) -> None:
-    """Loads the newest checkpoint into the living engine. Diverged where there is none, or it is not older than what
-    is left out. Every rank calls it.
+    """Loads the newest checkpoint into the living engine; of the steps to leave out those that follow it are. At least
+    one does: no checkpoint has the step that gave the reason. Diverged where there is no checkpoint. Every rank calls
+    it.
     """
     before = rank.state
     find_checkpoint(rank)
@@ -105,7 +106,8 @@ def roll_back(rank: RankContext, asked: RollBack) -> None:
     rank.engine.drop_gradients()
     state = TrainState(**rank.engine.load(checkpoint, is_checked=True))
     state.num_rollbacks = before.num_rollbacks + 1
-    state.left_out = sorted({*before.left_out, *asked.left_out})
+    left_out = [step for step in asked.left_out if step >= state.step]
+    state.left_out = sorted({*before.left_out, *left_out})
     rank.state = state
-    steps = ", ".join(str(step + 1) for step in asked.left_out)
-    rank.print(f"warning: {asked.why}; rolled back to {checkpoint.name}, step {steps} will be left out")
+    steps = f"step{'s' * (len(left_out) != 1)} {', '.join(str(step + 1) for step in left_out)}"
+    rank.print(f"warning: {asked.why}; rolled back to {checkpoint.name}, {steps} will be left out")

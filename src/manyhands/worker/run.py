@@ -52,18 +52,7 @@ def run_rank(session: Session, arguments: argparse.Namespace) -> int:
         try:
             stage(rank)
         except Interrupted:
-            session.close_heartbeat()
-            number = session.stop.number if session.stop is not None else 0
-            if rank.stop_by_file:
-                rank.folder.write_status("interrupted", reason=rank.folder.stop_file.name)
-                rank.folder.stop_file.unlink(missing_ok=True)
-            elif session.is_first and session.launcher.kind != "manyhands":  # our launcher does it itself
-                reason = signal.Signals(number).name if number else "a rank was asked to stop"
-                rank.folder.write_status("interrupted", reason=reason)
-            rank.print(f"stopped after step {rank.state.step}; the same command resumes from there")
-            if session.launcher.kind == "slurm":
-                run_on_all_ranks(lambda: None)  # srun --kill-on-bad-exit ends all ranks with the first that leaves
-            return session.stop.exit_code if session.stop is not None and number else EXIT_INTERRUPTED
+            return end_interrupted(session)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -75,6 +64,27 @@ def run_rank(session: Session, arguments: argparse.Namespace) -> int:
     if session.is_first and session.launcher.kind != "manyhands":  # our launcher does it itself
         rank.folder.clear_ranks()
     return 0
+
+
+def end_interrupted(session: Session) -> int:
+    """What is left to do when the run was asked to stop and is saved; returns the exit code. Every rank calls it."""
+    rank, kind = session.context, session.launcher.kind
+    # An agent of torch starts ranks that end with anything but 0 again, and Kubernetes may, without the file.
+    is_final = kind in ("torchrun", "accelerate") and any(run_on_all_ranks(lambda: rank.stop_by_file))
+    session.close_heartbeat()
+    number = session.stop.number if session.stop is not None else 0
+    if rank.stop_by_file:
+        rank.folder.write_status("interrupted", reason=rank.folder.stop_file.name)
+        rank.folder.stop_file.unlink(missing_ok=True)
+    elif session.is_first and kind != "manyhands":  # our launcher does it itself
+        reason = signal.Signals(number).name if number else "a rank was asked to stop"
+        rank.folder.write_status("interrupted", reason=reason)
+    rank.print(f"stopped after step {rank.state.step}; the same command resumes from there")
+    if kind == "slurm":
+        run_on_all_ranks(lambda: None)  # srun --kill-on-bad-exit ends all ranks with the first that leaves
+    if is_final:
+        return 0
+    return session.stop.exit_code if session.stop is not None and number else EXIT_INTERRUPTED
 
 
 def list_stages() -> tuple[tuple[str, Callable[[RankContext], None]], ...]:
