@@ -96,7 +96,7 @@ def kept(lab: Lab, **keys: Any) -> tuple[list[Path], int]:
     shutil.rmtree(cache, ignore_errors=True)
     facts = facts_of(lab, [place], cache=str(cache), **keys)
     config = lab.config({f"data.{key}": value for key, value in {"cache": str(cache), **keys}.items()})
-    plan = SimpleNamespace(model_folder=str(lab.folder / "vision"))
+    plan = SimpleNamespace(model_folder=str(lab.folder / "vision"), parts={"vision": "frozen"})
     store = TokenStore.open(facts.folder)
     work = images_of(SimpleNamespace(store=store, config=config, plan=plan))  # type: ignore[arg-type]
     assert work is not None

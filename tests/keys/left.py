@@ -252,7 +252,7 @@ def tracker(lab: Lab, name: str) -> None:
     assert len(begun) == 1
     given = begun[0]
     assert given.project == "drafts" and given.settings["stop.max_steps"] == 2
-    assert {step for step, values in recorded.rows if "loss/all" in values} == {1, 2} and recorded.closed
+    assert {step for step, values in recorded.rows if "loss/all" in values} == {1, 2} and recorded.outcome == "finished"
 
 
 wandb, mlflow, trackio = (functools.partial(tracker, name=name) for name in ("wandb", "mlflow", "trackio"))

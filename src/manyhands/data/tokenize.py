@@ -338,11 +338,7 @@ def stored_images(content: Conversation | str | Ready) -> list[StoredImage]:
 def _describe_long(num_tokens: int, images: Sequence[StoredImage], max_length: int | None = None) -> str:
     in_images = sum(image.num_tokens for image in images)
     of_images = f", {in_images:,} of them of {len(images):,} image{'s' * (len(images) != 1)}" if images else ""
-    cut = (
-        ""
-        if max_length is None
-        else f": cutting at {max_length:,} would leave a part of an image, which cannot be trained"
-    )
+    cut = f": cutting at {max_length:,} would leave a part of an image, which cannot be trained" if max_length else ""
     return f"{num_tokens:,} tokens{of_images}{cut}"
 
 
