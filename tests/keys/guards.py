@@ -118,9 +118,12 @@ def max_in_a_row(lab: Lab) -> None:
 
 
 def leave_out(lab: Lab) -> None:
-    keys = {"guards.nonfinite": "rollback", "checkpoint.every_steps": 1, "guards.leave_out": 2}
-    ran = run_poisoned(lab, keys, 4)
-    assert ran.rank.state.left_out == [2, 3]
+    """As far as the checkpoint does not have the steps already."""
+    for every, left_out in ((2, [2, 3]), (1, [3])):
+        keys = {"guards.nonfinite": "rollback", "checkpoint.every_steps": every, "guards.leave_out": 2}
+        ran = run_poisoned(lab, keys, 4)
+        assert ran.rank.state.left_out == left_out
+        assert [step for step, skipped in enumerate(ran.column("skipped")) if skipped] == left_out
 
 
 def replicas_every(lab: Lab) -> None:
