@@ -37,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place_in_line)
+    for item in items:
+        if "many" in getattr(item, "fixturenames", ()):  # whoever comes first makes many runs
+            item.add_marker(pytest.mark.timeout(1200))
     needs = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     num_gpus = _count_gpus() if needs else 0
     for item, marker in needs:

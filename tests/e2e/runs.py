@@ -238,7 +238,9 @@ class Place:
             for spec in specs
         ]
         path.write_text(json.dumps(fields))
-        ended = self.call("-m", "torch.distributed.run", "--nproc_per_node=2", str(HERE / "many_runs.py"), str(path))
+        ended = self.call(
+            "-m", "torch.distributed.run", "--nproc_per_node=2", str(HERE / "many_runs.py"), str(path), limit_s=900
+        )
         assert ended.code == 0, ended.output
         codes = json.loads(path.with_suffix(".codes").read_text())
         wrong = [(spec, code) for spec, code in zip(specs, codes, strict=True) if code != (1 if spec.break_at else 0)]

@@ -24,6 +24,7 @@ ADAPTER = {
     "adapter/README.md",
     "adapter/adapter_config.json",
     "adapter/adapter_model.safetensors",
+    "adapter/manyhands.json",
 }
 MODEL = {"verify/model.json"} | {
     f"model/{name}"
@@ -31,6 +32,7 @@ MODEL = {"verify/model.json"} | {
         "README.md",
         "config.json",
         "generation_config.json",
+        "manyhands.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",

@@ -73,6 +73,9 @@ class ToyEngine:
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad()
 
+    def drop_image_gradients(self) -> None:
+        """The toy reads no images."""
+
     def learning_rates(self) -> Mapping[str, float]:
         return {}
 

@@ -114,7 +114,7 @@ def _probe(rank: RankContext) -> Path:
 
 
 def _row_with_images(rank: RankContext) -> int | None:
-    """A short training sample with images; None where there is none, or the tower is not in memory."""
+    """A short training sample with images; None where there is none, or the model reads text alone."""
     counts, lengths = rank.store.train.num_images, rank.store.train.lengths
     if counts is None or rank.plan.parts.get("vision", "left_out") == "left_out":
         return None
