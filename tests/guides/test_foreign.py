@@ -26,9 +26,11 @@ def test_the_sum_of_the_fft_example_is_refused(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llava_pretrain_full", "llava_pretrain_full_gradchkpt"])
-def test_images_are_refused_by_name(name: str) -> None:
+def test_a_data_set_of_the_tools_own_code_is_refused_by_name(name: str) -> None:
     done = call("bash", "-c", f"$MANYHANDS_PYTHON scripts/train_hf.py --config configs/{name}.json")
-    assert done.returncode == 2 and "images are not available yet" in done.stdout, done.stdout
+    assert done.returncode == 2 and "`llava_pretrain`: it is looked up in TheWorld's own code" in done.stdout, (
+        done.stdout
+    )
 
 
 @pytest.mark.slow

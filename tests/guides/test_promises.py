@@ -80,6 +80,7 @@ def test_every_command_and_option_of_ours_exists() -> None:
 
 def test_every_key_of_ours_exists() -> None:
     known = {*table(), *(f"data.train.{name}" for name in source_table())}
+    known |= {f"method.parts.{part}" for part in ("vision", "projector", "language")}
     unknown = set()
     for span in spans():
         found = KEY.match(span)

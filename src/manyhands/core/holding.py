@@ -180,6 +180,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return holding_of(tensor).local(tensor)
 
 
+def computed_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of what computes, detached: the shard of a DTensor, else the tensor itself, also where masters
+    are held in parts beside it."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
     """Where this rank's part lies in the full tensor; an empty slice where it has none."""
     return holding_of(tensor).slices(tensor)

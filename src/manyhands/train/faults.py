@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from manyhands.config.guards_schema import GuardsSection
 from manyhands.core.errors import EXIT_FAILED
+from manyhands.core.holding import computed_part
 from manyhands.train.guards import Diverged, explain_nonfinite
 from manyhands.train.types import StepResult, TrainState
 
@@ -134,8 +134,8 @@ def fingerprint(parameters: Iterable[torch.Tensor], device: torch.device) -> tor
     parameters changes: its bytes summed as 64-bit integers, each parameter's times an odd factor of its own, modulo
     2^64. Reads each byte once and holds no copy.
     """
-    # Not ``core.holding``'s part: of DeepSpeed's it is the master's, of which no two ranks hold the same.
-    parts = (p.to_local() if isinstance(p, DTensor) else p for p in (one.detach() for one in parameters))
+    # Not of masters: of DeepSpeed's no two ranks hold the same part.
+    parts = (computed_part(parameter) for parameter in parameters)
     sums = [_sum_words(part).to(device) for part in parts]
     if not sums:
         return torch.zeros(2, dtype=torch.float64, device=device)
