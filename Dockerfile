@@ -5,7 +5,8 @@
 #   docker run --rm --gpus all --ipc=host -v "$PWD:/work" manyhands:cuda train run.yaml
 #
 # torch's wheel brings the CUDA libraries, so that the base needs nothing but Python 3.11 or newer, or apt to install it.
-# --ipc=host: processes that prepare batches, and NCCL, use shared memory. Caches of the hub are in /root/.cache.
+# --ipc=host: processes that prepare batches, and NCCL, use shared memory. The hub's cache is in the home
+# folder of the container's user (HF_HOME): mount a volume there to keep it.
 
 ARG BASE=python:3.11-slim
 FROM ${BASE}

@@ -1,9 +1,9 @@
-"""Saving a checkpoint beside the training: staged in host memory, written by another process, committed by rank 0.
+"""Saving a checkpoint in the background: staged in host memory, written by another process, committed by rank 0.
 
-The rank's own thread only starts copies. What the checkpoint waits for, a thread waits for: that copies are done, that
-the process has written (``staging.py``), and on rank 0 that every other rank's list of files is there; then it commits.
-Nothing here communicates but through those files, so training never meets a collective of a checkpoint: how far a save
-is stands in ``status``, which the caller gathers. At most one is under way.
+The rank's main thread only starts the copies. A background thread waits until they are done and the writer process
+(``staging.py``) has finished; on rank 0 also until every other rank's list of files exists, and then commits. Ranks
+communicate through those files alone, so saving adds no collective to training. The caller gathers ``status``, the
+progress of a save. At most one is in flight.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def advance() -> None:
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """Within, this thread's work is no progress: what goes on beside the training must not hide that it hangs."""
+    """Inside, this thread's work does not count as progress: background work must not hide that training hangs."""
     _muted.is_on = True
     try:
         yield

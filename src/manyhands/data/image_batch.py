@@ -149,8 +149,8 @@ class ImageBatcher:
 def rotary_positions(is_image: np.ndarray, grids: np.ndarray) -> np.ndarray:
     """Positions (3, T) int64 by time, row and column of a document whose tokens are of images where ``is_image``.
 
-    ``grids`` (images, 2) are rows and columns of each image in tokens. Text counts up on all axes; an image stands at
-    the next position in time, its rows and columns count from there, and text goes on behind the longer of the two.
+    ``grids`` (images, 2) are rows and columns of each image in tokens. Text counts up on all axes; an image has
+    the next position in time, its rows and columns count from there, and text continues after the larger of the two.
     """
     positions = np.empty((3, len(is_image)), dtype=np.int64)
     first, place = 0, 0  # the next position, the next token

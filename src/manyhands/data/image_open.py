@@ -1,5 +1,5 @@
-"""Opens the images of rows while their text is prepared: finds and decodes each once, so that what is wrong with it is
-said of its row, and tells what stands in place of its placeholder. Knows no batch.
+"""Opens the images of rows while their text is prepared: finds and decodes each once, so that an error names its row,
+and gives the text that replaces its placeholder. Knows no batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_KNOWN = 65_536  # images that several rows may name, which are decoded once
 
 @dataclass(frozen=True)
 class OpenedImage:
-    """An image that can be used: ``text`` stands in place of its placeholder."""
+    """An image that can be used; ``text`` replaces its placeholder."""
 
     stored: StoredImage
     text: str
