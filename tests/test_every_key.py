@@ -64,6 +64,8 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "data.image_urls": images.image_urls,
     "data.bad_images": images.bad_images,
     "data.max_image_pixels": images.max_image_pixels,
+    "data.shrink_images_above": images.shrink_images_above,
+    "data.enlarge_images_below": images.enlarge_images_below,
     "data.image_cache_gb": images.image_cache_gb,
     "data.image_memory_gb": images.image_memory_gb,
     "data.workers": work.workers,

@@ -14,6 +14,11 @@ CONTRADICTIONS = [
     ({"data__packing": False, "batch__packs": 2, "batch__accumulation": 2}, "batch.accumulation", "batch.packs"),
     ({"model__special_tokens": {"end": "</s>"}}, "model.special_tokens", "model.special_tokens"),
     ({"data__min_length": 20, "data__max_length": 10}, "data.min_length", "data.max_length"),
+    (
+        {"data__enlarge_images_below": 20, "data__shrink_images_above": 10},
+        "data.enlarge_images_below",
+        "data.shrink_images_above",
+    ),
     ({"schedule__warmup_ratio": 0.1, "schedule__warmup_steps": 5}, "schedule.warmup_ratio", "schedule.warmup_steps"),
     ({"schedule__warmup_ratio": 0.0, "schedule__warmup_steps": 0}, "schedule.warmup_ratio", "schedule.warmup_steps"),
     ({"data__format": "tokens", "data__train_on": "all"}, "data.train_on", "data.format"),

@@ -14,6 +14,7 @@ import torch
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork, rotary_positions
+from manyhands.data.image_files import PixelBounds, decode
 from manyhands.data.image_streams import from_streams
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
@@ -74,7 +75,7 @@ def open_store(config: Any, folder: Path) -> tuple[Any, TokenStore]:
 
 
 def shape(folder: Path, packed: bool = True) -> BatchShape:
-    return BatchShape(packed, images=ImageWork(str(folder), 10**6))
+    return BatchShape(packed, images=ImageWork(str(folder), PixelBounds(10**6)))
 
 
 def test_tokens_and_pixels_are_those_of_the_processor(
@@ -256,6 +257,22 @@ def test_a_turned_image_is_turned(qwen_folder: Path, tmp_path: Path, write_rows,
     upright = picture.transpose(Image.Transpose.ROTATE_270)
     made = processor_of(qwen_folder, "qwen2_5_vl").image_processor([upright])
     assert np.array_equal(batch["pixel_values"].numpy(), made["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ((None, None), (90, 35)),
+        ((3150, 3150), (90, 35)),
+        ((1000, None), (50, 19)),  # 90 and 35 times sqrt(1000 / 3150), rounded down
+        ((None, 5000), (113, 44)),
+        ((1, None), (1, 1)),  # never a side of 0
+    ],
+)
+def test_images_are_made_smaller_or_larger_in_proportion(bounds: tuple, expected: tuple[int, int]) -> None:
+    picture = draw((90, 35))
+    pixels = decode(encode(picture), "it", PixelBounds(10**6, *bounds))
+    assert np.array_equal(pixels, np.array(picture.resize(expected)))
 
 
 def test_text_alone_takes_the_processors_way_beside_images(

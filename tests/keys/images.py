@@ -82,6 +82,23 @@ def max_image_pixels(lab: Lab) -> None:
     assert "900 pixels" in caught.value.details[0]
 
 
+def shrink_images_above(lab: Lab) -> None:
+    assert _size_of(lab) == (30, 30) and _size_of(lab, shrink_images_above=100) == (10, 10)
+
+
+def enlarge_images_below(lab: Lab) -> None:
+    assert _size_of(lab, enlarge_images_below=3600) == (60, 60)
+
+
+def _size_of(lab: Lab, **keys: int) -> tuple[int, int]:
+    """Of an image of 30 x 30 pixels, as the processor gets it."""
+    from manyhands.data.image_streams import from_streams
+    from manyhands.data.store import TokenStore
+
+    facts = facts_of(lab, [draw(lab.folder / "drawn" / "a.png")], **keys)
+    return from_streams(TokenStore.open(facts.folder).train.sample(0))[0].size
+
+
 def kept(lab: Lab, **keys: Any) -> tuple[list[Path], int]:
     """(files of prepared images, bytes that this process holds) once one image was in a batch."""
     from types import SimpleNamespace

@@ -11,6 +11,7 @@ from datetime import date as Date
 from math import prod
 from typing import Any
 
+from manyhands.config.data_schema import MOST_PIXELS
 from manyhands.config.keys import show, table
 from manyhands.config.schema import RunConfig
 from manyhands.config.sources import READY, check_formats, check_sources, list_sources
@@ -252,6 +253,8 @@ def _check_special_tokens(config: RunConfig) -> Findings:
 
 def _check_lengths(config: RunConfig) -> Findings:
     data = config.data
+    if (data.enlarge_images_below or 0) > (data.shrink_images_above or MOST_PIXELS):
+        yield "`data.enlarge_images_below` exceeds `data.shrink_images_above`: lower it"
     if data.min_length > data.max_length:
         yield (
             f"`data.min_length: {data.min_length}` is more than `data.max_length: {data.max_length}`, so that no "

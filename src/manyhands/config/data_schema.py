@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
+MOST_PIXELS = 178_956_970  # of an image: what Pillow decodes at most
+PixelCount = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -131,8 +133,16 @@ class DataSection(Section):
         description="Rows with an image that is missing, damaged or too large: refuse them all, or skip these rows "
         "(they are counted).",
     )
-    max_image_pixels: Annotated[int, Field(ge=1, le=178_956_970)] = Field(
+    max_image_pixels: PixelCount = Field(
         89_478_485, description="An image with more pixels is bad; it is not decoded."
+    )
+    shrink_images_above: PixelCount | None = Field(
+        None,
+        description="Images with more pixels are made smaller, to this many in proportion, before the model's "
+        "processor resizes and cuts them; null: none.",
+    )
+    enlarge_images_below: PixelCount | None = Field(
+        None, description="Images with fewer pixels are made larger, likewise; null: none."
     )
     image_cache_gb: NonNegativeFloat = Field(
         4.0, description="Prepared images that are kept in `cache`, in GB on disk, for later epochs and runs; 0: none."

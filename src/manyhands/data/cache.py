@@ -97,6 +97,7 @@ def _describe_images(
             "urls": data.image_urls,
             "bad": data.bad_images,
             "max_pixels": data.max_image_pixels,
+            "resized": [data.shrink_images_above, data.enlarge_images_below],
             "processor": processor_digest(model_folder),
         }
     }

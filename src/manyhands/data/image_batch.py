@@ -15,6 +15,7 @@ In a run with images every batch has (I: images of all documents, U: units, see 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +26,7 @@ import numpy as np
 
 from manyhands.core.errors import UserError
 from manyhands.data.image_cache import ImageCache
-from manyhands.data.image_files import BadImage, content_of, decode, name_of, read_bytes
+from manyhands.data.image_files import BadImage, PixelBounds, content_of, decode, name_of, read_bytes
 from manyhands.data.image_processor import PIXELS, ImageProcessor, family_of, processor_digest, read_json
 from manyhands.data.image_streams import StoredImage, from_streams
 from manyhands.data.streams import PACKED_BY, Sample
@@ -42,7 +43,7 @@ class ImageWork:
     """
 
     model_folder: str
-    max_pixels: int
+    bounds: PixelBounds
     cache: str = ""
     disk_bytes: int = 0
     memory_bytes: int = 0
@@ -67,6 +68,12 @@ def _open_batcher(work: ImageWork) -> ImageBatcher:
     return ImageBatcher(work)
 
 
+def _name_preparation(work: ImageWork) -> str:
+    """16 hex digits of all that decides what becomes of an image's content."""
+    bounds = (work.bounds.shrink_above, work.bounds.enlarge_below)
+    return hashlib.sha256(f"{processor_digest(work.model_folder)} {bounds}".encode()).hexdigest()[:16]
+
+
 class ImageBatcher:
     """Prepares images with the processor of one model."""
 
@@ -82,7 +89,7 @@ class ImageBatcher:
 
         pixels = self._blanks[PIXELS]
         self._cache = ImageCache(
-            Path(work.cache, processor_digest(work.model_folder)[:16]),
+            Path(work.cache, _name_preparation(work)),
             work.memory_bytes,
             work.disk_bytes,
             work.num_units * int(np.prod(pixels.shape[1:])),
@@ -99,7 +106,7 @@ class ImageBatcher:
             raw = read_bytes(image.place) if image.place else image.source
             if content_of(raw) != image.content:
                 raise BadImage(f"{name} is not the one that was prepared")
-            entries = self.processor.prepare(decode(raw, name, self._work.max_pixels), alone)
+            entries = self.processor.prepare(decode(raw, name, self._work.bounds), alone)
         except BadImage as bad:
             raise UserError(
                 "an image has changed since the data was prepared",

@@ -1,6 +1,6 @@
 """Encoded images: their bytes, whatever holds them, and their pixels. Trusts nothing in them. Knows no model.
 
-Pixels are what transformers' ``load_image`` gives for a path: turned as EXIF says, converted to RGB.
+Pixels are what transformers' ``load_image`` gives for a path: turned as EXIF says, converted to RGB; of another size where the run asks for it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ from __future__ import annotations
 import hashlib
 import http.client
 import io
+import math
+import operator
 import os
 import stat
 import urllib.request
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from manyhands.config.data_schema import DataSection
 from manyhands.core.errors import UserError
 from manyhands.data.image_rows import ImageRef
 from manyhands.data.image_streams import IMAGE_SOURCES, IMAGES
@@ -26,6 +30,29 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000"
 URL_TIMEOUT_S = 30.0  # without an answer
 MAX_RATIO = 200  # of an image's sides
 CONTENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class PixelBounds:
+    """How many pixels an image may have: with more than ``most`` it is bad; with more than ``shrink_above`` it is made
+    smaller, with fewer than ``enlarge_below`` larger, in proportion, before the processor sees it."""
+
+    most: int
+    shrink_above: int | None = None
+    enlarge_below: int | None = None
+
+    @classmethod
+    def of(cls, data: DataSection) -> PixelBounds:
+        return cls(data.max_image_pixels, data.shrink_images_above, data.enlarge_images_below)
+
+    def fit(self, image: Any) -> Any:
+        """A PIL image within the bounds: sides are rounded down, interpolation is bicubic, as in LLaMA-Factory."""
+        for bound, is_beyond in ((self.shrink_above, operator.gt), (self.enlarge_below, operator.lt)):
+            num_pixels = image.width * image.height
+            if bound is not None and is_beyond(num_pixels, bound):
+                factor = math.sqrt(bound / num_pixels)
+                image = image.resize(tuple(max(1, int(side * factor)) for side in image.size))
+        return image
 
 
 class BadImage(Exception):
@@ -87,17 +114,17 @@ def content_of(raw: bytes) -> bytes:
     return hashlib.blake2b(raw, digest_size=CONTENT_BYTES).digest()
 
 
-def decode(raw: bytes, name: str, max_pixels: int) -> np.ndarray:
-    """Pixels (height, width, 3) uint8. ``name`` is for messages. Raises BadImage."""
+def decode(raw: bytes, name: str, bounds: PixelBounds) -> np.ndarray:
+    """Pixels (height, width, 3) uint8 within ``bounds``. ``name`` is for messages. Raises BadImage."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large images and odd metadata: sizes are checked here
             with Image.open(io.BytesIO(raw), formats=_known_formats()) as image:
-                _check_size(image.size, name, max_pixels)
+                _check_size(image.size, name, bounds.most)
                 turned: Any = ImageOps.exif_transpose(image)
-                return np.array(turned.convert("RGB"))
+                return np.array(bounds.fit(turned.convert("RGB")))
     except UnidentifiedImageError:
         raise BadImage(f"{name} is not an image ({', '.join(FORMATS)} are read)") from None
     except Image.DecompressionBombError as error:

@@ -19,6 +19,7 @@ from manyhands.data.image_files import (
     BadImage,
     check_pillow,
     content_of,
+    PixelBounds,
     decode,
     is_address,
     locate,
@@ -47,7 +48,7 @@ class ImageOpener:
         check_pillow()
         layout = family_of(model_folder).images
         assert layout is not None, "asked only of models that take images"
-        self._data, self.layout = config.data, layout
+        self._data, self._bounds, self.layout = config.data, PixelBounds.of(config.data), layout
         self.processor = ImageProcessor(model_folder, layout)
         self._words = {name: getattr(tokenizer, name, None) or usual for name, usual in layout.words.items()}
         self.placeholder, self._token = self._words[layout.placeholder], self._words[layout.token]
@@ -86,11 +87,11 @@ class ImageOpener:
         """(hash of the content, (height, width), the bytes unless a file has them)."""
         if not place or is_address(place):  # what was fetched is kept: it may be another one tomorrow
             raw = data or read_bytes(place)
-            return content_of(raw), _measure(decode(raw, name_of(place), self._data.max_image_pixels)), raw
+            return content_of(raw), _measure(decode(raw, name_of(place), self._bounds)), raw
         key = _stamp(place)
         if key is None or key not in self._known:
             raw = read_bytes(place)
-            found = content_of(raw), _measure(decode(raw, name_of(place), self._data.max_image_pixels))
+            found = content_of(raw), _measure(decode(raw, name_of(place), self._bounds))
             if key is None:
                 return *found, b""
             self._known[key] = found

@@ -16,7 +16,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
 from manyhands.data.image_batch import ImageBatcher, ImageWork
-from manyhands.data.image_files import BadImage
+from manyhands.data.image_files import BadImage, PixelBounds
 from manyhands.data.image_open import ImageOpener, OpenedImage
 from manyhands.data.image_processor import PROCESSOR_FILES, family_of, read_json
 from manyhands.data.image_rows import parts_of, place_images, read_column
@@ -40,7 +40,7 @@ class PromptImages:
 
     @cached_property
     def _batcher(self) -> ImageBatcher:
-        return ImageBatcher(ImageWork(str(self._folder), self._config.data.max_image_pixels))
+        return ImageBatcher(ImageWork(str(self._folder), PixelBounds.of(self._config.data)))
 
     @cached_property
     def _config(self) -> RunConfig:

@@ -7,7 +7,8 @@ import io
 import re
 from dataclasses import replace
 
-from manyhands.data.image_files import BadImage, decode, read_bytes
+from manyhands.config.data_schema import MOST_PIXELS
+from manyhands.data.image_files import BadImage, PixelBounds, decode, read_bytes
 from manyhands.data.image_streams import StoredImage, from_streams
 from manyhands.data.streams import Sample
 from manyhands.preview.contents import ShownImage, Span, harmless
@@ -41,7 +42,7 @@ def _draw_thumbnail(image: StoredImage) -> str:
 
     try:
         raw = read_bytes(image.place) if image.place else image.source
-        picture = Image.fromarray(decode(raw, "", image.size[0] * image.size[1]))
+        picture = Image.fromarray(decode(raw, "", PixelBounds(MOST_PIXELS)))
     except BadImage:
         return ""
     picture.thumbnail((THUMBNAIL, THUMBNAIL))

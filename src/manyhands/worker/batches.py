@@ -18,6 +18,7 @@ from manyhands.core import progress
 from manyhands.data.batches import Batch, Collate, MicroBatches, collate_here, iterate
 from manyhands.data.collate import BatchShape, BatchWorkers, open_store_samples
 from manyhands.data.image_batch import ImageWork
+from manyhands.data.image_files import PixelBounds
 from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.data.store import SampleSet
 from manyhands.plan.efficiency import cost_of_images, lay_out_step, pack_tile
@@ -85,7 +86,7 @@ def images_of(rank: RankContext) -> ImageWork | None:
     data, sets = rank.config.data, (rank.store.train, rank.store.validation)
     return ImageWork(
         rank.plan.model_folder,
-        data.max_image_pixels,
+        PixelBounds.of(data),
         str(Path(data.cache).expanduser() / "images"),
         int(data.image_cache_gb * 1e9),
         int(data.image_memory_gb * 1e9),
