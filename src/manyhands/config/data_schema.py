@@ -133,9 +133,7 @@ class DataSection(Section):
         description="Rows with an image that is missing, damaged or too large: refuse them all, or skip these rows "
         "(they are counted).",
     )
-    max_image_pixels: PixelCount = Field(
-        89_478_485, description="An image with more pixels is bad; it is not decoded."
-    )
+    max_image_pixels: PixelCount = Field(89_478_485, description="An image with more pixels is bad; it is not decoded.")
     shrink_images_above: PixelCount | None = Field(
         None,
         description="Images with more pixels are made smaller, to this many in proportion, before the model's "
