@@ -17,9 +17,9 @@ from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
 from manyhands.data.image_files import (
     BadImage,
+    PixelBounds,
     check_pillow,
     content_of,
-    PixelBounds,
     decode,
     is_address,
     locate,
