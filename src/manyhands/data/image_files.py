@@ -1,7 +1,7 @@
 """Encoded images: their bytes, whatever holds them, and their pixels. Trusts nothing in them. Knows no model.
 
-Pixels are what transformers' ``load_image`` gives for a path: turned as EXIF says, converted to RGB. ``PixelBounds`` may
-ask for another size.
+Pixels are what transformers' ``load_image`` gives for a path: turned as EXIF says, converted to RGB. ``PixelBounds``
+may ask for another size.
 """
 
 from __future__ import annotations
