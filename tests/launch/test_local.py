@@ -209,13 +209,6 @@ def test_a_run_that_was_finished_when_the_signal_came_stays_finished(planned):
     assert folder.read_status()["state"] == "finished"
 
 
-def test_what_fails_after_the_end_takes_nothing_from_a_finished_run(planned):
-    folder, plan = planned("fail when finished")
-    with pytest.raises(UserError, match="the cat sat on the keyboard"):
-        start.run_workers(folder, plan, timeout_s=60, module="fake_worker")
-    assert folder.read_status()["state"] == "finished"
-
-
 def test_workers_do_not_outlive_a_killed_launcher(planned):
     folder, _ = planned("wait", "wait")
     launcher, workers = start_launcher(folder)

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ WORKING_CPU_S = 0.01  # between two ticks; waiting for others takes a tenth of i
 # hour without another sign is stuck.
 WORKING_LIMIT_S = 3600.0
 RESERVE_BYTES = 32 * 1024  # for the reason of a failure, should the disk be full by then
+_STEP_BYTES = 12
 _RECORD_BYTES = 512  # fixed, so that one write replaces the whole record
 
 
@@ -56,6 +57,7 @@ class Beat:
     host: str = ""
     num_stages: int = 0  # entered so far, the same one again included
     num_collectives: int = 0  # entered so far
+    begun: int | None = None  # the newest step that it has begun, exact however fast steps are
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -85,6 +87,7 @@ class Heartbeat:
         folder.reserve(rank).write_bytes(b" " * RESERVE_BYTES)
         self.rank = rank
         self._fd = os.open(folder.beat(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._step_fd = os.open(folder.begun(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._now: tuple[str, int | None, float, int] = (START, None, time.monotonic(), 0)
         self._advanced = 0.0
         self._worked = 0.0  # when processor time last counted as progress
@@ -111,6 +114,11 @@ class Heartbeat:
         self._now = (stage, step, now, num_stages + (stage != before))
         if stage != before or now - last > FRESH_S:
             self._write()
+
+    def begin_step(self, step: int) -> None:
+        """Records that a step begins, at once: some two microseconds, as steps may be faster than records."""
+        with contextlib.suppress(OSError):  # a full disk
+            os.pwrite(self._step_fd, f"{step:>{_STEP_BYTES}}".encode(), 0)
 
     def advance(self) -> None:
         """Records progress in code that knows neither stage nor step."""
@@ -175,10 +183,17 @@ def this_host() -> str:
 def read_beat(folder: RunFolder, rank: int) -> Beat | None:
     """The rank's last record, or None before its first."""
     fields = read_json(folder.beat(rank))
-    return Beat(**fields) if isinstance(fields, dict) else None
+    return replace(Beat(**fields), begun=read_begun(folder, rank)) if isinstance(fields, dict) else None
 
 
 def read_beats(folder: RunFolder) -> dict[int, Beat]:
     """The last record of each rank that has written one."""
     beats = (read_json(path) for path in sorted(folder.ranks.glob("beat-*.json")))
-    return {fields["rank"]: Beat(**fields) for fields in beats if isinstance(fields, dict)}
+    found = [Beat(**fields) for fields in beats if isinstance(fields, dict)]
+    return {beat.rank: replace(beat, begun=read_begun(folder, beat.rank)) for beat in found}
+
+
+def read_begun(folder: RunFolder, rank: int) -> int | None:
+    """The newest step that the rank has begun; None before the first."""
+    step = read_json(folder.begun(rank))
+    return step if isinstance(step, int) else None

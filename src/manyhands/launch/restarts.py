@@ -18,6 +18,7 @@ from manyhands.launch.run_folder import RunFolder
 
 FIRST_WAIT_S = 1.0  # doubled with each restart in a row
 MAX_WAIT_S = 60.0
+TRAINING = ("train", "checkpoint")  # stages between the first step and the last
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,12 @@ class Restart:
     attempt: int
     of: int
     in_memory: bool = False  # from_step is a snapshot's, on this machine; the ranks look for one that all have
+    begun: int | None = None  # the newest that any rank has begun
 
     @property
     def lost_steps(self) -> int:
-        """Steps that are done again."""
-        return max(0, (self.step or 0) - (self.from_step or 0))
+        """Steps that are done again, the one in flight included."""
+        return max(0, (self.step or 0) - (self.from_step or 0), (self.begun or 0) - (self.from_step or 0))
 
     @property
     def wait_s(self) -> float:
@@ -67,16 +69,15 @@ class Restarts:
 
     def decide(self, error: UserError) -> Restart:
         """The restart after the fault ``error``. Raises it, with what was tried, where another attempt is pointless:
-        the run is finished, the same error came at the same step as before, or there were too many in a row.
+        the same error came at the same step as before, or there were too many in a row.
         """
         if not self.limit:
             raise error
-        if self.folder.is_finished:
-            raise with_finding(error, "the run had finished before: its results are complete")
         saved = self.folder.newest_step()
         kept = self.segments.newest_step() if self.segments is not None else None
         newest, in_memory = (kept, True) if kept is not None and kept > (saved or 0) else (saved, False)
-        step = max((beat.step for beat in read_beats(self.folder).values() if beat.step is not None), default=newest)
+        step, begun = _read_steps(self.folder)
+        step = newest if step is None else step
         fault = re.sub(r"\d+", "#", error.what), step
         if fault in self.seen:
             place = "before the first step" if step is None else f"after step {step}"
@@ -88,7 +89,17 @@ class Restarts:
             raise with_finding(error, f"{tried} (launch.restarts = {self.limit})")
         self.seen.add(fault)
         self.num_in_a_row, self.from_step = self.num_in_a_row + 1, newest
-        return Restart(error.what, step, newest, self.num_in_a_row, self.limit, in_memory)
+        return Restart(error.what, step, newest, self.num_in_a_row, self.limit, in_memory, begun)
+
+
+def _read_steps(folder: RunFolder) -> tuple[int | None, int | None]:
+    """The last step that is known to be done, and the newest that any rank has begun in training."""
+    beats = read_beats(folder).values()
+    begun = max((b.begun for b in beats if b.begun is not None and b.stage in TRAINING), default=None)
+    done = [beat.step for beat in beats if beat.step is not None]
+    if begun is not None and begun > 1:  # of steps faster than records all before it are done
+        done.append(begun - 1)
+    return max(done, default=None), begun
 
 
 def with_finding(error: UserError, finding: str) -> UserError:

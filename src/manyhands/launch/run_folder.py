@@ -89,6 +89,10 @@ class RunFolder:
         """Written by ``heartbeat.Heartbeat``."""
         return self.ranks / f"beat-{rank}.json"
 
+    def begun(self, rank: int) -> Path:
+        """The newest step that the rank has begun, by ``heartbeat.Heartbeat``."""
+        return self.ranks / f"step-{rank}.json"
+
     def failure(self, rank: int) -> Path:
         """Written by ``failure.write_failure``."""
         return self.ranks / f"failure-{rank}.json"

@@ -57,7 +57,7 @@ def run_workers(
     """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them is left
     when it returns, however it ends.
 
-    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
+    Returns 0, also where a rank crashes once the run is finished, with a warning; or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
     SLURM's SIGUSR1, unless the run was finished by then. ``timeout_s``: a rank that others wait for, or a node of
     ``team`` that is not heard, is ended after so long without progress. UserError: the first cause of a failure on any
     node, or a MASTER_PORT in use.
@@ -76,7 +76,11 @@ def run_workers(
     ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team, environment)
     if team is not None:
         ending = team.settle(ending)
-    if ending.cause is not None:
+    if ending.cause is not None and folder.is_finished:  # every result is written and verified
+        error = ending.cause.error
+        log = f"; log: {error.where}" if error.where else ""
+        report(f"warning: {error.what}, after the run had finished: its results are complete{log}")
+    elif ending.cause is not None:
         if leads:
             with contextlib.suppress(OSError):  # the cause is to be shown, whatever the disk says
                 folder.write_failed(ending.cause.error, plan)

@@ -88,6 +88,7 @@ class RankContext:
     stop_by_file: bool = False  # of rank 0: the user's file STOP was there
     look_again_at: float = 0.0  # when it looks for that file next, on the monotonic clock
     on_beat: Callable[[str, int | None], object] = lambda stage, step: None  # this rank advances: (stage, step)
+    on_step: Callable[[int], object] = lambda step: None  # this rank begins a step
     terminal: TextIO = field(default_factory=lambda: sys.stdout)
     log: TextIO | None = None  # this rank's own, where the terminal is another
     hooks: Sequence[Hook] = ()  # of the loop, beside those of the stages

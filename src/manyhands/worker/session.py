@@ -49,7 +49,7 @@ class Session:
 
     def __init__(self, launcher: Launcher, *, heartbeat: Heartbeat | None = None) -> None:
         self.launcher, self.heartbeat = launcher, heartbeat
-        self.context = RankContext(on_beat=self._beat)
+        self.context = RankContext(on_beat=self._beat, on_step=self._begin_step)
         self.lock: FolderLock | None = None  # held while rank 0 lives, where another launcher has started it
         self.store: Any = None  # the ranks' key-value store, where the process has one already
         self.stop: Stop | None = None
@@ -107,6 +107,10 @@ class Session:
             # Before the first step libraries are loaded and blocks compiled.
             self.heartbeat.counts_processor = stage in HOST_STAGES or (stage == "train" and not step)
             self.heartbeat.beat(stage, step)
+
+    def _begin_step(self, step: int) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.begin_step(step)
 
     def close_heartbeat(self) -> None:
         """This rank ends as planned: nobody need wait for it, or take it for lost."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -20,6 +20,7 @@ from manyhands.train.faults import RollBack
 from manyhands.train.guards import Diverged, DivergenceGuard
 from manyhands.train.loop import Interrupted, Loop, evaluate, train
 from manyhands.train.optimizer import make_schedule
+from manyhands.train.step import StepWork
 from manyhands.train.stragglers import StragglerHook
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.batches import close_workers, iterate_layouts, iterate_steps, lay_out_evaluation, open_workers
@@ -87,7 +88,7 @@ def _make_loop(rank: RankContext, sinks: Sequence[Sink], checkpoints: Checkpoint
             decay_ratio=config.schedule.decay_ratio,
             min_ratio=config.schedule.min_ratio,
         ),
-        works=iterate_steps(rank),
+        works=announce(rank, iterate_steps(rank)),
         state=rank.state,
         stop=config.stop,
         num_steps=plan.num_steps,
@@ -183,6 +184,13 @@ def stop_if_asked(rank: RankContext) -> None:
     asked = torch.tensor(float(is_asked_to_stop(rank)))  # on the host: devices go on meanwhile
     if rank.engine.all_reduce_sum(asked).item():
         raise Interrupted
+
+
+def announce(rank: RankContext, works: Iterable[StepWork]) -> Iterator[StepWork]:
+    """The same works; each is recorded as begun."""
+    for work in works:
+        rank.on_step(work.step + 1)
+        yield work
 
 
 class BeatHook(Hook):
