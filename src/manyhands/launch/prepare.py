@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +31,10 @@ from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
 from manyhands.launch.environment import apply_variables
 from manyhands.launch.fetch import fetch_run, is_taken
 from manyhands.launch.nodes import NodeGroup, join_hosts
-from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
+from manyhands.launch.resume_rules import find_run, folder_of, fresh_name, refuse_other_course
 from manyhands.launch.run_folder import FolderLock, RunFolder, refuse_unusable
 from manyhands.launch.watch import raise_when_stopped
 from manyhands.plan.types import Cause, Plan
-
-# What a resumed run computes. Everything else in a plan may change from launch to launch.
-COURSE = (
-    "data_digest",
-    "data_content",
-    "batch_samples",
-    "batch_loss_tokens",
-    "batch_packs",
-    "steps_per_epoch",
-    "num_steps",
-    "warmup_steps",
-    "learning_rate",
-    "layout.compute_dtype",
-    "layout.master_dtype",
-    "layout.frozen_dtype",
-)
 
 
 @dataclass(frozen=True)
@@ -230,47 +213,8 @@ def _plan_launch(
     if before is not None and step is not None and after.layout.world_size != before.layout.world_size:
         after = plan(config, facts, number=number, cause="resize")
     if before is not None and (step is not None or after.cause == "out_of_memory"):
-        _check_course(before, after, folder)
+        refuse_other_course(before, after, folder)
     return after
-
-
-def _check_course(before: Plan, after: Plan, folder: RunFolder) -> None:
-    """UserError unless the resumed run has the same samples in the same steps with the same numerics."""
-    from manyhands.facts.identity import differing_files
-
-    # A plan of an earlier version names neither the base model's files nor the tokens.
-    files = (
-        differing_files(before.model_files, after.model_files, weights=after.keeps_base) if before.model_files else []
-    )
-    pairs = [
-        (name, attrgetter(name)(before), attrgetter(name)(after))
-        for name in COURSE
-        if name != "data_content" or before.data_content
-    ]
-    changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
-    changed += files
-    if not changed:
-        return
-    if before.data_digest != after.data_digest:
-        why, fix = "the data, the tokenizer or the chat template has changed since", "restore the old data"
-    elif before.data_content and before.data_content != after.data_content:
-        why = "the tokens differ from those it was trained on, though made of the same files by the same versions"
-        fix = "restore the token cache of the run's first launch (data.cache)"
-    elif files:
-        why = "the base model's files have changed since; what was trained belongs to the old ones"
-        fix = "restore the old files (model.revision pins a commit of the hub)"
-    else:
-        old, new = before.layout, after.layout
-        why = f"it was planned for {old.world_size} process(es) on {old.device},"
-        why += f" now for {new.world_size} on {new.device}"
-        fix = "start it as before (parallel.gpus, parallel.device, batch.micro_samples, batch.accumulation)"
-    raise UserError(
-        "this launch would not continue the run as it was",
-        where=str(folder.path),
-        why=why,
-        fix=f"{fix}, or use --fresh for a new run",
-        details=changed,
-    )
 
 
 def _planned_elsewhere(folder: RunFolder) -> UserError:

@@ -2,7 +2,7 @@
 torch.
 
 Two starts are the same run when every key of run.json agrees, except those below: they say where and how the work is
-done, not what the result is. The plan guards the rest: ``prepare`` compares what a resumed run would compute (rows,
+done, not what the result is. The plan guards the rest: ``refuse_other_course`` compares what a resumed run would compute (rows,
 steps, dtypes) with the plan before it. A folder that was only planned (``--dry-run``) may be planned anew with any key.
 """
 
@@ -11,12 +11,14 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.launch.run_folder import RunFolder
+from manyhands.plan.types import Plan
 
 Finding = Literal["new", "unfinished", "finished"]
 
@@ -38,6 +40,23 @@ MAY_DIFFER = (
     "data.cache",
     "output.dir",
     "submit.*",
+)
+
+
+# What a resumed run computes. Everything else in a plan may change from launch to launch.
+COURSE = (
+    "data_digest",
+    "data_content",
+    "batch_samples",
+    "batch_loss_tokens",
+    "batch_packs",
+    "steps_per_epoch",
+    "num_steps",
+    "warmup_steps",
+    "learning_rate",
+    "layout.compute_dtype",
+    "layout.master_dtype",
+    "layout.frozen_dtype",
 )
 
 
@@ -74,6 +93,45 @@ def refuse_other_run(before: RunConfig, config: RunConfig, where: str) -> None:
             fix="restore the keys to resume that run, choose another name=..., or use --fresh for a new folder",
             details=differences,
         )
+
+
+def refuse_other_course(before: Plan, after: Plan, folder: RunFolder) -> None:
+    """UserError unless the resumed run has the same samples in the same steps with the same numerics."""
+    from manyhands.facts.identity import differing_files
+
+    # A plan of an earlier version names neither the base model's files nor the tokens.
+    files = (
+        differing_files(before.model_files, after.model_files, weights=after.keeps_base) if before.model_files else []
+    )
+    pairs = [
+        (name, attrgetter(name)(before), attrgetter(name)(after))
+        for name in COURSE
+        if name != "data_content" or before.data_content
+    ]
+    changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
+    changed += files
+    if not changed:
+        return
+    if before.data_digest != after.data_digest:
+        why, fix = "the data, the tokenizer or the chat template has changed since", "restore the old data"
+    elif before.data_content and before.data_content != after.data_content:
+        why = "the tokens differ from those it was trained on, though made of the same files by the same versions"
+        fix = "restore the token cache of the run's first launch (data.cache)"
+    elif files:
+        why = "the base model's files have changed since; what was trained belongs to the old ones"
+        fix = "restore the old files (model.revision pins a commit of the hub)"
+    else:
+        old, new = before.layout, after.layout
+        why = f"it was planned for {old.world_size} process(es) on {old.device},"
+        why += f" now for {new.world_size} on {new.device}"
+        fix = "start it as before (parallel.gpus, parallel.device, batch.micro_samples, batch.accumulation)"
+    raise UserError(
+        "this launch would not continue the run as it was",
+        where=str(folder.path),
+        why=why,
+        fix=f"{fix}, or use --fresh for a new run",
+        details=changed,
+    )
 
 
 def differing_keys(old: RunConfig, new: RunConfig) -> list[str]:

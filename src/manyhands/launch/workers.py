@@ -57,8 +57,8 @@ def run_workers(
     """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them is left
     when it returns, however it ends.
 
-    Returns 0, also where a rank crashes once the run is finished, with a warning; or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
-    SLURM's SIGUSR1, unless the run was finished by then. ``timeout_s``: a rank that others wait for, or a node of
+    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
+    SLURM's SIGUSR1, unless the run was finished by then. A crash after that is a warning. ``timeout_s``: a rank that others wait for, or a node of
     ``team`` that is not heard, is ended after so long without progress. UserError: the first cause of a failure on any
     node, or a MASTER_PORT in use.
     """
