@@ -2,8 +2,9 @@
 torch.
 
 Two starts are the same run when every key of run.json agrees, except those below: they say where and how the work is
-done, not what the result is. The plan guards the rest: ``refuse_other_course`` compares what a resumed run would compute (rows,
-steps, dtypes) with the plan before it. A folder that was only planned (``--dry-run``) may be planned anew with any key.
+done, not what the result is. The plan guards the rest: ``refuse_other_course`` compares what a resumed run would
+compute (rows, steps, dtypes) with the plan before it. A folder that was only planned (``--dry-run``) may be planned
+anew with any key.
 """
 
 from __future__ import annotations

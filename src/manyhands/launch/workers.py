@@ -58,9 +58,9 @@ def run_workers(
     when it returns, however it ends.
 
     Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
-    SLURM's SIGUSR1, unless the run was finished by then. A crash after that is a warning. ``timeout_s``: a rank that others wait for, or a node of
-    ``team`` that is not heard, is ended after so long without progress. UserError: the first cause of a failure on any
-    node, or a MASTER_PORT in use.
+    SLURM's SIGUSR1, unless the run was finished by then: a crash after that is a warning. ``timeout_s``: a rank that
+    others wait for, or a node of ``team`` that is not heard, is ended after so long without progress. UserError: the
+    first cause of a failure on any node, or a MASTER_PORT in use.
     """
     world_size, leads = plan.layout.world_size, team is None or team.node == 0
     port = choose_port() if team is None else 0
