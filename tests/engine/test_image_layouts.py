@@ -21,6 +21,7 @@ from tests.support.images import FAMILIES, Document, count_loss_tokens, make_doc
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.ranks import Ranks
 from tests.support.tiny import tiny_plan, tiny_run
+from tests.support.vision import write_tiny_vision
 
 NUM_STEPS, WITHOUT_IMAGES, RATE = 20, 7, 1e-3
 STATES = {
@@ -167,3 +168,13 @@ def test_every_layout_takes_the_same_steps(
         np.testing.assert_allclose(found["trained"][name], values, atol=2e-4, err_msg=name)
     for name, values in expected["frozen"].items():
         np.testing.assert_array_equal(found["frozen"][name], values, err_msg=name)
+
+
+@pytest.mark.distributed
+def test_the_loaded_model_is_checked_where_it_is_sharded(world: Ranks, tmp_path: Path) -> None:
+    """By every rank alike, the model's own forward pass among them."""
+    folder = write_tiny_vision(tmp_path, "gemma3")
+    plan = tiny_plan(folder, world_size=2, parts=STATES["everything"], strategy="fsdp", attention="blockwise")
+    first, second = world.run("tests.support.images:check", plan, tiny_run(folder), world_size=2)
+    assert max(first.own, first.together) < 1e-5 and first.leak == 0 and first.seen > 1e-4
+    assert (first.own, first.together, first.seen) == (second.own, second.together, second.seen)

@@ -10,11 +10,22 @@ import torch
 
 from manyhands.core.errors import UserError
 from manyhands.model.attention import ImageRows, attend_blockwise, attend_varlen
-from manyhands.model.checks import check_images
+from manyhands.model.loss import LossModel
 from manyhands.model.multimodal import find_image_rows
 from manyhands.model.structure import auto_class_of
+from tests.support import vision
 from tests.support.building import on_meta
-from tests.support.images import FAMILIES, QWEN, Document, make_document, pack, reference_loss, unpack
+from tests.support.images import (
+    FAMILIES,
+    QWEN,
+    Document,
+    check,
+    check_engine,
+    make_document,
+    pack,
+    reference_loss,
+    unpack,
+)
 from tests.support.layouts import build
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run
@@ -25,6 +36,11 @@ TRAINED = {"vision": "trained", "projector": "trained", "language": "trained"}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {f: write_tiny_multimodal(tmp_path_factory.mktemp(f), family=f) for f in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def tiny_llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision.write_tiny_vision(tmp_path_factory.mktemp("llava"), "llava")
 
 
 def documents(family: str) -> list[Document]:
@@ -118,25 +134,82 @@ def test_half_precision_computes_with_float32_masters(folders: dict[str, Path], 
     assert any(p.dtype == torch.bfloat16 for p in engine.model.parameters()) == (way != "kept copy")
 
 
-@pytest.mark.parametrize("family", ["gemma3", *QWEN])
-def test_the_loaded_model_is_checked(folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one whose attention forgets where documents end is refused."""
-    engine = engine_of(folders[family])
-    deviation = check_images(engine, engine.loss_model, torch.device("cpu"))
-    assert deviation is not None and deviation < 1e-5
-    images = engine.loss_model.images
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in ("gemma3", "qwen3_vl") else pytest.param(f, marks=SLOW) for f in vision.FAMILIES]
+)
+def test_the_loaded_model_is_checked(tmp_path: Path, family: str) -> None:
+    """Packed and in rows: what reaches the decoder is what the model's own forward pass makes of the same image."""
+    folder = vision.write_tiny_vision(tmp_path, family)
+    for packing in (True, False):
+        found = check(tiny_plan(folder, parts=TRAINED, packing=packing), tiny_run(folder))
+        assert max(found.own, found.together) < 1e-5 and found.leak == 0 and found.seen > 1e-4
+        assert found.num_tokens > 0 and f"an image of {found.num_tokens} tokens" in found.describe()
+
+
+def _forget_bounds(loss_model: LossModel) -> None:
+    """Attention that does not know where documents end."""
+    images: Any = loss_model.images
     inner = images.decoder_inputs
 
     def leaks(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
         kwargs = inner(model, batch)
-        places = torch.arange(batch["input_ids"].shape[1])
-        kwargs["position_ids"] = places.expand_as(kwargs["position_ids"])
-        length = torch.tensor([0, len(places)], dtype=torch.int32)
-        return kwargs | ({"cu_seq_lens_q": length, "max_length_q": len(places)} if "cu_seq_lens_q" in kwargs else {})
+        return kwargs | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
 
-    monkeypatch.setattr(images, "decoder_inputs", leaks)
-    with pytest.raises(UserError, match="images do not reach"):
-        check_images(engine, engine.loss_model, torch.device("cpu"))
+    images.decoder_inputs = leaks
+
+
+def _shift_features(loss_model: LossModel) -> None:
+    """Features in another order than their placeholders."""
+    images: Any = loss_model.images
+    inner = images._features
+    images._features = lambda *given: (inner(*given)[0].flip(0), [])
+
+
+def _see_all_alike(loss_model: LossModel) -> None:
+    images: Any = loss_model.images
+    inner = images._inputs
+    images._inputs = lambda batch: inner(batch) | {"pixel_values": torch.ones_like(batch["pixel_values"])}
+
+
+def _leak_slightly(loss_model: LossModel) -> None:
+    """A little of the first embeddings in all others, less than rounding of other shapes may change."""
+    images: Any = loss_model.images
+    inner = images.decoder_inputs
+
+    def leaks(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        kwargs = inner(model, batch)
+        embeds = kwargs["inputs_embeds"]
+        return kwargs | {"inputs_embeds": embeds + 3e-4 * embeds[:, :9].mean(dim=1, keepdim=True)}
+
+    images.decoder_inputs = leaks
+
+
+def _drop_features(loss_model: LossModel) -> None:
+    images: Any = loss_model.images
+    inner = images._features
+    images._features = lambda *given: (inner(*given)[0][1:], [])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "failed"),
+    [
+        (_forget_bounds, "logits of documents side by side differ from those of each alone"),
+        (_shift_features, "its logits differ from those of the model's own forward pass"),
+        (_see_all_alike, "another image changes no logits of its own document"),
+        (_leak_slightly, "another image changes the logits of the document beside its own: relative deviation"),
+        (_drop_features, "makes 7 features of images that have 8 placeholders"),
+    ],
+)
+def test_a_loaded_model_that_fails_a_check_is_refused(tiny_llava: Path, spoil: Any, failed: str) -> None:
+    """By the name of the check, and by how much it failed."""
+    engine = engine_of(tiny_llava)
+    spoil(engine.loss_model)
+    with pytest.raises(UserError) as refused:
+        check_engine(engine, tiny_plan(tiny_llava), tiny_run(tiny_llava))
+    assert failed in f"{refused.value.what} {refused.value.why}"
 
 
 def test_families_whose_images_are_not_described_are_refused(tmp_path: Path) -> None:

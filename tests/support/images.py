@@ -6,12 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import gather
+from manyhands.data.image_batch import ImageWork
+from manyhands.data.image_probe import ProbeImages
+from manyhands.data.tokenizer import load_tokenizer
+from manyhands.model.image_checks import ImageVerdict, check_images
 from manyhands.model.loss import IGNORED
 from manyhands.plan.types import Plan
 from tests.support import layouts
@@ -161,6 +166,17 @@ def train(plan: Plan, config: RunConfig, family: str, steps: Steps, packed: bool
         "trained": {name: values.numpy() for name, (trained, values) in named.items() if trained},
         "frozen": {name: values.numpy() for name, (trained, values) in named.items() if not trained},
     }
+
+
+def check(plan: Plan, config: RunConfig) -> ImageVerdict:
+    """The check of a run's loaded model, whose folder has its processor's files."""
+    return check_engine(build(plan, config), plan, config)
+
+
+def check_engine(engine: Any, plan: Plan, config: RunConfig) -> ImageVerdict:
+    work = ImageWork(plan.model_folder, config.data.max_image_pixels)
+    probe = ProbeImages(config, work, load_tokenizer(Path(plan.model_folder)))
+    return check_images(engine, engine.loss_model, probe, engine.world.device, plan.packing)
 
 
 def unpack(batch: dict[str, Any]) -> dict[str, Any]:

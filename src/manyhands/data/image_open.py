@@ -68,9 +68,10 @@ class ImageOpener:
         or in ``data.image_folder``. Raises BadImage."""
         folder = Path(self._data.image_folder or Path(file).parent).expanduser()
         alone = len(conversation.images) == 1
-        return replace(conversation, images=tuple(self._open(ref, folder, alone) for ref in conversation.images))
+        return replace(conversation, images=tuple(self.open_ref(ref, folder, alone) for ref in conversation.images))
 
-    def _open(self, ref: ImageRef, folder: Path, alone: bool) -> OpenedImage:
+    def open_ref(self, ref: ImageRef, folder: Path = Path(), alone: bool = True) -> OpenedImage:
+        """One image, the only one of its sample where ``alone``. Raises BadImage."""
         place = locate(ref, folder, self._data.image_urls)
         content, size, raw = self._look(place, ref.data)
         try:

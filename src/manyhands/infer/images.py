@@ -25,7 +25,6 @@ from manyhands.data.messages import RowRefused
 from manyhands.data.rendered import Text, put_images
 
 Message = dict[str, Any]
-KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # inputs of some families: 1 where an image's token stands
 
 
 class PromptImages:
@@ -76,6 +75,7 @@ class PromptImages:
         import torch
 
         from manyhands.data.batches import scale_pixels
+        from manyhands.model.multimodal import KINDS_OF_TOKENS
 
         layout = self._batcher.layout
         arrays = self._batcher.join([[self._batcher.prepare(image, len(images) == 1) for image in images]])

@@ -14,9 +14,7 @@ from torch import nn
 from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
-from manyhands.model.attention import BLOCKWISE
 from manyhands.model.loss import IGNORED, LossModel
-from manyhands.model.multimodal import ROPE_POSITIONS
 from manyhands.model.structure import set_attention
 
 # Relative deviations that rounding alone may cause. The wider ones are for runs of other shapes, whose matrix products
@@ -48,7 +46,7 @@ def check_loss(engine: Probed, loss_model: LossModel, device: torch.device) -> f
     ids = _probe_tokens(loss_model, device)
     batch = {"input_ids": ids, "labels": ids.roll(-1, dims=1)}
     batch["labels"][:, ::3] = IGNORED
-    with _eager_evaluation(loss_model):
+    with eager_evaluation(loss_model):
         fast = engine.forward(batch)["lm"][0].double()
         logits = engine.logits(batch)
         _refuse_values(logits, loss_model)
@@ -69,56 +67,6 @@ def check_loss(engine: Probed, loss_model: LossModel, device: torch.device) -> f
 
 
 @torch.no_grad()
-def check_images(engine: Probed, loss_model: LossModel, device: torch.device) -> float | None:
-    """Compare two packed documents, an image in each, with each alone in plain torch; the relative deviation of the
-    logits.
-
-    Alone means attention written out in plain torch, so that a kernel which does not let the tokens of an image see all
-    of it shows here. Another first image must leave the second document as it is. None where the number of an image's
-    tokens is not known without its processor. Raises UserError.
-    """
-    images, model = loss_model.images, loss_model.model
-    num = None if images is None else images.tokens_of_smallest(model.config)
-    if images is None or num is None:
-        return None
-    ids = _probe_tokens(loss_model, device)
-    ids = torch.where(ids == images.token_id, 0, ids)
-    run = torch.full((1, num), images.token_id, device=device)
-    documents = [torch.cat([text[:, :5], run, text[:, 5:]], 1) for text in ids.split(PROBE_LENGTHS, dim=1)]
-    one = images.smallest(model.config, device)
-    other = one | {"pixel_values": -one["pixel_values"]}
-
-    def batch_of(which: list[torch.Tensor], shown: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-        batch = pack_documents(which)
-        batch |= {name: torch.cat([image[name] for image in shown]) for name in one}
-        return batch | ({ROPE_POSITIONS: batch["position_ids"].expand(3, 1, -1)} if images.layout.mrope else {})
-
-    implementation = model.config._attn_implementation
-    with _eager_evaluation(loss_model):
-        packed = engine.logits(batch_of(documents, [one, other]))
-        changed = engine.logits(batch_of(documents, [other, other]))
-        set_attention(model, BLOCKWISE)
-        try:
-            alone = [engine.logits(batch_of([d], [i])) for d, i in zip(documents, (one, other), strict=True)]
-        finally:
-            set_attention(model, implementation)
-    deviation = _deviation(packed, torch.cat(alone, dim=1))
-    bound = documents[0].shape[1]
-    leak = _deviation(changed[:, bound:], packed[:, bound:])
-    seen = _deviation(changed[:, :bound], packed[:, :bound])
-    tolerance = TOLERANCE[packed.dtype]
-    if not (deviation <= WIDE_TOLERANCE[packed.dtype] and leak <= tolerance and seen > 0):
-        raise UserError(
-            f"images do not reach {type(model).__name__} as they do alone",
-            where="model.name",
-            why=f"relative deviation of packed documents {deviation:.1e}; by another image the logits change by"
-            f" {seen:.1e} in its document and by {leak:.1e} in the one beside it",
-            fix="set data.packing=false, or leave the images out",
-        )
-    return deviation
-
-
-@torch.no_grad()
 def check_packing(engine: Probed, loss_model: LossModel, device: torch.device) -> float:
     """Pack two documents and compare the logits with those of each alone; returns the relative deviation.
 
@@ -127,13 +75,13 @@ def check_packing(engine: Probed, loss_model: LossModel, device: torch.device) -
     as they are, and as no shape changes, rounding does not either. Deviations are root mean squares. Raises UserError.
     """
     first, second = _probe_tokens(loss_model, device).split(PROBE_LENGTHS, dim=1)
-    with _eager_evaluation(loss_model):
+    with eager_evaluation(loss_model):
         packed = engine.logits(pack_documents([first, second]))
         changed = engine.logits(pack_documents([first.flip(1), second]))
         alone = _logits_alone(engine, loss_model, [first, second])
     num_first = PROBE_LENGTHS[0]
-    leak = _deviation(changed[:, num_first:], packed[:, num_first:])
-    deviation = _deviation(packed, torch.cat(alone, dim=1))
+    leak = relative_deviation(changed[:, num_first:], packed[:, num_first:])
+    deviation = relative_deviation(packed, torch.cat(alone, dim=1))
     if not (leak <= TOLERANCE[packed.dtype] and deviation <= WIDE_TOLERANCE[packed.dtype]):
         _refuse_encoder(engine, loss_model, second, eager=True)
     if not leak <= TOLERANCE[packed.dtype]:
@@ -154,11 +102,11 @@ def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -
     ids = torch.zeros(2, max(PROBE_LENGTHS), dtype=torch.int64, device=device)
     for row, document in zip(ids, documents, strict=True):
         row[: document.shape[1]] = document[0]
-    with _eager_evaluation(loss_model):
+    with eager_evaluation(loss_model):
         rows = engine.logits({"input_ids": ids})
         alone = _logits_alone(engine, loss_model, documents)
     found = torch.cat([row[: document.shape[1]] for row, document in zip(rows, documents, strict=True)])
-    deviation = _deviation(found, torch.cat(alone, dim=1)[0])
+    deviation = relative_deviation(found, torch.cat(alone, dim=1)[0])
     if not deviation <= WIDE_TOLERANCE[rows.dtype]:
         _refuse_encoder(engine, loss_model, documents[0], eager=True)
         raise UserError(
@@ -207,7 +155,7 @@ def _refuse_encoder(engine: Probed, loss_model: LossModel, ids: torch.Tensor, *,
         first, second = _logits_alone(engine, loss_model, [ids, changed])
     else:
         first, second = (engine.logits({"input_ids": each}) for each in (ids, changed))
-    deviation = _deviation(second[:, :-1], first[:, :-1])
+    deviation = relative_deviation(second[:, :-1], first[:, :-1])
     if not deviation <= WIDE_TOLERANCE[first.dtype]:
         raise UserError(
             f"{type(loss_model.model).__name__} is an encoder: its tokens attend to those after them",
@@ -229,7 +177,8 @@ def _logits_alone(engine: Probed, loss_model: LossModel, documents: list[torch.T
         set_attention(model, implementation)
 
 
-def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference over the spread of ``expected``."""
     return float((found.double() - expected.double()).square().mean().sqrt() / expected.double().std())
 
 
@@ -260,7 +209,7 @@ def _probe_tokens(loss_model: LossModel, device: torch.device) -> torch.Tensor:
     return torch.randint(0, vocab_size, (1, sum(PROBE_LENGTHS)), generator=generator).to(device)
 
 
-class _eager_evaluation:
+class eager_evaluation:
     """Evaluation mode, and no compilation: the probes' shapes are not those of training."""
 
     def __init__(self, module: nn.Module) -> None:

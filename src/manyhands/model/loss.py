@@ -26,7 +26,7 @@ from manyhands.data.collate import TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.model.attention import attention_kwargs, count_positions
-from manyhands.model.multimodal import Images
+from manyhands.model.multimodal import BY_OWN_FORWARD, Images
 
 IGNORED = -100  # labels with this value are not trained
 PROBE_ROWS = 16
@@ -128,6 +128,9 @@ class LossModel(nn.Module):
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches."""
         if self.images is not None and self.images.are_in(batch):
+            if batch.get(BY_OWN_FORWARD):
+                inputs = self.images.own_inputs(self.model, batch)
+                return self.model(input_ids=batch["input_ids"], use_cache=False, **inputs).logits
             hidden = self._hidden_states(batch)
             return self.logits_of(hidden).unflatten(0, batch["input_ids"].shape)
         kwargs = self._model_inputs(batch)

@@ -12,6 +12,7 @@ Shapes: b samples or 1 pack, t positions, n image tokens, e hidden size.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,9 @@ from manyhands.plan.types import Plan
 
 OUTER_PARTS = ("vision", "projector")  # what leads to the embeddings of the language model
 HAS_IMAGES, ROPE_POSITIONS = "has_images", "rope_positions"  # entries of a batch beside the images themselves
+# entries of batches that check a loaded model: placeholders in it; whether the model's own forward pass computes
+NUM_IMAGE_TOKENS, BY_OWN_FORWARD = "num_image_tokens", "by_own_forward"
+KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # inputs of some families: 1 where an image's token stands
 BLOCK = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -106,7 +110,7 @@ class Images:
     def entries(self) -> frozenset[str]:
         """Entries of a batch that are taken here, and not handed to the model."""
         bounds = (f"cu_{name}" for name in self.layout.names)
-        return frozenset({*self.layout.names, *bounds, ROPE_POSITIONS, HAS_IMAGES})
+        return frozenset({*self.layout.names, *bounds, ROPE_POSITIONS, HAS_IMAGES, NUM_IMAGE_TOKENS, BY_OWN_FORWARD})
 
     def are_in(self, batch: Mapping[str, Any]) -> bool:
         """Whether ``batch`` is of a data set with images, be there one in it or none."""
@@ -134,6 +138,7 @@ class Images:
             kwargs["position_ids"] = torch.cat([batch["position_ids"][None], batch[ROPE_POSITIONS]])
         if batch[self.layout.names[0]].shape[0]:
             features, deeper = self._features(model, batch)
+            _check_count(model, len(features), batch.get(NUM_IMAGE_TOKENS))
             place = torch.nonzero_static(is_image.flatten(), size=len(features)).squeeze(1)
             embeds = embeds.flatten(0, 1).index_copy(0, place, features.to(embeds.dtype)).view_as(embeds)
             if deeper:
@@ -146,13 +151,22 @@ class Images:
             embeds = embeds + self._nothing(model, ids.device).to(embeds.dtype)
         return kwargs | {"inputs_embeds": embeds}
 
-    def _features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Features (n, e) of all images, and those that further layers of the decoder add (``deepstack``)."""
+    def own_inputs(self, model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model's own forward pass takes beside ``input_ids``, of a batch that is not packed."""
+        takes = inspect.signature(model.forward).parameters
+        kinds = (batch["input_ids"] == self.token_id).long()
+        return self._inputs(batch) | {name: kinds for name in KINDS_OF_TOKENS if name in takes}
+
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         inputs = {name: batch[name] for name in self.layout.names}
         if self.layout.leading_axis:
             inputs["pixel_values"] = inputs["pixel_values"][None]
+        return inputs
+
+    def _features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Features (n, e) of all images, and those that further layers of the decoder add (``deepstack``)."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.trained(model))):
-            found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
+            found = getattr(model, model.base_model_prefix).get_image_features(**self._inputs(batch), return_dict=True)
         features = found.pooler_output
         parts = features if isinstance(features, tuple | list) else [features]
         return torch.cat([part.flatten(0, -2) for part in parts]), list(
@@ -172,13 +186,6 @@ class Images:
         features, deeper = self._features(model, self.smallest(model.config, device))
         return torch.stack([values[:0].sum() for values in (features, *deeper)]).sum()
 
-    def tokens_of_smallest(self, config: Any) -> int | None:
-        """Tokens of the image that ``smallest`` gives; None where a model's processor alone says."""
-        if self.layout.layout == "patches":
-            return 1
-        tokens: int | None = getattr(config, "mm_tokens_per_image", None)
-        return tokens
-
     def smallest(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
         """The entries of one small image."""
         vision = config.vision_config
@@ -193,6 +200,18 @@ class Images:
             batch["image_sizes"] = torch.tensor([[side, side]], device=device)
             batch["batch_num_images"] = torch.tensor([2], device=device)
         return batch
+
+
+def _check_count(model: Any, found: int, expected: int | None) -> None:
+    """UserError where the features of images are not as many as their placeholders, if their number is known here."""
+    if expected is None or found == expected:
+        return
+    raise UserError(
+        f"{type(model).__name__} makes {found:,} features of images that have {expected:,} placeholders",
+        where="model.name",
+        why="the files of its processor are not those of these weights, or of this version of transformers",
+        fix="use the processor's files that were published with the model",
+    )
 
 
 def find_image_rows(is_image: torch.Tensor, cu_seq_lens: torch.Tensor) -> ImageRows:

@@ -19,11 +19,13 @@ from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.holding import full_numel
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
+from manyhands.data.image_probe import ProbeImages
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
-from manyhands.model.checks import check_images, check_loss, check_packing, check_padding
+from manyhands.model.checks import check_loss, check_packing, check_padding
+from manyhands.model.image_checks import check_images
 from manyhands.train.types import TrainState
 from manyhands.worker.batches import images_of, shape_of
 from manyhands.worker.context import RankContext
@@ -101,7 +103,10 @@ def check_model(rank: RankContext) -> None:
     check_loss(rank.engine, rank.loss_model, rank.world.device)
     check_rows = check_packing if rank.plan.packing else check_padding
     check_rows(rank.engine, rank.loss_model, rank.world.device)
-    check_images(rank.engine, rank.loss_model, rank.world.device)
+    if rank.loss_model.images is not None and (work := images_of(rank)) is not None:
+        probe = ProbeImages(rank.config, work, rank.tokenizer)
+        verdict = check_images(rank.engine, rank.loss_model, probe, rank.world.device, rank.plan.packing)
+        rank.print(verdict.describe())
     batch = probe_batch(rank)
     for converter in rank.converters:
         found = converter.before_first_step(rank.model, rank.engine, batch)
