@@ -349,3 +349,12 @@ def _counted() -> Any:
     from manyhands.preview.contents import SourceCounts
 
     return SourceCounts("train", "train.jsonl", "messages", 1, 40, 10, 0, 1.0, 1.0, 1.0)
+
+
+def test_the_column_image_under_the_name_of_the_other(
+    qwen_folder: Path, pictures: Path, write_rows, make_config
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "so"}]}]
+    path = write_rows([{**rows[0], "image": str(pictures / "0.png")}])
+    facts, _ = open_store(make_config(path, validation_fraction=0, fields={"images": "image"}), qwen_folder)
+    assert facts.num_images == 1

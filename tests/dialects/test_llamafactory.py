@@ -35,6 +35,7 @@ INFO = {
                                                                                  "tools": "tools"}},
     "better": {"file_name": "better.json", "ranking": True, "columns": {"chosen": "good", "rejected": "bad"}},
     "photos": {"file_name": "photos.json", "columns": {"prompt": "q", "response": "a", "images": "image"}},
+    "films": {"file_name": "films.json", "columns": {"prompt": "q", "response": "a", "videos": "film"}},
     "few": {"file_name": "few.json", "num_samples": 50},
     "odd": {"file_name": "odd.json", "formating": "alpaca"},
     "knight": {"file_name": "knight.json", "formatting": "sharegpt", "tags": {"user_tag": "squire"}},
@@ -247,7 +248,7 @@ def test_only_columns_that_the_rows_have_are_ignored(tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("better", "`better.ranking`: data of preferences (DPO, KTO, rewards) cannot be trained here"),
-        ("photos", "`photos.columns.images`: these rows come with images, and only text can be trained"),
+        ("films", "`films.columns.videos`: these rows come with videos, and only text and images can be trained"),
         ("greeting", "has no data set greeting: did you mean greetings? It has greetings, chats"),
         ("odd", "`odd.formating`: LLaMA-Factory has no such key: did you mean `formatting`?"),
         ("knight", "`knight.tags.user_tag`: squire is not known here: the rows must say human or user"),
@@ -368,6 +369,89 @@ def test_every_key_that_the_tool_knows_has_a_fate_whatever_its_value(stage: str,
             parsed = ParsedFile(mapping, source.where, {})
             translation = translate(parsed, llamafactory, Around(folder=tmp_path, gpus=1))
             assert {fate.key for fate in translation.fates} >= set(flatten(mapping, llamafactory.OPEN)), (key, value)
+
+
+PHOTOS = {"dataset": "photos", "template": "qwen2_vl"}
+
+
+def test_images_are_found_and_resized_as_there(tmp_path: Path) -> None:
+    found = native(tmp_path, **PHOTOS)
+    (source,) = found["data.train"]
+    assert source["fields"] == {"instruction": "q", "output": "a", "images": "image"}
+    expected = {
+        "data.images": True,
+        "data.image_folder": "data",
+        "data.shrink_images_above": 768 * 768,
+        "data.enlarge_images_below": 1024,
+        "method.parts.vision": "frozen",
+        "method.parts.projector": "frozen",
+    }
+    assert expected.items() <= found.items() and "model.chat_template" not in found
+    given = native(tmp_path, **PHOTOS, media_dir="photos", image_max_pixels=4096, image_min_pixels=100)
+    names = ("data.image_folder", "data.shrink_images_above", "data.enlarge_images_below")
+    assert [given[name] for name in names] == ["photos", 4096, 100]
+    assert not any("image" in key or "parts" in key for key in native(tmp_path, image_max_pixels=4096))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ("frozen", "frozen", "full")),
+        ({"freeze_vision_tower": False}, ("trained", "frozen", "full")),
+        ({"freeze_multi_modal_projector": False, "freeze_language_model": True}, ("frozen", "trained", "frozen")),
+    ],
+)
+def test_parts_are_trained_as_there(changes: dict[str, Any], expected: tuple[str, ...], tmp_path: Path) -> None:
+    found = native(tmp_path, **PHOTOS, finetuning_type="full", **changes)
+    assert tuple(found[f"method.parts.{part}"] for part in ("vision", "projector", "language")) == expected
+    load_run(tmp_path / "run.yaml", around=Around(count_gpus=lambda: 2))
+
+
+def test_a_projector_is_trained_beside_adapters_where_it_is_saved(tmp_path: Path) -> None:
+    found = native(tmp_path, **PHOTOS, additional_target="visual.merger,lm_head")
+    assert found["method.parts.projector"] == "trained" and found["method.modules_to_save"] == ["lm_head"]
+    layers = native(tmp_path, **PHOTOS, finetuning_type="freeze", freeze_multi_modal_projector=False)
+    assert layers["method.parts.projector"] == "trained" and layers["method.name"] == "patterns"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"freeze_vision_tower": False}, "`freeze_vision_tower`: adapters are for the language model alone"),
+        ({"freeze_language_model": True}, "`freeze_language_model`: finetuning_type lora trains the language model"),
+        ({"image_do_pan_and_scan": True}, "`image_do_pan_and_scan`: images are not cut into crops"),
+        ({"crop_to_patches": True}, "`crop_to_patches`: the model's own preprocessor_config.json says"),
+        ({"stage": "pt"}, "`photos.columns.images`: stage pt trains text alone here"),
+        ({"dataset": "greetings", "freeze_language_model": True}, "no data set has images: nothing would be trained"),
+        (
+            {"finetuning_type": "full", **dict.fromkeys(llamafactory.keys.FREEZE_PARTS_DEFAULT, True)},
+            "every part of the model is frozen",
+        ),
+    ],
+)
+def test_what_cannot_be_done_with_images_is_named(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    assert text in finding(tmp_path, **{**PHOTOS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "changes"),
+    [
+        ("freeze_multi_modal_projector", False, PHOTOS),
+        ("freeze_multi_modal_projector", False, {"finetuning_type": "full"}),
+        ("freeze_vision_tower", False, {"finetuning_type": "full"}),
+        ("additional_target", "multi_modal_projector", {}),
+    ],
+)
+def test_what_has_no_effect_on_parts_is_said(key: str, value: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    (fate,) = [one for one in translated(tmp_path, **{**changes, key: value}).fates if one.key == key]
+    assert fate.kind == "ignored" and fate.why
+
+
+def test_a_column_of_images_that_the_tool_does_not_read_is_ignored(tmp_path: Path) -> None:
+    source = read_run_file(write(tmp_path, LORA))
+    around = Around(folder=tmp_path, gpus=1, first_row=lambda path: dict.fromkeys(("instruction", "output", "images")))
+    (found,) = translate(source, llamafactory, around).mapping["data"]["train"]
+    assert found["ignore"] == ["images"]
 
 
 EXAMPLES = os.environ.get("MANYHANDS_LLAMAFACTORY")

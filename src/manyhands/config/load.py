@@ -24,7 +24,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.config.sources import drop_wrong_sources, list_paths, list_sources, open_source
 from manyhands.core.errors import UserError
 
-PATH_KEYS = ("model.name", "model.chat_template", "method.adapter")
+PATH_KEYS = ("model.name", "model.chat_template", "method.adapter", "data.image_folder")
 HOME_KEYS = (*PATH_KEYS, "data.cache", "output.dir")
 IN_SOURCE = re.compile(r"(data\.(?:train|validation))\[(\d+)\]\.(\w+)")
 MAX_FINDINGS = 20

@@ -79,7 +79,12 @@ def _decode(text: str, where: str) -> bytes:
 def read_column(fields: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, list[ImageRef]]:
     """(the column, its images) of a row; ("", []) where it has none. ``names`` are other names of fields, {ours: the
     row's}. Raises RowRefused for both columns."""
-    held = [(column, fields.get(names.get(column, column))) for column in IMAGES]
+    renamed = set(names.values())  # ``{images: image}`` is one column
+    held = [
+        (column, fields.get(names.get(column, column)))
+        for column in IMAGES
+        if names.get(column) or column not in renamed
+    ]
     held = [(column, value) for column, value in held if value is not None and value != "" and value != []]
     if not held:
         return "", []

@@ -1,5 +1,5 @@
 """LLaMA-Factory's flat YAML and JSON files (``llamafactory-cli train FILE``): supervised fine-tuning and continued
-pre-training of text models.
+pre-training.
 
 The keys are those of its argument classes (hparams/) and of transformers' TrainingArguments. What it does and we do not
 do alike, in every run, is listed in docs/coming-from.md.
@@ -13,6 +13,7 @@ from pathlib import Path
 from manyhands.config.dialects import llamafactory_keys as keys
 from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.llamafactory_data import Sources, Wanted, make_sources, read_info
+from manyhands.config.dialects.llamafactory_images import map_images
 from manyhands.config.dialects.llamafactory_method import map_method, map_model
 from manyhands.config.dialects.llamafactory_templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
 from manyhands.config.dialects.translation import Translator, clean_name
@@ -83,6 +84,7 @@ def _map_data(t: Translator, is_text: bool) -> Sources | None:
     info = read_info(t)
     wanted = Wanted(is_text, limit)
     sources = make_sources(t, "dataset", info, wanted) if info else None
+    map_images(t, info, sources is not None and sources.has_images)
     if sources and info:
         _map_sources(t, "dataset", "data.train", sources, info.where)
         t.already("dataset_dir", info.where)
@@ -97,7 +99,6 @@ def _map_data(t: Translator, is_text: bool) -> Sources | None:
             _map_sources(t, "eval_dataset", "data.validation", held_out, info.where)
         t.already("eval_dataset")
     _map_held_out(t)
-    t.already("media_dir", "nothing but text is read")
     if t.flag("eval_on_each_dataset"):
         t.ignore("eval_on_each_dataset", "validation data sets are measured together")
     for key, fix in (("streaming", "rows are read completely: set it to false"),
@@ -175,8 +176,9 @@ def _map_template(t: Translator, is_text: bool, sources: Sources | None) -> None
             t.only(key, (None, True, False), "it changes the format of `template`: write that too")
         return
     name = str(name)
-    if name in OTHER_FORMATS or (name in CHAT_FORMATS and sources is not None and sources.has_tools):
-        what = "how it writes tools" if name in CHAT_FORMATS else f"its format {name}"
+    special = [] if sources is None else ["tools"] * sources.has_tools + ["images"] * sources.has_images
+    if name in OTHER_FORMATS or (name in CHAT_FORMATS and special):
+        what = f"how it writes {' and '.join(special)}" if name in CHAT_FORMATS else f"its format {name}"
         t.substitute("template", {}, f"{what} is not available: the tokenizer's own chat template is used")
         for key in changing:
             t.only(key, (None, True), "it changes a format that is not available: remove it")
@@ -262,9 +264,6 @@ def _note_bystanders(t: Translator) -> None:
     hf.map_bystanders(t)
     for key in keys.NO_EFFECT & t.values.keys():
         t.already(key)
-    for key in keys.FREEZE_PARTS & t.values.keys():
-        t.only(key, (keys.FREEZE_PARTS_DEFAULT[key], None), "towers of images and sound are never trained: "
-               f"set it to {str(keys.FREEZE_PARTS_DEFAULT[key]).lower()}")  # fmt: skip
     for key, why in keys.IGNORED.items():
         if t.get(key) in (None, False):
             t.already(key)

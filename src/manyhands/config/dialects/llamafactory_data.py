@@ -16,7 +16,7 @@ from typing import Any
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import nearest_name, show
 from manyhands.config.read import read_run_file
-from manyhands.config.sources import OPTIONAL
+from manyhands.config.sources import IMAGES, OPTIONAL
 from manyhands.core.errors import UserError
 
 INFO = "dataset_info.json"
@@ -24,10 +24,10 @@ ENTRY_KEYS = (
     "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_name", "formatting", "ranking",
     "subset", "split", "folder", "num_samples", "columns", "tags",
 )  # fmt: skip
-PREFERENCES, MEDIA = ("chosen", "rejected", "kto_tag"), ("images", "videos", "audios")
+PREFERENCES, MEDIA = ("chosen", "rejected", "kto_tag"), ("videos", "audios")
 COLUMNS = MappingProxyType({"prompt": "instruction", "query": "input", "response": "output",
                             "messages": "conversations"})  # fmt: skip
-OTHER_COLUMNS = ("history", "system", "tools", *PREFERENCES, *MEDIA)
+OTHER_COLUMNS = ("history", "system", "tools", "images", *PREFERENCES, *MEDIA)
 TAGS = MappingProxyType({"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
                          "observation_tag": "observation", "function_tag": "function_call",
                          "system_tag": "system"})  # fmt: skip
@@ -78,10 +78,11 @@ class Wanted:
 
 @dataclass
 class Sources:
-    """Sources in our keys, whether rows carry tools, and what is not quite the same."""
+    """Sources in our keys, whether rows carry tools or images, and what is not quite the same."""
 
     items: list[dict[str, Any]] = field(default_factory=list)
     has_tools: bool = False
+    has_images: bool = False
     differences: list[str] = field(default_factory=list)
 
 
@@ -184,6 +185,8 @@ def _make_source(
     tags = _read_table(entry, "tags", tuple(TAGS), TAGS, name, info)
     _refuse_kinds(entry, columns, name, info)
     source: dict[str, Any] = {"name": name, **_locate(entry, name, info)}
+    if wanted.is_text and columns["images"]:
+        raise _Refused(f"{info.place(f'{name}.columns.images')}: stage pt trains text alone here: write stage sft")
     if wanted.is_text:
         form, read = "text", _read_text(entry, columns, name, info)
         if source["path"].endswith(".txt"):
@@ -191,6 +194,8 @@ def _make_source(
     else:
         form, read = _read_turns(entry, columns, tags, name, info)
         sources.has_tools |= bool(columns["tools"])
+        if columns["images"]:
+            sources.has_images, read = True, {**read, "images": columns["images"]}
     source["format"] = form
     renamed = {ours: theirs for ours, theirs in read.items() if theirs and theirs != ours}
     if renamed:
@@ -226,7 +231,7 @@ def _refuse_kinds(entry: Mapping[str, Any], columns: Mapping[str, str | None], n
     media = [one for one in MEDIA if columns.get(one)]
     if media:
         raise _Refused(f"{info.place(f'{name}.columns.{media[0]}')}: these rows come with {' and '.join(media)}, and "
-                       "only text can be trained: choose a data set of text")  # fmt: skip
+                       "only text and images can be trained: choose a data set of these")  # fmt: skip
 
 
 def _locate(entry: Mapping[str, Any], name: str, info: DatasetInfo) -> dict[str, Any]:
@@ -308,6 +313,8 @@ def _find_unread(t: Translator, form: str, read: Mapping[str, str | None], path:
     """Columns that our format would read of a row that has them, and that LLaMA-Factory does not."""
     unread = {name for name in OPTIONAL[form] if not read.get(name)} - set(read.values())
     known = t.around.columns(path)
+    if known is not None and form != "text":
+        unread |= set(IMAGES) - set(read.values())
     return sorted(name for name in unread if known is None or name in known)
 
 

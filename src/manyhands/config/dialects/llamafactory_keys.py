@@ -15,7 +15,7 @@ _MAPPED = names(
     model_name_or_path model_revision trust_remote_code train_from_scratch add_tokens add_special_tokens resize_vocab
     split_special_tokens new_special_tokens_config init_special_tokens use_fast_tokenizer
     stage finetuning_type pure_bf16 quantization_bit
-    template dataset eval_dataset dataset_dir media_dir cutoff_len train_on_prompt mask_history streaming mix_strategy
+    template dataset eval_dataset dataset_dir cutoff_len train_on_prompt mask_history streaming mix_strategy
     interleave_probs max_samples ignore_pad_token_for_loss val_size eval_on_each_dataset packing neat_packing
     tool_format default_system enable_thinking preserve_thinking tokenized_path
     use_muon ray_num_workers disable_gradient_checkpointing early_stopping_steps fp8 disable_shuffling
@@ -104,7 +104,7 @@ NO_EFFECT = OFT | names(
     buffer_size overwrite_cache preprocessing_batch_size preprocessing_num_workers eval_num_beams
     data_shared_file_system cache_dir low_cpu_mem_usage flash_attn use_unsloth use_unsloth_gc enable_liger_kernel
     use_reentrant_gc upcast_layernorm upcast_lmhead_output offload_folder use_kv_cache use_v1_kernels infer_dtype
-    infer_backend print_param_status image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches
+    infer_backend print_param_status
     video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate
     include_effective_tokens_per_second fp8_backend fp8_enable_fsdp_float8_all_gather ray_init_kwargs master_addr
     master_port profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat
@@ -123,7 +123,9 @@ NO_EFFECT = OFT | names(
 FREEZE_PARTS_DEFAULT = MappingProxyType(
     {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
 )
-FREEZE_PARTS = frozenset(FREEZE_PARTS_DEFAULT)
+IMAGES = frozenset(FREEZE_PARTS_DEFAULT) | names(
+    "media_dir image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches"
+)
 IGNORED = MappingProxyType(
     {
         "compute_accuracy": "validation measures the loss, not the accuracy of tokens",
@@ -149,7 +151,7 @@ ALL = (
     | DEGREES
     | TOKENS
     | NO_EFFECT
-    | FREEZE_PARTS
+    | IMAGES
     | frozenset(IGNORED)
     | OF_PREDICTION
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from manyhands.config.dialects import llamafactory_keys as keys
 from manyhands.config.dialects import transformers as hf
+from manyhands.config.dialects.images import split_projector
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import show
 
@@ -115,7 +116,8 @@ def _map_or_carry(t: Translator, key: str, native: str, value: Any, default: Any
 
 def _map_saved_modules(t: Translator) -> None:
     if t.has("additional_target"):
-        t.map("additional_target", "method.modules_to_save", split_names(t.get("additional_target")))
+        saved, _ = split_projector(split_names(t.get("additional_target")))
+        t.map("additional_target", "method.modules_to_save", saved or None)  # the projector is one of method.parts
     elif t.flag("resize_vocab"):
         why = f"{keys.TOOL} trains embeddings and head with resize_vocab"
         t.map("resize_vocab", "method.modules_to_save", ["embed_tokens", "lm_head"], why)
