@@ -26,7 +26,7 @@ from tests.support.equality import BOUNDS, NORM_BOUNDS, Case, Curve, base_config
 from tests.support.ranks import Ranks
 
 # Rows of codes of 16384 values: 1 in attention, fewer than ranks, and 3 in the MLP, of which the last is not full.
-WIDTHS = {"hidden_size": 96, "intermediate_size": 352, "num_hidden_layers": 2}
+WIDTHS = {"hidden_size": 96, "intermediate_size": 350, "num_hidden_layers": 2}
 # Optimizers that ranks do not run as they are: see ``cell_ranks``.
 STAND_INS: dict[str, StandIn] = {"adamw_8bit": "kernels", "paged_adamw": "kernels"}
 NUM_STEPS, SAVED_STEP = 8, 4
@@ -124,17 +124,21 @@ class Workshop:
         )
         copy = self.root / "runs" / f"{key}-resumed" / folder.name
         shutil.copytree(folder, copy)
-        for later in (f"checkpoints/step-{NUM_STEPS:06d}", "model", "adapter", "verify"):
-            shutil.rmtree(copy / later, ignore_errors=True)
-        for later in ("status.json", "report.json"):
-            (copy / later).unlink()
+        lose(copy, SAVED_STEP)
         return self.run(f"{key}-resumed", method, strategy, dtype, optimizer)
 
     def run(
-        self, name: str, method: str, strategy: str, dtype: str = "float32", optimizer: str = "adamw", fault: Fault = ""
+        self,
+        name: str,
+        method: str,
+        strategy: str,
+        dtype: str = "float32",
+        optimizer: str = "adamw",
+        fault: Fault = "",
+        **more: Any,
     ) -> Ended:
         case = CASES[strategy]
-        keys = {**KEYS, **case.keys, "output.dir": str(self.root / "runs" / name)}
+        keys = {**KEYS, **case.keys, **more, "output.dir": str(self.root / "runs" / name)}
         config = base_config(self.root, dtype, method, Case(name, case.world_size, keys), "cpu")
         # Not by a key, and planned without its check: those of bitsandbytes are refused on a CPU, where the tests stand
         # in for its kernels.
@@ -156,6 +160,17 @@ class Workshop:
 
     def source(self) -> dict[str, torch.Tensor]:
         return load_file(self.root / "model" / "model.safetensors")
+
+
+def lose(folder: Path, step: int) -> None:
+    """Nothing is left of a run but what it had when ``step`` had been saved."""
+    for path in folder.glob("checkpoints/step-*"):
+        if path.name > f"step-{step:06d}":
+            shutil.rmtree(path)
+    for later in ("model", "adapter", "verify"):
+        shutil.rmtree(folder / later, ignore_errors=True)
+    for later in ("status.json", "report.json"):
+        (folder / later).unlink()
 
 
 def deviations(reference: Ended, found: Ended, is_trained: Callable[[str], bool]) -> dict[str, float]:

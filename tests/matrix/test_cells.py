@@ -7,6 +7,7 @@ within the bounds of docs/equality.md, and its own resumed self bit for bit. Oth
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from manyhands.checkpoint.manifest import read_manifest
 from manyhands.core.errors import UserError
-from tests.matrix.cells import CASES, NUM_STEPS, SAVED_STEP, STAND_INS, Ended, Workshop, beyond, deviations
+from tests.matrix.cells import CASES, NUM_STEPS, SAVED_STEP, STAND_INS, Ended, Workshop, beyond, deviations, lose
 from tests.support.equality import BOUNDS, Case, base_config
 from tests.support.ranks import Ranks
 
@@ -154,6 +155,23 @@ def test_other_optimizers(workshop: Workshop, optimizer: str, method: str, strat
     check_same_bits(cell, workshop.resumed(method, strategy, optimizer=optimizer))
     apart = deviations(workshop.cell(method, "single", optimizer=optimizer), cell, IS_TRAINED[method])
     assert not beyond(apart, OPTIMIZERS[optimizer][0]), apart
+
+
+@pytest.mark.slow
+def test_8bit_moments_over_two_shards_then_one_then_two_again(workshop: Workshop) -> None:
+    """Blocks of 256 values lie otherwise in each: the run stays as near to one left alone as layouts are."""
+    pytest.importorskip("bitsandbytes")
+    keys = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 4}
+    alone = workshop.run("left-alone", "full", "hsdp", optimizer="adamw_8bit", **keys)
+    folder = workshop.root / "runs" / "passed-on" / alone.folder.name
+    shutil.copytree(alone.folder, folder)
+    for step, strategy in ((4, "single"), (6, "hsdp")):
+        lose(folder, step)
+        ended = workshop.run("passed-on", "full", strategy, optimizer="adamw_8bit", **keys)
+        log = (folder / "logs" / "rank-0.log").read_text()
+        assert f"resumed after step {step} from step-{step:06d}" in log and "were quantized again" in log
+        apart = deviations(alone, ended, IS_TRAINED["full"])
+        assert apart["weights"] > 0 and not beyond(apart, "bfloat16"), apart
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])

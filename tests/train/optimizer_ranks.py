@@ -23,6 +23,8 @@ from manyhands.config.schema import OptimizerSection
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, gather
 from manyhands.core.seeds import named_generator
+from manyhands.train.adamw_8bit import MOMENTS
+from manyhands.train.blocks_8bit import blocks_in
 from manyhands.train.optimizer import make_optimizer, set_learning_rate
 
 PEAK = 1e-2
@@ -113,20 +115,49 @@ def save(keys: dict[str, Any], kind: str, folder: Path) -> dict[str, torch.Tenso
         return whole(net)
 
 
-def resume(keys: dict[str, Any], kind: str, folder: Path) -> dict[str, torch.Tensor] | UserError:
-    """The last two steps from that checkpoint."""
+def resume(
+    keys: dict[str, Any], kind: str, folder: Path, said: list[str] | None = None
+) -> dict[str, torch.Tensor] | UserError:
+    """The last two steps from that checkpoint; ``said`` gets what loading reports."""
     with cpu_kernels():
         net, optimizer = build(OptimizerSection(**keys), kind)
         for parameter in net.parameters():
             if parameter.requires_grad:
                 nn.init.constant_(parameter, 7.0)
         try:
-            load_checkpoint(folder / "step-000002", net, optimizer)
+            load_checkpoint(folder / "step-000002", net, optimizer, report=([] if said is None else said).append)
         except UserError as error:
             return error
         for step in (2, 3):
             take_step(net, optimizer, step)
         return whole(net)
+
+
+Moments = dict[str, tuple[torch.Tensor, torch.Tensor]]  # values, and the largest of the block of each
+
+
+def pass_on(keys: dict[str, Any], kind: str, source: Path, target: Path | None) -> tuple[Moments, list[str]]:
+    """Loads a checkpoint and saves it again as it is held here; 8-bit moments in full, and what was reported."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    said: list[str] = []
+    with cpu_kernels():
+        net, optimizer = build(OptimizerSection(**keys), kind)
+        load_checkpoint(source / "step-000002", net, optimizer, report=said.append)
+        if target is not None:
+            save_checkpoint(target / "step-000002", net, optimizer, {}, rank=rank, world_size=world_size)
+        moments: Moments = {}
+        for name, parameter in net.named_parameters():
+            for key, levels in zip(MOMENTS, optimizer._levels_on(torch.device("cpu")).values(), strict=True):  # type: ignore[attr-defined]
+                state = optimizer.state.get(parameter, {})
+                if f"{key}_scale" not in state:
+                    continue
+                scales = gather(state[f"{key}_scale"])
+                blocks = blocks_in(parameter, scales.shape)
+                assert blocks is not None
+                codes = gather(state[key]).flatten()
+                largest = scales.flatten()[blocks.index_of(torch.arange(len(codes)))]
+                moments[f"{key} {name}"] = (levels[codes.long()] * largest, largest)
+    return moments, said
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from manyhands.checkpoint.manifest import (
 from manyhands.checkpoint.tensors import (
     MODEL,
     OPTIMIZER,
+    ConvertsState,
     LoadPlanner,
     checkpoint_tensors,
     create_optimizer_state,
@@ -35,6 +36,7 @@ from manyhands.checkpoint.tensors import (
 )
 from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0, this_rank
 from manyhands.core.errors import DAMAGED, EXIT_FAILED, UserError
+from manyhands.core.progress import advance
 
 MAX_DETAILS = 20
 
@@ -114,13 +116,19 @@ def check_files(folder: Path) -> Manifest:
 
 
 def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_checked: bool = False
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    is_checked: bool = False,
+    report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Loads trained parameters and optimizer states in place, bit for bit; returns the saved state. Collective.
 
     Optimizer states are created as the checkpoint has them; without an ``optimizer`` only parameters are loaded, cast
-    to the model's dtypes. UserError on every rank for a damaged file (named), unless ``check_files`` has seen them, or
-    for names, shapes or dtypes that do not fit.
+    to the model's dtypes. States that this layout of ranks keeps in another form are converted, as ``report`` hears on
+    every rank. UserError on every rank for a damaged file (named), unless ``check_files`` has seen them, or for names,
+    shapes or dtypes that do not fit.
     """
     rank, _ = this_rank()
     manifest = run_on_all_ranks(lambda: read_manifest(folder))[rank] if is_checked else check_files(folder)
@@ -129,31 +137,83 @@ def load_checkpoint(
     if optimizer is not None:
         create_optimizer_state(optimizer, trained, manifest.tensors)
     tensors = checkpoint_tensors(model, optimizer)
+    others: list[str] = []
     if optimizer is not None:
-        run_on_all_ranks(lambda: _check_states(folder, describe(tensors), manifest))
+        others = run_on_all_ranks(lambda: _find_others(folder, trained, optimizer, describe(tensors), manifest))[rank]
+    for name in others:
+        entry = manifest.tensors[name]
+        tensors[name] = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), planner=LoadPlanner())
+    if others:
+        _convert(optimizer, trained, {name: tensors[name] for name in others}, manifest.world_size, report)
     return json.loads((folder / TRAIN_STATE).read_text(encoding="utf-8"))
 
 
-def _check_states(folder: Path, wanted: dict[str, TensorEntry], manifest: Manifest) -> None:
-    """Refuses optimizer states that cannot be loaded in this layout, such as 8-bit blocks cut for other shards."""
+def _find_others(
+    folder: Path,
+    trained: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    wanted: dict[str, TensorEntry],
+    manifest: Manifest,
+) -> list[str]:
+    """Optimizer states whose shapes are of another layout, for the optimizer to convert. UserError for those that it
+    cannot.
+    """
 
     def of_optimizer(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         return {name: entry for name, entry in tensors.items() if name.startswith(OPTIMIZER)}
 
+    def converts(full_name: str) -> bool:
+        mine, saved = here.get(full_name), there.get(full_name)
+        key, name = _split(full_name)
+        if mine is None or saved is None or mine.dtype != saved.dtype or not isinstance(optimizer, ConvertsState):
+            return False
+        return optimizer.converts(trained[name], key, saved.shape)
+
     here, there = of_optimizer(wanted), of_optimizer(manifest.tensors)
-    other = [name for name in sorted(here.keys() | there.keys()) if not _agree(here.get(name), there.get(name))]
-    if other:
+    others = [name for name in sorted(here.keys() | there.keys()) if not _agree(here.get(name), there.get(name))]
+    refused = [name for name in others if not converts(name)]
+    if refused:
         raise UserError(
             "the checkpoint's optimizer states cannot be loaded in this layout of ranks",
             where=str(folder),
-            why=f"{len(other)} of them are kept in blocks over each rank's shard, as {manifest.world_size} ranks"
-            " had them",
+            why=f"{len(refused)} of them are kept in another form than {manifest.world_size} ranks had them in",
             fix=f"resume on {manifest.world_size} processes with the same parallel.strategy",
-            details=[name.removeprefix(OPTIMIZER) for name in other[:MAX_DETAILS]],
+            details=[name.removeprefix(OPTIMIZER) for name in refused[:MAX_DETAILS]],
         )
+    return others
+
+
+def _convert(
+    optimizer: torch.optim.Optimizer | None,
+    trained: dict[str, nn.Parameter],
+    saved: dict[str, torch.Tensor],
+    world_size: int,
+    report: Callable[[str], None],
+) -> None:
+    assert isinstance(optimizer, ConvertsState)
+    by_parameter: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, tensor in saved.items():
+        key, name = _split(full_name)
+        by_parameter.setdefault(name, {})[key] = tensor
+    for name, states in by_parameter.items():
+        optimizer.convert_state(trained[name], states)
+        advance()
+    names = list(by_parameter)
+    more = f" and {len(names) - MAX_DETAILS} more" if len(names) > MAX_DETAILS else ""
+    report(
+        f"note: quantized optimizer states of {len(names)} weight{'s' * (len(names) != 1)} were quantized again, as the"
+        f" shards of the {world_size} rank{'s' * (world_size != 1)} that saved them cut other blocks:"
+        f" {', '.join(names[:MAX_DETAILS])}{more}"
+    )
+
+
+def _split(full_name: str) -> tuple[str, str]:
+    """The key and the parameter's name of an optimizer state."""
+    key, _, name = full_name.removeprefix(OPTIMIZER).partition(".")
+    return key, name
 
 
 def _agree(here: TensorEntry | None, there: TensorEntry | None) -> bool:

@@ -8,6 +8,7 @@ distributed checkpoint (DCP) takes: plain tensors and DTensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,6 +29,19 @@ class MakesState(Protocol):
 
     def create_state(self, parameter: torch.Tensor) -> None:
         """Puts zeros into ``state[parameter]``."""
+        ...
+
+
+@runtime_checkable
+class ConvertsState(Protocol):
+    """An optimizer some of whose states have shapes of their own in each layout, and that can take up another's."""
+
+    def converts(self, parameter: torch.Tensor, key: str, shape: tuple[int, ...]) -> bool:
+        """Whether it can take the state ``key`` as it was saved, in this shape."""
+        ...
+
+    def convert_state(self, parameter: torch.Tensor, saved: Mapping[str, torch.Tensor]) -> None:
+        """Takes those whose shapes differ, by key and in full, once all others are loaded. No communication."""
         ...
 
 

@@ -106,7 +106,9 @@ class ZeroEngine(RankEngine):
             folder, self.model, self.optimizer, state, self.world, manifest_extra=manifest_extra, progress=progress
         )
 
-    def load(self, folder: Path, *, is_checked: bool = False) -> dict[str, Any]:
+    def load(
+        self, folder: Path, *, is_checked: bool = False, report: Callable[[str], None] = lambda text: None
+    ) -> dict[str, Any]:
         """Loads a checkpoint of any layout; returns the saved state. Collective."""
         state = load_fragments(folder, self.model, self._inner.optimizer, self.world, is_checked=is_checked)
         copy_masters(self._inner.optimizer)

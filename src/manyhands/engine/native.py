@@ -244,10 +244,12 @@ class NativeEngine(RankEngine):
         while self._before_update:
             self._before_update.pop(0)()
 
-    def load(self, folder: Path, *, is_checked: bool = False) -> dict[str, Any]:
+    def load(
+        self, folder: Path, *, is_checked: bool = False, report: Callable[[str], None] = lambda text: None
+    ) -> dict[str, Any]:
         """Loads what ``save`` wrote, from any number of ranks, in place; returns the saved state. Collective."""
         self._end_copies()
-        return load_checkpoint(folder, self.model, self.optimizer, is_checked=is_checked)
+        return load_checkpoint(folder, self.model, self.optimizer, is_checked=is_checked, report=report)
 
     def _free_gathered(self) -> None:
         # Without a backward pass gathered weights would stay registered, and an optimizer or a checkpoint would find

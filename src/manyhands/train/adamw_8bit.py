@@ -3,25 +3,25 @@ host.
 
 bitsandbytes' own classes do not know shards, so its kernels are called here on each rank's part. Moments in 8 bits
 (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861) have one scale for each 256 values of that part: where blocks
-of a part are blocks of the full tensor, any number of ranks can load what another saved; elsewhere the layout must be
-the one that saved it.
+of a part are blocks of the full tensor, any number of ranks loads what another saved bit for bit; elsewhere moments are
+quantized again (``blocks_8bit.py``).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from manyhands.core.errors import UserError
-from manyhands.core.holding import local, num_shards, shard_like
-from manyhands.core.limits import BLOCK_VALUES_8BIT as BLOCK
+from manyhands.core.holding import first_index, local, shard_like
+from manyhands.train.blocks_8bit import blocks_in, create_scales, requantize
 
 MIN_QUANTIZED = 4096  # smaller parameters keep float32 moments, as do vectors (norms)
 MIN_PAGED = 100_000  # smaller ones stay on the device
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALE = "_scale"  # of the blocks of a moment, after its name
 
 
 def check_blockwise(name: str, parameters: Iterable[torch.Tensor]) -> None:
@@ -71,7 +71,30 @@ class BlockwiseAdamW(torch.optim.Optimizer):
             self._moments[parameter][moment] = self._allocate(part, torch.uint8 if quantized else torch.float32)
             state[moment] = shard_like(self._moments[parameter][moment], parameter, parameter.shape)
             if quantized:
-                state[f"{moment}_scale"] = create_scales(parameter)
+                state[moment + SCALE] = create_scales(parameter)
+
+    def converts(self, parameter: torch.Tensor, key: str, shape: tuple[int, ...]) -> bool:
+        """Whether ``convert_state`` takes the state ``key`` in this shape: scales of the blocks of other shards."""
+        return key.endswith(SCALE) and blocks_in(parameter, shape) is not None
+
+    @torch.no_grad()
+    def convert_state(self, parameter: torch.Tensor, saved: Mapping[str, torch.Tensor]) -> None:
+        """Quantizes moments again that were loaded as codes of the blocks whose scales are ``saved``, by key and in
+        full.
+        """
+        state, levels = self.state[parameter], list(self._levels_on(parameter.device).values())
+        for moment, its_levels in zip(MOMENTS, levels, strict=True):
+            scales = saved[moment + SCALE]
+            blocks = blocks_in(parameter, scales.shape)
+            assert blocks is not None, "converts comes first"
+            requantize(
+                local(state[moment]).view(-1),
+                first_index(parameter),
+                local(state[moment + SCALE]).view(-1),
+                blocks,
+                scales.to(parameter.device).view(-1),
+                its_levels,
+            )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -107,13 +130,12 @@ class BlockwiseAdamW(torch.optim.Optimizer):
             "lr": group["lr"],
             "weight_decay": group["weight_decay"],
         }
-        if "exp_avg_scale" not in state:
+        if "exp_avg" + SCALE not in state:
             kernels.optimizer_update_32bit(**shared)
             return
         levels = self._levels_on(weight.device)
         scales = {
-            f"absmax{number}": local(state[f"{moment}_scale"]).view(-1)
-            for number, moment in enumerate(MOMENTS, start=1)
+            f"absmax{number}": local(state[moment + SCALE]).view(-1) for number, moment in enumerate(MOMENTS, start=1)
         }
         kernels.optimizer_update_8bit_blockwise(**shared, **scales, **levels, beta3=0.0, alpha=0.0)
 
@@ -136,27 +158,3 @@ class BlockwiseAdamW(torch.optim.Optimizer):
             maps = {"qmap1": kernels.create_dynamic_map(signed=True), "qmap2": kernels.create_dynamic_map(signed=False)}
             self._levels[device] = {name: code.to(device) for name, code in maps.items()}
         return self._levels[device]
-
-
-def create_scales(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros for the scales of a moment's blocks, in a shape that is equal in two layouts only if their blocks are.
-
-    ===================================  ==============================  ======================================
-    columns are full blocks              (rows, columns / 256)           cut as the parameter, in any layout
-    shards are equal and full blocks     (blocks)                        the same in every such layout
-    otherwise                            (shards, blocks of the first)   of this number of shards alone
-    ===================================  ==============================  ======================================
-    """
-    part, rows, shards = local(parameter), parameter.shape[0], num_shards(parameter)
-    columns = parameter.numel() // rows
-    if columns % BLOCK == 0:
-        return shard_like(_zeros(part, part.shape[0], columns // BLOCK), parameter, (rows, columns // BLOCK))
-    if shards == 1 or (rows % shards == 0 and part.numel() % BLOCK == 0):
-        num_blocks = math.ceil(parameter.numel() / BLOCK)
-        return shard_like(_zeros(part, num_blocks // shards), parameter, (num_blocks,))
-    num_blocks = math.ceil(math.ceil(rows / shards) * columns / BLOCK)
-    return shard_like(_zeros(part, 1, num_blocks), parameter, (shards, num_blocks))
-
-
-def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.float32, device=like.device)

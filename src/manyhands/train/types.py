@@ -67,8 +67,10 @@ class Engine(Protocol):
         """Writes weights, optimizer states and ``state`` (JSON) as a checkpoint that exists when its manifest does."""
         ...
 
-    def load(self, folder: Path, *, is_checked: bool = False) -> dict[str, Any]:
-        """Loads what ``save`` wrote, on any number of ranks, bit for bit; returns the state."""
+    def load(self, folder: Path, *, is_checked: bool = False, report: Callable[[str], None] = ...) -> dict[str, Any]:
+        """Loads what ``save`` wrote, on any number of ranks, bit for bit but for what ``report`` hears; returns the
+        state.
+        """
         ...
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:

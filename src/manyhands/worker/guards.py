@@ -104,7 +104,7 @@ def roll_back(rank: RankContext, asked: RollBack) -> None:
             exit_code=EXIT_FAILED,
         )
     rank.engine.drop_gradients()
-    state = TrainState(**rank.engine.load(checkpoint, is_checked=True))
+    state = TrainState(**rank.engine.load(checkpoint, is_checked=True, report=rank.print))
     state.num_rollbacks = before.num_rollbacks + 1
     left_out = [step for step in asked.left_out if step >= state.step]
     state.left_out = sorted({*before.left_out, *left_out})

@@ -124,7 +124,7 @@ def resume(rank: RankContext) -> None:
         rank.state = TrainState(**rank.snapshot.restore(rank.model, rank.engine.optimizer))
         rank.print(f"resumed after step {rank.state.step} from host memory")
     elif rank.checkpoint is not None:
-        rank.state = TrainState(**rank.engine.load(rank.checkpoint, is_checked=True))
+        rank.state = TrainState(**rank.engine.load(rank.checkpoint, is_checked=True, report=rank.print))
         rank.print(f"resumed after step {rank.state.step} from {rank.checkpoint.name}")
 
 
