@@ -171,7 +171,7 @@ def _shift_features(loss_model: LossModel) -> None:
 def _see_all_alike(loss_model: LossModel) -> None:
     images: Any = loss_model.images
     inner = images._inputs
-    images._inputs = lambda batch: inner(batch) | {"pixel_values": torch.ones_like(batch["pixel_values"])}
+    images._inputs = lambda given, **how: inner(given, **how) | {"pixel_values": torch.ones_like(given["pixel_values"])}
 
 
 def _leak_slightly(loss_model: LossModel) -> None:

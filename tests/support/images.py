@@ -14,6 +14,7 @@ import torch
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import gather
 from manyhands.data.image_batch import ImageWork
+from manyhands.data.image_files import PixelBounds
 from manyhands.data.image_probe import ProbeImages
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.model.image_checks import ImageVerdict, check_images
@@ -174,7 +175,7 @@ def check(plan: Plan, config: RunConfig) -> ImageVerdict:
 
 
 def check_engine(engine: Any, plan: Plan, config: RunConfig) -> ImageVerdict:
-    work = ImageWork(plan.model_folder, config.data.max_image_pixels)
+    work = ImageWork(plan.model_folder, PixelBounds.of(config.data))
     probe = ProbeImages(config, work, load_tokenizer(Path(plan.model_folder)))
     return check_images(engine, engine.loss_model, probe, engine.world.device, plan.packing)
 

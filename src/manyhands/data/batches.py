@@ -19,6 +19,7 @@ import torch
 
 from manyhands.data.collate import Arrays, BatchShape, Samples, collate_samples
 from manyhands.data.image_batch import PIXEL_REPEATS, PIXEL_TABLE
+from manyhands.data.image_places import HOST_ENTRIES
 from manyhands.data.pack import StepLayout
 
 Item = TypeVar("Item")
@@ -143,7 +144,7 @@ class MicroBatches(Iterator[Batch]):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(arrived)  # the device waits, not the host
             for value in batch.values():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and value.is_cuda:
                     value.record_stream(stream)
         return scale_pixels(batch)
 
@@ -176,10 +177,13 @@ def _load(
 
 
 def _send(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> tuple[Batch, torch.cuda.Event]:
-    """Copies from pinned memory on ``stream``. torch reuses a pinned buffer only after the copy from it is done."""
+    """Copies from pinned memory on ``stream``, but for what the host reads. torch reuses a pinned buffer only after
+    the copy from it is done."""
     with torch.cuda.stream(stream):
         sent = {
-            name: value.pin_memory().to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            name: value.pin_memory().to(device, non_blocking=True)
+            if isinstance(value, torch.Tensor) and name not in HOST_ENTRIES
+            else value
             for name, value in batch.items()
         }
         arrived = torch.cuda.Event()

@@ -117,7 +117,7 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
                 batch[entry.name] = np.concatenate([blank, *parts]).astype(entry.dtype)
                 batch[f"cu_{entry.name}"] = np.cumsum([0, *map(len, parts)], dtype=np.int32)
     if shape.images is not None:
-        batch |= add_images(shape.images, samples, batch["input_ids"].shape, starts, shape.packed)
+        batch |= add_images(shape.images, samples, batch, starts, shape.packed)
     return add_label_positions(batch)
 
 

@@ -10,6 +10,7 @@ In a run with images every batch has (I: images of all documents, U: units, see 
 | batch_num_images | (documents) int64, likewise |
 | cu_ENTRY | (documents + 1) int32, where each document's items begin, beside each entry of images or units |
 | rope_positions | (3, B, L) int64 like position_ids, by time, row and column, where the family rotates by these |
+| image_places, ... | see ``image_places.py`` |
 | pixel_table, pixel_repeats | what turns bytes into floats: ``batches.scale_pixels`` takes them out |
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import numpy as np
 from manyhands.core.errors import UserError
 from manyhands.data.image_cache import ImageCache
 from manyhands.data.image_files import BadImage, PixelBounds, content_of, decode, name_of, read_bytes
+from manyhands.data.image_places import place_images, read_tower_sizes
 from manyhands.data.image_processor import PIXELS, ImageProcessor, family_of, processor_digest, read_json
 from manyhands.data.image_streams import StoredImage, from_streams
 from manyhands.data.streams import PACKED_BY, Sample
@@ -51,16 +53,17 @@ class ImageWork:
 
 
 def add_images(
-    work: ImageWork, samples: Sequence[Sample], size: tuple[int, ...], starts: Sequence[int], packed: bool
-) -> dict[str, Any]:
-    """The entries of the images of ``samples``, whose documents begin at the flat positions ``starts`` of a batch of
-    ``size``. Raises UserError for an image that is not what it was when the samples were prepared."""
+    work: ImageWork, samples: Sequence[Sample], batch: Arrays, starts: Sequence[int], packed: bool
+) -> Arrays:
+    """The entries of the images of ``samples``, whose documents begin at the flat positions ``starts`` of ``batch``.
+    Raises UserError for an image that is not what it was when the samples were prepared."""
     batcher = _open_batcher(work)
     images = [from_streams(sample) for sample in samples]
     entries = batcher.join([[batcher.prepare(image, len(listed) == 1) for image in listed] for listed in images])
     if batcher.layout.mrope:
-        entries["rope_positions"] = batcher.place_documents(samples, entries, size, starts, packed)
-    return entries
+        entries["rope_positions"] = batcher.place_documents(samples, entries, batch["input_ids"].shape, starts, packed)
+    tower = batcher.tower if batcher.layout.grid_inputs else {}
+    return entries | place_images(batch | entries, batcher.layout, batcher.token_id, tower)
 
 
 @lru_cache(maxsize=2)
@@ -82,7 +85,7 @@ class ImageBatcher:
         assert layout is not None
         self._work, self.layout = work, layout
         self.processor = ImageProcessor(work.model_folder, layout)
-        self._token_id = int(read_json(self.processor.folder / "config.json")[layout.token_field])
+        self.token_id = int(read_json(self.processor.folder / "config.json")[layout.token_field])
         self._blanks = {
             name: values[:0] for name, values in self.processor.prepare(np.zeros((64, 64, 3), np.uint8)).items()
         }
@@ -133,6 +136,11 @@ class ImageBatcher:
         """How often each patch is repeated in time; 0 where items are squares, not vectors."""
         return self.processor.repeats if self.layout.layout == "patches" else 0
 
+    @cached_property
+    def tower(self) -> dict[str, int]:
+        """What ``place_images`` needs to know of it."""
+        return read_tower_sizes(self._work.model_folder)
+
     def place_documents(
         self,
         samples: Sequence[Sample],
@@ -149,7 +157,7 @@ class ImageBatcher:
         for number, (sample, start) in enumerate(zip(samples, starts, strict=True)):
             ids = sample[PACKED_BY]
             grids = entries["image_grid_thw"][bounds[number] : bounds[number + 1], 1:] // merge
-            out[:, start : start + len(ids)] = rotary_positions(ids == self._token_id, grids)
+            out[:, start : start + len(ids)] = rotary_positions(ids == self.token_id, grids)
         return out.reshape(3, *size)
 
 

@@ -79,6 +79,7 @@ class ImageLayout:
     fields: Mapping[str, Any] = field(default_factory=dict)  # of processor_config.json, and their defaults
     arguments: Mapping[str, Any] = field(default_factory=dict)  # that the processor hands to the image processor
     mrope: bool = False  # positions of text have three axes: entry ``rope_positions`` (3, 1, T)
+    grid_inputs: tuple[str, ...] = ()  # what the tower takes if it is given, and else finds by its grids, waiting
     leading_axis: bool = False  # the forward pass wants one more axis before its squares
     bidirectional: bool = False  # the tokens of an image attend to each other in both directions
 

@@ -17,6 +17,7 @@ QWEN_IMAGES = ImageLayout(
     _expand,
     {"image_token": "<|image_pad|>"},
     mrope=True,
+    grid_inputs=("position_ids", "cu_seqlens", "window_index"),
 )
 QWEN2 = Family(
     name="Qwen2",

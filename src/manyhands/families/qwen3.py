@@ -1,5 +1,7 @@
 """Qwen 3, and Qwen3-VL with images and video (positions of three axes in the text)."""
 
+from dataclasses import replace
+
 from manyhands.families.family import Family, KnownModule
 from manyhands.families.qwen2 import QWEN_IMAGES
 
@@ -20,7 +22,7 @@ QWEN3_VL = Family(
     text_model_type="qwen3_vl_text",
     towers=("model.visual",),
     projectors=("model.visual.merger", "model.visual.deepstack_merger_list"),
-    images=QWEN_IMAGES,
+    images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens", "interp_indices")),
 )
 
 FAMILIES = (QWEN3, QWEN3_VL_TEXT, QWEN3_VL)

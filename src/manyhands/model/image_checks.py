@@ -31,7 +31,7 @@ from manyhands.model.checks import (
     relative_deviation,
 )
 from manyhands.model.loss import LossModel
-from manyhands.model.multimodal import BY_OWN_FORWARD, NUM_IMAGE_TOKENS
+from manyhands.model.multimodal import BY_OWN_FORWARD
 from manyhands.model.structure import set_attention
 
 FIX = "leave the images out with data.images: false, or use a model whose images are known (docs/vision.md)"
@@ -67,7 +67,7 @@ def check_images(
     def logits(*documents: tuple[int, int], own: bool = False) -> list[torch.Tensor]:
         """Of each document (t, v), all in one batch; a document is the number of its text and of its image."""
         batch, lengths = probe.batch([(texts[text], image) for text, image in documents], packing)
-        batch |= {NUM_IMAGE_TOKENS: probe.num_tokens * len(documents), BY_OWN_FORWARD: own}
+        batch[BY_OWN_FORWARD] = own
         batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         found = engine.logits(batch)
         rows = found[0, : sum(lengths)].split(lengths) if packing else found

@@ -22,16 +22,17 @@ from torch import nn
 
 from manyhands import families
 from manyhands.core.errors import UserError
+from manyhands.data.image_places import GRID_ENTRIES, PLACES, ROWS, find_rows, grid_inputs, tower_sizes
 from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
 from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, attention_kwargs, count_positions
 from manyhands.model.structure import text_parameters
+from manyhands.model.tower_attention import use_varlen
 from manyhands.plan.types import Plan
 
 OUTER_PARTS = ("vision", "projector")  # what leads to the embeddings of the language model
 HAS_IMAGES, ROPE_POSITIONS = "has_images", "rope_positions"  # entries of a batch beside the images themselves
-# entries of batches that check a loaded model: placeholders in it; whether the model's own forward pass computes
-NUM_IMAGE_TOKENS, BY_OWN_FORWARD = "num_image_tokens", "by_own_forward"
+BY_OWN_FORWARD = "by_own_forward"  # of batches that check a loaded model: whether the model's own forward computes
 KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # inputs of some families: 1 where an image's token stands
 BLOCK = re.compile(r"\.layers\.(\d+)\.")
 
@@ -42,7 +43,8 @@ def takes_images(plan: Plan) -> bool:
 
 
 def choose_attention(plan: Plan, model_config: Any) -> str | dict[str, str]:
-    """transformers' ``attn_implementation``: the plan's for the text; towers, which know no documents, have ``sdpa``.
+    """transformers' ``attn_implementation``: the plan's for the text; towers, which know no documents, have ``sdpa``
+    to begin with (``tower_attention.py``).
 
     Images that are read in both directions need a function of ours, since transformers' mask joins those of
     documents that touch.
@@ -102,15 +104,21 @@ class Images:
         self.token_id = int(getattr(model.config, self.layout.token_field))
         self.always_runs = False
         self._trained: list[tuple[nn.Module, str]] | None = None
+        self._small: dict[str, Any] | None = None
         self._outer = outer_parameters(model, family)
         self.unused = unused_parameters(model, self._outer)
+        if self.layout.grid_inputs:
+            for tower in family.towers:
+                use_varlen(model.get_submodule(tower))
         self.parts = {part: [n for n, own in self._outer.items() if own == part] for part in OUTER_PARTS}
 
     @property
     def entries(self) -> frozenset[str]:
         """Entries of a batch that are taken here, and not handed to the model."""
         bounds = (f"cu_{name}" for name in self.layout.names)
-        return frozenset({*self.layout.names, *bounds, ROPE_POSITIONS, HAS_IMAGES, NUM_IMAGE_TOKENS, BY_OWN_FORWARD})
+        rows = (f"{ROWS}{name}" for name in ImageRows._fields)
+        others = (PLACES, ROPE_POSITIONS, HAS_IMAGES, BY_OWN_FORWARD)
+        return GRID_ENTRIES | {*self.layout.names, *bounds, *rows, *others}
 
     def are_in(self, batch: Mapping[str, Any]) -> bool:
         """Whether ``batch`` is of a data set with images, be there one in it or none."""
@@ -138,15 +146,13 @@ class Images:
             kwargs["position_ids"] = torch.cat([batch["position_ids"][None], batch[ROPE_POSITIONS]])
         if batch[self.layout.names[0]].shape[0]:
             features, deeper = self._features(model, batch)
-            _check_count(model, len(features), batch.get(NUM_IMAGE_TOKENS))
-            place = torch.nonzero_static(is_image.flatten(), size=len(features)).squeeze(1)
-            embeds = embeds.flatten(0, 1).index_copy(0, place, features.to(embeds.dtype)).view_as(embeds)
+            places = batch[PLACES] if PLACES in batch else is_image.flatten().nonzero().squeeze(1)
+            _check_count(model, len(features), len(places))
+            embeds = embeds.flatten(0, 1).index_copy(0, places, features.to(embeds.dtype)).view_as(embeds)
             if deeper:
                 kwargs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": deeper}
             if self.layout.bidirectional:
-                # on the host, which waits once for the ids rather than for each of many sizes
-                rows = find_image_rows(is_image.cpu(), kwargs["cu_seq_lens_q"].cpu())
-                kwargs["image_rows"] = rows.to(ids.device)
+                kwargs["image_rows"] = rows_of(batch, is_image, kwargs["cu_seq_lens_q"])
         elif self.always_runs or torch.is_grad_enabled():
             embeds = embeds + self._nothing(model, ids.device).to(embeds.dtype)
         return kwargs | {"inputs_embeds": embeds}
@@ -157,16 +163,25 @@ class Images:
         kinds = (batch["input_ids"] == self.token_id).long()
         return self._inputs(batch) | {name: kinds for name in KINDS_OF_TOKENS if name in takes}
 
-    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _inputs(self, batch: Mapping[str, Any], on_device: bool = True) -> dict[str, torch.Tensor]:
+        """The images; ``on_device``: also what the host reads of them."""
         inputs = {name: batch[name] for name in self.layout.names}
+        if on_device:
+            inputs = {name: value.to(inputs["pixel_values"].device) for name, value in inputs.items()}
         if self.layout.leading_axis:
             inputs["pixel_values"] = inputs["pixel_values"][None]
         return inputs
 
     def _features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Features (n, e) of all images, and those that further layers of the decoder add (``deepstack``)."""
+        """Features (n, e) of all images, and those that further layers of the decoder add (``deepstack``).
+
+        What follows from the grids alone is taken from the batch. Where it is not there, transformers works it out on
+        the device and waits for it.
+        """
+        known = {name: batch[name] for name in GRID_ENTRIES if name in batch}
+        inputs = self._inputs(batch, on_device=bool(self.layout.grid_inputs) and not known) | known
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.trained(model))):
-            found = getattr(model, model.base_model_prefix).get_image_features(**self._inputs(batch), return_dict=True)
+            found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
         features = found.pooler_output
         parts = features if isinstance(features, tuple | list) else [features]
         return torch.cat([part.flatten(0, -2) for part in parts]), list(
@@ -183,55 +198,66 @@ class Images:
         if not self.always_runs:
             empty = [parameter.flatten()[:0].sum() for parameter in self.trained(model)]
             return torch.stack([value.float() for value in empty]).sum() if empty else torch.zeros((), device=device)
-        features, deeper = self._features(model, self.smallest(model.config, device))
+        if self._small is None:
+            self._small = self._with_grid_inputs(model.config, self.smallest(model.config, device))
+        features, deeper = self._features(model, self._small)
         return torch.stack([values[:0].sum() for values in (features, *deeper)]).sum()
 
+    def _with_grid_inputs(self, config: Any, entries: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The entries of images with what the host works out for those of a batch."""
+        if not self.layout.grid_inputs:
+            return entries
+        grids = entries["image_grid_thw"].numpy()
+        found = grid_inputs(self.layout.grid_inputs, grids, tower_sizes(config.vision_config))
+        return entries | _to_tensors(found, entries["pixel_values"].device)
+
     def smallest(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
-        """The entries of one small image."""
+        """The entries of one small image; those that the host reads are on the CPU."""
         vision = config.vision_config
         if self.layout.layout == "patches":
             merge = vision.spatial_merge_size
             size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
-            grid = torch.tensor([[1, merge, merge]], device=device)
+            grid = torch.tensor([[1, merge, merge]])
             return {"pixel_values": torch.ones(merge**2, size, device=device), "image_grid_thw": grid}
         side = vision.image_size[0] if isinstance(vision.image_size, list | tuple) else vision.image_size
         batch = {"pixel_values": torch.ones(1, 3, side, side, device=device)}
         if self.layout.layout == "anyres":  # of a document with several images, which have one square each
-            batch["image_sizes"] = torch.tensor([[side, side]], device=device)
-            batch["batch_num_images"] = torch.tensor([2], device=device)
+            batch["image_sizes"] = torch.tensor([[side, side]])
+            batch["batch_num_images"] = torch.tensor([2])
         return batch
 
 
-def _check_count(model: Any, found: int, expected: int | None) -> None:
-    """UserError where the features of images are not as many as their placeholders, if their number is known here."""
-    if expected is None or found == expected:
+def _check_count(model: Any, found: int, expected: int) -> None:
+    """UserError where the features of images are not as many as their placeholders. Both are shapes, for which the host
+    never waits.
+    """
+    if found == expected:
         return
     raise UserError(
         f"{type(model).__name__} makes {found:,} features of images that have {expected:,} placeholders",
-        where="model.name",
-        why="the files of its processor are not those of these weights, or of this version of transformers",
+        where="model.name, or a row's image tokens",
+        why="the files of its processor are not those of these weights, or of this version of transformers; or a row "
+        "that holds token ids has others than its images take",
         fix="use the processor's files that were published with the model",
     )
 
 
-def find_image_rows(is_image: torch.Tensor, cu_seq_lens: torch.Tensor) -> ImageRows:
-    """The runs of image tokens (b, t) within each document of ``cu_seq_lens``: what attention in both directions needs.
+def rows_of(batch: Mapping[str, Any], is_image: torch.Tensor, cu_seq_lens: torch.Tensor) -> ImageRows:
+    """As the batch has them; else by its ids, for which the host waits."""
+    if f"{ROWS}ids" in batch:
+        return ImageRows(**{name: batch[f"{ROWS}{name}"] for name in ImageRows._fields})
+    return find_image_rows(is_image, cu_seq_lens)
 
-    An image is a run of its tokens, cut where a document begins, as in transformers of a document alone.
+
+def find_image_rows(is_image: torch.Tensor, cu_seq_lens: torch.Tensor) -> ImageRows:
+    """The runs of image tokens (b, t) within each document of ``cu_seq_lens``: what attention in both directions
+    needs.
     """
-    flat = is_image.flatten()
-    bounds = cu_seq_lens.long().unique()
-    begins = torch.zeros(flat.numel() + 1, dtype=torch.bool, device=flat.device).index_fill_(0, bounds, True)[:-1]
-    before = torch.nn.functional.pad(flat, (1, 0))[:-1]
-    starts = (flat & (~before | begins)).nonzero().squeeze(1)  # (images)
-    after = torch.nn.functional.pad(flat, (0, 1))[1:] & ~torch.nn.functional.pad(begins, (0, 1))[1:]
-    ends = (flat & ~after).nonzero().squeeze(1) + 1
-    documents = bounds[torch.bucketize(starts, bounds, right=True) - 1]  # where the image's document begins
-    num_queries, num_keys = ends - starts, ends - documents
-    ids = torch.full_like(flat, -1, dtype=torch.int64)
-    queries = flat.nonzero().squeeze(1)
-    ids[queries] = torch.arange(len(starts), device=flat.device).repeat_interleave(num_queries)
-    cu_queries, cu_keys = (torch.nn.functional.pad(n.cumsum(0), (1, 0)) for n in (num_queries, num_keys))
-    total, longest = int(cu_keys[-1]), int(num_queries.max())
-    keys = torch.arange(total, device=flat.device) + (documents - cu_keys[:-1]).repeat_interleave(num_keys)
-    return ImageRows(ids, longest, queries, keys, cu_queries.int(), cu_keys.int())
+    found = find_rows(is_image.cpu().numpy(), cu_seq_lens.cpu().numpy())
+    return ImageRows(**_to_tensors(found, is_image.device))
+
+
+def _to_tensors(arrays: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        name: value if isinstance(value, int) else torch.from_numpy(value).to(device) for name, value in arrays.items()
+    }

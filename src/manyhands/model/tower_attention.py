@@ -1,0 +1,72 @@
+"""Attention of vision towers whose images lie end to end, each seen by itself alone, in both directions.
+
+Such towers of transformers cut their patches at cumulative lengths. They do so by ``Tensor.tolist`` in every layer,
+for which the host waits each time, unless the name of their attention has ``flash`` in it: then that is called once
+with the lengths. ``manyhands_flash_tower`` is such a name. On CUDA in half precision torch's kernel for packed
+documents computes it; else, and as the reference, each image does by itself.
+
+Shapes: n patches of all images, h heads, d dimensions a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+
+TOWER = "manyhands_flash_tower"
+HALF = (torch.bfloat16, torch.float16)
+
+
+def use_varlen(tower: nn.Module) -> None:
+    """Let the attention of ``tower``, a transformers model, be ours: by its configuration, which every layer reads.
+
+    Not by ``set_attn_implementation``, which for such a name looks for a package that has it.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(TOWER, attend_tower)
+    for module in tower.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            module.config._attn_implementation = TOWER
+
+
+def attend_tower(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool = False,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Three of (1, h, n, d) -> (1, n, h, d). ``cu_seq_lens_q``: where images begin, and n; no image has more than
+    ``max_length_q`` patches. Raises ``RuntimeError`` where an argument would be ignored or lengths did not arrive.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise RuntimeError(f"{TOWER} got no cumulative lengths from {type(module).__name__}")
+    if attention_mask is not None or dropout or is_causal:
+        raise RuntimeError(f"{TOWER} has neither masks nor dropout, and is not causal (dropout={dropout})")
+    if query.device.type == "cpu" or query.dtype not in HALF:
+        return attend_each(query, key, value, cu_seq_lens_q, scaling), None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (n, h, d)
+    bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    out: Any = varlen_attn(query, key, value, *bounds, scale=scaling, window_size=(-1, -1))
+    return out[None], None
+
+
+def attend_each(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """The same, one image after the other."""
+    lengths = cu_seq_lens.diff().tolist()
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    each = [F.scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in parts]
+    return torch.cat(each, dim=2).transpose(1, 2)
