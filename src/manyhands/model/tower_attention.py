@@ -30,8 +30,9 @@ def use_varlen(tower: nn.Module) -> None:
 
     AttentionInterface.register(TOWER, attend_tower)
     for module in tower.modules():
-        if hasattr(getattr(module, "config", None), "_attn_implementation"):
-            module.config._attn_implementation = TOWER
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = TOWER
 
 
 def attend_tower(
