@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork, rotary_positions
 from manyhands.data.image_files import PixelBounds, decode
+from manyhands.data.image_processor import family_of
 from manyhands.data.image_streams import from_streams
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
-from manyhands.families import find
+from tests.support import other_vision
 from tests.support.vision import FAMILIES, processor_of, write_tiny_processor
 
 Image = pytest.importorskip("PIL.Image")
@@ -47,7 +49,13 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+INFERRED = tuple(other_vision.MODELS)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*FAMILIES, *(pytest.param(f, marks=() if f == "aya_vision" else pytest.mark.slow) for f in INFERRED)],
+)
 def vision_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, write_tiny_processor(tmp_path_factory.mktemp("model") / request.param, request.param)
 
@@ -100,7 +108,7 @@ def test_tokens_and_pixels_are_those_of_the_processor(
         )
         for messages in conversations
     ]
-    names = find(family).images.names
+    names = family_of(folder).images.names
     for number, expected in enumerate(made):
         sample = store.train.sample(number)
         assert sample["tokens"].tolist() == list(expected["input_ids"][0])
@@ -116,7 +124,7 @@ def test_tokens_and_pixels_are_those_of_the_processor(
     together = collate(store.train, np.arange(4), shape(folder))
     assert together["cu_pixel_values"].tolist() == [0, *np.cumsum(units)]
     # of each document the loss is on the answer alone, never on what stands for an image
-    token_id = processor.image_token_ids[0] if hasattr(processor, "image_token_ids") else processor.image_token_id
+    token_id = json.loads((folder / "config.json").read_text())[family_of(folder).images.token_field]
     labels = together["labels"][together["labels"] != -100]
     assert len(labels) and token_id not in labels
     assert processor.tokenizer.decode(store.train.sample(1)["tokens"][store.train.sample(1)["mask"]]) == (

@@ -13,7 +13,7 @@ from manyhands.model.attention import ImageRows, attend_blockwise, attend_varlen
 from manyhands.model.loss import LossModel
 from manyhands.model.multimodal import find_image_rows
 from manyhands.model.structure import auto_class_of
-from tests.support import vision
+from tests.support import other_vision, vision
 from tests.support.building import on_meta
 from tests.support.images import (
     FAMILIES,
@@ -138,7 +138,11 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "family", [f if f in ("gemma3", "qwen3_vl") else pytest.param(f, marks=SLOW) for f in vision.FAMILIES]
+    "family",
+    [
+        f if f in ("gemma3", "qwen3_vl", "aya_vision") else pytest.param(f, marks=SLOW)
+        for f in (*vision.FAMILIES, *other_vision.MODELS)
+    ],
 )
 def test_the_loaded_model_is_checked(tmp_path: Path, family: str) -> None:
     """Packed and in rows: what reaches the decoder is what the model's own forward pass makes of the same image."""

@@ -144,7 +144,13 @@ LEAK = ("qwen3_5",)  # trained, never packed
 TRAINED = tuple(family for family in WHOLE if family not in REFUSED)
 
 
-def write_tiny_multimodal(folder: str | Path, dtype: str = "float32", seed: int = 0, family: str = "gemma3") -> Path:
+def write_tiny_multimodal(
+    folder: str | Path,
+    dtype: str = "float32",
+    seed: int = 0,
+    family: str = "gemma3",
+    whole: tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]] | None = None,
+) -> Path:
     """A model of text and images of ``WHOLE``, as its publisher lays it out, with a processor's files. Returns the
     folder.
 
@@ -156,7 +162,7 @@ def write_tiny_multimodal(folder: str | Path, dtype: str = "float32", seed: int 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     folder = Path(folder)
-    kind, own, towers, fields = WHOLE[family]
+    kind, own, towers, fields = whole or WHOLE[family]
     text = TINY | OF_FAMILY.get(kind, {}) | {"model_type": kind, "vocab_size_per_layer_input": TINY["vocab_size"]} | own
     config = CONFIG_MAPPING[family](text_config=text, **towers, **fields, eos_token_id=258, initializer_range=0.08)
     with torch.random.fork_rng(devices=[]):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from manyhands.core.files import write_json
-from tests.support import multimodal, tiny
+from tests.support import multimodal, other_vision, tiny
 
 FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl")
 CHAT = (
@@ -141,7 +141,7 @@ MORE = 16  # rows of the vocabulary behind the bytes and four special tokens, mo
 def add_processor(folder: Path, family: str, template: str | None = None, bos: str | None = None) -> dict[str, int]:
     """Writes tokenizer, chat template and processor files of ``family`` into a folder; returns ids by the field of
     config.json."""
-    tokens, image, pre, processor, fields = KINDS[family]
+    tokens, image, pre, processor, fields = (KINDS | other_vision.KINDS)[family]
     tokenizer = tiny.tiny_tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": [*tokens.values()]}, replace_extra_special_tokens=False)
     if bos is not None:
@@ -176,33 +176,29 @@ def write_tiny_vision(folder: str | Path, family: str, dtype: str = "float32", s
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ids = add_processor(folder, family)
-    kind, own, towers, fields = multimodal.WHOLE[family]
+    kind, own, towers, fields = (multimodal.WHOLE | other_vision.MODELS)[family]
     vocabulary = {"vocab_size": tiny.VOCAB_SIZE + MORE}
     changed = (kind, own | vocabulary, towers, fields | ids | _MODEL.get(family, {}))
-    before, multimodal.WHOLE[family] = multimodal.WHOLE[family], changed
-    try:
-        multimodal.write_tiny_multimodal(folder, dtype, seed, family)
-    finally:
-        multimodal.WHOLE[family] = before
+    multimodal.write_tiny_multimodal(folder, dtype, seed, family, changed)
     add_processor(folder, family)  # over what a model of text alone has
     return folder
 
 
 def processor_of(folder: Path, family: str) -> Any:
     """The family's own processor, with images by PIL; without torchvision transformers cannot open most of them."""
-    from manyhands.data.image_processor import ImageProcessor
+    from manyhands.data.image_processor import ImageProcessor, family_of
     from manyhands.data.tokenizer import load_tokenizer
-    from manyhands.families import find
 
-    layout = find(family).images
+    layout = family_of(folder).images
     assert layout is not None
-    module = importlib.import_module(f"transformers.models.{family}.processing_{family}")
-    values = dict(KINDS[family][3])
+    home = other_vision.HOMES.get(family, family)
+    module = importlib.import_module(f"transformers.models.{home}.processing_{home}")
+    values = dict((KINDS | other_vision.KINDS)[family][3])
     kind = getattr(module, values.pop("processor_class"))
     tokenizer = load_tokenizer(folder)
     if family == "smolvlm":
         module.num2words = str  # of videos alone
     image_processor = ImageProcessor(folder, layout)._processor
-    more = {} if family in ("gemma3", "llava", "idefics3") else {"video_processor": SimpleNamespace(**_NO_VIDEO)}
+    more = {"video_processor": SimpleNamespace(**_NO_VIDEO)} if "video_processor" in kind.get_attributes() else {}
     kind = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     return kind(image_processor, tokenizer, chat_template=tokenizer.chat_template, **more, **values)

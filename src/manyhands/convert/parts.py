@@ -30,7 +30,7 @@ class Parts(BaseConverter):
         self.family = families.UNKNOWN
 
     def on_meta(self, model: Any) -> None:
-        self.family = families.find(model.config.model_type)
+        self.family = families.find(model.config.to_dict())
         if not takes_images(self.context.plan):
             self.left_out = leave_out_towers(model)
         else:

@@ -29,7 +29,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.image_cache import ImageCache
 from manyhands.data.image_files import BadImage, PixelBounds, content_of, decode, name_of, read_bytes
 from manyhands.data.image_places import place_images, read_tower_sizes
-from manyhands.data.image_processor import PIXELS, ImageProcessor, family_of, processor_digest, read_json
+from manyhands.data.image_processor import PIXELS, family_of, open_processor, processor_digest, read_json
 from manyhands.data.image_streams import StoredImage, from_streams
 from manyhands.data.streams import PACKED_BY, Sample
 
@@ -84,7 +84,7 @@ class ImageBatcher:
         layout = family_of(work.model_folder).images
         assert layout is not None
         self._work, self.layout = work, layout
-        self.processor = ImageProcessor(work.model_folder, layout)
+        self.processor = open_processor(work.model_folder, layout)
         self.token_id = int(read_json(self.processor.folder / "config.json")[layout.token_field])
         self._blanks = {
             name: values[:0] for name, values in self.processor.prepare(np.zeros((64, 64, 3), np.uint8)).items()

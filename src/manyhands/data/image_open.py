@@ -26,7 +26,7 @@ from manyhands.data.image_files import (
     name_of,
     read_bytes,
 )
-from manyhands.data.image_processor import ImageProcessor, family_of, read_json
+from manyhands.data.image_processor import family_of, open_processor, read_json
 from manyhands.data.image_rows import ImageRef
 from manyhands.data.image_streams import StoredImage
 
@@ -49,8 +49,8 @@ class ImageOpener:
         layout = family_of(model_folder).images
         assert layout is not None, "asked only of models that take images"
         self._data, self._bounds, self.layout = config.data, PixelBounds.of(config.data), layout
-        self.processor = ImageProcessor(model_folder, layout)
-        self._words = {name: getattr(tokenizer, name, None) or usual for name, usual in layout.words.items()}
+        self.processor = open_processor(model_folder, layout)
+        self._words = self.processor.words(tokenizer)
         self.placeholder, self._token = self._words[layout.placeholder], self._words[layout.token]
         self.token_id = int(read_json(Path(model_folder) / "config.json").get(layout.token_field, -1))
         if tokenizer.convert_tokens_to_ids(self._token) != self.token_id:

@@ -27,6 +27,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_SHAPES = 4096  # sizes of images that are remembered
 NOT_ARGUMENTS = ("image_processor_type", "processor_class", "auto_map", "feature_extractor_type")
 PIXELS = "pixel_values"  # the entry whose values are pixels
+NO_FLOATS = {"do_rescale": False, "do_normalize": False, "return_tensors": None}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,6 +52,15 @@ def processor_digest(model_folder: str | Path) -> str:
         digest.update(f"\0{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))
     digest.update(" ".join(f"{name} {version(name)}" for name in ("transformers", "pillow", "numpy")).encode())
     return digest.hexdigest()
+
+
+def open_processor(model_folder: str | Path, layout: ImageLayout) -> ImageProcessor:
+    """The processor of the model in a folder. Raises UserError where it cannot be used."""
+    if not layout.inferred:
+        return ImageProcessor(model_folder, layout)
+    from manyhands.data.image_inferred import InferredProcessor
+
+    return InferredProcessor(model_folder, layout)
 
 
 class ImageProcessor:
@@ -116,6 +126,10 @@ class ImageProcessor:
         """How often a patch is repeated in time: an image is a video of so many equal frames."""
         return int(self.values.get("temporal_patch_size", 1)) if self.layout.layout == "patches" else 1
 
+    def words(self, tokenizer: Any) -> dict[str, str]:
+        """The tokens of ``layout.words`` as the tokenizer has them."""
+        return {name: getattr(tokenizer, name, None) or usual for name, usual in self.layout.words.items()}
+
     def expand(self, shape: ImageShape, words: Mapping[str, str]) -> str:
         """What stands in place of an image's placeholder; ``words`` are the tokens of ``layout.words``."""
         return self.layout.expand(shape, {**self.values, **words})
@@ -135,9 +149,7 @@ class ImageProcessor:
 
         image = Image.fromarray(pixels)
         images: Any = [[image]] if self.layout.layout != "anyres" or alone else [[image, image]]
-        made = dict(
-            self._processor(images, do_rescale=False, do_normalize=False, **self.layout.arguments, return_tensors=None)
-        )
+        made = dict(self._processor(images, **NO_FLOATS, **self.layout.arguments))
         if self.layout.layout != "patches":
             squares = made[PIXELS]
             squares = squares[0] if np.ndim(squares[0]) == 4 else squares

@@ -7,10 +7,12 @@ implementation. Imports no torch and no transformers, and nothing of the product
 from __future__ import annotations
 
 import pkgutil
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from manyhands.families.family import (
+    IMAGE_TOKEN_FIELDS,
     Config,
     Family,
     ImageEntry,
@@ -19,12 +21,15 @@ from manyhands.families.family import (
     KnownModule,
     block_shapes,
     head_dim,
+    infer_images,
     is_tied,
     norm_shapes,
     num_heads,
 )
+from manyhands.families.refused import IMAGES_REFUSED
 
 __all__ = [
+    "IMAGES_REFUSED",
     "Family",
     "ImageEntry",
     "ImageLayout",
@@ -39,6 +44,7 @@ __all__ = [
     "norm_shapes",
     "num_heads",
     "types_with_images",
+    "why_no_images",
 ]
 
 MEASURED_WITH = "5.17."  # the transformers with which ``packs`` was measured (docs/equality.md)
@@ -48,7 +54,7 @@ UNKNOWN = Family(name="unknown", model_types=())
 
 
 def _read_files() -> tuple[Family, ...]:
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "family")
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("family", "refused"))
     return tuple(family for name in names for family in import_module(f"{__name__}.{name}").FAMILIES)
 
 
@@ -58,10 +64,27 @@ FAMILIES = _read_files()
 def find(config: Config | str) -> Family:
     """The family of a config.json, or of a ``model_type``; ``UNKNOWN`` where no file describes it.
 
-    Of a multimodal model's config.json the family around its text: ask for the text's own with the text's config.
+    Where a whole config.json is given and ``IMAGES_REFUSED`` does not name its type, images of an unknown family are
+    inferred from it. Of a multimodal model's config.json the family around its text: ask for the text's own with the
+    text's config.
     """
     model_type = config if isinstance(config, str) else config.get("model_type")
-    return next((family for family in FAMILIES if model_type in family.model_types), UNKNOWN)
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    if isinstance(config, str) or model_type in IMAGES_REFUSED:
+        return UNKNOWN
+    images = infer_images(config)
+    return UNKNOWN if images is None else replace(UNKNOWN, images=images)
+
+
+def why_no_images(config: Config) -> str:
+    """Why a model with this config.json cannot be trained on images."""
+    if reason := IMAGES_REFUSED.get(str(config.get("model_type"))):
+        return reason
+    if not isinstance(config.get("vision_config"), dict):
+        return "it takes text alone"
+    return f"its config.json has neither {' nor '.join(IMAGE_TOKEN_FIELDS)}, in whose place images go"
 
 
 def known_modules() -> dict[str, KnownModule]:

@@ -82,6 +82,7 @@ class ImageLayout:
     grid_inputs: tuple[str, ...] = ()  # what the tower takes if it is given, and else finds by its grids, waiting
     leading_axis: bool = False  # the forward pass wants one more axis before its squares
     bidirectional: bool = False  # the tokens of an image attend to each other in both directions
+    inferred: bool = False  # from the model's own files: its processor writes and cuts, and the loaded model is checked
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,6 +90,27 @@ class ImageLayout:
 
 
 SQUARES = ImageEntry("pixel_values", "unit", (3, None, None), "float32")
+
+
+def expand_by_its_own(image: ImageShape, processor: Mapping[str, Any]) -> str:
+    """What the model's own processor has written for an image of this shape."""
+    return str(processor["written"])
+
+
+IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index")  # of config.json
+
+
+def infer_images(config: Config) -> ImageLayout | None:
+    """How images reach a model of a family without a file: as squares of one size in place of one token, if a
+    config.json has a vision part and says which token. Whether they do is asked of its processor and the loaded model.
+    """
+    named = [name for name in IMAGE_TOKEN_FIELDS if type(config.get(name)) is int]
+    if not named or not isinstance(config.get("vision_config"), dict):
+        return None
+    words = {"placeholder": "", "token": ""}
+    return ImageLayout(
+        "tiles", (SQUARES,), expand_by_its_own, words, "placeholder", "token", token_field=named[0], inferred=True
+    )
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from manyhands.data.image_places import GRID_ENTRIES, PLACES, ROWS, find_rows, g
 from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
 from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, attention_kwargs, count_positions
+from manyhands.model.inferred_images import check_structure, find_unused
 from manyhands.model.structure import text_parameters
 from manyhands.model.tower_attention import use_varlen
 from manyhands.plan.types import Plan
@@ -34,6 +35,7 @@ OUTER_PARTS = ("vision", "projector")  # what leads to the embeddings of the lan
 HAS_IMAGES, ROPE_POSITIONS = "has_images", "rope_positions"  # entries of a batch beside the images themselves
 BY_OWN_FORWARD = "by_own_forward"  # of batches that check a loaded model: whether the model's own forward computes
 KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # inputs of some families: 1 where an image's token stands
+META = torch.device("meta")
 BLOCK = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -96,11 +98,13 @@ class Images:
             raise UserError(
                 f"images cannot be trained with models of type {model.config.model_type}",
                 where="model.name",
-                why=f"how images reach {type(model).__name__} is not described in manyhands/families",
+                why=families.why_no_images(model.config.to_dict()),
                 fix="leave the images out of the data (method.parts.vision: left_out), or use a model of type "
                 + ", ".join(families.types_with_images()),
             )
         self.layout: ImageLayout = family.images
+        if self.layout.inferred:
+            check_structure(model)
         self.token_id = int(getattr(model.config, self.layout.token_field))
         self.always_runs = False
         self._trained: list[tuple[nn.Module, str]] | None = None
@@ -110,6 +114,10 @@ class Images:
         if self.layout.grid_inputs:
             for tower in family.towers:
                 use_varlen(model.get_submodule(tower))
+        if self.layout.inferred:
+            self.unused |= find_unused(
+                model, self._outer, lambda: self.features(model, self.smallest(model.config, META))
+            )
         self.parts = {part: [n for n, own in self._outer.items() if own == part] for part in OUTER_PARTS}
 
     @property
@@ -173,6 +181,10 @@ class Images:
         return inputs
 
     def _features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.trained(model))):
+            return self.features(model, batch)
+
+    def features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Features (n, e) of all images, and those that further layers of the decoder add (``deepstack``).
 
         What follows from the grids alone is taken from the batch. Where it is not there, transformers works it out on
@@ -180,8 +192,7 @@ class Images:
         """
         known = {name: batch[name] for name in GRID_ENTRIES if name in batch}
         inputs = self._inputs(batch, on_device=bool(self.layout.grid_inputs) and not known) | known
-        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.trained(model))):
-            found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
+        found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
         features = found.pooler_output
         parts = features if isinstance(features, tuple | list) else [features]
         return torch.cat([part.flatten(0, -2) for part in parts]), list(

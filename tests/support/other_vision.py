@@ -1,0 +1,78 @@
+"""Tiny models of images and text without a file of their own in ``families``, whose images are inferred; as
+``multimodal.WHOLE`` and ``vision.KINDS`` have the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.multimodal import _CLIP, _SIGLIP, _SIZES, _UNTIED
+
+_SQUARE = {"height": 28, "width": 28}
+
+HOMES = {"vipllava": "llava"}  # whose processor it is
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "vipllava": ("llama", {}, {"vision_config": _CLIP}, {"vision_feature_layers": [-2, 1]} | _UNTIED),
+    "aya_vision": ("cohere2", {}, {"vision_config": _SIGLIP | {"vision_use_head": False}}, {"downsample_factor": 2}),
+    "deepseek_vl": ("llama", {}, {"vision_config": _SIGLIP}, _UNTIED),
+    "janus": (
+        "llama",
+        {},
+        {
+            "vision_config": {k: v for k, v in _SIZES.items() if k != "intermediate_size"}
+            | {"projection_dim": 64, "mlp_ratio": 2, "num_image_tokens": 4},
+            "vq_config": {
+                "base_channels": 32,
+                "channel_multiplier": [1],
+                "num_res_blocks": 1,
+                "latent_channels": 32,
+                "num_embeddings": 16,
+                "num_patches": 4,
+                "projection_dim": 64,
+                "image_token_embed_dim": 64,
+            },
+        },
+        _UNTIED,
+    ),
+}
+# Tokens by name, what the template writes for an image, preprocessor_config.json, processor_config.json, fields.
+KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "vipllava": (
+        {"image_token": "<image>"},
+        "<image>\n",
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": _SQUARE},
+        {
+            "processor_class": "LlavaProcessor",
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+        {"image_token_index": "image_token"},
+    ),
+    "aya_vision": (
+        {
+            "image_token": "<image>",
+            "start_of_img_token": "<|START_OF_IMG|>",
+            "end_of_img_token": "<|END_OF_IMG|>",
+            "img_patch_token": "<|IMG_PATCH|>",
+        },
+        "<image>",
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": _SQUARE, "max_patches": 3, "crop_to_patches": True},
+        {"processor_class": "AyaVisionProcessor", "patch_size": 14, "img_size": 28, "downsample_factor": 2},
+        {"image_token_index": "img_patch_token"},
+    ),
+    "deepseek_vl": (
+        {"image_token": "<image_placeholder>"},
+        "<image_placeholder>",
+        {"image_processor_type": "DeepseekVLImageProcessor", "size": _SQUARE},
+        {"processor_class": "DeepseekVLProcessor", "num_image_tokens": 4},
+        {"image_token_id": "image_token"},
+    ),
+    "janus": (
+        {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
+        "<image_placeholder>\n",
+        {"image_processor_type": "JanusImageProcessor", "size": _SQUARE},
+        {"processor_class": "JanusProcessor", "num_image_tokens": 4},
+        {"image_token_id": "image_token"},
+    ),
+}
