@@ -1,28 +1,30 @@
 """A run that is killed and resumed a great many times, and ends with the weights of a run left alone, bit for bit.
 
-``python -m tests.faults.soak --cycles 1000 --limit-s 3600``. Ranks are forks of this process, which has imported what
-they need: a cycle takes seconds. Each is a real start of the worker (two ranks as another launcher starts them, data
-parallel) that is really killed by SIGKILL: one rank or both, at a moment drawn anew: while it starts, between two
-steps, in a step, while it saves.
+``python -m tests.faults.soak FOLDER --cycles 1000 --limit-s 3600``; the same command goes on. Ranks are forks of this
+process, which has imported what they need: a cycle takes seconds. Each is a real start of the worker (two ranks as
+another launcher starts them, data parallel) that is really killed by SIGKILL: one rank or both, at a moment drawn anew:
+while it starts, between two steps, in a step, while it saves.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from manyhands.core.files import write_json
 from manyhands.worker import __main__ as worker
 from manyhands.worker import export_stages, rendezvous, run, training  # noqa: F401 - before the fork
 from tests.e2e.runs import Place, Run, free_port, write_place
@@ -36,6 +38,7 @@ START_SHARE = 0.1  # of the kills come before the first step
 def run_rank(rank: int, port: int, folder: Path, arguments: list[str], audit: Path, done: Any) -> None:
     """In a fork: one rank, from its start to its end; releases the semaphore ``done`` when a step is done."""
     os.setsid()
+    ctypes.CDLL(None).prctl(worker.PR_SET_PDEATHSIG, signal.SIGKILL)  # a soak that is ended leaves nobody who trains on
     os.chdir(folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -92,46 +95,90 @@ class Cycle:
         return codes
 
 
-def soak(folder: Path, num_cycles: int, limit_s: float, seed: int = 0) -> dict[str, Any]:
-    """What was measured. AssertionError where anything differs from the run left alone."""
+@dataclass
+class Progress:
+    """What a soak has done so far, in all calls; ``progress.json`` in its folder."""
+
+    num_cycles: int  # to be done
+    seed: int = 0
+    cycles: int = 0
+    in_training: int = 0
+    while_starting: int = 0
+    seconds: float = 0.0  # of cycles
+    alone_s: float = 0.0
+    is_same: bool = False  # finished, and nothing differs from the run left alone
+
+    @property
+    def num_steps(self) -> int:
+        return max(24, 3 * self.num_cycles)
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / "progress.json", asdict(self))
+
+    @staticmethod
+    def read(folder: Path, num_cycles: int, seed: int) -> Progress:
+        """Of the soak that was begun in the folder; else of a new one."""
+        path = folder / "progress.json"
+        return Progress(**json.loads(path.read_text())) if path.exists() else Progress(num_cycles, seed)
+
+
+def soak(folder: Path, num_cycles: int, limit_s: float, seed: int = 0, *, is_last: bool = True) -> Progress:
+    """Goes on with the soak in ``folder`` for ``limit_s`` seconds. When its cycles are done, or with ``is_last``, the
+    run is finished. AssertionError where anything differs from the run left alone.
+    """
     torch.set_num_threads(1)
-    write_place(folder)
-    draw, place, begin = random.Random(seed), Place(folder), time.monotonic()
-    num_steps = max(24, 3 * num_cycles)
-    keys = [f"stop.max_steps={num_steps}", "stop.epochs=100000", "checkpoint.every_steps=2", "evaluate.every_steps=0"]
-    keys += ["log.tensorboard=false", "evaluate.at_start=false", "parallel.timeout_s=30"]
-    codes = Cycle(folder, ["name=alone", *keys], folder / "alone.audit").end()
-    assert codes == [0, 0], (folder / "rank-0.txt").read_text()
-    alone_s, arguments, audit = time.monotonic() - begin, ["name=killed", *keys], folder / "killed.audit"
-    num_done, moments, begin = 0, {"start": 0, "training": 0}, time.monotonic()
-    while num_done < num_cycles and time.monotonic() - begin < limit_s:
-        cycle, struck = Cycle(folder, arguments, audit), draw.choice(([0, 1], [0, 1], [0, 1], [0], [1]))
-        if draw.random() < START_SHARE:
-            time.sleep(draw.uniform(0.0, 2.0))
-            moments["start"] += 1
-            struck = [0, 1]  # one that waits for the other to come would wait for parallel.timeout_s
-        elif not cycle.wait_for_steps(draw.randint(1, 5)):
-            assert cycle.end() == [0, 0], (folder / "rank-0.txt").read_text()
+    progress, place, begin = Progress.read(folder, num_cycles, seed), Place(folder), time.monotonic()
+    if not (folder / "run.yaml").exists():
+        write_place(folder)
+    keys = [f"stop.max_steps={progress.num_steps}", "stop.epochs=100000", "checkpoint.every_steps=2"]
+    keys += ["evaluate.every_steps=0", "log.tensorboard=false", "evaluate.at_start=false", "parallel.timeout_s=30"]
+    if not (folder / "runs/alone/report.json").exists():
+        finish(folder, "alone", keys)
+        progress.alone_s = time.monotonic() - begin
+        progress.write(folder)
+    while progress.cycles < progress.num_cycles and time.monotonic() - begin < limit_s:
+        begin_cycle = time.monotonic()
+        if not kill_once(folder, ["name=killed", *keys], progress):
             break
-        else:
-            time.sleep(draw.expovariate(1 / 0.02))  # steps and saves of this model take some 20 ms each
-            moments["training"] += 1
-        cycle.kill(struck)
-        num_done += 1
-    codes = Cycle(folder, arguments, audit).end()
+        progress.cycles += 1
+        progress.seconds += time.monotonic() - begin_cycle
+        progress.write(folder)
+    if is_last or progress.cycles == progress.num_cycles:
+        finish(folder, "killed", keys)
+        check_same(place.run("alone"), place.run("killed"))
+        steps_per_epoch = place.run("alone").read("plans/001.json")["steps_per_epoch"]
+        Audit.read(folder / "killed.audit").check(Audit.read(folder / "alone.audit"), steps_per_epoch)
+        progress.is_same = True
+        progress.write(folder)
+    return progress
+
+
+def kill_once(folder: Path, arguments: list[str], progress: Progress) -> bool:
+    """Starts both ranks and kills one or both at a moment that is drawn; False where they had finished by then."""
+    draw = random.Random(f"{progress.seed} {progress.cycles}")
+    cycle, struck = Cycle(folder, arguments, folder / "killed.audit"), draw.choice(([0, 1], [0, 1], [0, 1], [0], [1]))
+    if draw.random() < START_SHARE:
+        time.sleep(draw.uniform(0.0, 2.0))
+        progress.while_starting += 1
+        struck = [0, 1]  # one that waits for the other to come would wait for parallel.timeout_s
+    elif cycle.wait_for_steps(draw.randint(1, 5)):
+        time.sleep(draw.expovariate(1 / 0.02))  # steps and saves of this model take some 20 ms each
+        progress.in_training += 1
+    else:
+        assert cycle.end() == [0, 0], (folder / "rank-0.txt").read_text()
+        return False
+    cycle.kill(struck)
+    return True
+
+
+def finish(folder: Path, name: str, keys: list[str]) -> None:
+    codes = Cycle(folder, [f"name={name}", *keys], folder / f"{name}.audit").end()
     assert codes == [0, 0], (folder / "rank-0.txt").read_text()
-    check_same(place.run("alone"), place.run("killed"))
-    reference = Audit.read(folder / "alone.audit")
-    Audit.read(audit).check(reference, place.run("alone").read("plans/001.json")["steps_per_epoch"])
-    seconds = time.monotonic() - begin
-    return {
-        "cycles": num_done,
-        "moments": moments,
-        "steps": num_steps,
-        "steps_trained": len({(line["step"], line["pid"]) for line in Audit.read(audit).lines}) // NUM_RANKS,
-        "seconds": round(seconds),
-        "alone_s": round(alone_s),
-    }
+
+
+def steps_trained(folder: Path) -> int:
+    """By the run that was killed, those done again included."""
+    return len({(line["step"], line["pid"]) for line in Audit.read(folder / "killed.audit").lines}) // NUM_RANKS
 
 
 def check_same(alone: Run, killed: Run) -> None:
@@ -143,12 +190,18 @@ def check_same(alone: Run, killed: Run) -> None:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("tests.faults.soak", description=__doc__)
-    parser.add_argument("--cycles", type=int, default=1000)
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="start no further cycle after so long")
+    parser.add_argument("folder", type=Path, help="where it is done; an interrupted soak goes on there")
+    parser.add_argument("--cycles", type=int, default=1000, help="of a new soak")
+    parser.add_argument(
+        "--limit-s", type=float, default=3600.0, help="begin no further cycle in this call after so long"
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--finish", action="store_true", help="and finish the run, however many cycles were done")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        print(json.dumps(soak(Path(folder), arguments.cycles, arguments.limit_s, arguments.seed)), flush=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    folder = arguments.folder.resolve()
+    progress = soak(folder, arguments.cycles, arguments.limit_s, arguments.seed, is_last=arguments.finish)
+    print(json.dumps(asdict(progress) | {"steps_trained": steps_trained(folder)}), flush=True)
 
 
 if __name__ == "__main__":

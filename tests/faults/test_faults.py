@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.matrix import Cell, Matrix, cells, write_table
-from tests.faults.soak import soak
+from tests.faults.soak import soak, steps_trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # whole runs in processes of their own
 LAYOUT = "LoRA, DDP x2"
@@ -30,8 +30,10 @@ def test_a_data_worker_that_is_killed_is_a_fault_and_not_the_end(matrix: Matrix)
 
 
 def test_a_soak_of_five_cycles_ends_as_a_run_left_alone(tmp_path: Path) -> None:
+    first = soak(tmp_path, num_cycles=5, limit_s=0, is_last=False)  # the run left alone
+    assert first.cycles == 0 and not first.is_same
     found = soak(tmp_path, num_cycles=5, limit_s=600)
-    assert found["cycles"] == 5 and found["steps_trained"] >= found["steps"]
+    assert found.cycles == 5 and found.is_same and steps_trained(tmp_path) >= found.num_steps
 
 
 def test_the_table_has_a_row_for_each_cell_and_shows_what_was_not_run() -> None:
