@@ -1,13 +1,14 @@
 """The fault matrix: each fault at a moment of each stage, in real runs, with what it cost; docs/faults.md.
 
-``python -m tests.faults.matrix --limit-s 3600 --output docs/faults.md``. Cells that were measured before are kept in
-measured.json beside this file, and are measured again with ``--again``; ``--only`` selects cells by a part of their
-name. A cell that was not run is "-" in the table.
+``python -m tests.faults.matrix --limit-s 3600 --at-once 2 --output docs/faults.md`` goes on with the cells of which
+there is no row in benchmarks/results/faults.jsonl, in their order (``cells.py``); ``--only`` selects some by parts of
+their names, and ``--again`` measures them again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -17,109 +18,49 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tests.conftest import ROOT
-from tests.e2e.runs import NO_VERIFY, Ended, Place, Run, train_command, write_place
+from tests.e2e.runs import NO_VERIFY, Ended, Place, Run, at_step, pause, write_place
+from tests.faults import forks
 from tests.faults.audit import Audit
-from tests.faults.plants import module_of
+from tests.faults.cells import (
+    DAMAGES,
+    FOREIGN_LOCK,
+    LAYOUTS,
+    NEXT_START,
+    OURS,
+    PIECES,
+    SECOND,
+    TORCHRUN,
+    TWO_NODES,
+    Cell,
+    cells,
+)
+from tests.faults.page import ROWS, Found, read_rows, read_soaked, write_page
+from tests.faults.plants import SMALL_DISK, module_of
+from tests.faults.starts import Outcome, Start, Starter, small_disk, two_nodes
 
-MEASURED = Path(__file__).parent / "measured.json"
-TIMEOUT_S = 20  # parallel.timeout_s of these runs
-
-LAYOUTS = {
-    "LoRA, one process": ("run.yaml", 1, ()),
-    "LoRA, DDP x2": ("run.yaml", 2, ()),
-    "LoRA, FSDP2 x2": ("run.yaml", 2, ("parallel.strategy=fsdp",)),
-    "full, one process": ("full.yaml", 1, ()),
-    "full, DDP x2": ("full.yaml", 2, ()),
-    "full, FSDP2 x2": ("full.yaml", 2, ("parallel.strategy=fsdp",)),
-}
-STAGES = ("start", "build", "step", "evaluation", "saving", "export", "verification")
-FAULTS = {  # what is done, and in which stages
-    "SIGKILL of one rank": ("kill_rank", STAGES),
-    "SIGKILL of all ranks": ("kill_all", STAGES),
-    "SIGKILL of the launcher": ("kill_launcher", ("preparation", *STAGES)),
-    "SIGTERM to the launcher": ("terminate", ("preparation", *STAGES)),
-    "SIGSTOP of one rank": ("stop_rank", ("build", "step", "evaluation", "saving", "export")),
-    "SIGKILL of a data worker": ("kill_data_worker", ("step",)),
-    "exception in one rank": ("fail", ("step", "evaluation")),
-    "loss that is not a number": ("spoil_weights", ("step",)),
-    "clock set back an hour": ("set_clock_back", ("step",)),
-}
-PIECES = {  # kinds of file of a run, by a pattern below its folder
-    "checkpoint shard": "checkpoints/step-000008/*.safetensors",
-    "checkpoint train_state.json": "checkpoints/step-000008/train_state.json",
-    "checkpoint manifest.json": "checkpoints/step-000008/manifest.json",
-    "plan": "plans/001.json",
-    "run.json": "run.json",
-    "status.json": "status.json",
-    "metrics.jsonl": "metrics.jsonl",
-    "heartbeat": ".ranks/beat-0.json",
-    "lock": ".lock",
-}
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "flipped": lambda path: path.write_bytes(
-        bytes([*path.read_bytes()[:-20], *(b ^ 8 for b in path.read_bytes()[-20:])])
-    ),
-    "missing": lambda path: path.unlink(),
-}
+TIMEOUT_S = 15  # parallel.timeout_s of these runs
+BOUND_S = 30.0  # within which a fault is noticed, after TIMEOUT_S where nothing has ended
+MAX_STARTS = 3
 
 
-@dataclass(frozen=True)
-class Cell:
-    fault: str
-    moment: str
-    layout: str
+@dataclass
+class Struck:
+    """A cell's starts, and what is known of the fault's time."""
+
+    outcomes: list[Outcome]
+    detected_s: float | None = None
+    again_s: float | None = None
+    asides: list[str] = field(default_factory=list)  # what should have held and did not
 
     @property
-    def name(self) -> str:
-        return f"{self.fault} | {self.moment} | {self.layout}"
-
-    @property
-    def run_name(self) -> str:
-        return re.sub(r"\W+", "-", self.name)[:90]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a fault cost. Times in seconds, None where there is none."""
-
-    exits: list[int]  # of each start until the run was finished
-    lost: int  # steps done again
-    detected_s: float | None  # from the act until the launcher said so, or ended
-    again_s: float | None  # from the act until a step was done again without anybody's help
-    said: str
-    wrong: str = ""  # what should have held and did not
-
-
-def cells() -> Iterator[Cell]:
-    """The most telling ones first."""
-    layouts = [
-        "LoRA, DDP x2",
-        "full, FSDP2 x2",
-        "LoRA, one process",
-        "full, DDP x2",
-        "LoRA, FSDP2 x2",
-        "full, one process",
-    ]
-    for layout in layouts:
-        for fault, (_, moments) in FAULTS.items():
-            if layout.endswith("process") and fault == "SIGKILL of all ranks":
-                continue
-            yield from (Cell(fault, moment, layout) for moment in moments)
-        if layout == layouts[0]:
-            yield from (
-                Cell(f"{piece} {how}", "at the next start", "LoRA, one process") for piece in PIECES for how in DAMAGES
-            )
-            yield Cell("second launch", "while it runs", "LoRA, one process")
-            yield Cell("leftover lock of another host", "at the next start", "LoRA, one process")
+    def ends(self) -> list[Ended]:
+        return [outcome.ended for outcome in self.outcomes]
 
 
 class Matrix:
@@ -128,240 +69,258 @@ class Matrix:
     def __init__(self, folder: Path) -> None:
         write_place(folder)
         self.place, self.folder = Place(folder), folder
-        os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+        forks.prepare()
+        self.starter = Starter(self.place)
 
     def audit(self, name: str) -> Path:
         return self.folder / f"{name}.audit"
 
-    def start(self, name: str, layout: str, *keys: str, cell: Cell | None = None, verify: bool = False) -> Ended:
-        file, num_ranks, more = LAYOUTS[layout]
-        planted = "from tests.faults.audit import plant as audit\nimport pathlib\nimport sys\n"
-        planted += f"audit(sys.modules[__name__], pathlib.Path({str(self.audit(name))!r}))\n"
-        plant = {"manyhands.worker.training": planted} | ({} if verify else NO_VERIFY)
-        if cell is not None:
-            planted_act = (
-                FAULTS[cell.fault][0],
-                cell.moment,
-                str(self.mark(cell)),
-                num_ranks - 1,
-                zlib.crc32(cell.name.encode()),
-            )
-            module = module_of(cell.moment)
-            code = f"from tests.faults.plants import Plant\nPlant{planted_act!r}(globals())\n"
-            plant[module] = plant.get(module, "") + code
-        keys = (f"parallel.timeout_s={TIMEOUT_S}", "launch.restarts=3", "log.tensorboard=false", *keys)
-        arguments = ("--gpus", str(num_ranks), *more, *keys)
-        if cell is not None and "launcher" in cell.fault:
-            return self.place.call(*train_command(name, *arguments, file=file), plant=plant)
-        return self.place.train(name, *arguments, file=file, plant=plant)  # this process has imported torch already
-
     def mark(self, cell: Cell) -> Path:
         return self.folder / f"{cell.run_name}.mark"
 
+    # How a run of a cell is started.
+
+    def describe(
+        self,
+        name: str,
+        cell: Cell,
+        *,
+        is_struck: bool = False,
+        is_verified: bool = False,
+        plants: dict[str, str] | None = None,
+    ) -> Start:
+        """The run ``name`` in the layout of a cell and under its launcher; with its fault, if ``is_struck``."""
+        file, num_ranks, keys = LAYOUTS.get(cell.layout, ("run.yaml", 2, ()))
+        code = "from tests.faults.audit import plant as audit\nimport pathlib\nimport sys\n"
+        code += f"audit(sys.modules[__name__], pathlib.Path({str(self.audit(name))!r}))\n"
+        planted = {"manyhands.worker.training": code} | ({} if is_verified else NO_VERIFY)
+        if is_struck:
+            plant = (cell.act, cell.moment, str(self.mark(cell)), num_ranks - 1, zlib.crc32(cell.name.encode()))
+            module = module_of(cell.moment)
+            code = f"from tests.faults.plants import Plant\nPlant{plant!r}(globals())\n"
+            planted[module] = planted.get(module, "") + code
+        for module, code in (plants or {}).items():
+            planted[module] = planted.get(module, "") + code
+        keys = (f"name={name}", f"parallel.timeout_s={TIMEOUT_S}", "log.tensorboard=false", *keys)
+        keys += ("launch.restarts=3",) if cell.launcher == OURS else ()
+        keys += ("data.workers=1",) if "data worker" in cell.fault else ()
+        return Start(cell.launcher, num_ranks, file, keys, planted, is_forked=cell.moment != "start")
+
     def alone(self, layout: str) -> Run:
         """The run left alone."""
+        layout = "LoRA, DDP x2" if layout == TWO_NODES else layout
         name = "alone-" + re.sub(r"\W+", "-", layout)
         if not (self.folder / "runs" / name / "report.json").exists():
-            ended = self.start(name, layout)
-            assert ended.code == 0, ended.output
+            if "ZeRO" in layout:
+                forks.prepare("deepspeed")
+            outcome = self.starter.run(self.describe(name, Cell("", "", layout)))
+            assert outcome.ended.code == 0, outcome.ended.output
         return self.place.run(name)
 
+    # What is done to it.
+
     def measure(self, cell: Cell) -> Found:
-        name, alone = cell.run_name, self.alone(cell.layout)
-        shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
-        self.audit(name).unlink(missing_ok=True)
-        if cell.moment == "at the next start":
-            ends, detected_s, again_s = self.damage(cell), None, None
-        elif cell.fault == "second launch":
-            return self.second_launch(cell)
-        else:
-            ends, detected_s, again_s = self.strike(cell)
-        wrong = ""
-        try:
-            self.check(cell, alone, ends)
-        except AssertionError as error:
-            wrong = " ".join(str(error).split())[:200]
-        lost = lost_steps(Audit.read(self.audit(name)))
-        return Found([end.code for end in ends], lost, detected_s, again_s, what_was_said(ends), wrong)
+        alone, begin = self.alone(cell.layout), time.monotonic()
+        shutil.rmtree(self.folder / "runs" / cell.run_name, ignore_errors=True)
+        for path in (self.audit(cell.run_name), self.mark(cell)):
+            path.unlink(missing_ok=True)
+        with contextlib.ExitStack() as stack:
+            variables, output_dir = {}, self.folder / "runs"
+            if cell.layout == TWO_NODES:
+                stack.enter_context(two_nodes(self.starter))
+            if cell.fault == "full disk":
+                output_dir = self.folder / "disk"
+                variables = stack.enter_context(small_disk(output_dir))
+            if cell.moment == NEXT_START:
+                struck = self.damage(cell)
+            elif cell.fault == SECOND:
+                struck = self.start_twice(cell)
+            else:
+                struck = self.strike(cell, variables, output_dir)
+            wrong = struck.asides
+            try:
+                self.check(cell, alone, struck, Run(output_dir / cell.run_name))
+            except (AssertionError, OSError) as error:
+                wrong.append(" ".join(str(error).split())[:300])
+        lost = lost_steps(self.audit(cell.run_name))
+        seconds = round(time.monotonic() - begin, 1)
+        said = what_was_said(struck.ends)
+        codes = [end.code for end in struck.ends]
+        return Found(codes, lost, _round(struck.detected_s), _round(struck.again_s), said, "; ".join(wrong), seconds)
 
-    def strike(self, cell: Cell) -> tuple[list[Ended], float | None, float | None]:
-        verify = cell.moment == "verification"
-        keys = ("data.workers=1",) if "data worker" in cell.fault else ()
-        ends = [self.start(cell.run_name, cell.layout, *keys, cell=cell, verify=verify)]
-        ended_at = time.time()
-        assert self.mark(cell).exists(), f"the fault never happened: {ends[0].output}"
-        struck_at = float(self.mark(cell).read_text())
-        restarts = self.place.run(cell.run_name).folder / "restarts.jsonl"
-        detected_at = json.loads(restarts.read_text().splitlines()[0])["time"] if restarts.exists() else ended_at
-        again_at = None
-        if ends[0].code == 0 and self.audit(cell.run_name).exists():
-            again_at = Audit.read(self.audit(cell.run_name)).resumed_at(struck_at)
-        while ends[-1].code != 0 and len(ends) < 3:
-            ends.append(self.start(cell.run_name, cell.layout, *keys, verify=verify))
-        has_cost = restarts.exists() or ends[0].code != 0
-        return ends, detected_at - struck_at if has_cost else None, again_at and again_at - struck_at
+    def strike(self, cell: Cell, variables: dict[str, str], output_dir: Path) -> Struck:
+        """Until the run has finished: what ends is started again, as a user would."""
+        start = self.describe(cell.run_name, cell, is_struck=True, is_verified=cell.moment == "verification")
+        if variables:
+            keys = (f"output.dir={output_dir}", f"data.cache={output_dir}/cache")
+            start = replace(start, arguments=(*start.arguments, *keys))
+        struck = Struck([self.starter.run(start, variables)])
+        assert self.mark(cell).exists(), f"the fault never happened: {struck.ends[0].output}"
+        at = float(self.mark(cell).read_text())
+        folder = output_dir / cell.run_name
+        first, noticed_at = struck.ends[0], struck.outcomes[0].all_gone_at
+        if (folder / "restarts.jsonl").exists():
+            noticed_at = json.loads((folder / "restarts.jsonl").read_text().splitlines()[0])["time"]
+        elif first.code == 0:
+            noticed_at = at  # nothing that had to be noticed
+        struck.detected_s = noticed_at - at if noticed_at > at else None
+        if first.code == 0 and self.audit(cell.run_name).exists():
+            again_at = Audit.read(self.audit(cell.run_name)).resumed_at(at)
+            struck.again_s = again_at and again_at - at
+        while struck.ends[-1].code != 0 and len(struck.ends) < MAX_STARTS:
+            if variables:
+                (Path(variables[SMALL_DISK]) / "filler").unlink(missing_ok=True)
+            if self.starter.bed is not None:
+                self.starter.bed.mend(1)
+            struck.outcomes.append(self.starter.run(start, variables))
+        bound_s = BOUND_S + TIMEOUT_S * cell.is_stop
+        if struck.detected_s is not None and struck.detected_s > bound_s:
+            struck.asides.append(f"noticed after more than {bound_s:g} s")
+        if variables and first.code and "disk is full" not in first.output and "disk space" not in first.output:
+            struck.asides.append("the full disk is not named")
+        return struck
 
-    def damage(self, cell: Cell) -> list[Ended]:
+    def damage(self, cell: Cell) -> Struck:
         """A run that was killed after step 10, one of whose files is damaged before the next start."""
-        base = self.folder / "runs" / "damage-base"
+        base = self.folder / "runs" / ("base-" + re.sub(r"\W+", "-", cell.layout))
         if not base.exists():
-            from tests.e2e.runs import at_step
-
-            plant = NO_VERIFY | at_step(10, "os.kill(os.getppid(), 9); time.sleep(60)")
-            plant["manyhands.worker.training"] += (
-                "from tests.faults.audit import plant as audit\nimport sys\n"
-                f"audit(sys.modules[__name__], pathlib.Path({str(self.audit('damage-base'))!r}))\n"
-            )
-            self.place.call(*train_command(base.name, "--gpus", "1", "log.tensorboard=false"), plant=plant)
-            assert (base / "checkpoints/step-000008").exists()
+            kill = "from tests.faults.plants import kill_everything\nkill_everything()"
+            plants = at_step(10, kill, rank=LAYOUTS[cell.layout][1] - 1)
+            self.starter.run(self.describe(base.name, cell, plants=plants))
+            assert (base / "checkpoints/step-000008/manifest.json").exists()
         folder = self.folder / "runs" / cell.run_name
         shutil.copytree(base, folder)
         config = folder / "run.json"
         config.write_text(config.read_text().replace(base.name, cell.run_name))
         shutil.copy(self.audit(base.name), self.audit(cell.run_name))
-        if cell.fault.startswith("leftover lock"):
+        start = self.describe(cell.run_name, cell)
+        if cell.fault == FOREIGN_LOCK:
             (folder / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
-        else:
-            piece, _, how = cell.fault.rpartition(" ")
-            [path, *_] = sorted(folder.glob(PIECES[piece]))
-            DAMAGES[how](path)
-        return [self.start(cell.run_name, cell.layout)]
+            return Struck([self.starter.run(start)])
+        piece, _, how = cell.fault.rpartition(" ")
+        path = sorted(folder.glob(PIECES[piece]))[0].resolve()
+        kept = path.read_bytes()
+        DAMAGES[how](path)
+        try:
+            return Struck([self.starter.run(start)])
+        finally:
+            path.write_bytes(kept)
 
-    def second_launch(self, cell: Cell) -> Found:
-        from tests.e2e.runs import at_step, pause
-
+    def start_twice(self, cell: Cell) -> Struck:
+        """The same command while the run is in step 2; the first is let go on afterwards."""
         mark = self.folder / "running"
-        with self.place.start(*train_command(cell.run_name), plant=NO_VERIFY | at_step(2, pause(mark))) as process:
-            self.place.wait_for([mark.with_name("running-0")], process)
+        go_on = at_step(2, pause(mark).replace("self.rank.stop()", f"pathlib.Path('{mark}-go').exists()"))
+        start, output = self.describe(cell.run_name, cell, plants=go_on), self.place.output
+        with self.starter.running(start) as first:
+            while not mark.with_name("running-0").exists():
+                assert first[0].poll() is None, output.read_text()
+                time.sleep(0.02)
             begin = time.monotonic()
+            command = ["-m", "manyhands", "train", start.file, *start.arguments]
             second = subprocess.run(
-                [sys.executable, *train_command(cell.run_name)],
-                cwd=self.folder,
-                capture_output=True,
-                text=True,
-                check=False,
+                [sys.executable, *command], cwd=self.folder, env=self.starter.variables, capture_output=True, text=True
             )
             seconds = time.monotonic() - begin
-            wrong = "" if process.poll() is None else "the first launch ended"
-        return Found([second.returncode], 0, seconds, None, first_line(second.stdout + second.stderr), wrong)
+            mark.with_name("running-go").touch()
+            ended = self.starter.end(first)
+        text = second.stdout + second.stderr
+        struck = Struck([ended], seconds)
+        if second.returncode == 0 or "Traceback" in text or "error: " not in text:
+            struck.asides.append(f"the second launch ended with {second.returncode}: {text[-100:]}")
+        struck.outcomes[0] = replace(ended, ended=replace(ended.ended, output=text))
+        return struck
 
-    def check(self, cell: Cell, alone: Run, ends: list[Ended]) -> None:
+    def check(self, cell: Cell, alone: Run, struck: Struck, run: Run) -> None:
         """AssertionError where the run did not end as one left alone."""
-        refused = cell.moment == "at the next start" and ends[-1].code in (1, 2)
-        if refused:  # in words, and nothing else
-            assert "Traceback" not in ends[-1].output and "error: " in ends[-1].output, ends[-1].output[-200:]
+        last = struck.ends[-1]
+        for outcome in struck.outcomes:
+            assert not outcome.left_over, outcome.left_over
+        # torchrun prints a rank's traceback itself, in its own table
+        outputs = [end.output for end in struck.ends if cell.launcher != TORCHRUN]
+        assert not any("Traceback" in output for output in outputs), "a traceback on the terminal"
+        if cell.moment == NEXT_START and last.code in (1, 2):  # refused, in words, and nothing else
+            assert "error: " in last.output, last.output[-200:]
             return
-        assert ends[-1].code == 0, f"it did not finish: {ends[-1].output[-300:]}"
-        assert all("Traceback" not in end.output for end in ends), "a traceback on the terminal"
-        run = self.place.run(cell.run_name)
+        assert last.code == 0, f"it did not finish: {last.output[-300:]}"
         outputs = [path.relative_to(alone.folder) for path in alone.folder.glob("*/*.safetensors")]
         outputs = [path for path in outputs if path.parts[0] in ("adapter", "model")]
         assert outputs, "the run left alone wrote nothing"
         for path in outputs:
             assert (run.folder / path).read_bytes() == (alone.folder / path).read_bytes(), f"{path} differs"
-        reference, mine = (Audit.read(self.audit(each.folder.name)) for each in (alone, run))
+        reference, mine = (Audit.read(self.audit(name)) for name in (alone.folder.name, cell.run_name))
         mine.check(reference, alone.read("plans/001.json")["steps_per_epoch"])
 
 
-def lost_steps(audit: Audit) -> int:
+def lost_steps(audit: Path) -> int:
     """Steps that were done more than once, by rank 0."""
-    done = [(line["step"], line["pid"]) for line in audit.lines if line["rank"] == 0]
-    return len(set(done)) - len({step for step, _ in done})
+    lines = Audit.read(audit).lines if audit.exists() else ()
+    done = {(line["step"], line["pid"]) for line in lines if line["rank"] == 0}
+    return len(done) - len({step for step, _ in done})
 
 
 def first_line(text: str) -> str:
     """What a user reads first, without folders."""
     lines = text.splitlines()
-    for mark in ("restarting", "error:", "resumes", "note:", "warning:"):
+    for mark in ("restarting", "error:", "resumes", "starts it again", "note:", "warning:"):
         for line in lines:
             if mark in line:
-                return re.sub(r"/tmp/[^ ;,]*/", "", line.strip())[:160]
+                return re.sub(r"/[^ ;,:']*/", "", line.strip())[:160]
     return ""
 
 
-def what_was_said(ends: list[Ended]) -> str:
+def what_was_said(ends: Sequence[Ended]) -> str:
     return next(filter(None, (first_line(end.output) for end in ends)), "")
 
 
-# -- the table
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
 
 
-def write_table(measured: dict[str, Any], soaked: str) -> str:
-    """docs/faults.md."""
-    lines = [*INTRODUCTION.splitlines(), ""]
-    when = f"{measured.get('when', '-')}, {measured.get('where', '-')}"
-    num_run = sum(cell.name in measured for cell in cells())
-    lines += [
-        f"Measured: {num_run} of {sum(1 for _ in cells())} cells, {when}.",
-        "",
-    ]
-    lines += [
-        "| fault | at | layout | steps lost | detected | training again | exact | the terminal |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for cell in cells():
-        row = measured.get(cell.name)
-        if row is None:
-            values = ["-"] * 5
-        else:
-            found = Found(**row)
-            exact = f"**no: {found.wrong}**" if found.wrong else "refused" if found.exits[-1] else "yes"
-            values = [str(found.lost), _seconds(found.detected_s), _seconds(found.again_s), exact, f"`{found.said}`"]
-        lines.append(
-            "| " + " | ".join([cell.fault, cell.moment, cell.layout, *(v.replace("|", "/") for v in values)]) + " |"
-        )
-    return "\n".join([*lines, "", *SOAK.splitlines(), "", soaked]) + "\n"
-
-
-INTRODUCTION = """# Faults
-
-What a fault costs, measured by `make faults`: real runs of a tiny model (12 steps, a checkpoint every 4) in real
-processes on a CPU, into which one fault is planted once, at a drawn moment of the stage. *Steps lost* are steps done
-again, the one in flight included. *Detected*: from the fault until the launcher said so (`parallel.timeout_s` is 20
-here; a process that is stopped is found by it). *Training again*: until a step was done again, without anybody's help;
-`-` where the same command has to be given again. *Exact*: in the end the weights are those of a run left alone, bit
-for bit, and the audit of the batches that went into the model found the same samples in each step and each sample once
-an epoch; *refused*: an error that names the file and what to do, and nothing was trained. A row of `-` was not run."""
-SOAK = """## Soak
-
-`python -m tests.faults.soak --cycles 1000` kills a run of two ranks by SIGKILL again and again, at drawn moments (while
-it starts, in a step, between steps, while it saves), one rank or both, and compares losses, gradient norms, the audit
-of samples and every bit of the adapter with a run left alone."""
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} s"
-
-
-def read_measured() -> dict[str, Any]:
-    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-
-
-def main(argv: list[str]) -> None:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("tests.faults.matrix", description=__doc__)
     parser.add_argument("--output", type=Path, help="docs/faults.md")
     parser.add_argument("--limit-s", type=float, default=4 * 3600.0, help="begin no further cell after so long")
     parser.add_argument("--only", nargs="+", default=[""], help="cells whose name contains one of these")
-    parser.add_argument("--again", action="store_true", help="also those that were measured before")
-    parser.add_argument("--measured", type=Path, default=MEASURED)
-    arguments = parser.parse_args(argv)
-    measured = json.loads(arguments.measured.read_text()) if arguments.measured.exists() else {}
-    begin = time.monotonic()
+    parser.add_argument("--again", action="store_true", help="also those of which there is a row")
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--at-once", type=int, default=1, help="cells at a time")
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)  # this one of so many
+    return parser.parse_args(argv)
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    begin, measured = time.monotonic(), read_rows(arguments.rows)
+    wanted = [cell for cell in cells() if any(part in cell.name for part in arguments.only)]
+    wanted = [cell for cell in wanted if arguments.again or cell not in measured]
+    mine, num_all = arguments.share
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         matrix = Matrix(Path(folder))
-        for cell in cells():
-            if not any(part in cell.name for part in arguments.only) or (cell.name in measured and not arguments.again):
-                continue
+        for cell in wanted[mine::num_all]:
             if time.monotonic() - begin > arguments.limit_s:
                 break
-            found = matrix.measure(cell)
+            try:
+                found = matrix.measure(cell)
+            except Exception as error:  # of the measurement: no row, and the next cell
+                print(f"{cell.name}: not measured: {error!r}", flush=True)
+                continue
             print(cell.name, json.dumps(asdict(found)), flush=True)
-            measured[cell.name] = asdict(found)
-            measured["when"] = time.strftime("%Y-%m-%d")
-            measured["where"] = f"torch {torch.__version__}, {os.cpu_count()} cores"
-            arguments.measured.write_text(json.dumps(measured, indent=1) + "\n")
+            row = asdict(cell) | asdict(found) | {"forked": cell.moment != "start", "when": time.strftime("%Y-%m-%d")}
+            row |= {"torch": torch.__version__, "cores": os.cpu_count(), "load": round(os.getloadavg()[0])}
+            with arguments.rows.open("a", encoding="utf-8") as file:  # in one write: others append too
+                file.write(json.dumps(row) + "\n")
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = parse_arguments(argv)
+    if arguments.at_once > 1:
+        command = [sys.executable, "-m", "tests.faults.matrix", *argv, "--at-once", "1", "--share"]
+        shares = [[*command, str(index), str(arguments.at_once)] for index in range(arguments.at_once)]
+        for process in [subprocess.Popen(share) for share in shares]:
+            process.wait()
+    else:
+        measure_all(arguments)
     if arguments.output is not None:
-        arguments.output.write_text(write_table(measured, measured.get("soak", "Not measured yet.")), encoding="utf-8")
+        arguments.output.write_text(write_page(read_rows(arguments.rows), read_soaked()), encoding="utf-8")
 
 
 if __name__ == "__main__":

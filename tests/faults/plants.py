@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import psutil
 STAGES = {"build": "build model", "export": "export", "verification": "verify"}
 STEP, EVALUATED, SAVED = 6, 4, 8  # of twelve, saved and evaluated every four
 SPREAD_S = {"start": 2.0, "build": 0.3, "export": 0.05, "verification": 2.0, "saving": 0.01}  # moments are drawn
+SMALL_DISK = "FAULTS_SMALL_DISK"  # environment: the folder that ``fill_disk`` fills
 
 
 def kill_rank() -> None:
@@ -25,10 +27,14 @@ def kill_rank() -> None:
 
 def kill_all() -> None:
     """All ranks, this one last."""
+    _send_to_all(signal.SIGKILL)
+
+
+def _send_to_all(number: signal.Signals) -> None:
     ranks = [child.pid for child in psutil.Process(os.getppid()).children() if child.pid != os.getpid()]
     for pid in (*ranks, os.getpid()):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def kill_launcher() -> None:
@@ -36,16 +42,68 @@ def kill_launcher() -> None:
 
 
 def terminate() -> None:
-    """As a scheduler does: the launcher gets SIGTERM."""
-    os.kill(os.getppid(), signal.SIGTERM)
+    """As a scheduler does: the launcher gets SIGTERM; under srun all ranks do."""
+    if "SLURM_PROCID" in os.environ:
+        _send_to_all(signal.SIGTERM)
+    else:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def stop_rank() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def stop_launcher() -> None:
+    """For five seconds, in which the ranks may end."""
+    launcher = os.getppid()
+    subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {launcher}"], start_new_session=True)
+    os.kill(launcher, signal.SIGSTOP)
+
+
+def kill_everything() -> None:
+    """The launcher and all ranks: nobody can tidy up."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    kill_all()
+
+
 def kill_data_worker() -> None:
-    _CURRENT[0].workers._processes[0].kill()
+    _find_child("spawn_main").kill()
+
+
+def stop_data_worker() -> None:
+    _find_child("spawn_main").suspend()
+
+
+def kill_writer() -> None:
+    _find_child("shard_writer").kill()
+
+
+def stop_writer() -> None:
+    _find_child("shard_writer").suspend()
+
+
+def _find_child(word: str) -> psutil.Process:
+    """A process of this rank, by a word of its command; it may only be about to start."""
+    while True:
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if word in " ".join(child.cmdline()):
+                    return child
+        time.sleep(0.01)
+
+
+def fill_disk() -> None:
+    """That of the run's outputs, to the last byte."""
+    with open(Path(os.environ[SMALL_DISK]) / "filler", "wb", buffering=0) as file:
+        for size in (2**20, 4096, 512, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+
+
+def cut_off() -> None:
+    """This rank's node: nothing arrives any more, and nobody is told."""
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
 
 def fail() -> None:
@@ -59,13 +117,23 @@ def spoil_weights() -> None:
     _CURRENT[0].model.get_input_embeddings().weight.data.fill_(torch.nan)
 
 
+def spoil_batch() -> None:
+    """The loss of the next batch is not a number, once."""
+    import torch
+
+    def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        return output * torch.nan
+
+    handle = _CURRENT[0].model.get_input_embeddings().register_forward_hook(spoil)
+
+
 def set_clock_back() -> None:
     """An hour, for all that this process reads from now on."""
     real = time.time
     time.time = lambda: real() - 3600  # type: ignore[assignment]
 
 
-ACTS = (kill_rank, kill_all, kill_launcher, terminate, stop_rank, kill_data_worker, fail, spoil_weights, set_clock_back)
 _CURRENT: list[Any] = []  # the rank's context, for acts on the model
 
 
@@ -103,7 +171,7 @@ class Plant:
     # Where each moment is found: the namespace of one module of the run.
 
     def in_start(self, module: dict[str, Any]) -> None:
-        if os.environ.get("RANK") == str(self.rank):
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == str(self.rank):
             self.happen_soon()
 
     def in_stage(self, module: dict[str, Any]) -> None:
@@ -156,23 +224,57 @@ class Plant:
 
         module["BeatHook"].before_training = planted
 
+    def in_staging(self, module: dict[str, Any]) -> None:
+        """When the tensors of a checkpoint are about to be copied."""
+        begin = module["CheckpointHook"]._begin
+
+        def planted(hook: Any, folder: Path, tensors: Any, state: Any) -> None:
+            if state.step == SAVED and hook.rank.world.rank == self.rank:
+                self.happen()
+            begin(hook, folder, tensors, state)
+
+        module["CheckpointHook"]._begin = planted
+
+    def in_data(self, module: dict[str, Any]) -> None:
+        """In the thread that prepares batches ahead."""
+        lay_out_step, rank = module["lay_out_step"], int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        num_laid_out = 0
+
+        def planted(*arguments: Any) -> Any:
+            nonlocal num_laid_out
+            num_laid_out += 1
+            if num_laid_out == STEP and rank == self.rank:
+                self.happen()
+            return lay_out_step(*arguments)
+
+        module["lay_out_step"] = planted
+
     def in_preparation(self, module: dict[str, Any]) -> None:
-        """In the launcher, which this ends itself."""
+        """In the process that prepares: the launcher, or rank 0 of another one's."""
         gather_facts = module["gather_facts"]
 
         def planted(*arguments: Any, **options: Any) -> Any:
             if not self.mark.exists():
                 self.mark.write_text(repr(time.time()))
-                os.kill(os.getpid(), signal.SIGKILL if self.act is kill_launcher else signal.SIGTERM)
-                time.sleep(60)
+                if self.act is fill_disk:
+                    fill_disk()
+                elif "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+                    self.act()
+                else:
+                    os.kill(os.getpid(), signal.SIGKILL if self.act is kill_launcher else signal.SIGTERM)
+                    time.sleep(60)
             return gather_facts(*arguments, **options)
 
         module["gather_facts"] = planted
 
 
+PREPARATION = "manyhands.launch.prepare"
+
+
 def module_of(moment: str) -> str:
     """Into which module of a run the plant for a moment goes."""
-    where = {"start": "manyhands.launch.heartbeat", "preparation": "manyhands.launch.prepare"}
+    where = {"start": "manyhands.launch.heartbeat", "preparation": PREPARATION, "data": "manyhands.worker.batches"}
+    where["staging"] = "manyhands.worker.checkpoints"
     if moment in STAGES:
         return "manyhands.worker.session"
     return where.get(moment, "manyhands.worker.training")

@@ -178,7 +178,9 @@ def finish(folder: Path, name: str, keys: list[str]) -> None:
 
 def steps_trained(folder: Path) -> int:
     """By the run that was killed, those done again included."""
-    return len({(line["step"], line["pid"]) for line in Audit.read(folder / "killed.audit").lines}) // NUM_RANKS
+    audit = folder / "killed.audit"
+    lines = Audit.read(audit).lines if audit.exists() else ()
+    return len({(line["step"], line["pid"]) for line in lines}) // NUM_RANKS
 
 
 def check_same(alone: Run, killed: Run) -> None:
@@ -197,11 +199,16 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--finish", action="store_true", help="and finish the run, however many cycles were done")
+    parser.add_argument("--result", type=Path, help="benchmarks/results/soak.json, for docs/faults.md")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     folder = arguments.folder.resolve()
     progress = soak(folder, arguments.cycles, arguments.limit_s, arguments.seed, is_last=arguments.finish)
-    print(json.dumps(asdict(progress) | {"steps_trained": steps_trained(folder)}), flush=True)
+    result = asdict(progress) | {"num_steps": progress.num_steps, "steps_trained": steps_trained(folder)}
+    result |= {"when": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+    print(json.dumps(result), flush=True)
+    if arguments.result is not None:
+        write_json(arguments.result, result)
 
 
 if __name__ == "__main__":

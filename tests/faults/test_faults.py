@@ -1,41 +1,59 @@
-"""A few cells of the fault matrix, and a few cycles of the soak, as ``make faults`` and the soak run them."""
+"""A few cells of the fault matrix, and a few cycles of the soak, as ``make faults`` and the soak run them: in processes
+of their own, as forks of one that has had threads cannot train.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix import Cell, Matrix, cells, write_table
-from tests.faults.soak import soak, steps_trained
+from tests.conftest import ROOT
+from tests.faults.cells import OURS, TORCHRUN, Cell
+from tests.faults.page import Found, found_in, read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # whole runs in processes of their own
-LAYOUT = "LoRA, DDP x2"
+SAVING = Cell("SIGKILL of one rank", "saving", "LoRA, DDP x2", OURS)
+WORKER = Cell("SIGKILL of a data worker", "step", "LoRA, DDP x2", OURS)
+ELSEWHERE = Cell("SIGKILL of all ranks", "step", "LoRA, DDP x2", TORCHRUN)
+
+
+def run(*arguments: str) -> str:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-m", *arguments], env=variables, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(tmp_path_factory.mktemp("faults"))
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Found]:
+    rows = tmp_path_factory.mktemp("faults") / "rows.jsonl"
+    run("tests.faults.matrix", "--rows", str(rows), "--only", *(cell.name for cell in (SAVING, WORKER, ELSEWHERE)))
+    return {cell: found_in(row) for cell, row in read_rows(rows).items()}
 
 
-def test_a_rank_killed_while_it_saves_loses_the_steps_since_the_checkpoint(matrix: Matrix) -> None:
-    found = matrix.measure(Cell("SIGKILL of one rank", "saving", LAYOUT))
-    assert found.wrong == "" and found.exits == [0] and 0 < found.lost <= 5
-    assert found.detected_s is not None and found.again_s is not None and "restarting from step" in found.said
+def test_a_rank_killed_while_it_saves_loses_the_steps_since_the_checkpoint(found: dict[Cell, Found]) -> None:
+    one = found[SAVING]
+    assert one.wrong == "" and one.exits == [0] and 0 < one.lost <= 5
+    assert one.detected_s is not None and one.again_s is not None and "restarting from step" in one.said
 
 
-def test_a_data_worker_that_is_killed_is_a_fault_and_not_the_end(matrix: Matrix) -> None:
-    found = matrix.measure(Cell("SIGKILL of a data worker", "step", LAYOUT))
-    assert found.wrong == "" and found.exits == [0], found
+def test_a_data_worker_that_is_killed_is_a_fault_and_not_the_end(found: dict[Cell, Found]) -> None:
+    assert found[WORKER].wrong == "" and found[WORKER].exits == [0], found[WORKER]
 
 
-def test_a_soak_of_five_cycles_ends_as_a_run_left_alone(tmp_path: Path) -> None:
-    first = soak(tmp_path, num_cycles=5, limit_s=0, is_last=False)  # the run left alone
-    assert first.cycles == 0 and not first.is_same
-    found = soak(tmp_path, num_cycles=5, limit_s=600)
-    assert found.cycles == 5 and found.is_same and steps_trained(tmp_path) >= found.num_steps
+def test_under_torchrun_the_same_command_goes_on(found: dict[Cell, Found]) -> None:
+    one = found[ELSEWHERE]
+    assert one.wrong == "" and one.exits[0] != 0 and one.exits[-1] == 0 and one.again_s is None, one
 
 
-def test_the_table_has_a_row_for_each_cell_and_shows_what_was_not_run() -> None:
-    text = write_table({}, "not measured")
-    assert text.count("\n| ") == 1 + sum(1 for _ in cells()) and "Measured: 0 of" in text
+def test_a_soak_of_five_cycles_that_is_interrupted_ends_as_a_run_left_alone(tmp_path: Path) -> None:
+    command = ("tests.faults.soak", str(tmp_path), "--cycles", "5", "--limit-s")
+    first = json.loads(run(*command, "0"))  # the run left alone
+    assert first["cycles"] == 0 and not first["is_same"]
+    last = json.loads(run(*command, "600"))
+    assert last["cycles"] == 5 and last["is_same"] and last["steps_trained"] >= last["num_steps"]

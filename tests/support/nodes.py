@@ -88,17 +88,22 @@ class Bed:
     def address(self, node: int) -> str:
         return f"{self.subnet}.{node + 1}"
 
-    def _netns(self, node: int) -> str:
+    def netns(self, node: int) -> str:
         return f"mh{self.key}n{node}"
 
     def cut(self, node: int) -> None:
         """Takes the node's link down: nothing arrives any more, and nobody is told."""
         _ip("link", "set", f"mh{self.key}v{node}", "down")
 
+    def mend(self, node: int) -> None:
+        """Its link is up again, whichever end of it was down."""
+        _ip("link", "set", f"mh{self.key}v{node}", "up")
+        _ip("-n", self.netns(node), "link", "set", "eth0", "up")
+
     def slow(self, node: int, rate: str) -> None:
         """What the node sends goes no faster than ``rate``, such as 100mbit."""
         command = f"tc qdisc replace dev eth0 root tbf rate {rate} burst 256kb latency 400ms"
-        subprocess.run(["nsenter", f"--net=/run/netns/{self._netns(node)}", *command.split()], check=True)
+        subprocess.run(["nsenter", f"--net=/run/netns/{self.netns(node)}", *command.split()], check=True)
 
     def start(
         self,
@@ -117,7 +122,7 @@ class Bed:
         lines += [f"cd {self.folder}", setup, '"$@" & child=$!; trap "kill -TERM $child" TERM; wait $child; code=$?',
                   "while kill -0 $child 2>/dev/null; do wait $child; code=$?; done; exit $code"]  # fmt: skip
         output = self.folder / f"output-{self.key}-{node}-{len(self.launched)}.txt"
-        enter = ["nsenter", f"--net=/run/netns/{self._netns(node)}", "unshare", "--uts", "--mount", "--pid", "--fork"]
+        enter = ["nsenter", f"--net=/run/netns/{self.netns(node)}", "unshare", "--uts", "--mount", "--pid", "--fork"]
         with open(output, "w") as file:
             process = subprocess.Popen(
                 [*enter, "--mount-proc", "bash", "-c", "\n".join(lines), "node", *command],
@@ -144,7 +149,7 @@ def make_bed(folder: Path, num: int) -> Iterator[Bed]:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
         for node in range(num):
-            netns, outer, inner = bed._netns(node), f"mh{bed.key}v{node}", f"mh{bed.key}i{node}"
+            netns, outer, inner = bed.netns(node), f"mh{bed.key}v{node}", f"mh{bed.key}i{node}"
             _ip("netns", "add", netns)
             _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
             _ip("link", "set", outer, "master", bridge, "up")
@@ -163,7 +168,7 @@ def make_bed(folder: Path, num: int) -> Iterator[Bed]:
                 os.killpg(launched.process.pid, signal.SIGKILL)
             launched.process.wait()
         for node in range(num):
-            subprocess.run(["ip", "netns", "del", bed._netns(node)], capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "del", bed.netns(node)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 

@@ -1,0 +1,35 @@
+"""docs/faults.md says what the rows say, and no more."""
+
+from __future__ import annotations
+
+from tests.conftest import ROOT
+from tests.faults.cells import Cell, cells
+from tests.faults.page import ROWS, read_rows, read_soaked, write_page
+
+ROW = {"exits": [0], "lost": 2, "detected_s": 0.5, "again_s": None, "said": "a | b", "wrong": "", "forked": True}
+
+
+def test_the_page_is_what_the_results_make_of_it() -> None:
+    page = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    assert page == write_page(read_rows(ROWS), read_soaked()), "make faults ARGS='--limit-s 0' writes it again"
+
+
+def test_every_row_is_of_a_cell() -> None:
+    assert set(read_rows(ROWS)) <= set(cells())
+
+
+def test_the_page_has_a_row_for_what_was_measured_alone_and_counts_the_rest() -> None:
+    first, second, *others = cells()
+    rows = {first: {**ROW, "when": "2026-01-02"}, second: {**ROW, "wrong": "it hung", "when": "2026-01-03"}}
+    page = write_page(rows)
+    assert f"Measured: 2 of {len(others) + 2} cells, 2026-01-02 to 2026-01-03; 1 of them did not hold" in page
+    assert page.count(f"| {first.layout} | {first.launcher} |") == 2 and "`a / b`" in page and "it hung" in page
+    missing = {(cell.layout, cell.launcher) for cell in others} - {(first.layout, first.launcher)}
+    for layout, launcher in missing:
+        assert f"{layout} under {launcher}" in page
+
+
+def test_cells_are_told_apart_by_the_names_of_their_runs() -> None:
+    every = list(cells())
+    assert len({cell.run_name for cell in every}) == len(every) == len(set(every))
+    assert Cell("SIGKILL of one rank", "step", "LoRA, DDP x2") in every
