@@ -15,7 +15,7 @@
 # make docs                               the documentation site, in build/site; links are checked
 # make wheel                              the wheel, in dist/
 # make equality                           measures docs/equality.md
-# make faults                             measures docs/faults.md, for hours; ARGS='--limit-s 600 --only SIGTERM'
+# make faults                             goes on measuring docs/faults.md; ARGS='--limit-s 600 --at-once 2'
 # make clean                              removes .venv and all caches, but not runs/
 #
 # CONFIG= is a run file of ours or of another tool (docs/coming-from.md); DEEPSPEED_CONFIG= and ACCELERATE_CONFIG= say

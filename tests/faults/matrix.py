@@ -176,7 +176,8 @@ class Matrix:
         bound_s = BOUND_S + TIMEOUT_S * cell.is_stop
         if struck.detected_s is not None and struck.detected_s > bound_s:
             struck.asides.append(f"noticed after more than {bound_s:g} s")
-        if variables and first.code and "disk is full" not in first.output and "disk space" not in first.output:
+        names = ("disk is full", "disk space", "No space left on device")
+        if variables and first.code and not any(name in first.output for name in names):
             struck.asides.append("the full disk is not named")
         return struck
 
@@ -293,6 +294,8 @@ def measure_all(arguments: argparse.Namespace) -> None:
     wanted = [cell for cell in cells() if any(part in cell.name for part in arguments.only)]
     wanted = [cell for cell in wanted if arguments.again or cell not in measured]
     mine, num_all = arguments.share
+    if not wanted or not arguments.limit_s:
+        return
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         matrix = Matrix(Path(folder))
         for cell in wanted[mine::num_all]:
@@ -319,7 +322,7 @@ def main(argv: Sequence[str]) -> None:
             process.wait()
     else:
         measure_all(arguments)
-    if arguments.output is not None:
+    if arguments.output is not None and arguments.share[1] == 1:
         arguments.output.write_text(write_page(read_rows(arguments.rows), read_soaked()), encoding="utf-8")
 
 

@@ -16,9 +16,10 @@ from torch import nn
 from manyhands.checkpoint.manifest import PARTIAL, REPLACED, TRAIN_STATE, FileEntry, Manifest, hash_file, write_manifest
 from manyhands.checkpoint.shard_writer import write_file
 from manyhands.checkpoint.shards import own_files, read_bytes
+from manyhands.checkpoint.staging import WriterEnded
 from manyhands.checkpoint.tensors import checkpoint_tensors, describe
 from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, FAULT, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full, rename_synced, write_json
 from manyhands.core.progress import advance
 
@@ -91,6 +92,15 @@ def explain_unwritten(error: OSError, partial: Path, rank: int) -> UserError:
     """The error for the user, wherever it happened."""
     if is_disk_full(error):
         return explain_full_disk(error, partial)
+    if isinstance(error, WriterEnded):
+        return UserError(
+            str(error.strerror),
+            where=str(error.filename or partial),
+            why=f"rank {rank}: something outside the run ended it; where memory is short, the system does",
+            fix="start again: the run resumes from its newest checkpoint; or set checkpoint.asynchronous=false",
+            exit_code=EXIT_FAILED,
+            kind=FAULT,
+        )
     return UserError(
         "the checkpoint cannot be written",
         where=str(error.filename or partial),

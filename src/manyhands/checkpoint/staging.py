@@ -10,6 +10,7 @@ import contextlib
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,10 @@ PORTABLE = 1  # cudaHostRegisterPortable
 
 class NoRoom(Exception):
     """The host memory cannot be had; ``str`` says why."""
+
+
+class WriterEnded(OSError):
+    """The writing process is gone: not by anything that the run did."""
 
 
 class Staging:
@@ -115,8 +120,8 @@ class Staging:
                 raise OSError(answer["errno"], answer["why"], answer["file"])
             written(answer["written"])
         code = self._process.wait()
-        why = f"the process that writes it was ended by signal {-code}" if code < 0 else f"it ended with code {code}"
-        raise OSError(0, why, str(folder) if folder is not None else None)
+        how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
+        raise WriterEnded(0, f"the process that writes checkpoints {how}", str(folder) if folder is not None else None)
 
     def close(self) -> None:
         """Ends the process and frees the memory."""
