@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data.batches import collate
+from manyhands.data.image_fetch import FetchedImages
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from tests.data.test_images import draw, image, open_store, shape, text, turns
@@ -105,27 +107,61 @@ def test_data_of_bad_images_alone_is_refused(folder: Path, write_rows, make_conf
     assert error.what == "no row is left" and "a.png" in error.details[0]
 
 
-def test_addresses_are_fetched_only_where_that_is_allowed(
-    folder: Path, tmp_path: Path, write_rows, make_config
-) -> None:
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of a server with a.png, and the paths that were asked for."""
     import http.server
     import threading
 
     draw((40, 40)).save(tmp_path / "a.png")
-    handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(tmp_path))
-    )
+    asked: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(tmp_path))
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            super().do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        rows = write_rows([{"messages": turns(image(f"http://127.0.0.1:{server.server_port}/a.png"), text("?"))}])
-        assert "data.image_urls" in refuse(make_config(rows, validation_fraction=0), folder).details[0]
-        _, store = open_store(make_config(rows, validation_fraction=0, image_urls=True), folder)
-    finally:
-        server.shutdown()
-        server.server_close()
-    # fetched once: training does not depend on the address
-    assert len(collate(store.train, np.array([0]), shape(folder))["pixel_values"]) == 1
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_addresses_are_fetched_only_where_that_is_allowed_and_once(
+    folder: Path, served: tuple[str, list[str]], write_rows, make_config
+) -> None:
+    """However many rows name one; what gives no image is not asked for again either."""
+    address, asked = served
+    there = [{"messages": turns(image(f"{address}/a.png"), text(f"{number}?"))} for number in range(3)]
+    gone = [{"messages": turns(image(f"{address}/b.png"), text(f"{number}?"))} for number in range(3)]
+    rows = write_rows([*there, *gone])
+    assert "data.image_urls" in refuse(make_config(rows, validation_fraction=0), folder).details[0]
+    assert not asked
+    config = make_config(rows, validation_fraction=0, image_urls=True, bad_images="skip")
+    _, store = open_store(config, folder)
+    assert sorted(asked) == ["/a.png", "/b.png"] and len(store.train.lengths) == 3
+    # nor does training depend on the address
+    assert len(collate(store.train, np.arange(3), shape(folder))["pixel_values"]) == 3
+    assert sorted(asked) == ["/a.png", "/b.png"]
+
+
+def test_copies_of_what_was_fetched_are_bounded_and_shared(tmp_path: Path, served: tuple[str, list[str]]) -> None:
+    address, asked = served
+    raw = (tmp_path / "a.png").read_bytes()
+    one, other = (FetchedImages(tmp_path / "copies", max_bytes=len(raw) + 1) for _ in range(2))
+    assert one.read(f"{address}/a.png") == other.read(f"{address}/a.png") == raw and asked == ["/a.png"]
+    for _ in range(2):
+        assert one.read(f"{address}/a.png?more") == raw  # finds no room
+    assert asked == ["/a.png", "/a.png?more", "/a.png?more"]
+    own = FetchedImages()
+    assert own.read(f"{address}/a.png") == own.read(f"{address}/a.png") == raw and len(asked) == 4
 
 
 PLACES: dict[str, tuple[dict[str, Any], str]] = {

@@ -92,7 +92,8 @@ class ImageBatcher:
 
         pixels = self._blanks[PIXELS]
         self._cache = ImageCache(
-            Path(work.cache, _name_preparation(work)),
+            Path(work.cache),
+            _name_preparation(work),
             work.memory_bytes,
             work.disk_bytes,
             work.num_units * int(np.prod(pixels.shape[1:])),

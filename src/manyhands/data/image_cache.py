@@ -1,9 +1,10 @@
 """Prepared images by content, in memory and on disk, within bounds: the least recently used go first. Knows no model.
 
-Processes share the folder on disk. Each counts what it writes and looks at the whole folder again after a small part of
-the bound; a file appears by one rename, and one that cannot be read, or is damaged, is made again. Where the images of
-a run need more than the bound, only as many are kept as fit, the same in every epoch, chosen by their content: to keep
-all for a while would keep none until it is needed.
+Processes share the folder on disk, and so do runs with other processors, whose images are in folders of their own in
+it: the bound is that of all together. Each process counts what it writes and looks at the whole folder again after a
+small part of the bound; a file appears by one rename, and one that cannot be read, or is damaged, is made again. Where
+the images of a run need more than the bound, only as many are kept as fit, the same in every epoch, chosen by their
+content: to keep all for a while would keep none until it is needed.
 """
 
 from __future__ import annotations
@@ -26,10 +27,15 @@ KEPT_SHARE = 0.9  # of the bound, that is left when files are removed
 
 
 class ImageCache:
-    """Entries by key (bytes). ``needed_bytes``: what all images of the run take, about; 0 keeps whatever comes."""
+    """Entries by key (bytes), in ``folder / preparation``. ``needed_bytes``: what all images of the run take, about; 0
+    keeps whatever comes.
+    """
 
-    def __init__(self, folder: Path, memory_bytes: int, disk_bytes: int, needed_bytes: int = 0) -> None:
-        self.folder, self._memory_bytes, self._disk_bytes = folder, memory_bytes, disk_bytes
+    def __init__(
+        self, folder: Path, preparation: str, memory_bytes: int, disk_bytes: int, needed_bytes: int = 0
+    ) -> None:
+        self.folder, self.preparation = folder, preparation
+        self._memory_bytes, self._disk_bytes = memory_bytes, disk_bytes
         self._share = min(1.0, disk_bytes / needed_bytes) if needed_bytes else 1.0
         self._held: OrderedDict[bytes, Entries] = OrderedDict()
         self._lock = threading.Lock()  # the threads of training and of evaluation may share a cache
@@ -65,7 +71,7 @@ class ImageCache:
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
-        return self.folder / name[:2] / f"{name}.npz"
+        return self.folder / self.preparation / name[:2] / f"{name}.npz"
 
     def _read(self, key: bytes) -> Entries | None:
         if not self._disk_bytes:
@@ -108,12 +114,11 @@ class ImageCache:
     def _trim(self) -> None:
         """Removes files that were not used for the longest time until the folder is within its bound."""
         files = []
-        for folder in os.scandir(self.folder):
-            if folder.is_dir():
-                for entry in os.scandir(folder.path):
-                    with contextlib.suppress(FileNotFoundError):  # another process removes, too
-                        status = entry.stat()
-                        files.append((status.st_mtime_ns, status.st_size, entry.path))
+        for path, _, names in os.walk(self.folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # another process removes, too
+                    status = os.stat(place := os.path.join(path, name))
+                    files.append((status.st_mtime_ns, status.st_size, place))
         total = sum(size for _, size, _ in files)
         if total <= self._disk_bytes:
             return

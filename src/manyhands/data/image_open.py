@@ -15,6 +15,7 @@ import numpy as np
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
+from manyhands.data.image_fetch import FetchedImages
 from manyhands.data.image_files import (
     BadImage,
     PixelBounds,
@@ -42,9 +43,13 @@ class OpenedImage:
 
 
 class ImageOpener:
-    """Opens images for one run. Raises UserError where the model's processor cannot be used."""
+    """Opens images for one run. ``fetched``: where the copies of those at addresses go. Raises UserError where the
+    model's processor cannot be used.
+    """
 
-    def __init__(self, config: RunConfig, model_folder: str | Path, tokenizer: Any) -> None:
+    def __init__(
+        self, config: RunConfig, model_folder: str | Path, tokenizer: Any, fetched: Path | None = None
+    ) -> None:
         check_pillow()
         layout = family_of(model_folder).images
         assert layout is not None, "asked only of models that take images"
@@ -61,6 +66,7 @@ class ImageOpener:
                 f"{tokenizer.convert_tokens_to_ids(self._token)}",
                 fix="use the tokenizer's and the processor's files of the model",
             )
+        self._fetched = FetchedImages(fetched)
         self._known: OrderedDict[tuple[str, int, int], tuple[bytes, tuple[int, int]]] = OrderedDict()
 
     def open(self, conversation: Conversation, file: str) -> Conversation:
@@ -86,19 +92,19 @@ class ImageOpener:
 
     def _look(self, place: str, data: bytes) -> tuple[bytes, tuple[int, int], bytes]:
         """(hash of the content, (height, width), the bytes unless a file has them)."""
-        if not place or is_address(place):  # what was fetched is kept: it may be another one tomorrow
-            raw = data or read_bytes(place)
-            return content_of(raw), _measure(decode(raw, name_of(place), self._bounds)), raw
-        key = _stamp(place)
+        if not place:
+            return content_of(data), _measure(decode(data, name_of(place), self._bounds)), data
+        fetched = self._fetched.read(place) if is_address(place) else b""  # kept: it may be another one tomorrow
+        key = (place, len(fetched), 0) if fetched else _stamp(place)
         if key is None or key not in self._known:
-            raw = read_bytes(place)
+            raw = fetched or read_bytes(place)
             found = content_of(raw), _measure(decode(raw, name_of(place), self._bounds))
             if key is None:
                 return *found, b""
             self._known[key] = found
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
-        return *self._known[key], b""
+        return *self._known[key], fetched
 
 
 def _measure(pixels: np.ndarray) -> tuple[int, int]:

@@ -191,7 +191,7 @@ def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
         widen_cache(tokenizer)
     if config.task != "cpt" and tokenizer.chat_template:
         try_apart(partial(tokenizer.apply_chat_template, tokenize=False, **chat_template_kwargs_of(config)))
-    images = ImageOpener(config, job.model_folder, tokenizer) if job.images else None
+    images = ImageOpener(config, job.model_folder, tokenizer, job.folder / "fetched") if job.images else None
     formats = [choose_format(source, config, bool(tokenizer.chat_template), job.images) for source in job.sources]
     notes = [] if config.task == "cpt" else note_plain_markers(tokenizer)
     if "prompt" in formats and not tokenizer.chat_template:
