@@ -121,6 +121,7 @@ def test_tokens_and_pixels_are_those_of_the_processor(
     assert store.train.image_units.tolist() == units and store.train.num_images.tolist() == [1, 2, 0, 1]
     assert (facts.num_images, facts.max_image_units) == (4, max(units))
     assert facts.mean_image_units == pytest.approx(sum(units) / 4)
+    assert facts.max_units_per_token == max(store.train.image_units / store.train.lengths)
     together = collate(store.train, np.arange(4), shape(folder))
     assert together["cu_pixel_values"].tolist() == [0, *np.cumsum(units)]
     # of each document the loss is on the answer alone, never on what stands for an image

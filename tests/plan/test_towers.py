@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from manyhands.facts.gpu_kinds import load_kinds
 from manyhands.facts.types import Facts
 from manyhands.plan.candidates import CHECKPOINTING
+from manyhands.plan.clock import lay_out
 from manyhands.plan.estimate_input import EstimateInput, describe_images
 from manyhands.plan.memory import estimate_terms
 from manyhands.plan.rates import load_fitted, rates_of_kind
@@ -20,6 +22,7 @@ from manyhands.plan.search import base_input, plan
 from manyhands.plan.time import TimeInput
 from manyhands.plan.towers import kept_by_images, memory_by_part, num_units, tower_at_work, towers_s
 from manyhands.plan.work import MeanStep, Micro
+from manyhands.worker.largest import largest_samples
 from tests.plan.examples import data_facts, facts, gemma_4b_with_images, model_facts, run_config, tower_facts
 from tests.support.plans import change_input, explain_why
 
@@ -78,6 +81,32 @@ def test_activations_of_images_are_as_counted_by_hand() -> None:
     assert kept_by_images(again) == kept_by_images(projected) + 3 * 128 * 4 * 8
     unpacked = change_input(s, micro_tokens=None, micro_samples=3)
     assert num_units(unpacked) == 3
+
+
+def test_no_micro_batch_has_more_patches_than_the_plan_counts() -> None:
+    """Packs of whatever samples, some of which have many patches and few tokens (images that are cut to a strip), and
+    rows; placeholders alone would not bound them. The micro-batch that is tried first has as many as any.
+    """
+    tower, draw, most = tower_facts(patches=1, tokens=0.25), np.random.default_rng(0), 0
+    lengths = draw.integers(20, 400, 300)
+    units = np.where(draw.random(300) < 0.5, draw.integers(1, 300, 300), 0)
+    lengths[7], units[7] = 30, 1500  # planted: twelve times the patches that its tokens could stand for
+    per_token, longest = float((units / lengths).max()), int(lengths.max())
+    of_images = {"num_images": 300, "max_image_units": int(units.max()), "max_units_per_token": per_token}
+    data = data_facts(300, longest=longest, mean_image_units=float(units.mean()), **of_images)
+    for capacity in (400, 777, 4096):
+        s = estimated((FROZEN, FROZEN, "lora"), seen(tower, data), micro_tokens=capacity, full_micro_tokens=capacity)
+        for _ in range(20):
+            step = draw.choice(300, size=int(draw.integers(1, 64)), replace=False)
+            laid = lay_out(s.layout, np.append(step, 7), lengths, units * float(draw.choice([0.0, 0.3, 30.0])))
+            found = max(int(units[part].sum()) for micro in laid.micro_batches for part in micro)
+            assert found <= num_units(s)
+            most = max(most, found / num_units(s))
+        tried = [int(units[samples].sum()) for samples in largest_samples(lengths, units, s.layout)]
+        assert units[7] <= max(tried) <= num_units(s) and tried[0] < max(tried)
+    assert most * per_token > 4, "the bound of tokens that are all placeholders would have been passed"
+    rows = change_input(s, micro_tokens=None, micro_samples=4)
+    assert num_units(rows) == 6000 and sum(sorted(units)[-4:]) <= 6000
 
 
 def test_a_frozen_language_model_keeps_less_for_its_backward_pass() -> None:

@@ -11,23 +11,38 @@ import pytest
 
 from manyhands.bench.case import Observer, run
 from manyhands.bench.rows import BenchRow
-from manyhands.plan.layout import change
+from manyhands.plan.layout import Layout, change
 from manyhands.train.types import StepResult
 from manyhands.worker.context import RankContext
-from manyhands.worker.largest import largest_batch, longest_samples, run_largest
+from manyhands.worker.largest import largest_batches, largest_samples, run_largest
 from tests.plan.examples import llama_8b
 from tests.support.plans import make_input
 
 LAYOUT = make_input(llama_8b(), num_adapter_parameters=1, adapter_rank=1).layout
 
 
+def chosen(lengths: list[int], layout: Layout, units: list[int] | None = None) -> list[list[int]]:
+    found = largest_samples(np.array(lengths), None if units is None else np.array(units), layout)
+    return [samples.tolist() for samples in found]
+
+
 def test_a_pack_takes_the_longest_samples_that_find_room() -> None:
-    lengths = np.array([10, 60, 30, 50, 20])
+    lengths = [10, 60, 30, 50, 20]
     packed = change(LAYOUT, micro_tokens=100, micro_samples=None)
-    assert longest_samples(lengths, packed).tolist() == [1, 2, 0]
-    assert longest_samples(lengths, change(packed, pack_tokens=55)).tolist() == [3]
-    assert longest_samples(np.array([200, 300]), packed).tolist() == [1], "one sample in any case"
-    assert longest_samples(lengths, change(packed, micro_tokens=None, micro_samples=2)).tolist() == [1, 3]
+    assert chosen(lengths, packed) == [[1, 2, 0]]
+    assert chosen(lengths, change(packed, pack_tokens=55)) == [[3]]
+    assert chosen([200, 300], packed) == [[1]], "one sample in any case"
+    assert chosen(lengths, change(packed, micro_tokens=None, micro_samples=2)) == [[1, 3]]
+
+
+def test_with_images_there_is_one_with_the_most_patches_too() -> None:
+    """A planted sample of few tokens and many patches is in it, though the longest fill a micro-batch without it."""
+    lengths, units = [10, 60, 30, 50, 20], [0, 10, 0, 0, 900]
+    packed = change(LAYOUT, micro_tokens=100, micro_samples=None)
+    assert chosen(lengths, packed, units) == [[1, 2, 0], [4, 1, 0]]
+    assert chosen(lengths, change(packed, micro_tokens=None, micro_samples=2), units) == [[1, 3], [4, 1]]
+    assert chosen(lengths, packed, [0] * 5) == chosen(lengths, packed) == [[1, 2, 0]]
+    assert len(chosen([50, 50, 20], packed, [8, 8, 0])) == 1, "the same samples run once"
 
 
 class Watcher(Observer):
@@ -38,7 +53,7 @@ class Watcher(Observer):
         self.results: list[StepResult] = []
 
     def before_first_step(self, rank: RankContext) -> None:
-        self.tokens = largest_batch(rank, "train")["input_ids"].numel()
+        self.tokens = next(largest_batches(rank, "train"))["input_ids"].numel()
         if self.tries:
             run_largest(rank)
             assert all(p.grad is None for p in rank.model.parameters())

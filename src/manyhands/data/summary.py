@@ -58,6 +58,7 @@ class PreparedData:
     num_images: int = 0  # of the training samples, each once
     num_validation_images: int = 0
     max_image_units: int = 0  # of one sample
+    max_units_per_token: float = 0.0  # of one sample
     mean_image_units: float = 0.0  # of a sample of an epoch
     max_image_tokens: int = 0  # of one sample
 
@@ -125,6 +126,9 @@ def _sum_images(store: TokenStore) -> dict[str, Any]:
         "num_images": int(train.num_images.sum()),
         "num_validation_images": sum(int(each.num_images.sum()) for each in sets[1:] if each.num_images is not None),
         "max_image_units": max(int(each.image_units.max()) for each in sets if each.image_units is not None),
+        "max_units_per_token": max(
+            float((each.image_units / each.lengths).max()) for each in sets if each.image_units is not None
+        ),
         "mean_image_units": float((train.image_units * weights).sum() / weights.sum()),
         "max_image_tokens": max(int(each.image_tokens.max()) for each in sets if each.image_tokens is not None),
     }

@@ -115,6 +115,7 @@ class DataFacts(Fact):
     num_images: int = 0  # of the training samples, each once
     num_validation_images: int = 0
     max_image_units: int = 0  # of one sample; units are patches or tiles, by family (``families.ImageLayout``)
+    max_units_per_token: float = 0.0  # of one sample: units of its images over all its tokens; 0: not known
     mean_image_units: float = 0.0  # of a sample of an epoch, those without images included
     max_image_tokens: int = 0  # of one sample: placeholders that become features
 

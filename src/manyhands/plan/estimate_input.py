@@ -57,7 +57,9 @@ class ImageInput:
 def describe_images(parts: Mapping[str, str], model: ModelFacts, data: DataFacts) -> ImageInput | None:
     """None where no image passes through the model.
 
-    A pack holds at most one unit for each ``tokens_per_unit`` of its tokens, all of them placeholders.
+    A pack has for each of its tokens at most as many units as the sample that has most for each of its own, whatever
+    samples share it: there are never more than the memory is estimated for. Where facts do not say, all its tokens are
+    placeholders.
     """
     if model.tower is None or parts.get("vision", "left_out") == "left_out":
         return None
@@ -67,7 +69,7 @@ def describe_images(parts: Mapping[str, str], model: ModelFacts, data: DataFacts
         tower=tower,
         vision=parts["vision"],
         projector=parts["projector"],
-        units_per_token=1 / tower.tokens_per_unit,
+        units_per_token=data.max_units_per_token or 1 / tower.tokens_per_unit,
         units_per_sample=data.max_image_units,
         mean_units=data.mean_image_units,
         mean_patches=tower.patches_per_unit if tower.patches_per_unit > 1 else units_of_image,

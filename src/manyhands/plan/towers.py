@@ -10,6 +10,7 @@ are computed again as those of the decoder are.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from manyhands.facts.types import TowerFacts
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Moment = dict[str, int]
 GATHERED_BLOCKS = 3  # as memory.py has it for the decoder's
+ROUNDING = 1e-9  # of a quotient of whole numbers
 HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 EAGER_PASSES = 3.0  # times that values of a block are read or written: towers are not compiled
 
@@ -72,12 +74,14 @@ def outer_gathered(s: EstimateInput) -> int:
 
 
 def num_units(s: EstimateInput) -> int:
-    """Patches or squares in the fullest micro-batch: as many as its tokens hold, or its samples have."""
+    """Patches or squares in the fullest micro-batch: ``T u`` for the most units u that a sample has for each of its
+    tokens, or as many as its samples have. No layout of samples gives more.
+    """
     assert s.images is not None
     if s.layout.micro_tokens is None:
         return (s.layout.micro_samples or 1) * s.images.units_per_sample
-    filled = int(s.layout.full_micro_tokens * s.images.units_per_token)
-    return max(s.images.units_per_sample, filled)
+    filled = s.layout.full_micro_tokens * s.images.units_per_token
+    return max(s.images.units_per_sample, math.ceil(filled - ROUNDING * filled))
 
 
 def kept_by_images(s: EstimateInput) -> int:

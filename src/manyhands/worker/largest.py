@@ -1,12 +1,13 @@
 """The largest micro-batch before the first step: where memory is too small, that shows in the first seconds.
 
 One that is as large as any of the run, of the longest samples, goes forward and backward while everything else that a
-step holds is there, and one of the evaluation forward. Nothing is trained: the loss is multiplied by zero, and its
-gradients are dropped.
+step holds is there, and one of the evaluation forward; where samples have images, also one with as many patches as any.
+Nothing is trained: the loss is multiplied by zero, and its gradients are dropped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,24 +31,26 @@ def run_largest(rank: RankContext) -> None:
     pass.
     """
     engine, layout, device = rank.engine, rank.plan.layout, rank.world.device
-    states = reserve_states(rank)
-    batch = largest_batch(rank, "train")
+    states, sizes = reserve_states(rank), []
     rank.loss_model.train()
-    for last in (False, True) if layout.accumulates else (True,):
-        terms = engine.forward(batch)
-        engine.backward(torch.stack([term_sum for term_sum, _ in terms.values()]).sum() * 0, last=last)
-        del terms
-    engine.gradient_norm()
-    engine.drop_gradients()
+    for batch in largest_batches(rank, "train"):
+        for last in (False, True) if layout.accumulates else (True,):
+            terms = engine.forward(batch)
+            engine.backward(torch.stack([term_sum for term_sum, _ in terms.values()]).sum() * 0, last=last)
+            del terms
+        engine.gradient_norm()
+        engine.drop_gradients()
+        sizes.append(describe(batch))
     if len(rank.store.validation.lengths):
         rank.loss_model.eval()
         with torch.no_grad():
-            engine.forward(largest_batch(rank, "validation"))
+            for batch in largest_batches(rank, "validation"):
+                engine.forward(batch)
         rank.loss_model.train()
     del states
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    rank.print(f"largest micro-batch: {describe(batch)}, forward and backward, fits")
+    rank.print(f"largest micro-batch: {' and '.join(sizes)}, forward and backward, fits")
 
 
 def reserve_states(rank: RankContext) -> torch.Tensor | None:
@@ -58,30 +61,45 @@ def reserve_states(rank: RankContext) -> torch.Tensor | None:
     return torch.empty(rank.plan.memory.terms.get("optimizer", 0), dtype=torch.uint8, device=rank.world.device)
 
 
-def largest_batch(rank: RankContext, name: Any) -> dict[str, Any]:
-    """The longest samples of a set, as many as a micro-batch holds."""
+def largest_batches(rank: RankContext, name: Any) -> Iterator[dict[str, Any]]:
+    """The longest samples of a set, as many as a micro-batch holds; then those with the most patches, if others."""
     samples: SampleSet = rank.store.train if name == "train" else rank.store.validation
-    chosen = longest_samples(samples.lengths, rank.plan.layout)
-    batch = collate(samples, chosen, shape_of(rank, name))
-    device = rank.world.device
-    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    shape, device = shape_of(rank, name), rank.world.device
+    for chosen in largest_samples(samples.lengths, samples.image_units, rank.plan.layout):
+        batch = collate(samples, chosen, shape)
+        yield {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
-def longest_samples(lengths: np.ndarray, layout: Layout) -> np.ndarray:
-    """Sample ids, the longest first; of a pack those that still find room, one sample at least."""
+def largest_samples(lengths: np.ndarray, units: np.ndarray | None, layout: Layout) -> list[np.ndarray]:
+    """Sample ids of the micro-batch with the longest samples; with images also of the one with most ``units`` (patches
+    or squares, by sample id). What is left in a pack of those that have the most for their length is filled with
+    others, so that it is as full of tokens as well: no micro-batch takes more of both.
+    """
     order = np.argsort(-lengths, kind="stable")
+    chosen = [_fill(order, lengths, layout)]
+    if units is not None and units.any():
+        most = units if layout.micro_tokens is None else units / np.maximum(lengths, 1)
+        densest = _fill(np.lexsort((-lengths, -most)), lengths, layout)
+        if set(densest.tolist()) != set(chosen[0].tolist()):
+            chosen.append(densest)
+    return chosen
+
+
+def _fill(order: np.ndarray, lengths: np.ndarray, layout: Layout) -> np.ndarray:
+    """The first of ``order``; of a pack those that still find room, one sample at least."""
     if layout.micro_tokens is None:
         return order[: layout.micro_samples or 1]
-    room, chosen = layout.pack_tokens or layout.micro_tokens, []
+    room, chosen, shortest = layout.pack_tokens or layout.micro_tokens, [], int(lengths.min())
     for sample in order.tolist():
         if lengths[sample] <= room:
             chosen.append(sample)
             room -= int(lengths[sample])
-        if room < int(lengths[order[-1]]):
+        if room < shortest:
             break
     return np.array(chosen or [int(order[0])], dtype=np.int64)
 
 
 def describe(batch: dict[str, Any]) -> str:
-    shape = tuple(batch["input_ids"].shape)
-    return f"{shape[0]} x {shape[1]:,} tokens"
+    shape, images = tuple(batch["input_ids"].shape), batch.get("pixel_values")
+    patches = f" with {len(images):,} patches or squares of images" if images is not None and len(images) else ""
+    return f"{shape[0]} x {shape[1]:,} tokens{patches}"
