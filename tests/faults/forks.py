@@ -26,7 +26,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from manyhands.worker import __main__ as worker
 
 Plants = Mapping[str, str]  # code, by the module that it is added to
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PREPARED = 0  # the process that has imported everything
 _FORKS: set[int] = set()  # pids of this process's own, which their ``Fork`` waits for
 MODULES = (  # imported by a run in the course of its stages
     "manyhands.cli.main",
@@ -48,6 +49,8 @@ def prepare(*more: str) -> None:
     """Imports what forks will need, and has processes whose parent ends become this one's children."""
     for name in (*MODULES, *more):
         importlib.import_module(name)
+    global _PREPARED
+    _PREPARED = os.getpid()
     torch.set_num_threads(1)  # threads would not be there after a fork
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -106,6 +109,8 @@ class Fork:
 def _leave_parent(environment: dict[str, str], folder: Path | None, output: Path | None) -> None:
     gc.freeze()  # what the parent has open is not closed by what it leaves here
     os.setsid()
+    if os.getppid() == _PREPARED:  # of a matrix that is ended nothing goes on
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
