@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ class Case:
         self.model = nn.Sequential(nn.Linear(3, width, dtype=dtype), nn.Linear(width, 1, dtype=dtype))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.saver = BackgroundSaver(0, 1, CPU)
+        self.before_update: Callable[[], None] = lambda: None
         self.step()
 
     def step(self) -> None:
+        self.before_update()
         self.model(torch.ones(2, 3, dtype=self.model[0].weight.dtype)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -45,7 +47,8 @@ class Case:
     def begin(self, folder: Path, **keys: Any) -> BackgroundSave:
         tensors = self.tensors()
         assert self.saver.reserve(tensors) == ""
-        return self.saver.save(folder, tensors, {"step": 1}, manifest_extra={"plan": 1}, **keys)[0]
+        save, self.before_update = self.saver.save(folder, tensors, {"step": 1}, manifest_extra={"plan": 1}, **keys)
+        return save
 
     def save_now(self, folder: Path) -> None:
         save_checkpoint(
@@ -75,8 +78,11 @@ def test_the_files_are_those_of_a_save_that_training_waits_for(tmp_path: Path, d
 def test_what_training_changes_after_staging_does_not_reach_the_file(tmp_path: Path, case: Case) -> None:
     before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
     gate = threading.Event()
-    write = case.saver._write
-    case.saver._write = lambda *arguments, **options: (gate.wait(60), write(*arguments, **options))  # type: ignore
+    case.saver.make_room(case.tensors())
+    staging = case.saver._staging
+    assert staging is not None
+    write = staging.write
+    staging.write = lambda *arguments: (gate.wait(60), write(*arguments))[1]  # type: ignore[method-assign]
     save = case.begin(tmp_path / "step-000001")
     case.step()
     gate.set()
@@ -86,6 +92,50 @@ def test_what_training_changes_after_staging_does_not_reach_the_file(tmp_path: P
     assert all(torch.equal(before[name], tensor) for name, tensor in other.model.state_dict().items())
     assert not torch.equal(before["0.weight"], case.model[0].weight), "the step has changed it"
     assert all(float(state["step"]) == 1 for state in other.optimizer.state.values())
+
+
+def test_host_memory_is_copied_beside_the_training_and_an_update_waits_for_it(tmp_path: Path, case: Case) -> None:
+    """The copies are held up until the update is seen to wait."""
+    begun, gate, updated = threading.Event(), threading.Event(), threading.Event()
+    case.saver.make_room(case.tensors())
+    staging = case.saver._staging
+    assert staging is not None
+    copy = staging.copy
+
+    def slow_copy(*arguments: Any, **options: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        begun.set()
+        gate.wait(60)
+        copy(*arguments, **options)
+
+    staging.copy = slow_copy  # type: ignore[method-assign]
+    before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
+    save = case.begin(tmp_path / "step-000001")
+    assert begun.wait(60), "the training goes on"
+    update = threading.Thread(target=lambda: (case.step(), updated.set()))
+    update.start()
+    assert not updated.wait(0.2), "it would have torn the checkpoint"
+    gate.set()
+    update.join()
+    save.wait_ended()
+    other = Case()
+    load_checkpoint(tmp_path / "step-000001", other.model, other.optimizer)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.model.state_dict().items())
+
+
+def test_an_update_does_not_wait_for_copies_that_have_failed(tmp_path: Path, case: Case) -> None:
+    case.saver.make_room(case.tensors())
+    assert case.saver._staging is not None
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such memory")
+
+    case.saver._staging.copy = fail  # type: ignore[method-assign]
+    save = case.begin(tmp_path / "step-000001")
+    case.step()
+    with pytest.raises(RuntimeError, match="no such memory"):
+        save.wait_ended()
+    assert save.status == Status.FAILED and not (tmp_path / "step-000001").exists()
 
 
 def test_a_second_save_uses_the_same_memory_and_process(tmp_path: Path, case: Case) -> None:

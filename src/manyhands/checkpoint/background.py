@@ -1,6 +1,7 @@
 """Saving a checkpoint in the background: staged in host memory, written by another process, committed by rank 0.
 
-The rank's main thread only starts the copies. A background thread waits until they are done and the writer process
+The rank's main thread only starts the copies. A background thread makes those of host memory, waits for the others
+and the writer process
 (``staging.py``) has finished; on rank 0 also until every other rank's list of files exists, and then commits. Ranks
 communicate through those files alone, so saving adds no collective to training. The caller gathers ``status``, the
 progress of a save. At most one is in flight.
@@ -22,7 +23,7 @@ import torch
 from manyhands.checkpoint.manifest import PARTIAL, FileEntry, Manifest
 from manyhands.checkpoint.save import SEEN_LATE_S, commit, explain_unwritten, not_shared, write_state
 from manyhands.checkpoint.shards import ShardFile, own_files
-from manyhands.checkpoint.staging import NoRoom, Staging, count_staged_bytes
+from manyhands.checkpoint.staging import NoRoom, Spans, Staging, count_staged_bytes, place
 from manyhands.checkpoint.tensors import describe
 from manyhands.core.files import read_json, write_json
 from manyhands.core.progress import advance, muted
@@ -161,31 +162,30 @@ class BackgroundSaver:
         with what it calls with the bytes that it has moved.
 
         Returns the save, and what must be called before ``tensors`` are next written to: it makes the device wait until
-        they are copied, never the host. On a CPU they are copied already. ``reserve`` comes first.
+        those on it are copied, and the host until those in its own memory are, which the save's thread copies.
+        ``reserve`` comes first.
         """
         assert self._staging is not None and self._no_room is None, "reserve comes first"
         files = own_files(tensors, self._rank)
-        copied, before_update = None, _nothing
-        if self._stream is None:
-            spans = self._staging.copy(files)
-        else:
+        spans, copied, host_copied = place(files), None, threading.Event()
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                spans = self._staging.copy(files)
+                self._staging.copy(files, spans, on_host=False)
                 copied = torch.cuda.Event()
                 copied.record()
-            before_update = functools.partial(_let_device_wait, self._device, copied)
         run = functools.partial(
             self._write,
             staging=self._staging,
             files=files,
             spans=spans,
             copied=copied,
+            host_copied=host_copied,
             state=state,
             manifest=Manifest(world_size=self._world_size, files={}, tensors=describe(tensors), extra=manifest_extra),
             after_commit=after_commit,
         )
-        return BackgroundSave(folder, run), before_update
+        return BackgroundSave(folder, run), functools.partial(_await_copies, self._device, copied, host_copied)
 
     def _write(
         self,
@@ -193,13 +193,18 @@ class BackgroundSaver:
         *,
         staging: Staging,
         files: list[ShardFile],
-        spans: dict[str, list[tuple[int, int]]],
+        spans: Spans,
         copied: torch.cuda.Event | None,
+        host_copied: threading.Event,
         state: dict[str, Any],
         manifest: Manifest,
         after_commit: Callable[[Callable[[int], object]], object],
     ) -> None:
         partial = save.folder.with_name(save.folder.name + PARTIAL)
+        try:
+            staging.copy(files, spans, on_host=True)  # states that are kept there, or all of a CPU
+        finally:
+            host_copied.set()
         try:
             partial.mkdir(parents=True, exist_ok=True)
             if copied is not None:
@@ -244,8 +249,7 @@ def _list_of(partial: Path, rank: int) -> Path:
     return partial / f"files-{rank + 1:05d}.json"
 
 
-def _let_device_wait(device: torch.device, copied: torch.cuda.Event) -> None:
-    torch.cuda.current_stream(device).wait_event(copied)
-
-
-def _nothing() -> None: ...
+def _await_copies(device: torch.device, copied: torch.cuda.Event | None, host_copied: threading.Event) -> None:
+    if copied is not None:
+        torch.cuda.current_stream(device).wait_event(copied)
+    host_copied.wait()

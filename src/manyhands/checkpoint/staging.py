@@ -25,6 +25,7 @@ from manyhands.checkpoint.shards import ShardFile
 
 ALIGNMENT = 64  # bytes; of each piece, for every dtype
 PORTABLE = 1  # cudaHostRegisterPortable
+Spans = Mapping[str, Sequence[tuple[int, int]]]  # of each file's pieces in the memory: (start, bytes)
 
 
 class NoRoom(Exception):
@@ -73,27 +74,22 @@ class Staging:
                 raise NoRoom(f"the memory cannot be pinned (CUDA error {status})")
             self._is_pinned = True
 
-    def copy(self, files: Sequence[ShardFile]) -> dict[str, list[tuple[int, int]]]:
-        """Copies all pieces, on the current stream where they are on a GPU; returns where each file's lie: (start,
-        bytes).
+    def copy(self, files: Sequence[ShardFile], spans: Spans, *, on_host: bool) -> None:
+        """Copies the pieces that are on a GPU, on the current stream and without waiting for them, or those that are
+        ``on_host``; to where ``place`` says.
         """
         assert self._buffer is not None, "make_room comes first"
-        end = 0
-        spans: dict[str, list[tuple[int, int]]] = {}
         for file in files:
-            spans[file.name] = []
-            for piece in file.pieces:
-                target = self._buffer[end : end + piece.num_bytes].view(piece.tensor.dtype)
-                target.view(piece.tensor.shape).copy_(piece.tensor, non_blocking=True)
-                spans[file.name].append((end, piece.num_bytes))
-                end = _align(end + piece.num_bytes)
-        return spans
+            for piece, (begin, num_bytes) in zip(file.pieces, spans[file.name], strict=True):
+                if (piece.tensor.device.type == "cpu") == on_host:
+                    target = self._buffer[begin : begin + num_bytes].view(piece.tensor.dtype)
+                    target.view(piece.tensor.shape).copy_(piece.tensor, non_blocking=True)
 
     def write(
         self,
         folder: Path,
         files: Sequence[ShardFile],
-        spans: Mapping[str, Sequence[tuple[int, int]]],
+        spans: Spans,
         written: Callable[[int], object],
     ) -> dict[str, Any]:
         """Has the process write ``files`` of what ``copy`` has copied; returns size and hash of each. OSError names the
@@ -155,6 +151,18 @@ def unpin(memory: torch.Tensor, device: torch.device) -> None:
     """What ``pin`` has registered, before its mapping goes."""
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def place(files: Sequence[ShardFile]) -> dict[str, list[tuple[int, int]]]:
+    """Where in the memory each file's pieces lie: (start, bytes)."""
+    end = 0
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for file in files:
+        spans[file.name] = []
+        for piece in file.pieces:
+            spans[file.name].append((end, piece.num_bytes))
+            end = _align(end + piece.num_bytes)
+    return spans
 
 
 def count_staged_bytes(files: Sequence[ShardFile]) -> int:

@@ -151,8 +151,15 @@ class CheckpointHook(Hook):
             manifest_extra=self._manifest_extra(),
             after_commit=functools.partial(self._after_commit, folder, self._kept_best(state)),
         )
-        self.engine.before_update(before_update)
+        self.engine.before_update(functools.partial(self._await_copies, before_update))
         self.pending = Pending(save, state)
+
+    def _await_copies(self, before_update: Callable[[], None]) -> None:
+        """Before the tensors change. What the host waits for copies out of its own memory counts as a stall."""
+        begin = time.monotonic()
+        before_update()
+        if stalls := self.rank.measured.get("checkpoint_stalls_s"):
+            stalls[-1] += time.monotonic() - begin
 
     def _save_now(self, folder: Path, state: TrainState) -> None:
         rank, begin = self.rank, time.monotonic()
