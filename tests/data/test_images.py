@@ -21,7 +21,7 @@ from manyhands.data.image_streams import from_streams
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from tests.support import other_vision
-from tests.support.vision import FAMILIES, processor_of, write_tiny_processor
+from tests.support.vision import FAMILIES, LIKE_THEM, processor_of, write_tiny_processor
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -49,12 +49,12 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-INFERRED = tuple(other_vision.MODELS)
+OTHERS = (*LIKE_THEM, *other_vision.MODELS)
 
 
 @pytest.fixture(
     scope="module",
-    params=[*FAMILIES, *(pytest.param(f, marks=() if f == "aya_vision" else pytest.mark.slow) for f in INFERRED)],
+    params=[*FAMILIES, *(pytest.param(f, marks=() if f == "aya_vision" else pytest.mark.slow) for f in OTHERS)],
 )
 def vision_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, write_tiny_processor(tmp_path_factory.mktemp("model") / request.param, request.param)
@@ -114,10 +114,10 @@ def test_tokens_and_pixels_are_those_of_the_processor(
         assert sample["tokens"].tolist() == list(expected["input_ids"][0])
         batch = collate(store.train, np.array([number]), shape(folder))
         for name in names if len(from_streams(sample)) else ():
-            values = np.asarray(expected[name])
+            values = _squares(expected[name]) if name == "pixel_values" else np.asarray(expected[name])
             found = batch[name].numpy()
             assert np.array_equal(found, values.reshape(found.shape)), name
-    units = [0 if "pixel_values" not in each else _count_units(each["pixel_values"], family) for each in made]
+    units = [0 if "pixel_values" not in each else len(_squares(each["pixel_values"])) for each in made]
     assert store.train.image_units.tolist() == units and store.train.num_images.tolist() == [1, 2, 0, 1]
     assert (facts.num_images, facts.max_image_units) == (4, max(units))
     assert facts.mean_image_units == pytest.approx(sum(units) / 4)
@@ -137,9 +137,13 @@ def _open(part: dict[str, Any], folder: Path) -> dict[str, Any]:
     return image(Image.open(folder / part["image"])) if part["type"] == "image" else part
 
 
-def _count_units(pixels: Any, family: str) -> int:
-    pixels = np.asarray(pixels)
-    return pixels.shape[0] if pixels.ndim < 5 else pixels.shape[0] * pixels.shape[1]
+def _squares(pixels: Any) -> np.ndarray:
+    """Squares or patches end to end, without those that only fill images of fewer squares up."""
+    values = np.asarray(pixels)
+    if values.ndim < 5:
+        return values
+    squares = values.reshape(-1, *values.shape[2:])
+    return squares[squares.reshape(len(squares), -1).any(axis=1)]
 
 
 def test_rotary_positions_are_the_models(qwen_folder: Path) -> None:

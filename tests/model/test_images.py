@@ -5,24 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from manyhands.core.errors import UserError
+from manyhands.families import find
 from manyhands.model.attention import ImageRows, attend_blockwise, attend_varlen
 from manyhands.model.loss import LossModel
-from manyhands.model.multimodal import find_image_rows
-from manyhands.model.structure import auto_class_of
+from manyhands.model.multimodal import BY_OWN_FORWARD, find_image_rows
+from manyhands.model.structure import auto_class_of, set_attention
 from tests.support import other_vision, vision
 from tests.support.building import on_meta
 from tests.support.images import (
     FAMILIES,
     QWEN,
     Document,
-    check,
     check_engine,
     make_document,
     pack,
+    probe_of,
     reference_loss,
     unpack,
 )
@@ -141,16 +143,48 @@ SLOW = pytest.mark.slow
     "family",
     [
         f if f in ("gemma3", "qwen3_vl", "aya_vision") else pytest.param(f, marks=SLOW)
-        for f in (*vision.FAMILIES, *other_vision.MODELS)
+        for f in (*vision.FAMILIES, *vision.LIKE_THEM, *other_vision.MODELS)
     ],
 )
 def test_the_loaded_model_is_checked(tmp_path: Path, family: str) -> None:
-    """Packed and in rows: what reaches the decoder is what the model's own forward pass makes of the same image."""
+    """Packed and in rows, images reach the decoder as in the model's own forward pass; so do gradients their tower."""
     folder = vision.write_tiny_vision(tmp_path, family)
-    for packing in (True, False):
-        found = check(tiny_plan(folder, parts=TRAINED, packing=packing), tiny_run(folder))
+    engine, packs = engine_of(folder), find(family).packs is not False
+    for packing in (True, False) if packs else (False,):
+        found = check_engine(engine, tiny_plan(folder, packing=packing), tiny_run(folder))
         assert max(found.own, found.together) < 1e-5 and found.leak == 0 and found.seen > 1e-4
         assert found.num_tokens > 0 and f"an image of {found.num_tokens} tokens" in found.describe()
+    expected = [
+        gradients(engine, folder, [document], packing=False, own=True) for document in (([1, 2, 3], 0), ([4] * 9, 1))
+    ]
+    together = gradients(engine, folder, [([1, 2, 3], 0), ([4] * 9, 1)], packing=packs)
+    for name, gradient in together.items():
+        torch.testing.assert_close(gradient, expected[0][name] + expected[1][name], rtol=1e-4, atol=2e-5, msg=name)
+    assert together.keys() == {n for n, p in engine.model.named_parameters() if p.requires_grad}
+    images = engine.loss_model.images
+    smallest = images._with_grid_inputs(engine.model.config, images.smallest(engine.model.config, torch.device("cpu")))
+    assert len(images.features(engine.model, smallest)[0]) > 0  # what runs where a micro-batch has no image
+
+
+def gradients(
+    engine: Any, folder: Path, documents: list[tuple[list[int], int]], packing: bool, own: bool = False
+) -> dict[str, torch.Tensor]:
+    """Of the summed loss of documents around one drawn image each, by parameter; ``own``: by the model's own forward
+    pass."""
+    probe, before = probe_of(tiny_plan(folder), tiny_run(folder)), engine.model.config._attn_implementation
+    batch, _ = probe.batch([(np.array(ids), image) for ids, image in documents], packing)
+    if own:
+        set_attention(engine.model, "eager")
+        logits = engine.loss_model.logits(batch | {BY_OWN_FORWARD: True})
+        loss = torch.nn.functional.cross_entropy(logits[0], batch["labels"][0], reduction="sum")
+    else:
+        loss = engine.forward(batch)["lm"][0]
+    engine.model.zero_grad()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in engine.model.named_parameters() if p.grad is not None}
+    engine.model.zero_grad()
+    set_attention(engine.model, before)
+    return found
 
 
 def _forget_bounds(loss_model: LossModel) -> None:

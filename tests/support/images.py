@@ -175,9 +175,12 @@ def check(plan: Plan, config: RunConfig) -> ImageVerdict:
 
 
 def check_engine(engine: Any, plan: Plan, config: RunConfig) -> ImageVerdict:
+    return check_images(engine, engine.loss_model, probe_of(plan, config), engine.world.device, plan.packing)
+
+
+def probe_of(plan: Plan, config: RunConfig) -> ProbeImages:
     work = ImageWork(plan.model_folder, PixelBounds.of(config.data))
-    probe = ProbeImages(config, work, load_tokenizer(Path(plan.model_folder)))
-    return check_images(engine, engine.loss_model, probe, engine.world.device, plan.packing)
+    return ProbeImages(config, work, load_tokenizer(Path(plan.model_folder)))
 
 
 def unpack(batch: dict[str, Any]) -> dict[str, Any]:

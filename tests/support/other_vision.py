@@ -10,7 +10,15 @@ from tests.support.multimodal import _CLIP, _SIGLIP, _SIZES, _UNTIED
 
 _SQUARE = {"height": 28, "width": 28}
 
-HOMES = {"vipllava": "llava"}  # whose processor it is
+HOMES = {"vipllava": "llava", "qwen3_5": "qwen3_vl"}  # whose processor it is
+LIKE_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llava_next_video": (
+        "llama",
+        {},
+        {"vision_config": _CLIP},
+        {"image_token_index": 250, "video_token_index": 251, "image_grid_pinpoints": [[28, 28]]} | _UNTIED,
+    ),
+}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "vipllava": ("llama", {}, {"vision_config": _CLIP}, {"vision_feature_layers": [-2, 1]} | _UNTIED),
     "aya_vision": ("cohere2", {}, {"vision_config": _SIGLIP | {"vision_use_head": False}}, {"downsample_factor": 2}),

@@ -16,6 +16,8 @@ from manyhands.core.files import write_json
 from tests.support import multimodal, other_vision, tiny
 
 FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl")
+# whose layout is that of one of these: prepared and checked, not trained in tests
+LIKE_THEM = ("qwen2_vl", "qwen3_5", "llava_next", "llava_next_video")
 CHAT = (
     "{{% for message in messages %}}<|im_start|>{{{{ message['role'] + '\\n' }}}}"
     "{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}"
@@ -64,6 +66,40 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"processor_class": "Qwen3VLProcessor"},
         {f"{name}_id": name for name in _QWEN_TOKENS},
     ),
+    "qwen2_vl": (
+        _QWEN_TOKENS,
+        _QWEN_IMAGE,
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 112 * 112},
+        {"processor_class": "Qwen2VLProcessor"},
+        {f"{name}_id": name for name in _QWEN_TOKENS},
+    ),
+    "qwen3_5": (
+        _QWEN_TOKENS,
+        _QWEN_IMAGE,
+        {"image_processor_type": "Qwen2VLImageProcessorFast", "size": {"shortest_edge": 784, "longest_edge": 12_544}},
+        {"processor_class": "Qwen3VLProcessor"},
+        {f"{name}_id": name for name in _QWEN_TOKENS},
+    ),
+    **{
+        f"llava_next{video}": (
+            {"image_token": "<image>"} | ({"video_token": "<video>"} if video else {}),
+            "<image>\n",
+            {
+                "image_processor_type": "LlavaNextImageProcessor",
+                "size": {"shortest_edge": 28},
+                "crop_size": _SQUARE,
+                "image_grid_pinpoints": _CANVASES[1:],
+            },
+            {
+                "processor_class": kind,
+                "patch_size": 14,
+                "num_additional_image_tokens": 1,
+                "vision_feature_select_strategy": "default",
+            },
+            {"image_token_index": "image_token"} | ({"video_token_index": "video_token"} if video else {}),
+        )
+        for video, kind in {"": "LlavaNextProcessor", "_video": "LlavaNextVideoProcessor"}.items()
+    },
     "llava": (
         {"image_token": "<image>"},
         "<image>\n",
@@ -130,6 +166,8 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
 # Of config.json, so that a model makes as many features of an image as its processor writes placeholders.
 _MODEL: dict[str, dict[str, Any]] = {
     "llava_onevision": {"image_grid_pinpoints": _CANVASES, "vision_feature_select_strategy": "full"},
+    "llava_next": {"image_grid_pinpoints": _CANVASES[1:]},
+    "llava_next_video": {"image_grid_pinpoints": _CANVASES[1:]},
     "idefics3": {"scale_factor": 2},
     "smolvlm": {"scale_factor": 2},
     "internvl": {"image_seq_length": 1, "downsample_ratio": 0.5},
@@ -176,7 +214,7 @@ def write_tiny_vision(folder: str | Path, family: str, dtype: str = "float32", s
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ids = add_processor(folder, family)
-    kind, own, towers, fields = (multimodal.WHOLE | other_vision.MODELS)[family]
+    kind, own, towers, fields = (multimodal.WHOLE | other_vision.LIKE_OTHERS | other_vision.MODELS)[family]
     vocabulary = {"vocab_size": tiny.VOCAB_SIZE + MORE}
     changed = (kind, own | vocabulary, towers, fields | ids | _MODEL.get(family, {}))
     multimodal.write_tiny_multimodal(folder, dtype, seed, family, changed)
@@ -201,4 +239,5 @@ def processor_of(folder: Path, family: str) -> Any:
     image_processor = ImageProcessor(folder, layout)._processor
     more = {"video_processor": SimpleNamespace(**_NO_VIDEO)} if "video_processor" in kind.get_attributes() else {}
     kind = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
-    return kind(image_processor, tokenizer, chat_template=tokenizer.chat_template, **more, **values)
+    parts = {"image_processor": image_processor, "tokenizer": tokenizer, **more}
+    return kind(**parts, chat_template=tokenizer.chat_template, **values)

@@ -25,16 +25,29 @@ def _expand_onevision(image: ImageShape, processor: Mapping[str, Any]) -> str:
     return processor["image_token"] * (features - _first_left_out(processor))
 
 
-def _count_onevision_tiles(image: ImageShape, processor: Mapping[str, Any]) -> int:
-    """Features of the tiles, as ``LlavaOnevisionModel.pack_image_features`` leaves them: without the padding of the
-    canvas, pooled where they are too many, and one more at the end of each row."""
-    side = math.isqrt(processor["num_image_tokens"])
+def _expand_next(image: ImageShape, processor: Mapping[str, Any]) -> str:
+    height, width = (whole // processor["patch_size"] for whole in image.unit_size)
+    rows, columns = _unpadded(image, (height, width), processor)
+    features = height * width + processor["num_additional_image_tokens"] + rows * columns + rows
+    return processor["image_token"] * (features - _first_left_out(processor))
+
+
+def _unpadded(image: ImageShape, unit: tuple[int, int], processor: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of the tiles' features together, of ``unit`` each, without the padding of the canvas."""
     (height, width), canvas = image.size, _choose_canvas(image.size, processor["image_grid_pinpoints"])
-    rows, columns = (side * (whole // tile) for whole, tile in zip(canvas, image.unit_size, strict=True))
+    rows, columns = (side * (whole // tile) for side, whole, tile in zip(unit, canvas, image.unit_size, strict=True))
     if width / height > columns / rows:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
     else:
         columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    return rows, columns
+
+
+def _count_onevision_tiles(image: ImageShape, processor: Mapping[str, Any]) -> int:
+    """Features of the tiles, as ``LlavaOnevisionModel.pack_image_features`` leaves them: without the padding of the
+    canvas, pooled where they are too many, and one more at the end of each row."""
+    side = math.isqrt(processor["num_image_tokens"])
+    rows, columns = _unpadded(image, (side, side), processor)
     max_tiles = int(processor["vision_aspect_ratio"].removeprefix("anyres_max_"))
     ratio = math.sqrt(rows * columns / (max_tiles * side**2))
     if ratio > 1.1:
@@ -71,10 +84,19 @@ LLAVA = Family(
 )
 LLAVA_NEXT = Family(
     name="LLaVA-NeXT",
-    model_types=("llava_next",),
+    model_types=("llava_next", "llava_next_video"),
     packs=True,
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
+    # The tiles of all images are end to end, the whole image first.
+    images=ImageLayout(
+        "anyres",
+        (SQUARES, ImageEntry("image_sizes", "image", (2,))),
+        _expand_next,
+        {"image_token": "<image>"},
+        token_field="image_token_index",
+        fields={"patch_size": None, "num_additional_image_tokens": 0, "vision_feature_select_strategy": None},
+    ),
 )
 LLAVA_ONEVISION = Family(
     name="LLaVA-OneVision",

@@ -1,6 +1,7 @@
 """Qwen 2 and 2.5, and their models of images and video (positions of three axes in the text)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from manyhands.families.family import Family, ImageEntry, ImageLayout, ImageShape, KnownModule
@@ -52,6 +53,7 @@ QWEN2_VL = Family(
     text_model_type="qwen2_vl_text",
     towers=("model.visual",),
     projectors=("model.visual.merger",),
+    images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens")),
 )
 QWEN2_5_VL = Family(
     name="Qwen2.5-VL",

@@ -1,6 +1,9 @@
 """Qwen3-Next and Qwen 3.5: most layers are linear attention."""
 
+from dataclasses import replace
+
 from manyhands.families.family import Family
+from manyhands.families.qwen2 import QWEN_IMAGES
 
 _REASON = "its linear attention carries a state from one document to the next"
 
@@ -15,6 +18,7 @@ QWEN3_5 = Family(
     text_model_type="qwen3_5_text",
     towers=("model.visual",),
     projectors=("model.visual.merger",),
+    images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens", "interp_indices")),
 )
 
 FAMILIES = (QWEN3_5_TEXT, QWEN3_5)

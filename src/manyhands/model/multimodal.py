@@ -13,6 +13,7 @@ Shapes: b samples or 1 pack, t positions, n image tokens, e hidden size.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -231,11 +232,17 @@ class Images:
             grid = torch.tensor([[1, merge, merge]])
             return {"pixel_values": torch.ones(merge**2, size, device=device), "image_grid_thw": grid}
         side = vision.image_size[0] if isinstance(vision.image_size, list | tuple) else vision.image_size
-        batch = {"pixel_values": torch.ones(1, 3, side, side, device=device)}
-        if self.layout.layout == "anyres":  # of a document with several images, which have one square each
-            batch["image_sizes"] = torch.tensor([[side, side]])
-            batch["batch_num_images"] = torch.tensor([2])
-        return batch
+        if self.layout.layout != "anyres":
+            return {"pixel_values": torch.ones(1, 3, side, side, device=device)}
+        if "batch_num_images" in self.layout.names:  # of a document with several images, which have one square each
+            sizes, counts = torch.tensor([[side, side]]), torch.tensor([2])
+            squares = torch.ones(1, 3, side, side, device=device)
+            return {"pixel_values": squares, "image_sizes": sizes, "batch_num_images": counts}
+        height, width = min(
+            config.image_grid_pinpoints, key=math.prod
+        )  # as large as this canvas: itself, and its tiles
+        squares = torch.ones(1 + (height // side) * (width // side), 3, side, side, device=device)
+        return {"pixel_values": squares, "image_sizes": torch.tensor([[height, width]])}
 
 
 def _check_count(model: Any, found: int, expected: int) -> None:
