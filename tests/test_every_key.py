@@ -121,6 +121,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "parallel.compile": work.compile_blocks,
     "parallel.timeout_s": work.timeout_s,
     "launch.restarts": work.restarts,
+    "launch.min_gpus": work.min_gpus,
     "kernels.lora": kernels.lora,
     "kernels.loss": kernels.loss,
     "kernels.attention": kernels.attention,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import NO_VERIFY, WAIT_S, WORKER, Ended, Place, Run, at_step, train_command
+from tests.e2e.runs import NO_VERIFY, WAIT_S, WORKER, Ended, Place, Run, at_any_step, at_step, train_command
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own
 
@@ -66,6 +66,32 @@ def test_with_snapshots_in_memory_only_the_step_in_flight_is_lost(
     assert run.course() == alone.course() and run.evaluations() == alone.evaluations()
     [path] = [path.relative_to(alone.folder) for path in alone.folder.glob("*/*model*.safetensors")]
     assert (run.folder / path).read_bytes() == (alone.folder / path).read_bytes()
+
+
+@pytest.mark.timeout(1200)  # five starts
+def test_without_a_lost_gpu_the_run_goes_on_and_with_it_back_it_grows_again(place: Place) -> None:
+    """Rank 1's device fails twice; one process goes on, is stopped, and the same command takes two again."""
+    keys = ("--gpus", "2", "launch.restarts=3", "launch.min_gpus=1", "method.dropout=0")
+    act = (
+        "if self.rank.world.world_size == 1 and state.step == 9:\n    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "if self.rank.world.rank == 1 and state.step == 7:\n    raise RuntimeError('uncorrectable ECC error')"
+    )
+    plant = NO_VERIFY | at_any_step(act)
+    keys = (*keys, "checkpoint.every_step_in_memory=true")
+    ended = place.train("fewer", *keys, plant=plant)
+    assert ended.code == 143 and "error:" not in ended.output, ended.output
+    assert "the device of rank 1 is lost: it has failed 2 times in this launch; restarting from step 6" in ended.output
+    assert "plan 2: single, one process" in ended.output and "resumed after step 6 from host memory" in ended.output
+    again = place.train("fewer", *keys, plant=plant)
+    assert again.code == 0, again.output
+    run, alone = place.run("fewer"), place.run("not-fewer")
+    made = [run.read(f"plans/{number:03d}.json") for number in (1, 2, 3)]
+    assert [plan["layout"]["mesh"]["replicate"] for plan in made] == [2, 1, 2]
+    assert [plan["cause"] for plan in made] == ["first", "resize", "resize"]
+    assert len({plan["batch_samples"] for plan in made}) == 1
+    assert place.train("not-fewer", "--gpus", "2", "method.dropout=0", plant=NO_VERIFY).code == 0
+    assert run.seen() == alone.seen() and run.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    assert run.read("status.json")["state"] == "finished"
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])

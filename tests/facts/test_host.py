@@ -96,6 +96,29 @@ def test_a_card_whose_memory_is_not_told_cannot_be_used(tmp_path, monkeypatch):
     assert found.unusable_gpus is not None and "Not Supported" in found.unusable_gpus.why
 
 
+def test_a_gpu_that_has_fallen_off_the_bus_is_named_and_the_others_are_numbered_anew(tmp_path, monkeypatch):
+    import pynvml
+
+    def name(handle: int) -> str:
+        if handle == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return "NVIDIA H100 80GB HBM3"
+
+    nvml_lists(monkeypatch, "")
+    torch_is(monkeypatch, "nvidia")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: UUIDS[handle])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", name)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetMemoryInfo", lambda handle: types.SimpleNamespace(total=80 * 2**30, free=79 * 2**30)
+    )
+    facts = read_host_facts({}, tmp_path)
+    assert [(gpu.index, gpu.uuid) for gpu in facts.gpus] == [(0, UUIDS[0]), (1, UUIDS[2])]
+    assert facts.lost_gpus == ("GPU 1 does not answer (NVML: GPU is lost)",)
+    without = read_host_facts({"CUDA_VISIBLE_DEVICES": f"{UUIDS[0]},{UUIDS[2]}"}, tmp_path)
+    assert len(without.gpus) == 2 and not without.lost_gpus
+
+
 # -- GPUs that are there and cannot be used
 
 
@@ -151,7 +174,7 @@ def test_gpus_that_the_user_hides_are_no_error(tmp_path, no_nvml, hidden):
 
 def test_a_list_that_names_no_gpu_is_not_taken_for_hiding_them(tmp_path, monkeypatch):
     nodes(tmp_path, "nvidia0")
-    monkeypatch.setattr(host, "_nvidia_gpus", lambda visible: ((), ""))
+    monkeypatch.setattr(host, "_nvidia_gpus", lambda visible: host.NvidiaGpus())
     unusable = read_host_facts({"PATH": "", "CUDA_VISIBLE_DEVICES": "7"}, tmp_path).unusable_gpus
     assert unusable is not None and "CUDA_VISIBLE_DEVICES=7 names none" in unusable.why and "unset" in unusable.fix
 
@@ -161,7 +184,7 @@ def test_a_list_that_names_no_gpu_is_not_taken_for_hiding_them(tmp_path, monkeyp
 )
 def test_a_torch_that_cannot_use_the_gpus_is_said(tmp_path, monkeypatch, build, why):
     gpu = GpuFacts(index=0, name="NVIDIA H200", memory_bytes=1, free_bytes=1, compute_capability=(9, 0))
-    monkeypatch.setattr(host, "_nvidia_gpus", lambda visible: ((gpu,) * 2, ""))
+    monkeypatch.setattr(host, "_nvidia_gpus", lambda visible: host.NvidiaGpus((gpu,) * 2))
     torch_is(monkeypatch, build)
     facts = read_host_facts({"PATH": ""}, tmp_path)
     assert facts.gpus == () and facts.unusable_gpus is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import subprocess
 import time
@@ -274,6 +275,34 @@ def restarts(lab: Lab) -> None:
                 start(lab.config({"launch.restarts": asked}))
         counts.append(len(launches))
     assert counts == [1, 3]
+
+
+def min_gpus(lab: Lab) -> None:
+    """A device that fails twice is left out where that is allowed, with the same samples in each step: of 4 processes 3
+    are left, of which 2 share 8 samples exactly.
+    """
+    for asked in (None, 2):
+        plans: list[Plan] = []
+
+        def fail(folder: RunFolder, plan: Plan, plans: list[Plan] = plans, **_: object) -> int:
+            plans.append(plan)
+            if plan.layout.world_size < 4:
+                return 0
+            error = UserError("rank 1 failed: CUDA error: uncorrectable ECC error encountered", kind=FAULT)
+            error.rank = 1
+            raise error
+
+        keys = {"parallel.gpus": 4, "data.packing": False, "batch.micro_samples": 2, "batch.accumulation": 1}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch_start, "run_workers", fail)
+            patch.setattr("manyhands.launch.restarts.FIRST_WAIT_S", 0.0)
+            patch.delenv("RANK", raising=False)
+            config = lab.config(keys | ({} if asked is None else {"launch.min_gpus": asked}))
+            with pytest.raises(UserError, match="rank 1 is lost") if asked is None else contextlib.nullcontext():
+                start(config)
+        assert [made.layout.world_size for made in plans] == ([4, 4] if asked is None else [4, 4, 2])
+        assert {made.batch_samples for made in plans} == {8}
+    assert (plans[-1].layout.accumulation, plans[-1].cause, plans[-1].config_digest) == (2, "resize", config.digest)
 
 
 def forward(rank: RankContext) -> torch.Tensor:

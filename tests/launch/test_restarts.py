@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +26,14 @@ from manyhands.launch.restarts import Restarts
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start_nodes import Joined
 from manyhands.launch.watch import wait_unless_asked
-from tests.launch.builders import make_config
+from manyhands.plan.types import reason
+from tests.launch.builders import make_config, make_plan
 
+WHY = (
+    reason("strategy", strategy="single", device="cpu", ranks=1, reshard=False, asked=False, replicate=1, shard=1),
+    reason("batch", samples=8, loss_tokens=None, packs=None, micro_samples=None, micro_tokens=2048, accumulation=None,
+           mean_tokens=10, auto=False, device="cpu", ranks=1),
+)  # fmt: skip
 KILLED = "rank {} was killed (SIGKILL) in stage 'train'"
 
 
@@ -131,9 +137,15 @@ def launch(planned, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(start, "run_workers", functools.partial(start.run_workers, module="fake_worker"))
     monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 1.0)
 
-    def run(*acts: str) -> tuple[int | UserError, str, RunFolder]:
+    def plan_fewer(prepared: Prepared, num_left: int) -> Prepared:
+        prepared.folder.write_plan(plan := make_plan(num_left, number=2, cause="resize", why=WHY))
+        return replace(prepared, plan=plan)
+
+    monkeypatch.setattr(start, "plan_fewer", plan_fewer)
+
+    def run(*acts: str, **keys: object) -> tuple[int | UserError, str, RunFolder]:
         folder, plan = planned(*acts)
-        found = Joined(Prepared(folder, make_config(), plan, resume=False, finished=False), None)
+        found = Joined(Prepared(folder, make_config(**keys), plan, resume=False, finished=False), None)
         try:
             code: int | UserError = start._launch(found, ())
         except UserError as error:
@@ -163,6 +175,18 @@ def test_what_fails_at_each_attempt_ends_at_the_second(launch) -> None:
     )
     assert log.count("restarting") == 1 and len(read_rows(folder.restarts)) == 1
     assert folder.read_status()["state"] == "failed"
+
+
+def test_a_device_that_fails_twice_is_lost_and_the_run_goes_on_with_what_is_left(launch) -> None:
+    code, log, folder = launch("lost peer", "bad device", **{"launch.min_gpus": 1})
+    assert code == 0, code
+    first, second = [line for line in log.splitlines() if "restarting" in line]
+    assert "is lost" not in first and "(attempt 1 of 3)" in first
+    lost = "the device of rank 1 is lost: it has failed 2 times in this launch"
+    assert f"busy or unavailable; {lost}; restarting from the start" in second
+    assert "plan 2: single, one process, nothing sharded; 8 samples" in log
+    rows = read_rows(folder.restarts)
+    assert [row.get("lost", "") for row in rows] == ["", lost]
 
 
 def test_a_rank_that_crashes_when_the_run_is_finished_is_a_warning(launch, capfd: pytest.CaptureFixture[str]) -> None:

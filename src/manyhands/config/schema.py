@@ -209,6 +209,12 @@ class LaunchSection(Section):
         "many without a newer checkpoint in between, 1 s, 2 s, 4 s ... later; never where the same error comes at the "
         "same step again. Under torchrun and accelerate --max-restarts counts instead.",
     )
+    min_gpus: PositiveInt | None = Field(
+        None,
+        description="Fewest GPUs (on CPUs: processes) of one machine with which the run goes on, the MIN of torchrun's "
+        "MIN:MAX: where one is lost, the restart plans for those that are left, with the same samples in each step, "
+        "and a start takes fewer than parallel.gpus. Unset: all are needed.",
+    )
 
 
 class KernelsSection(Section):

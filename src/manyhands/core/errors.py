@@ -30,8 +30,11 @@ class UserError(Exception):
     """An error that the user can fix. Parts have no capital at the start and no full stop at the end.
 
     ``what`` is one sentence; ``where`` a file and line, a key or a folder; ``why`` the cause; ``fix`` what to do.
-    ``details`` lists single findings (broken lines, wrong keys), about twenty at most. ``kind`` is for programs.
+    ``details`` lists single findings (broken lines, wrong keys), about twenty at most. ``kind`` is for programs, and so
+    is ``rank``, whose failure it is, where the launcher knows.
     """
+
+    rank: int | None = None
 
     def __init__(
         self,

@@ -120,6 +120,35 @@ def read_gpus(environ: Mapping[str, str] = os.environ) -> tuple[GpuHealth, ...]:
             pynvml.nvmlShutdown()
 
 
+def find_lost(uuids: Sequence[str]) -> dict[str, str]:
+    """Those of NVIDIA's GPUs that the driver does not find any more, or that it says are lost or broken, with what it
+    says. None where there is no driver to ask.
+    """
+    import pynvml
+
+    found: dict[str, str] = {}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return found
+    try:
+        for uuid in uuids:
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                pynvml.nvmlDeviceGetName(handle)
+                health = _read_gpu(pynvml, 0, handle)
+                if health.remap_failed:
+                    found[uuid] = "broken memory rows could not be replaced"
+            except (pynvml.NVMLError_NotFound, pynvml.NVMLError_GpuIsLost) as error:
+                found[uuid] = f"NVML: {error}"
+            except pynvml.NVMLError:  # not said of it: a slice of a GPU, an old driver
+                continue
+        return found
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
 def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuHealth:
     def ask(name: str, *arguments: Any) -> Any:
         """None where this GPU, driver or version of the library does not answer."""

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from manyhands.core.files import nearest_folder
 from manyhands.core.machine import count_cores, memory_bytes
@@ -30,13 +30,22 @@ TORCH_FIX = {
 }
 
 
+class NvidiaGpus(NamedTuple):
+    """What NVML says: GPUs, those that are listed and do not answer, and why there are none."""
+
+    gpus: tuple[GpuFacts, ...] = ()
+    lost: tuple[str, ...] = ()
+    why_none: str = ""
+
+
 def read_host_facts(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> HostFacts:
     """GPUs that the user's variables leave visible, cores and memory of this process's share.
 
     Where there are GPUs, none of them can be used, and not because the user hides them, ``unusable_gpus`` says why.
     ``root`` is where ``dev`` and ``sys`` are. UserError where variables contradict each other.
     """
-    gpus, unusable = find_gpus(environ, root)
+    nvidia = _nvidia_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus, unusable = find_gpus(nvidia, environ, root)
     memory, free = memory_bytes()
     return HostFacts(
         gpus=gpus,
@@ -46,12 +55,15 @@ def read_host_facts(environ: Mapping[str, str] = os.environ, root: Path = Path("
         kind=kind_of_all(gpus) if gpus else None,
         calibration=read_calibration(gpus),
         unusable_gpus=unusable,
+        lost_gpus=nvidia.lost if gpus else (),
     )
 
 
-def find_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], UnusableGpus | None]:
+def find_gpus(
+    nvidia: NvidiaGpus, environ: Mapping[str, str], root: Path = Path("/")
+) -> tuple[tuple[GpuFacts, ...], UnusableGpus | None]:
     """NVIDIA's GPUs, else AMD's; or none, and why none of those that are there can be used."""
-    gpus, why_not = _nvidia_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus, why_not = nvidia.gpus, nvidia.why_none
     probes = (root / "dev/kfd").exists() and torch_build() == "amd"
     search = AmdSearch() if gpus else find_amd_gpus(environ, root, probes=probes)
     gpus = gpus or search.gpus
@@ -140,7 +152,7 @@ def free_disk_bytes(folder: Path) -> int | None:
     return usage.free + replaced
 
 
-def _nvidia_gpus(visible: str | None) -> tuple[tuple[GpuFacts, ...], str]:
+def _nvidia_gpus(visible: str | None) -> NvidiaGpus:
     """The GPUs that NVML lists and ``CUDA_VISIBLE_DEVICES=visible`` leaves; or none, and what NVML says."""
     # NVML numbers GPUs by bus; CUDA by speed, unless CUDA_DEVICE_ORDER=PCI_BUS_ID. Among equal GPUs both are the same.
     import pynvml
@@ -148,20 +160,34 @@ def _nvidia_gpus(visible: str | None) -> tuple[tuple[GpuFacts, ...], str]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return (), f"NVML: {error}"
+        return NvidiaGpus(why_none=f"NVML: {error}")
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         if visible and visible.strip().upper().startswith("MIG-"):
-            handles = _mig_handles(visible)
-        else:
-            chosen = select_visible(visible, [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles])
-            handles = [handles[index] for index in chosen]
-        return tuple(_gpu(index, handle) for index, handle in enumerate(handles)), ""
+            return NvidiaGpus(tuple(_gpu(index, handle) for index, handle in enumerate(_mig_handles(visible))))
+        found = [_open(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        chosen = [(index, *found[index]) for index in select_visible(visible, [uuid for _, uuid, _ in found])]
+        gpus = tuple(_gpu(*pair) for pair in enumerate(handle for _, handle, _, why in chosen if not why))
+        lost = tuple(f"GPU {index} does not answer (NVML: {why})" for index, _, _, why in chosen if why)
+        return NvidiaGpus(gpus, lost, "; ".join(lost))
     except pynvml.NVMLError as error:
-        return (), f"NVML: {error}"
+        return NvidiaGpus(why_none=f"NVML: {error}")
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _open(index: int) -> tuple[Any, str, str]:
+    """NVML's handle of a GPU, its UUID, and what NVML says where the GPU is lost: it has fallen off the bus."""
+    import pynvml
+
+    handle, uuid = None, ""
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+        pynvml.nvmlDeviceGetName(handle)
+    except pynvml.NVMLError_GpuIsLost as error:
+        return handle, uuid, str(error)
+    return handle, uuid, ""
 
 
 def _mig_handles(visible: str) -> list[Any]:
@@ -191,6 +217,7 @@ def _gpu(index: int, handle: Any) -> GpuFacts:
         memory_bytes=total,
         free_bytes=free,
         compute_capability=capability,
+        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
     )
 
 

@@ -128,6 +128,7 @@ class GpuFacts(Fact):
     vendor: Vendor = "nvidia"
     compute_capability: tuple[int, int] | None = None  # NVIDIA's; torch makes one up for AMD's
     gfx: str = ""  # AMD's architecture, such as gfx942
+    uuid: str = ""  # NVIDIA's: by which CUDA_VISIBLE_DEVICES may name it
 
     @property
     def architecture(self) -> GpuArchitecture:
@@ -202,6 +203,7 @@ class HostFacts(Fact):
     kind: GpuKind | None = None  # of all GPUs, where it is a known one
     calibration: Calibration | None = None  # of these GPUs, where they were measured
     unusable_gpus: UnusableGpus | None = None  # set only if ``gpus`` is empty although the user did not ask for it
+    lost_gpus: tuple[str, ...] = ()  # beside ``gpus``: those that are listed and do not answer, with the driver's words
 
 
 class NewTokens(Fact):
@@ -230,4 +232,5 @@ class Facts(Fact):
     local_world_size: int | None = None  # and how many of them are on this machine
     hosts: tuple[HostFacts, ...] = ()  # of several nodes, in their order; ``host`` then is the least of all of them
     node_ranks: tuple[int, ...] = ()  # processes of each
+    num_left: int | None = None  # GPUs (on a CPU processes) that a fault has left of a run's, to plan for
     node_link: Figure | None = None  # GB/s that one of them sends to another, of the slowest pair

@@ -49,6 +49,7 @@ class Prepared:
     resume: bool  # there is a checkpoint to resume from
     finished: bool  # nothing is left to do
     lock: FolderLock | None = None
+    num_left: int | None = None  # ranks, once a fault has left fewer GPUs
 
     def release(self) -> None:
         """Releases the folder for another launch."""
@@ -173,9 +174,45 @@ def plan_smaller(prepared: Prepared, group: NodeGroup | None = None) -> Prepared
     UserError (NothingSmaller) where the plan that ran out was the smallest.
     """
     folder = prepared.folder
-    plan = _plan_launch(prepared.config, folder, None, None, lambda _: None, must_shrink=True, group=group)
+    num_left = prepared.num_left
+    plan = _plan_launch(
+        prepared.config, folder, None, None, lambda _: None, must_shrink=True, group=group, num_left=num_left
+    )
     folder.write_plan(plan)
     return replace(prepared, plan=plan, resume=folder.newest_step() is not None)
+
+
+# Keys that may leave no plan for a number of ranks, where fewer have one.
+OF_THE_NUMBER = ("batch.samples", "parallel.shard_degree")
+
+
+@raise_when_stopped()
+def plan_fewer(prepared: Prepared, num_left: int) -> Prepared:
+    """The same run planned for the ``num_left`` GPUs (on a CPU, processes) that a fault has left, written into its
+    folder: the same samples in each step. It may be for fewer, down to ``launch.min_gpus``, where no plan for as many
+    has exactly these. UserError where there is none.
+    """
+    folder, least = prepared.folder, prepared.config.launch.min_gpus or num_left
+    refused: UserError | None = None
+    for num in range(num_left, least - 1, -1):
+        try:
+            plan = _plan_launch(prepared.config, folder, None, None, lambda _: None, num_left=num)
+        except UserError as error:
+            refused = refused or error
+            if error.where not in OF_THE_NUMBER:
+                raise
+        else:
+            folder.write_plan(plan)
+            return replace(prepared, plan=plan, resume=folder.newest_step() is not None, num_left=num)
+    assert refused is not None
+    raise refused
+
+
+def _with_batch_of(config: RunConfig, before: Plan) -> RunConfig:
+    """The config with the batch that ``before`` has, however many ranks carry it out."""
+    samples = before.batch_samples if config.batch.samples == "auto" else None
+    update = {"accumulation": "auto"} | ({} if samples is None else {"samples": samples})
+    return config.model_copy(update={"batch": config.batch.model_copy(update=update)})
 
 
 def _plan_launch(
@@ -188,9 +225,10 @@ def _plan_launch(
     must_shrink: bool = False,
     host: HostFacts | None = None,
     group: NodeGroup | None = None,
+    num_left: int | None = None,
 ) -> Plan:
     """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried
-    again.
+    again. ``num_left``: plan for so many of the GPUs that the last launch had.
     """
     from manyhands.plan.search import plan
     from manyhands.plan.smaller import NothingSmaller
@@ -199,22 +237,26 @@ def _plan_launch(
         config, world_size=world_size, local_world_size=local_world_size, host=host, group=group, report=report
     )
     number, step = folder.newest_plan_number() + 1, folder.newest_step()
-    before = folder.read_plan() if step is not None or (number > 1 and folder.was_started()) else None
+    continues = step is not None or num_left is not None
+    before = folder.read_plan() if continues or (number > 1 and folder.was_started()) else None
     cause: Cause = "first" if step is None else "resume"
+    asked = config
+    if before is not None and num_left is not None:
+        facts, asked = facts.model_copy(update={"num_left": num_left}), _with_batch_of(config, before)
     after: Plan | None = None
     if before is not None and folder.ran_out_of_memory(before):
         try:
-            after = plan(config, facts, number=number, cause="out_of_memory", before=before)
+            after = plan(asked, facts, number=number, cause="out_of_memory", before=before)
         except NothingSmaller:
             if must_shrink:
                 raise
     if after is None or after.ran_out is None:
-        after = plan(config, facts, number=number, cause=cause, before=before)
-    if before is not None and step is not None and after.layout.world_size != before.layout.world_size:
-        after = plan(config, facts, number=number, cause="resize")
-    if before is not None and (step is not None or after.cause == "out_of_memory"):
+        after = plan(asked, facts, number=number, cause=cause, before=before)
+    if before is not None and continues and after.layout.world_size != before.layout.world_size:
+        after = plan(asked, facts, number=number, cause="resize")
+    if before is not None and (continues or after.cause == "out_of_memory"):
         refuse_other_course(before, after, folder)
-    return after
+    return after if asked is config else after.model_copy(update={"config_digest": config.digest})
 
 
 def _planned_elsewhere(folder: RunFolder) -> UserError:

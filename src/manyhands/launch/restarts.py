@@ -32,6 +32,7 @@ class Restart:
     of: int
     in_memory: bool = False  # from_step is a snapshot's, on this machine; the ranks look for one that all have
     begun: int | None = None  # the newest that any rank has begun
+    lost: str = ""  # devices that are lost, and what is left: another plan follows
 
     @property
     def lost_steps(self) -> int:
@@ -46,11 +47,12 @@ class Restart:
         begin = "from the start" if self.from_step is None else f"from step {self.from_step}"
         begin += " in host memory, if every rank has it," if self.in_memory else ""
         lost = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
-        return f"{self.cause}; restarting {begin} in {self.wait_s:g} s, {lost} (attempt {self.attempt} of {self.of})"
+        cause = f"{self.cause}; {self.lost}" if self.lost else self.cause
+        return f"{cause}; restarting {begin} in {self.wait_s:g} s, {lost} (attempt {self.attempt} of {self.of})"
 
     def to_json(self) -> dict[str, Any]:
         fields = {"cause": self.cause, "step": self.step, "from_step": self.from_step, "lost_steps": self.lost_steps}
-        fields["in_memory"] = self.in_memory
+        fields |= {"in_memory": self.in_memory} | ({"lost": self.lost} if self.lost else {})
         return {"time": time.time(), **fields, "attempt": self.attempt, "of": self.of, "wait_s": self.wait_s}
 
 
@@ -67,18 +69,22 @@ class Restarts:
     from_step: int | None = None  # of the latest restart
     seen: set[tuple[str, int | None]] = field(default_factory=set)
 
-    def decide(self, error: UserError) -> Restart:
+    def decide(self, error: UserError, lost: str = "", *, memory: bool = True) -> Restart:
         """The restart after the fault ``error``. Raises it, with what was tried, where another attempt is pointless:
-        the same error came at the same step as before, or there were too many in a row.
+        the same error came at the same step as before, or there were too many in a row. Where devices are ``lost`` the
+        next attempt is on others, so that neither counts. ``memory``: snapshots can be read by the next attempt.
         """
         if not self.limit:
             raise error
         saved = self.folder.newest_step()
-        kept = self.segments.newest_step() if self.segments is not None else None
+        kept = self.segments.newest_step() if self.segments is not None and memory else None
         newest, in_memory = (kept, True) if kept is not None and kept > (saved or 0) else (saved, False)
         step, begun = _read_steps(self.folder)
         step = newest if step is None else step
         fault = re.sub(r"\d+", "#", error.what), step
+        if lost:
+            self.seen.clear()
+            self.num_in_a_row = 0
         if fault in self.seen:
             place = "before the first step" if step is None else f"after step {step}"
             raise with_finding(error, f"it is the second time {place} in this launch: another restart would not help")
@@ -89,7 +95,7 @@ class Restarts:
             raise with_finding(error, f"{tried} (launch.restarts = {self.limit})")
         self.seen.add(fault)
         self.num_in_a_row, self.from_step = self.num_in_a_row + 1, newest
-        return Restart(error.what, step, newest, self.num_in_a_row, self.limit, in_memory, begun)
+        return Restart(error.what, step, newest, self.num_in_a_row, self.limit, in_memory, begun, lost)
 
 
 def _read_steps(folder: RunFolder) -> tuple[int | None, int | None]:

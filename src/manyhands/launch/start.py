@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from manyhands.config.dialects.report import summarize
 from manyhands.config.load import LoadedRun
@@ -17,8 +18,9 @@ from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.core.segments import RankSegments, open_segments
 from manyhands.facts.types import HostFacts
 from manyhands.launch.environment import detect_launcher, refuse_alone
-from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run, summarize_start
-from manyhands.launch.restarts import Restarts
+from manyhands.launch.lost_gpus import LaunchGpus, Lost, find_lost, restored_environment
+from manyhands.launch.prepare import Prepared, plan_fewer, plan_smaller, prepare_run, summarize_start
+from manyhands.launch.restarts import Restart, Restarts
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.slurm import block_save_signal, refuse_outside_step
 from manyhands.launch.start_nodes import Joined, joined
@@ -56,6 +58,13 @@ def start(
         print("\n".join(summarize(translation)), flush=True)
     if place is None and not dry_run:
         refuse_alone(origin.config)
+    if place is not None and origin.config.launch.min_gpus is not None:
+        raise UserError(
+            "launch.min_gpus is for a run on one machine",
+            where="launch.min_gpus",
+            why="launchers on several machines need all of their GPUs; none of them forms a smaller group",
+            fix="remove it: a restart, and each start, uses all GPUs of all nodes",
+        )
     if place is not None:
         with joined(origin, place, fresh=fresh, dry_run=dry_run) as found:
             return _carry_out(found, dry_run, beside if place.node == 0 else None, arguments)
@@ -95,18 +104,19 @@ def _launch(found: Joined, arguments: Sequence[str]) -> int:
     prepared, team = found.prepared, found.team
     num_local = prepared.plan.layout.world_size if team is None else len(team.ranks)
     keeps = prepared.config.checkpoint.every_step_in_memory and prepared.config.launch.restarts > 0
-    with open_segments(num_local) if keeps else contextlib.nullcontext() as segments:
+    with open_segments(num_local) if keeps else contextlib.nullcontext() as segments, restored_environment():
         return _launch_and_restart(found, arguments, segments)
 
 
 def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: RankSegments | None) -> int:
     """Runs the workers. Where memory runs out, again from the last checkpoint with a smaller plan,
-    ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides.
+    ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides, on the GPUs that are left.
     """
     folder, leads = found.prepared.folder, found.team is None or found.team.node == 0
     report = functools.partial(_report, folder=folder) if leads else print
     num_smaller, restarts = 0, Restarts(folder, found.prepared.config.launch.restarts, segments)
     environment = segments.environment if segments is not None else {}
+    gpus = LaunchGpus.of(found.prepared.plan) if found.team is None else None
     while True:
         plan, timeout_s = found.prepared.plan, found.prepared.config.parallel.timeout_s
         try:
@@ -124,7 +134,8 @@ def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: RankS
                 num_smaller += 1
                 found = _plan_smaller(found, error, report)
             elif error.kind == FAULT:
-                restart = found.agree_on_restart(lambda error=error: restarts.decide(error))  # type: ignore[misc]
+                lost = find_lost(gpus, error, found.prepared.config) if restarts.limit else None
+                restart = _decide(found, error, restarts, lost)
                 if leads:
                     _keep(str(error), folder)
                     folder.add_restart(restart.to_json())
@@ -134,9 +145,28 @@ def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: RankS
                     received = found.team.share_signal(received)
                 if received is not None:
                     return report_end(folder, received, report, leads)
-                found = found.resumed()
+                found = found.resumed() if lost is None else _plan_fewer(found, lost, report)
+                gpus = gpus if lost is None else LaunchGpus.of(found.prepared.plan)
             else:
                 raise
+
+
+def _decide(found: Joined, error: UserError, restarts: Restarts, lost: Lost | None) -> Restart:
+    if lost is None:
+        return found.agree_on_restart(lambda: restarts.decide(error))
+    copies = found.prepared.plan.layout.holds_copies
+    restart = restarts.decide(error, str(lost), memory=copies)
+    if not copies and restarts.segments is not None:  # parts of what is left would be missing
+        restarts.segments.clear()
+    return restart
+
+
+def _plan_fewer(found: Joined, lost: Lost, report: Callable[[str], None]) -> Joined:
+    lost.gpus.hide(lost.why)
+    found = replace(found, prepared=plan_fewer(found.prepared, lost.num_left))
+    why = [sentence_of(reason) for reason in found.prepared.plan.why if reason.code in ("strategy", "batch")]
+    report(f"plan {found.prepared.plan.number}: {'; '.join(why)}")
+    return found
 
 
 def _plan_smaller(found: Joined, error: UserError, report: Callable[[str], None]) -> Joined:

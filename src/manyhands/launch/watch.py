@@ -196,6 +196,7 @@ class Watch:
         if len(culprits) > 1:  # equally far: one that does not even tick is stuck, not waiting
             culprits = [rank for rank in culprits if living[rank].frozen_s >= self.timeout_s] or culprits
         self.verdict = self._explain(culprits, living, failed)
+        self.verdict.rank = culprits[0] if len(culprits) == 1 else None
         self._end_ranks(culprits)
 
     def _end_ranks(self, culprits: list[int]) -> None:

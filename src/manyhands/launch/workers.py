@@ -84,6 +84,7 @@ def run_workers(
         if leads:
             with contextlib.suppress(OSError):  # the cause is to be shown, whatever the disk says
                 folder.write_failed(ending.cause.error, plan)
+        ending.cause.error.rank = ending.cause.rank
         raise ending.cause.error
     return report_end(folder, ending.signal, report, leads)
 
@@ -199,7 +200,7 @@ def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], wat
         except ChildFailedError as error:
             pids |= {failure.pid for failure in error.failures.values()}
             if watch.verdict is not None:
-                return LaunchEnd(cause=FoundCause(0, time.time(), watch.verdict))
+                return LaunchEnd(cause=FoundCause(0, time.time(), watch.verdict, watch.verdict.rank))
             if _have_saved(folder, [failure.exitcode for failure in error.failures.values()]):
                 return LaunchEnd(signal.SIGUSR1)
             if _have_stopped(folder, [failure.exitcode for failure in error.failures.values()]):

@@ -31,6 +31,13 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
             why=unusable.why,
             fix=f"{unusable.fix}; or set parallel.device=cpu to train on the CPU",
         )
+    if host.lost_gpus and asked != "cpu" and facts.num_left is None and (config.launch.min_gpus or 2**31) > num_gpus:
+        raise UserError(
+            host.lost_gpus[0],
+            why="it has failed, or fallen off the bus",
+            fix=f"reset or replace it (restart the machine), or train on the others: {how_to_go_on(num_gpus)}",
+            details=host.lost_gpus[1:],
+        )
     gpus = [{"name": gpu.name, "bytes": gpu.memory_bytes} for gpu in host.gpus]
     if not host.is_here and asked == "cpu":
         raise UserError(
@@ -55,20 +62,25 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
     """Processes: given by whoever launched us, else as asked, else one a GPU, else one."""
     asked, given, num_gpus = config.parallel.gpus, facts.world_size, count_gpus(facts)
     check_nodes(config, facts)
-    if given is not None:
-        if asked not in ("auto", given):
+    if facts.num_left is not None:
+        size, source = facts.num_left, "left"
+    elif given is not None:
+        if asked not in ("auto", given) and not _is_enough(config, given):
             raise UserError(
                 f"parallel.gpus is {asked}, but {given} processes were launched",
                 where="parallel.gpus",
                 fix=f"set parallel.gpus to {given} or auto, or launch {asked} processes",
             )
         size, source = given, "launched"
+    elif asked != "auto" and device == "cuda" and asked > num_gpus and _is_enough(config, num_gpus):
+        size, source = num_gpus, "fewer"
     elif asked != "auto":
         if device == "cuda" and asked > num_gpus:
+            least = f", or launch.min_gpus={num_gpus} to train on fewer" if num_gpus else ""
             raise UserError(
                 f"parallel.gpus is {asked}, but {num_gpus} GPU{'s are' if num_gpus != 1 else ' is'} visible",
                 where="parallel.gpus",
-                fix=f"set parallel.gpus to {num_gpus} or auto, or parallel.device=cpu",
+                fix=f"set parallel.gpus to {num_gpus} or auto, or parallel.device=cpu{least}",
             )
         size, source = asked, "asked"
     else:
@@ -79,7 +91,18 @@ def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[
             where="parallel.strategy",
             fix="set parallel.strategy to auto, ddp or fsdp, or parallel.gpus to 1",
         )
-    return size, reason("processes", size=size, source=source)
+    return size, reason("processes", size=size, source=source, asked=asked)
+
+
+def _is_enough(config: RunConfig, num: int) -> bool:
+    """Whether so many GPUs, fewer than asked for, are allowed."""
+    asked, least = config.parallel.gpus, config.launch.min_gpus
+    return asked != "auto" and least is not None and least <= num < asked
+
+
+def how_to_go_on(num_left: int) -> str:
+    """What allows a run to use the GPUs that are left."""
+    return f"launch.min_gpus={num_left}"
 
 
 def count_gpus(facts: Facts) -> int:

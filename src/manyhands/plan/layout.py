@@ -113,6 +113,11 @@ class Layout:
         return self.mesh.data_parallel_degree
 
     @property
+    def holds_copies(self) -> bool:
+        """Whether each rank has all that is trained and its optimizer states."""
+        return self.strategy in ("single", "ddp")
+
+    @property
     def zero_stage(self) -> int:
         """DeepSpeed's stage: 1 shards optimizer states and masters, 2 gradients too, 3 weights too; 0 without it."""
         return ZERO_STAGES.get(self.strategy, 0)

@@ -57,6 +57,8 @@ def _processes(v: Values) -> str:
         "asked": "as configured",
         "gpus": "one per GPU",
         "cpu": "auto uses one on a CPU",
+        "fewer": f"of {v.get('asked')} asked for: launch.min_gpus allows as few",
+        "left": "those that are left after a fault",
     }
     return f"{v['size']}, {sources[v['source']]}"
 

@@ -128,9 +128,10 @@ def _look(rank: RankContext, segment: Segment | None) -> tuple[dict[int, int | N
 def key_of(rank: RankContext) -> str:
     """What must agree for a snapshot to fit."""
     layout = rank.plan.layout
-    owner = f"rank {rank.world.rank}" if _is_sharded(rank) else "all ranks"
-    return f"{rank.config.digest} {layout.strategy} {layout.world_size} {layout.mesh} {owner}"
+    if layout.holds_copies:  # any number of ranks can read it
+        return f"{rank.config.digest} copies"
+    return f"{rank.config.digest} {layout.strategy} {layout.world_size} {layout.mesh} rank {rank.world.rank}"
 
 
 def _is_sharded(rank: RankContext) -> bool:
-    return rank.plan.layout.strategy not in ("single", "ddp")
+    return not rank.plan.layout.holds_copies

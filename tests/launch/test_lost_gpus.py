@@ -1,0 +1,103 @@
+"""Which GPUs are lost after a fault: by the driver, by a test of the one that an error names, by what fails twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.core.errors import FAULT, UserError
+from manyhands.facts.types import GpuFacts
+from manyhands.launch import lost_gpus
+from manyhands.launch.lost_gpus import LaunchGpus, find_lost
+from tests.launch.builders import make_config
+
+UUIDS = ["GPU-a", "GPU-b", "GPU-c"]
+GIB = 2**30
+
+
+def gpus(vendor: str = "nvidia") -> LaunchGpus:
+    made = [
+        GpuFacts(index=i, name="H100", memory_bytes=80 * GIB, free_bytes=79 * GIB, vendor=vendor, uuid=uuid)  # type: ignore[arg-type]
+        for i, uuid in enumerate(UUIDS if vendor == "nvidia" else ("", "", ""))
+    ]
+    return LaunchGpus(3, tuple(made))
+
+
+def fault(what: str, rank: int | None = 1) -> UserError:
+    error = UserError(f"rank {rank} failed in stage 'train': RuntimeError: {what}", kind=FAULT)
+    error.rank = rank
+    return error
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    """What the driver says, by UUID, and what a test of a rank's GPU finds."""
+    says: dict[str, dict[str, str]] = {"driver": {}, "probe": {}}
+    monkeypatch.setattr("manyhands.facts.health.find_lost", lambda uuids: says["driver"])
+    monkeypatch.setattr(LaunchGpus, "_probe", lambda self, rank: says["probe"].get(str(rank), ""))
+    return says
+
+
+def test_a_gpu_that_the_driver_does_not_find_is_lost_whichever_rank_failed(machine) -> None:
+    machine["driver"] = {"GPU-c": "NVML: GPU is lost"}
+    assert gpus().find_lost(fault("Connection closed by peer", rank=0)) == {2: "NVML: GPU is lost"}
+
+
+def test_a_gpu_that_an_error_names_is_tested(machine) -> None:
+    launched = gpus()
+    machine["probe"] = {"1": "it cannot multiply a matrix: CUDA error"}
+    assert launched.find_lost(fault("the cat sat on the keyboard")) == {}, "no word of the device"
+    named = fault("CUDA error: uncorrectable ECC error encountered", rank=0)
+    assert launched.find_lost(named) == {}, "it answers: perhaps it was nothing"
+    assert launched.find_lost(named) == {0: "it has failed 2 times in this launch"}
+    machine["probe"] = {"0": "it cannot multiply a matrix: CUDA error"}
+    assert gpus().find_lost(named) == {0: "it cannot multiply a matrix: CUDA error"}
+
+
+def test_what_fails_twice_in_a_row_on_one_rank_is_tested_too(machine) -> None:
+    launched = gpus()
+    machine["probe"] = {"1": "it has not multiplied a matrix within 90 s"}
+    assert launched.find_lost(fault("unspecified launch failure")) == {}
+    assert launched.find_lost(fault("unspecified launch failure", rank=0)) == {}
+    assert launched.find_lost(fault("unspecified launch failure")) == {}
+    assert launched.find_lost(fault("unspecified launch failure")) == {1: "it has not multiplied a matrix within 90 s"}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_device"),
+    [
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", True),
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.", True),
+        ("HIP error: no ROCm-capable device is detected", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA error: out of memory", False),
+    ],
+)
+def test_errors_of_a_device_are_told_from_those_of_a_program(text: str, is_of_device: bool) -> None:
+    assert (lost_gpus.DEVICE_ERROR.search(text) is not None) is is_of_device
+
+
+def test_the_others_stay_visible_to_the_plan_and_the_workers() -> None:
+    environ: dict[str, str] = {}
+    gpus().hide({1: "lost"}, environ)
+    assert environ == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-c"}
+    environ = {"HIP_VISIBLE_DEVICES": "4,5,6", "CUDA_VISIBLE_DEVICES": "4,5,6"}
+    gpus("amd").hide({0: "lost"}, environ)
+    assert environ["HIP_VISIBLE_DEVICES"] == "5,6"
+
+
+def test_where_fewer_are_not_allowed_the_error_names_the_gpu_and_how_to_allow_them(machine) -> None:
+    machine["driver"] = {"GPU-b": "NVML: GPU is lost"}
+    with pytest.raises(UserError) as refused:
+        find_lost(gpus(), fault("Connection closed by peer", rank=0), make_config())
+    error = refused.value
+    assert error.what == "GPU 1 (H100) is lost: NVML: GPU is lost" and "Connection closed by peer" in error.why
+    assert error.where == "launch.min_gpus is not set: all are needed" and "2 GPUs left of 3" in error.why
+    assert "start the same command again, which resumes" in error.fix and "launch.min_gpus=2" in error.fix
+    found = find_lost(gpus(), fault("x", rank=0), make_config(**{"launch.min_gpus": 2}))
+    assert found is not None and found.num_left == 2
+    with pytest.raises(UserError, match="is lost"):
+        find_lost(gpus(), fault("x", rank=0), make_config(**{"launch.min_gpus": 3}))
+    machine["driver"] = {}
+    assert find_lost(gpus(), fault("x", rank=0), make_config()) is None
