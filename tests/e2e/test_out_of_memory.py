@@ -45,7 +45,8 @@ def test_the_run_goes_on_with_smaller_micro_batches_and_the_same_batches(
     place: Place, many: str, num_ranks: int
 ) -> None:
     name = f"tight-{num_ranks}"
-    ended = place.train(name, "--gpus", str(num_ranks), *SEVERAL_PACKS, plant=out_of_memory(2, rank=num_ranks - 1))
+    keys = ("--gpus", str(num_ranks), "launch.restarts=3", *SEVERAL_PACKS)
+    ended = place.train(name, *keys, plant=out_of_memory(2, rank=num_ranks - 1))
     assert ended.code == 0, ended.output
     run, alone = place.run(name), place.run(f"roomy-{num_ranks}")
     first, second = plans(run)
@@ -73,7 +74,7 @@ def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(
     """Micro-batches are as asked, so that the second plan, which recomputes whole blocks, is the smallest."""
     host = read_host_facts()  # where more memory is free later on, larger plans are tried again
     monkeypatch.setattr("manyhands.launch.prepare.read_host_facts", lambda: host)
-    keys = ("--gpus", "1", *SEVERAL_PACKS, "batch.micro_tokens=512")
+    keys = ("--gpus", "1", "launch.restarts=3", *SEVERAL_PACKS, "batch.micro_tokens=512")
     ended = place.train("hopeless", *keys, plant=out_of_memory(99))
     assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output
     made = plans(place.run("hopeless"))

@@ -9,13 +9,14 @@ import sys
 import pytest
 
 from manyhands.core.errors import UserError
+from manyhands.core.units import format_gib
 from manyhands.facts.types import Facts, GpuFacts
 from manyhands.plan.choices import fuses_optimizer
 from manyhands.plan.layout import choose_converters
 from manyhands.plan.search import NothingSmaller, plan
 from manyhands.plan.sentences import explain
 from manyhands.plan.smaller import LAYOUT_FIELDS
-from manyhands.plan.types import Plan, reason
+from manyhands.plan.types import MemoryFound, Plan, reason
 from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
 from tests.support.plans import explain_why
 
@@ -174,6 +175,32 @@ def test_after_running_out_of_memory_micro_batches_are_halved_and_the_global_bat
     halved = [size for size in sizes if size > 4096]
     assert all(2 * fewer <= more for more, fewer in itertools.pairwise(halved)) and len(halved) > 1
     assert sizes[-1] == 4096, "the longest row, by the way that needs the least"
+
+
+def test_what_was_measured_when_memory_ran_out_decides_which_plan_is_the_next():
+    """The fastest that fits what was there, by estimates as much too low as the last; once, then by halves."""
+    config = run_config(batch__samples=64)
+    first = plan(config, h200(1))
+    need, limit = first.memory.total, first.memory.limit
+
+    def after(needed: int, available: int, before: Plan = first) -> Plan:
+        found = MemoryFound(needed=needed, available=available)
+        return plan(config, h200(1), number=before.number + 1, cause="out_of_memory", before=before, found=found)
+
+    low = after(needed=int(1.6 * need), available=limit)  # the estimate was too low
+    assert low.memory.total <= limit / 1.6 and low.batch_samples == first.batch_samples
+    taken = after(needed=need, available=int(0.6 * need))  # another program holds memory
+    assert taken.memory.total <= 0.6 * need
+    slight = after(needed=int(1.01 * need), available=limit)
+    assert slight.memory.total <= 0.9 * need
+    assert slight.step_s <= low.step_s <= taken.step_s
+    assert len([c for c in slight.candidates if c.chosen]) == 1
+    [said] = [sentence for sentence in explain_why(low) if sentence.startswith("smaller: ")]
+    assert f"{format_gib(need)} estimated, {format_gib(limit)} there; now {format_gib(low.memory.total)}" in said
+    again = after(needed=low.memory.total, available=limit, before=low)
+    assert 2 * again.layout.full_micro_tokens <= low.layout.full_micro_tokens or again.layout.full_micro_tokens == 4096
+    resumed = plan(config, h200(1), number=3, cause="resume", before=low)
+    assert resumed.layout == low.layout and resumed.ran_out == low.ran_out
 
 
 def test_a_plan_after_one_that_ran_out_stays_smaller_until_there_is_more_memory():

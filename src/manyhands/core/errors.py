@@ -7,6 +7,7 @@ other exception is a bug and keeps its traceback.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 # What a launcher can act on: UserError.kind.
 OUT_OF_MEMORY = "out_of_memory"
@@ -30,8 +31,8 @@ class UserError(Exception):
     """An error that the user can fix. Parts have no capital at the start and no full stop at the end.
 
     ``what`` is one sentence; ``where`` a file and line, a key or a folder; ``why`` the cause; ``fix`` what to do.
-    ``details`` lists single findings (broken lines, wrong keys), about twenty at most. ``kind`` is for programs, and so
-    is ``rank``, whose failure it is, where the launcher knows.
+    ``details`` lists single findings (broken lines, wrong keys), about twenty at most. For programs: ``kind``;
+    ``data``, numbers by name; ``rank``, whose failure it is, where the launcher knows.
     """
 
     rank: int | None = None
@@ -46,12 +47,14 @@ class UserError(Exception):
         details: list[str] | tuple[str, ...] = (),
         exit_code: int = EXIT_USAGE,
         kind: str = "",
+        data: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(what)
         self.what, self.where, self.why, self.fix = what, where, why, fix
         self.details = tuple(details)
         self.exit_code = exit_code
         self.kind = kind
+        self.data = dict(data or {})
 
     def __str__(self) -> str:
         lines = [f"error: {self.what}"]
@@ -72,6 +75,7 @@ class UserError(Exception):
                 "details": list(self.details),
                 "exit_code": self.exit_code,
                 "kind": self.kind,
+                "data": self.data,
             }
         )
 

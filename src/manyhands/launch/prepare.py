@@ -246,7 +246,8 @@ def _plan_launch(
     after: Plan | None = None
     if before is not None and folder.ran_out_of_memory(before):
         try:
-            after = plan(asked, facts, number=number, cause="out_of_memory", before=before)
+            found = folder.memory_found()
+            after = plan(asked, facts, number=number, cause="out_of_memory", before=before, found=found)
         except NothingSmaller:
             if must_shrink:
                 raise

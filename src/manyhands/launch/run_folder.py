@@ -47,7 +47,7 @@ from manyhands.core.files import (
     write_json,
     write_json_on_full_disk,
 )
-from manyhands.plan.types import Plan
+from manyhands.plan.types import MemoryFound, Plan
 
 FATES = "fates.json"
 State = Literal["running", "finished", "failed", "interrupted"]
@@ -242,13 +242,22 @@ class RunFolder:
         status = self.read_status()
         return (status.get("state"), status.get("cause"), status.get("plan")) == ("failed", OUT_OF_MEMORY, plan.number)
 
+    def memory_found(self) -> MemoryFound | None:
+        """What the launch that ran out of memory had measured; None where it could not."""
+        try:
+            return MemoryFound.model_validate(self.read_status().get("measured"))
+        except ValidationError:
+            return None
+
     def write_failed(self, error: UserError, plan: Plan) -> None:
         """Writes status.json of a failed launch, for the next start. A finished run stays finished: a failure after its
         report changes nothing.
         """
         if self.is_finished:
             return
-        cause = {"cause": error.kind} if error.kind else {}
+        cause: dict[str, Any] = {"cause": error.kind} if error.kind else {}
+        if error.data:
+            cause["measured"] = error.data
         self.write_status("failed", reason=error.what, plan=plan.number, **cause)
 
     def was_stopped_by_file(self) -> bool:

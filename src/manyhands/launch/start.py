@@ -110,7 +110,8 @@ def _launch(found: Joined, arguments: Sequence[str]) -> int:
 
 def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: RankSegments | None) -> int:
     """Runs the workers. Where memory runs out, again from the last checkpoint with a smaller plan,
-    ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides, on the GPUs that are left.
+    ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides, on the GPUs that are left. Neither where
+    ``launch.restarts`` is 0.
     """
     folder, leads = found.prepared.folder, found.team is None or found.team.node == 0
     report = functools.partial(_report, folder=folder) if leads else print
@@ -130,7 +131,7 @@ def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: RankS
                 environment=environment,
             )
         except UserError as error:
-            if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS:
+            if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS and restarts.limit:
                 num_smaller += 1
                 found = _plan_smaller(found, error, report)
             elif error.kind == FAULT:

@@ -95,3 +95,11 @@ def describe_change(kind: str, value: str | int, strategy: str, step_s: float | 
     """A change that makes a run fit, and what it then takes."""
     seconds = "" if step_s is None else f", {step_s:.3g} s a step"
     return f"{CHANGES[kind].format(value)} ({strategy}{seconds})"
+
+
+def describe_ran_out(v: Values) -> str:
+    """What was measured when memory ran out beside the estimate, if it was."""
+    if "needed" not in v:
+        return "ran out of memory"
+    needed, estimated, there, now = (format_gib(v[k]) for k in ("needed", "estimated", "available", "now_estimated"))
+    return f"ran out of memory: {needed} or more needed, {estimated} estimated, {there} there; now {now} estimated"

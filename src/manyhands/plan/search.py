@@ -40,9 +40,9 @@ from manyhands.plan.parts import explain_images, price_images, rate_parts
 from manyhands.plan.saving import Saving, choose_saving
 from manyhands.plan.settle import settle
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
-from manyhands.plan.smaller import choose_smaller, explain_smaller, find_ran_out, nothing_smaller
+from manyhands.plan.smaller import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.plan.steps import Steps, count_steps
-from manyhands.plan.types import Candidate, Cause, DiskEstimate, Plan, RanOut, Reason, reason
+from manyhands.plan.types import Candidate, Cause, DiskEstimate, MemoryFound, Plan, RanOut, Reason, reason
 
 USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
 
@@ -60,28 +60,36 @@ class SearchResult:
 
 
 def plan(
-    config: RunConfig, facts: Facts, *, number: int = 1, cause: Cause = "first", before: Plan | None = None
+    config: RunConfig,
+    facts: Facts,
+    *,
+    number: int = 1,
+    cause: Cause = "first",
+    before: Plan | None = None,
+    found: MemoryFound | None = None,
 ) -> Plan:
     """Decide everything for one launch.
 
     ``number`` counts the launches of the run, ``before`` is the plan of the last one. ``cause="out_of_memory"``: that
-    one ran out, and this one is smaller, with the same global batch. UserError where keys contradict the facts
-    (processes, batch, dtypes) or where nothing fits, then with changes that would; NothingSmaller where nothing is left
-    to try.
+    one ran out, ``found`` is what was measured then, and this one is smaller, with the same global batch. UserError
+    where keys contradict the facts (processes, batch, dtypes) or where nothing fits, then with changes that would;
+    NothingSmaller where nothing is left to try.
     """
     try:
-        return _plan(config, facts, number, cause, before)
+        return _plan(config, facts, number, cause, before, found)
     except UserError as error:
         if error.kind != DOES_NOT_FIT:
             raise
-        raise with_advice(error, config, facts, lambda c, f: _plan(c, f, number, "first", None)) from None
+        raise with_advice(error, config, facts, lambda c, f: _plan(c, f, number, "first", None, None)) from None
 
 
-def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Plan | None) -> Plan:
+def _plan(
+    config: RunConfig, facts: Facts, number: int, cause: Cause, before: Plan | None, out: MemoryFound | None
+) -> Plan:
     digest = config.digest
     config, why_settled = settle(config, facts)  # from here on no `auto`
     made = decide(config, facts)
-    found = _search(config, facts, made, cause, before)
+    found = _search(config, facts, made, cause, before, out)
     steps = count_steps(config, facts.data, found.split.batch_samples)
     asked = replace(found.base, layout=found.chosen.layout)
     disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output])
@@ -139,14 +147,16 @@ def _plan(config: RunConfig, facts: Facts, number: int, cause: Cause, before: Pl
     return with_efficiency(whole, facts)
 
 
-def _search(config: RunConfig, facts: Facts, made: Decisions, cause: Cause, before: Plan | None) -> SearchResult:
+def _search(
+    config: RunConfig, facts: Facts, made: Decisions, cause: Cause, before: Plan | None, out: MemoryFound | None
+) -> SearchResult:
     splits = possible_splits(config, facts.data, made.world_size, USEFUL_TOKENS[made.device])
     limits = memory_limits(config, facts, made)
     limits = replace(limits, clock=make_clock(config, facts, made, limits.num_local, _batch_of(config, splits[0])))
     num_machines = ceil_div(made.world_size, ranks_per_machine(facts, made.device, made.world_size))
     base = _base_input(config, facts, made)
     candidates = list_candidates(config, base, splits, limits, made.shard_degree, num_machines)
-    ran_out = find_ran_out(cause, before, facts, made, limits)
+    ran_out = find_ran_out(cause, before, made, limits, out)
     candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
     return SearchResult(base, splits[0], limits, ran_out, candidates, chosen)
 
@@ -171,7 +181,7 @@ def _choose(
 ) -> tuple[list[Candidate], Candidate]:
     """The chosen candidate, and all candidates with it among them."""
     if ran_out is not None:
-        smaller = choose_smaller(candidates, ran_out)
+        smaller = choose_within(config, candidates, base, limits, ran_out) or choose_smaller(candidates, ran_out)
         if smaller is None and not any(candidate.memory.fits for candidate in candidates):
             raise nothing_fits(config, candidates, made, limits)
         if smaller is None:

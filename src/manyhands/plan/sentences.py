@@ -11,6 +11,7 @@ from manyhands.plan.phrases import (
     describe_disk,
     describe_layout,
     describe_limit,
+    describe_ran_out,
     describe_saving,
     describe_spacing,
 )
@@ -47,7 +48,7 @@ def _smaller(v: Values) -> str:
         )
     if (new := describe_layout(now)) != (old := describe_layout(before)):
         changes.append(f"{new} instead of {old}")
-    return f"{', and '.join(changes)}, the same global batch, as plan {v['plan']} ran out of memory"
+    return f"{', and '.join(changes)}, the same global batch, as plan {v['plan']} {describe_ran_out(v)}"
 
 
 def _strategy(v: Values) -> str:

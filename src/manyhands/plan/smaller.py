@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.core.units import format_gib
-from manyhands.facts.types import Facts
-from manyhands.plan.candidates import Limits, is_alike
+from manyhands.plan.candidates import USABLE_SHARE, Limits, choose_candidate, is_alike
 from manyhands.plan.choices import Decisions
+from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Layout
 from manyhands.plan.phrases import describe_layout
 from manyhands.plan.saving import STAGING
-from manyhands.plan.types import Candidate, Cause, Plan, RanOut, Reason, reason
+from manyhands.plan.types import Candidate, Cause, MemoryFound, Plan, RanOut, Reason, reason
 
+STEP = 0.9  # of the estimate that was too low, at most, if what was measured does not say less
 ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again
 LAYOUT_FIELDS = (  # that decide what memory a layout needs, as ``describe_layout`` reads them
     "strategy",
@@ -32,7 +34,9 @@ class NothingSmaller(UserError):
     """Memory ran out, and no smaller plan is left."""
 
 
-def find_ran_out(cause: Cause, before: Plan | None, facts: Facts, made: Decisions, limits: Limits) -> RanOut | None:
+def find_ran_out(
+    cause: Cause, before: Plan | None, made: Decisions, limits: Limits, found: MemoryFound | None
+) -> RanOut | None:
     """The plan that this one must be smaller than. None where another number of ranks, or more memory than by then,
     starts afresh.
     """
@@ -42,7 +46,45 @@ def find_ran_out(cause: Cause, before: Plan | None, facts: Facts, made: Decision
         kept = before.ran_out
         return kept if kept is not None and limits.device <= ROOM_FOR_MORE * kept.limit else None
     estimated = before.memory.total - before.memory.terms.get(STAGING, 0)  # which candidates do not have
-    return RanOut(number=before.number, layout=before.layout, estimated_bytes=estimated, limit=before.memory.limit)
+    return RanOut(
+        number=before.number,
+        layout=before.layout,
+        estimated_bytes=estimated,
+        limit=before.memory.limit,
+        found=found,
+        again=before.ran_out is not None,
+    )
+
+
+def bytes_within(limits: Limits, ran_out: RanOut) -> int | None:
+    """What the next plan may be estimated to need: the memory that was really there, less the share by which the need
+    exceeded its estimate, and a step below that estimate, as memory ran out before all of the need was seen. None where
+    nothing was measured, or a plan made so ran out as well.
+    """
+    found = ran_out.found
+    if found is None or ran_out.again:
+        return None
+    there = min(limits.device, int(USABLE_SHARE["cuda"] * found.available))
+    return int(min(there / max(1.0, found.needed / ran_out.estimated_bytes), STEP * ran_out.estimated_bytes))
+
+
+def choose_within(
+    config: RunConfig, candidates: list[Candidate], base: EstimateInput, limits: Limits, ran_out: RanOut
+) -> Candidate | None:
+    """The fastest of the candidates within ``bytes_within``; one of them, or one with what memory it leaves spent."""
+    most = bytes_within(limits, ran_out)
+    if most is None:
+        return None
+    within = replace(limits, device=most)
+    layouts = [c.layout for c in candidates if c.layout.full_micro_tokens <= ran_out.layout.full_micro_tokens]
+    chosen = choose_candidate(config, [within.judge(base, layout) for layout in layouts], base, within)
+    if chosen is None:
+        return None
+    smaller = limits.judge(base, chosen[1].layout)
+    same = next((c for c in candidates if c.layout == smaller.layout), None)
+    if same is None:
+        candidates.append(smaller)
+    return same or smaller
 
 
 def choose_smaller(candidates: list[Candidate], ran_out: RanOut) -> Candidate | None:
@@ -67,7 +109,19 @@ def choose_smaller(candidates: list[Candidate], ran_out: RanOut) -> Candidate | 
 def explain_smaller(chosen: Candidate, ran_out: RanOut | None) -> tuple[Reason, ...]:
     if ran_out is None:
         return ()
-    return (reason("smaller", plan=ran_out.number, now=_values(chosen.layout), before=_values(ran_out.layout)),)
+    found = ran_out.found
+    measured = {} if found is None else {"needed": found.needed, "available": found.available}
+    return (
+        reason(
+            "smaller",
+            plan=ran_out.number,
+            now=_values(chosen.layout),
+            before=_values(ran_out.layout),
+            estimated=ran_out.estimated_bytes,
+            now_estimated=chosen.memory.total,
+            **measured,
+        ),
+    )
 
 
 def _values(layout: Layout) -> dict[str, Any]:

@@ -99,6 +99,15 @@ class DiskEstimate(Part):
         return self.checkpoint_bytes * self.num_checkpoints + self.result_bytes
 
 
+class MemoryFound(Part):
+    """What a rank measured when its memory ran out, in bytes of its device, what is outside of torch's allocator
+    included.
+    """
+
+    needed: int  # at least: held, and asked for in vain
+    available: int  # to this rank: held, and free
+
+
 class RanOut(Part):
     """A plan that ran out of memory: those after it take less."""
 
@@ -106,6 +115,8 @@ class RanOut(Part):
     layout: Layout
     estimated_bytes: int
     limit: int  # bytes that a rank could use by then
+    found: MemoryFound | None = None
+    again: bool = False  # it had been made after one that ran out, and took too much still
 
 
 class Plan(Part):

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
+from manyhands.plan.compare import OUTSIDE
+from manyhands.plan.types import MemoryFound
 from manyhands.train.loop import Interrupted
 from manyhands.worker import export_stages, stages, training
 from manyhands.worker.context import RankContext
@@ -118,8 +120,11 @@ def explain_out_of_memory(rank: RankContext, error: BaseException) -> UserError:
     """Sets the plan's estimate beside what was there when memory ran out. The launcher, or the next start, plans
     smaller.
     """
-    device, gib = rank.world.device, 2**30
-    had = f"peak {torch.cuda.max_memory_allocated(device) / gib:.1f} GiB, " if device.type == "cuda" else ""
+    device, gib, planned = rank.world.device, 2**30, rank.plan.memory
+    found = measure_memory(device, str(error), planned.terms.get(OUTSIDE, 0)) if device.type == "cuda" else None
+    had = ""
+    if found is not None:
+        had = f"{found.needed / gib:.1f} GiB needed or more, {found.available / gib:.1f} GiB available, "
     helps = rank.stage not in NOT_OF_MICRO_BATCHES
     fix = "start it again: the next start plans a smaller micro-batch with the same global batch"
     if not helps:
@@ -127,10 +132,29 @@ def explain_out_of_memory(rank: RankContext, error: BaseException) -> UserError:
         fix += " the same command resumes"
     return UserError(
         f"out of {'GPU ' if device.type == 'cuda' else ''}memory in stage '{rank.stage}' at step {rank.state.step}",
-        where=f"rank {rank.world.rank}: {had}planned {rank.plan.memory.total / gib:.1f} GiB",
+        where=f"rank {rank.world.rank}: {had}planned {planned.total / gib:.1f} GiB",
         why=str(error).split(". ")[0],
         fix=fix,
-        details=[f"{name}: {size / gib:.1f} GiB estimated" for name, size in rank.plan.memory.terms.items()],
+        details=[f"{name}: {size / gib:.1f} GiB estimated" for name, size in planned.terms.items()],
         exit_code=EXIT_FAILED,
         kind=OUT_OF_MEMORY if helps else "",
+        data=found.model_dump() if found is not None else None,
     )
+
+
+_ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def measure_memory(device: torch.device, message: str, outside: int) -> MemoryFound | None:
+    """While the tensors of the failed step are still there: what they and the request need, and what this process could
+    have had. ``outside``: bytes that are planned outside of torch's allocator. None where the GPU does not answer.
+    """
+    asked = _ASKED.search(message)
+    try:
+        held, (free, _) = torch.cuda.memory_reserved(device) + outside, torch.cuda.mem_get_info(device)
+        peak = torch.cuda.max_memory_allocated(device) + outside
+    except RuntimeError:
+        return None
+    request = int(float(asked[1]) * _UNITS[asked[2]]) if asked else 0
+    return MemoryFound(needed=max(peak, held + request), available=held + free)
