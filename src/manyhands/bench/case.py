@@ -50,7 +50,7 @@ def make_config(folder: Path, row: BenchRow, world_size: int, num_steps: int, ov
     """The run of a row. Everything that tunes is left to the plan."""
     mapping: dict[str, Any] = {
         "name": "bench",
-        "task": "cpt",
+        "task": "sft" if row.data == "images" else "cpt",
         "model": {"name": str(folder / "model"), "init": "random"},
         "method": {"name": row.method} | ({} if row.method == "full" else {"rank": 16, "alpha": 32.0}),
         "data": {
@@ -93,6 +93,9 @@ class Timings(Hook):
 class Observer(Hook):
     """What a measurement may add; this one adds nothing."""
 
+    def after_build(self, rank: RankContext) -> None:
+        """The model is built, and not yet checked."""
+
     def before_first_step(self, rank: RankContext) -> None:
         """The model is built and checked."""
 
@@ -129,10 +132,11 @@ def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = N
     rank.world = World(launcher.rank, launcher.local_rank, launcher.world_size, device)
     start = time.monotonic()
     stages.open_data(rank)
+    observe = observe or Observer()
     stages.build_model(rank)
+    observe.after_build(rank)
     stages.check_model(rank)
     built_s = time.monotonic() - start
-    observe = observe or Observer()
     observe.before_first_step(rank)
     timings = Timings()
     rank.loss_model.train()

@@ -32,7 +32,8 @@ class BenchRow:
     recorded: dict[int, tuple[int, float]] = field(default_factory=dict)
     rows: int = 2
     length: int = 4096
-    data: Literal["full", "mix", "chats", "long"] = "full"  # samples of one length, or a mix of ``MIXES``
+    # samples of one length, a mix of ``MIXES``, or messages with images that the caller has written
+    data: Literal["full", "mix", "chats", "long", "images"] = "full"
     keys: dict[str, Any] = field(default_factory=dict)
 
 

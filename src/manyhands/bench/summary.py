@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from manyhands.bench.rows import BenchRow
-from manyhands.bench.shapes import flops_per_token
+from manyhands.bench.shapes import SHAPES, flops_per_token
 
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention|attn", re.IGNORECASE)
 NUM_KERNELS = 4  # of attention, the slowest first: forward and backward, and what goes with them
@@ -35,14 +35,15 @@ def rates(steps: Sequence[tuple[float, int]], row: BenchRow, num_gpus: int, *, w
     equal = len(set(tokens)) == 1
     step_s = statistics.median(seconds) if equal else statistics.fmean(seconds)
     rate = statistics.fmean(tokens) / step_s / num_gpus
-    flops = flops_per_token(row.shape, row.length, full=row.method == "full")
+    equal_work = equal and row.shape in SHAPES
+    flops = flops_per_token(row.shape, row.length, full=row.method == "full") if equal_work else 0.0
     return {
         "num_timed_steps": len(timed),
         "step_s": round(step_s, 4),
         "step_s_min_max": [round(min(seconds), 4), round(max(seconds), 4)],
         "steps_s": [round(each, 4) for each in seconds],
         "tokens_per_s_gpu": round(rate),
-        "tflops": round(rate * flops / 1e12, 1) if equal else None,
+        "tflops": round(rate * flops / 1e12, 1) if equal_work else None,
     }
 
 
