@@ -5,17 +5,16 @@
     python -m benchmarks.vision --case qwen3vl4b-lora --layers 2 --pixels 256 --words 32   # small, to try it
 
 The cases ``gemma4b-*`` are the rows of TheWorld's memory tables (benchmarks/vision_tables.py): two samples of 2,048
-tokens with one image each a GPU, not packed, with gradient checkpointing or without as the name says. ``qwen3vl4b-lora``
-is one image of 1,024 x 1,024 pixels and 512 tokens of text in half of the samples, text alone in the other half, packed.
-Images are drawn and written as JPEG files first; each is decoded and resized while the run trains, once.
+tokens with one image each a GPU, not packed, with gradient checkpointing or without as the name says.
+``qwen3vl4b-lora`` is one image of 1,024 x 1,024 pixels and 512 tokens of text in half of the samples, text alone in the
+other half, packed. Images are drawn and written as JPEG files first; each is decoded and resized once, while the run
+trains.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 import tempfile
 import time
 from pathlib import Path

@@ -92,7 +92,8 @@ WORDS = [f"w{number}" for number in range(2, 512)]
 def write_vision_folder(folder: Path, shape: str, num_layers: int | None = None) -> None:
     """config.json, tokenizer, chat template and processor files; the weights are drawn on the device.
 
-    With ``num_layers``, so many blocks of text and of the tower, a small vocabulary and small images: to try a case on a CPU.
+    With ``num_layers``, so many blocks of text and of the tower, a small vocabulary and small images: to try a case on
+    a CPU.
     """
     from transformers import AutoConfig, AutoTokenizer
 
