@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from manyhands.core.errors import UserError
 from manyhands.infer.batch import answer_file
@@ -121,3 +122,58 @@ def test_a_text_model_refuses_an_image(tmp_path: Path) -> None:
     folder, (first, _) = write_tiny_model(tmp_path / "model"), draw_images(tmp_path)
     with pytest.raises(UserError, match="the model reads text alone"):
         open_answerer(folder).answer_all([about(first)])
+
+
+def amplify(folder: Path) -> None:
+    """Larger weights of projector and head and no narrow window: answers of a random model depend on the image."""
+    path, config = folder / "model.safetensors", folder / "config.json"
+    weights = load_file(path)
+    untied = any("lm_head" in name for name in weights)
+    own = {name for name in weights if untied and ("lm_head" in name or "embed_tokens" in name)}
+    for name in weights:
+        weights[name] *= 30 if "projector" in name or "merger" in name else 8 if name in own else 1
+    save_file(weights, path, metadata={"format": "pt"})
+    config.write_text(config.read_text().replace('"sliding_window": 8', '"sliding_window": 64'))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_prompts_of_an_evaluation_are_answered_with_their_images(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the model that is whole, with a cache, as by one that is sharded, without: as transformers answers them. An
+    image of a later turn is not part of the prompt."""
+    from manyhands.worker import prompts as worker_prompts
+    from tests.keys.lab import open_lab
+
+    folder, (first, second) = write_tiny_vision(tmp_path / "model-of-images", family), draw_images(tmp_path)
+    amplify(folder)
+    monkeypatch.setattr(worker_prompts, "end_token_ids", lambda *_: frozenset())
+    answer = [{"role": "assistant", "content": "so"}]
+    asked = [about(first), about(first, second), about(second)]
+    asked[2] += answer + about(first, text="and this")
+    with open_lab(tmp_path / "lab") as lab:
+        sets = {"train": [about(first, text="other") + answer], "validation": [turns + answer for turns in asked]}
+        keys = {"model.name": str(folder), "data.validation_fraction": 0.02, "data.max_length": 512}
+        for name, rows in sets.items():
+            keys[f"data.{name}"] = lab.write_rows(f"{name}.jsonl", [{"messages": turns} for turns in rows])
+        rank = lab.start(keys | {"evaluate.prompts": 3, "evaluate.max_new_tokens": NEW})
+        chosen = worker_prompts.choose_prompts(rank, np.arange(3))
+        named = ["[image a.png] ", "[image a.png] [image b.png] ", "[image b.png] "]
+        assert [prompt.text for prompt in chosen] == [f"{name}what is it" for name in named]
+        references = [reference(folder, family, turns[:1]) for turns in asked]
+        assert [prompt.ids for prompt in chosen] == [ids for ids, _, _ in references]
+        expected = [rank.tokenizer.decode(new, skip_special_tokens=True).strip() for _, _, new in references]
+        seen: list[torch.Tensor] = []
+        hook = rank.model.register_forward_hook(lambda _model, _inputs, output: seen.append(output.logits[0, -1]))
+        assert [text for _, text in worker_prompts.answer_prompts(rank, chosen)] == expected
+        hook.remove()
+        own = rank.engine.next_token_logits
+        monkeypatch.setattr(rank.engine, "next_token_logits", lambda *given: seen.append(own(*given)[0]) or seen[-1])
+        monkeypatch.setattr(type(rank.engine), "is_local", False)
+        assert [text for _, text in worker_prompts.answer_prompts(rank, chosen)] == expected
+        new = [tuple(new) for _, _, new in references]
+        assert len(set(new)) == 3, "another image, another answer"
+        chosen_ids = [int(logits.argmax()) for logits in seen]
+        assert chosen_ids == [token for answer in (*new, *new) for token in answer]
+        for place, (_, logits, _) in enumerate([*references, *references]):
+            torch.testing.assert_close(seen[place * NEW], logits[-1], rtol=1e-4, atol=1e-4)

@@ -43,8 +43,8 @@ class ToyEngine:
         return self.loss_model.logits(batch)
 
     @torch.no_grad()
-    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.loss_model.next_token_logits(input_ids)
+    def next_token_logits(self, input_ids: torch.Tensor, images: Batch | None = None) -> torch.Tensor:
+        return self.loss_model.next_token_logits(input_ids, images)
 
     def forward(self, batch: Batch, *, metrics: bool = False) -> Terms:
         return self.loss_model(batch, metrics=metrics)

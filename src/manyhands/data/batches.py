@@ -81,7 +81,7 @@ Collate = Callable[[Iterable[np.ndarray]], Generator[Arrays, None, None]]  # uni
 
 def collate(sample_set: Samples, numbers: np.ndarray, shape: BatchShape) -> Batch:
     """One micro-batch as tensors on the CPU; see ``collate_samples``."""
-    batch = scale_pixels(_to_tensors(collate_samples(sample_set, numbers, shape)))
+    batch = scale_pixels(to_tensors(collate_samples(sample_set, numbers, shape)))
     return batch if shape.images is None else batch | {"has_images": len(batch["pixel_values"]) > 0}
 
 
@@ -168,7 +168,7 @@ def _load(
     batches = collate_units(units())
     try:
         for arrays in batches:
-            batch = _to_tensors(arrays)
+            batch = to_tensors(arrays)
             if coming[0].has_images is not None:
                 batch["has_images"] = coming[0].has_images
             yield coming.popleft(), *(_send(batch, device, stream) if stream is not None else (batch, None))
@@ -209,5 +209,9 @@ def scale_pixels(batch: Batch) -> Batch:
     return batch | {"pixel_values": scaled}
 
 
-def _to_tensors(arrays: Arrays) -> Batch:
-    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()}
+def to_tensors(arrays: Arrays, device: torch.device | str = "cpu") -> Batch:
+    """The arrays as tensors on ``device``; other values as they are."""
+    return {
+        name: torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
+        for name, value in arrays.items()
+    }

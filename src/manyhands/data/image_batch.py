@@ -57,7 +57,7 @@ def add_images(
 ) -> Arrays:
     """The entries of the images of ``samples``, whose documents begin at the flat positions ``starts`` of ``batch``.
     Raises UserError for an image that is not what it was when the samples were prepared."""
-    batcher = _open_batcher(work)
+    batcher = open_batcher(work)
     images = [from_streams(sample) for sample in samples]
     entries = batcher.join([[batcher.prepare(image, len(listed) == 1) for image in listed] for listed in images])
     if batcher.layout.mrope:
@@ -67,7 +67,8 @@ def add_images(
 
 
 @lru_cache(maxsize=2)
-def _open_batcher(work: ImageWork) -> ImageBatcher:
+def open_batcher(work: ImageWork) -> ImageBatcher:
+    """The batcher of this process for ``work``, made once."""
     return ImageBatcher(work)
 
 
@@ -119,6 +120,11 @@ class ImageBatcher:
                 fix="put the image back, or delete the folder of prepared data in data.cache: it is made again",
             ) from None
         return entries
+
+    @property
+    def token_id(self) -> int:
+        """The id that stands where an image's features go."""
+        return self._token_id
 
     def join(self, documents: Sequence[Sequence[dict[str, np.ndarray]]]) -> Arrays:
         """The entries of all images of all documents."""

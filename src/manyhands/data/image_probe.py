@@ -43,7 +43,7 @@ class ProbeImages:
         samples = [self._sample(*document) for document in documents]
         shape = BatchShape(packed, images=self._work)
         lengths = [len(sample[TOKENS.name]) for sample in samples]
-        return collate(_Held(samples), np.arange(len(samples)), shape), lengths
+        return collate(HeldSamples(samples), np.arange(len(samples)), shape), lengths
 
     def _sample(self, text: np.ndarray, number: int) -> Sample:
         image = self._draw(number)
@@ -63,7 +63,7 @@ class ProbeImages:
         return self._drawn[number]
 
 
-class _Held:
+class HeldSamples:
     """Samples in memory, where ``collate`` looks for those of a store."""
 
     streams: tuple[Stream, ...] = (TOKENS, MASK, IMAGES, IMAGE_SOURCES)

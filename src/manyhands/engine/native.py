@@ -59,9 +59,9 @@ class RankEngine:
         return logits
 
     @torch.no_grad()
-    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def next_token_logits(self, input_ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Logits (b, v) after the rows (b, t). All ranks call it, equally often, where weights are sharded."""
-        logits = self.loss_model.next_token_logits(input_ids)
+        logits = self.loss_model.next_token_logits(input_ids, images)
         self._free_gathered()
         return logits
 

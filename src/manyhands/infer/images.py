@@ -72,26 +72,30 @@ class PromptImages:
         """What ``model``'s forward pass takes for the images of one prompt, on its device. UserError where an image has
         changed since it was opened.
         """
-        import torch
+        return image_inputs(self._batcher, model, ids, images)
 
-        from manyhands.data.batches import scale_pixels
-        from manyhands.model.multimodal import KINDS_OF_TOKENS
 
-        layout = self._batcher.layout
-        arrays = self._batcher.join([[self._batcher.prepare(image, len(images) == 1) for image in images]])
-        batch = scale_pixels(
-            {
-                name: value if isinstance(value, int) else torch.as_tensor(value).to(model.device)
-                for name, value in arrays.items()
-            }
-        )
-        found = {name: batch[name] for name in layout.names}
-        found["pixel_values"] = found["pixel_values"].to(model.dtype)
-        if layout.leading_axis:
-            found["pixel_values"] = found["pixel_values"][None]
-        takes = inspect.signature(model.forward).parameters
-        kinds = (torch.tensor([list(ids)], device=model.device) == self._opener.token_id).long()
-        return found | {name: kinds for name in KINDS_OF_TOKENS if name in takes}
+def image_inputs(
+    batcher: ImageBatcher, model: Any, ids: Sequence[int], images: Sequence[StoredImage]
+) -> dict[str, Any]:
+    """What ``model``'s own forward pass takes for the images of one prompt, on its device. UserError where an image has
+    changed since it was opened.
+    """
+    import torch
+
+    from manyhands.data.batches import scale_pixels, to_tensors
+    from manyhands.model.multimodal import KINDS_OF_TOKENS
+
+    layout = batcher.layout
+    arrays = batcher.join([[batcher.prepare(image, len(images) == 1) for image in images]])
+    batch = scale_pixels(to_tensors(arrays, model.device))
+    found = {name: batch[name] for name in layout.names}
+    found["pixel_values"] = found["pixel_values"].to(model.dtype)
+    if layout.leading_axis:
+        found["pixel_values"] = found["pixel_values"][None]
+    takes = inspect.signature(model.forward).parameters
+    kinds = (torch.tensor([list(ids)], device=model.device) == batcher.token_id).long()
+    return found | {name: kinds for name in KINDS_OF_TOKENS if name in takes}
 
 
 def open_images(folder: Path, tokenizer: Any) -> PromptImages | None:

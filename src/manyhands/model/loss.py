@@ -136,9 +136,10 @@ class LossModel(nn.Module):
         kwargs = self._model_inputs(batch)
         return self.model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
 
-    def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits (b, v) of the token after each of the rows (b, t), which have no padding."""
-        hidden = self._hidden_states({"input_ids": input_ids}).unflatten(0, input_ids.shape)
+    def next_token_logits(self, input_ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> torch.Tensor:
+        """Logits (b, v) of the token after each of the rows (b, t), which have no padding. ``images``: the entries of
+        a batch about the rows' images, and ``position_ids``."""
+        hidden = self._hidden_states({"input_ids": input_ids, **(images or {})}).unflatten(0, input_ids.shape)
         return self.logits_of(hidden[:, -1])
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from manyhands.data.streams import prompt_of
+from manyhands.data.batches import Batch, collate
+from manyhands.data.collate import BatchShape
+from manyhands.data.image_batch import ImageWork, open_batcher
+from manyhands.data.image_probe import HeldSamples
+from manyhands.data.image_streams import StoredImage, from_streams, to_streams
+from manyhands.data.streams import make_sample, prompt_of
 from manyhands.data.template import chat_template_kwargs_of
-from manyhands.infer.generate import end_token_ids, generate, greedy
+from manyhands.infer.decode import complete
+from manyhands.infer.generate import end_token_ids, greedy
+from manyhands.infer.images import image_inputs
+from manyhands.infer.settings import GenerationSettings
+from manyhands.worker.batches import images_of
 from manyhands.worker.context import RankContext
 
 
@@ -19,26 +30,43 @@ from manyhands.worker.context import RankContext
 class SamplePrompt:
     ids: list[int]
     text: str
+    images: tuple[StoredImage, ...] = ()
 
 
 def choose_prompts(rank: RankContext, rows: np.ndarray) -> list[SamplePrompt]:
     """The first ``evaluate.prompts`` validation samples that have a prompt, up to their first loss token."""
     prompts: list[SamplePrompt] = []
+    work = images_of(rank)
+    token_id = -1 if work is None else open_batcher(work).token_id
     for row in rows:
         if len(prompts) == rank.config.evaluate.prompts:
             break
-        ids = prompt_of(rank.store.validation.sample(int(row))).tolist()
+        sample = rank.store.validation.sample(int(row))
+        ids = prompt_of(sample).tolist()
         if ids:
-            prompts.append(SamplePrompt(ids, _question(ids, rank.tokenizer)))
+            images = () if work is None else _images_within(from_streams(sample), ids.count(token_id))
+            text = "".join(f"[image {_name(image)}] " for image in images) + _question(ids, rank.tokenizer, token_id)
+            prompts.append(SamplePrompt(ids, text, images))
     return prompts
 
 
-def _question(ids: list[int], tokenizer: Any) -> str:
+def _images_within(images: Sequence[StoredImage], num_tokens: int) -> tuple[StoredImage, ...]:
+    """The first of a sample's images, which have ``num_tokens`` placeholders together."""
+    ends = np.cumsum([image.num_tokens for image in images])
+    return tuple(image for image, end in zip(images, ends, strict=True) if end <= num_tokens)
+
+
+def _name(image: StoredImage) -> str:
+    name = Path(image.place).name if image.place else "of the row"
+    return "".join(character if character.isprintable() else "?" for character in name)
+
+
+def _question(ids: list[int], tokenizer: Any, image_token: int = -1) -> str:
     """What to show of a prompt: of the parts between special tokens, the longest of the last four, without its role.
 
     In the templates we know those are the last question, the role after it and line ends.
     """
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, image_token}
     parts: list[list[int]] = [[]]
     for token in ids:
         if token in special:
@@ -56,7 +84,6 @@ def answer_prompts(rank: RankContext, prompts: list[SamplePrompt]) -> tuple[tupl
     A whole model answers on rank 0 with a cache. Sharded weights are gathered by all ranks or by none, so there all
     ranks go through the same forwards.
     """
-    max_new_tokens = rank.config.evaluate.max_new_tokens
     ends = end_token_ids(rank.plan.model_folder, rank.tokenizer, chat_template_kwargs_of(rank.config))
     if rank.engine.is_local and not rank.is_first:
         return ()
@@ -64,16 +91,45 @@ def answer_prompts(rank: RankContext, prompts: list[SamplePrompt]) -> tuple[tupl
     with torch.compiler.set_stance("force_eager"):  # a length seen once is not worth a compilation
         for done, prompt in enumerate(prompts):
             rank.show_progress("samples", done, len(prompts))
-            if rank.engine.is_local:
-                answer = generate(rank.model, rank.tokenizer, prompt.ids, max_new_tokens, ends)
-            else:
-                ids = greedy(
-                    rank.engine.next_token_logits, prompt.ids, max_new_tokens, ends, rank.world.device, agree=_broadcast
-                )
-                answer = rank.tokenizer.decode(ids, skip_special_tokens=True).strip()
-            answers.append((prompt.text, answer))
+            answer = _answer_here if rank.engine.is_local else _answer_together
+            answers.append((prompt.text, answer(rank, prompt, ends)))
     rank.show_progress("samples", len(prompts), len(prompts))
     return tuple(answers)
+
+
+def _answer_here(rank: RankContext, prompt: SamplePrompt, ends: frozenset[int]) -> str:
+    settings = GenerationSettings(max_new_tokens=rank.config.evaluate.max_new_tokens)
+    inputs = None
+    if prompt.images:
+        inputs = image_inputs(open_batcher(_work_of(rank)), rank.model, prompt.ids, prompt.images)
+    return complete(rank.model, rank.tokenizer, [prompt.ids], settings, ends, inputs=inputs)[0].text
+
+
+def _answer_together(rank: RankContext, prompt: SamplePrompt, ends: frozenset[int]) -> str:
+    def next_token_logits(ids: torch.Tensor) -> torch.Tensor:
+        return rank.engine.next_token_logits(ids, _batch_images(rank, ids, prompt.images) if prompt.images else None)
+
+    num_tokens, device = rank.config.evaluate.max_new_tokens, rank.world.device
+    ids = greedy(next_token_logits, prompt.ids, num_tokens, ends, device, agree=_broadcast)
+    return rank.tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+def _work_of(rank: RankContext) -> ImageWork:
+    work = images_of(rank)
+    assert work is not None, "prompts have images in a run with images alone"
+    return work
+
+
+def _batch_images(rank: RankContext, ids: torch.Tensor, images: Sequence[StoredImage]) -> Batch:
+    """The entries of a batch of one row ``ids`` (1, t) about its images, as in training without packing."""
+    row = ids[0].cpu().numpy().astype(np.int32)
+    sample = {**make_sample(row, np.zeros(len(row), np.bool_)), **to_streams(images)}
+    batch = collate(HeldSamples([sample]), np.arange(1), BatchShape(packed=False, images=_work_of(rank)))
+    return {
+        name: value.to(ids.device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+        if name != "input_ids"
+    }
 
 
 def _broadcast(token: torch.Tensor) -> torch.Tensor:
