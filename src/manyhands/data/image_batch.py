@@ -121,11 +121,6 @@ class ImageBatcher:
             ) from None
         return entries
 
-    @property
-    def token_id(self) -> int:
-        """The id that stands where an image's features go."""
-        return self._token_id
-
     def join(self, documents: Sequence[Sequence[dict[str, np.ndarray]]]) -> Arrays:
         """The entries of all images of all documents."""
         batch: Arrays = {}
