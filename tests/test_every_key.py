@@ -68,6 +68,8 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "data.enlarge_images_below": images.enlarge_images_below,
     "data.image_cache_gb": images.image_cache_gb,
     "data.image_memory_gb": images.image_memory_gb,
+    "data.cache_features": images.cache_features,
+    "data.feature_cache_gb": images.feature_cache_gb,
     "data.workers": work.workers,
     "data.cache": rows.cache,
     "batch.samples": rows.batch_samples,

@@ -12,8 +12,9 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.data.prepare import prepare
 from manyhands.data.summary import PreparedData
+from manyhands.plan.types import Plan
 from tests.keys.lab import Lab
-from tests.support.vision import write_tiny_processor
+from tests.support.vision import write_tiny_processor, write_tiny_vision
 
 
 def facts_of(lab: Lab, places: list[Any], **keys: Any) -> PreparedData:
@@ -115,7 +116,7 @@ def kept(lab: Lab, **keys: Any) -> tuple[list[Path], int]:
     config = lab.config({f"data.{key}": value for key, value in {"cache": str(cache), **keys}.items()})
     plan = SimpleNamespace(model_folder=str(lab.folder / "vision"), parts={"vision": "frozen"})
     store = TokenStore.open(facts.folder)
-    work = images_of(SimpleNamespace(store=store, config=config, plan=plan))  # type: ignore[arg-type]
+    work = images_of(SimpleNamespace(store=store, config=config, plan=plan, features=None))  # type: ignore[arg-type]
     assert work is not None
     batcher = ImageBatcher(work)
     batcher.prepare(from_streams(store.train.sample(0))[0], True)
@@ -128,3 +129,36 @@ def image_cache_gb(lab: Lab) -> None:
 
 def image_memory_gb(lab: Lab) -> None:
     assert kept(lab)[1] == 3 * 28 * 28 and kept(lab, image_memory_gb=0.0)[1] == 0
+
+
+def planned(lab: Lab, **keys: Any) -> Plan:
+    """Of a projector that is trained behind a frozen tower, for two epochs."""
+    model = lab.folder / "tiny-vision"
+    if not model.exists():
+        write_tiny_vision(model, "gemma3")
+    parts = {"vision": "frozen", "projector": "trained"}
+    rows = [
+        {"image": draw(lab.folder / "drawn" / "a.png"), "prompt": "?", "completion": "so"},
+        {"prompt": "?", "completion": "no"},
+    ]
+    given = {"model.name": str(model), "data.train": lab.write_rows("features.jsonl", rows), "method.parts": parts}
+    given |= {"method.name": "full", "stop.epochs": 2, "data.validation_fraction": 0.0, "data.packing": False}
+    return lab.prepare(given | {key.replace("__", "."): value for key, value in keys.items()}).plan
+
+
+def cache_features(lab: Lab) -> None:
+    """What is kept then: model/test_feature_runs.py."""
+    assert planned(lab).keeps_features and not planned(lab, data__cache_features=False).keeps_features
+    once: dict[str, Any] = {"stop__epochs": 1}
+    assert not planned(lab, **once).keeps_features and planned(lab, **once, data__cache_features=True).keeps_features
+    with pytest.raises(UserError, match=r"data\.cache_features is true") as caught:
+        planned(lab, data__cache_features=True, method__parts={"vision": "trained"})
+    assert caught.value.why == "the vision tower is trained, so that they change"
+
+
+def feature_cache_gb(lab: Lab) -> None:
+    small: dict[str, Any] = {"data__feature_cache_gb": 1e-7}
+    assert not planned(lab, **small).keeps_features
+    with pytest.raises(UserError, match=r"data\.cache_features is true") as caught:
+        planned(lab, **small, data__cache_features=True)
+    assert "raise data.feature_cache_gb" in (caught.value.fix or "")

@@ -148,6 +148,17 @@ class DataSection(Section):
     image_memory_gb: NonNegativeFloat = Field(
         0.25, description="Prepared images that each process keeps in memory, in GB; 0: none."
     )
+    cache_features: bool | Auto = Field(
+        "auto",
+        description="Compute what a frozen vision tower makes of each image once, and keep that in `cache`: auto where "
+        "images are trained more than once, it fits into `feature_cache_gb` and reading it is faster; false computes "
+        "it in every epoch.",
+    )
+    feature_cache_gb: NonNegativeFloat = Field(
+        50.0,
+        description="Features of images that are kept in `cache`, in GB on disk, of all runs together; those that were "
+        "not used for the longest time go first.",
+    )
     workers: NonNegativeInt | Auto = Field(
         "auto",
         description="Data loader processes per rank; 0 is one thread, auto takes as many as the batches need.",

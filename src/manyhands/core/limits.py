@@ -34,3 +34,5 @@ NF4_ROW_VALUES = NF4_BLOCK_VALUES * NF4_ROW_BLOCKS
 NF4_CODE_BYTES = NF4_ROW_VALUES // 2  # two values a byte
 NF4_STATISTICS_BYTES = NF4_ROW_BLOCKS + 2 * 4  # a byte a scale; their own scale and mean in float32
 NF4_FLOAT_STATISTICS_BYTES = NF4_ROW_BLOCKS * 4  # without double quantization: a float32 a scale
+
+FEATURES = "features"  # folder of data.cache

@@ -19,6 +19,7 @@ import torch
 
 from manyhands.data.collate import Arrays, BatchShape, Samples, collate_samples
 from manyhands.data.image_batch import PIXEL_REPEATS, PIXEL_TABLE
+from manyhands.data.image_features import KEPT
 from manyhands.data.image_places import HOST_ENTRIES
 from manyhands.data.pack import StepLayout
 
@@ -82,7 +83,9 @@ Collate = Callable[[Iterable[np.ndarray]], Generator[Arrays, None, None]]  # uni
 def collate(sample_set: Samples, numbers: np.ndarray, shape: BatchShape) -> Batch:
     """One micro-batch as tensors on the CPU; see ``collate_samples``."""
     batch = scale_pixels(to_tensors(collate_samples(sample_set, numbers, shape)))
-    return batch if shape.images is None else batch | {"has_images": len(batch["pixel_values"]) > 0}
+    if shape.images is None:
+        return batch
+    return batch | {"has_images": len(batch["pixel_values"]) > 0 or KEPT in batch}
 
 
 def collate_here(sample_set: Samples, shape: BatchShape) -> Collate:

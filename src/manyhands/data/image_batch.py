@@ -12,6 +12,7 @@ In a run with images every batch has (I: images of all documents, U: units, see 
 | rope_positions | (3, B, L) int64 like position_ids, by time, row and column, where the family rotates by these |
 | image_places, ... | see ``image_places.py`` |
 | pixel_table, pixel_repeats | what turns bytes into floats: ``batches.scale_pixels`` takes them out |
+| named_images, or kept_... | where features are kept: see ``image_features.py`` |
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 
 from manyhands.core.errors import UserError
 from manyhands.data.image_cache import ImageCache
+from manyhands.data.image_features import NAMED, FeatureFiles, FeatureWork, NamedImage
 from manyhands.data.image_files import BadImage, PixelBounds, content_of, decode, name_of, read_bytes
 from manyhands.data.image_places import place_images, read_tower_sizes
 from manyhands.data.image_processor import PIXELS, family_of, open_processor, processor_digest, read_json
@@ -41,7 +43,7 @@ Arrays = dict[str, Any]
 class ImageWork:
     """How images are prepared, for a process that collates: by the processor in ``model_folder``. ``cache``: the folder
     of prepared images, and how many bytes of them are kept on disk, by all processes, and in memory by each;
-    ``num_units`` of all samples together.
+    ``num_units`` of all samples together. ``features``: where the features of images are kept, if they are.
     """
 
     model_folder: str
@@ -50,6 +52,7 @@ class ImageWork:
     disk_bytes: int = 0
     memory_bytes: int = 0
     num_units: int = 0
+    features: FeatureWork | None = None
 
 
 def add_images(
@@ -58,8 +61,7 @@ def add_images(
     """The entries of the images of ``samples``, whose documents begin at the flat positions ``starts`` of ``batch``.
     Raises UserError for an image that is not what it was when the samples were prepared."""
     batcher = open_batcher(work)
-    images = [from_streams(sample) for sample in samples]
-    entries = batcher.join([[batcher.prepare(image, len(listed) == 1) for image in listed] for listed in images])
+    entries = batcher.enter([from_streams(sample) for sample in samples])
     if batcher.layout.mrope:
         entries["rope_positions"] = batcher.place_documents(samples, entries, batch["input_ids"].shape, starts, packed)
     tower = batcher.tower if batcher.layout.grid_inputs else {}
@@ -99,10 +101,36 @@ class ImageBatcher:
             work.disk_bytes,
             work.num_units * int(np.prod(pixels.shape[1:])),
         )
+        self._features = None if work.features is None else FeatureFiles(work.features)
+
+    def enter(self, documents: Sequence[Sequence[StoredImage]]) -> Arrays:
+        """The entries of all images of all documents. Where features are kept and those of every image are there, they
+        take the place of pixels, which are not prepared; else the images have names to keep their features under.
+        """
+        listed = [[(image, self._alone(images)) for image in images] for images in documents]
+        flat = [pair for images in listed for pair in images]
+        if self._features is None or not flat:
+            return self.join([[self.prepare(*pair) for pair in images] for images in listed])
+        names = [self._features.name_of(*pair) for pair in flat]
+        found = self._features.find(names)
+        if found is not None:
+            sizes, features = found
+            parts = iter(size | {PIXELS: self._blanks[PIXELS]} for size in sizes)
+            return self.join([[next(parts) for _ in images] for images in listed]) | features
+        prepared = [[self.prepare(*pair) for pair in images] for images in listed]
+        made = (entries for images in prepared for entries in images)
+        named = tuple(
+            NamedImage(name, len(entries[PIXELS]), alone, {n: v for n, v in entries.items() if n != PIXELS})
+            for name, (_, alone), entries in zip(names, flat, made, strict=True)
+        )
+        return self.join(prepared) | {NAMED: named}
+
+    def _alone(self, images: Sequence[StoredImage]) -> bool:
+        """Whether each is prepared as the only image of its sample: few processors look at how many there are."""
+        return len(images) == 1 or self.layout.layout != "anyres"
 
     def prepare(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:
         """The entries of one image, kept or made. Raises UserError where it is not what was stored."""
-        alone = alone or self.layout.layout != "anyres"  # no other processor looks at how many there are
         return self._cache.get(image.content + bytes([alone]), lambda: self._make(image, alone))
 
     def _make(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:

@@ -44,17 +44,28 @@ class ImageCache:
 
     def get(self, key: bytes, make: Callable[[], Entries]) -> Entries:
         """The entries of a key, not to be written to: those kept, else made now."""
+        entries = self.find(key)
+        if entries is None:
+            entries = make()
+            self.put(key, entries)
+        return entries
+
+    def find(self, key: bytes) -> Entries | None:
+        """Those that are kept, not to be written to; a damaged file is removed, and is as if there had been none."""
         with self._lock:
             entries = self._held.get(key)
             if entries is not None:
                 self._held.move_to_end(key)
                 return entries
         entries = self._read(key)
-        if entries is None:
-            entries = make()
-            self._write(key, entries)
-        self._hold(key, entries)
+        if entries is not None:
+            self._hold(key, entries)
         return entries
+
+    def put(self, key: bytes, entries: Entries) -> None:
+        """Keeps them as far as the bounds allow."""
+        self._write(key, entries)
+        self._hold(key, entries)
 
     def _hold(self, key: bytes, entries: Entries) -> None:
         size = _count_bytes(entries)

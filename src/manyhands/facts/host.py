@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from manyhands.core.files import nearest_folder
+from manyhands.core.limits import FEATURES
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.facts.amd import AmdSearch, find_amd_gpus, find_amd_nodes
 from manyhands.facts.calibration import read_calibration
@@ -136,9 +137,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-def free_disk_bytes(folder: Path) -> int | None:
-    """What may be written into a run's folder, which need not exist: its earlier checkpoints and results make room for
-    new ones.
+def free_disk_bytes(folder: Path, *replaceable: str) -> int | None:
+    """What may be written into a folder, which need not exist: what is in its folders ``replaceable`` makes room.
 
     None where the file system does not say: some network drivers answer with zeros.
     """
@@ -146,10 +146,22 @@ def free_disk_bytes(folder: Path) -> int | None:
     if usage.total == 0:
         return None
     replaced = 0
-    for path in (path for name in ("checkpoints", "model", "adapter", "merged") for path in (folder / name).rglob("*")):
+    for path in (path for name in replaceable for path in (folder / name).rglob("*")):
         with contextlib.suppress(OSError):  # a run beside this one may just remove it
             replaced += path.stat().st_size if path.is_file() else 0
     return usage.free + replaced
+
+
+def read_disks(run: Path, data_cache: str, num_images: int) -> dict[str, Any]:
+    """What ``Facts`` say of the disks of a run's folder and, where it has images, of ``data.cache``: earlier
+    checkpoints and results, and features that are kept already, make room for new ones.
+    """
+    free = {"free_disk_bytes": free_disk_bytes(run, "checkpoints", "model", "adapter", "merged")}
+    if not num_images:
+        return free
+    cache = Path(data_cache).expanduser()
+    shares = nearest_folder(run).stat().st_dev == nearest_folder(cache).stat().st_dev
+    return free | {"free_cache_bytes": free_disk_bytes(cache, FEATURES), "shares_disk": shares}
 
 
 def _nvidia_gpus(visible: str | None) -> NvidiaGpus:

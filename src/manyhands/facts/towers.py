@@ -59,6 +59,8 @@ def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
     side = _first(vision.get("image_size")) or 0
     patch = _first(vision.get("patch_size")) or _patch_in_files(parts["vision"]) or 14
     num_patches = max(1, side // patch) ** 2 if patches else 1
+    tokens_per_unit = _tokens_per_unit(config, vision, num_patches, patches)
+    further = _count_further(parts["projector"], family)
     return TowerFacts(
         num_parameters=sum(map(math.prod, parts["vision"].values())),
         num_projector_parameters=sum(map(math.prod, parts["projector"].values())),
@@ -69,7 +71,9 @@ def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
         block_linear_shapes=linears,
         patches_per_unit=num_patches,
         unit_values=3 * side * side if patches else 3 * patch * patch * (vision.get("temporal_patch_size") or 1),
-        tokens_per_unit=_tokens_per_unit(config, vision, num_patches, patches),
+        tokens_per_unit=tokens_per_unit,
+        num_further=further,
+        projector_values=_projector_values(config, family, hidden, num_patches, tokens_per_unit) * (1 + further),
         modules={
             part: _modules(parts[part], known)
             for part, known in {"vision": family.towers, "projector": family.projectors}.items()
@@ -99,6 +103,24 @@ def _tokens_per_unit(config: Mapping[str, Any], vision: Mapping[str, Any], patch
     if config.get("scale_factor"):
         return patches / config["scale_factor"] ** 2
     return patches * float(config.get("downsample_ratio") or 1.0) ** 2
+
+
+def _projector_values(
+    config: Mapping[str, Any], family: Family, hidden: int, patches: int, tokens_per_unit: float
+) -> float:
+    """Of a unit: of each patch the tower's result, or those of several layers; averages where patches are averaged."""
+    if family.images is None or family.images.inferred:
+        return 0.0
+    layers = config.get("vision_feature_layer")
+    rows = tokens_per_unit if family.images.after_pooling else patches
+    return float(rows * hidden * (len(layers) if isinstance(layers, list) else 1))
+
+
+def _count_further(shapes: Shapes, family: Family) -> int:
+    """Projectors that stand in a list: each gives features for a further layer of the decoder."""
+    modules = "|".join(re.escape(module.removeprefix("model.")) for module in family.projectors)
+    found = (re.match(rf"(?:model\.)?((?:{modules})\.\d+)\.", name) for name in shapes) if modules else ()
+    return len({match[1] for match in found if match})
 
 
 def _patch_in_files(shapes: Shapes) -> int | None:

@@ -40,6 +40,9 @@ class TowerFacts(Fact):
     patches_per_unit: int
     unit_values: int  # numbers that the pixels of a unit are
     tokens_per_unit: float  # placeholders in the text
+    num_further: int = 0  # lists of features that further layers of the decoder add, beside those of its embeddings
+    # numbers of a unit that go into the projector, and those of further features; 0: not known, of an inferred family
+    projector_values: float = 0.0
     modules: dict[str, tuple[str, ...]] = {}  # of vision and projector, by their names in transformers' model
     shapes: dict[str, tuple[int, ...]] = {}  # of every tensor of tower and projector by its name in the files
 
@@ -228,6 +231,8 @@ class Facts(Fact):
     new_tokens: NewTokens | None = None
     adapter: AdapterFacts | None = None
     free_disk_bytes: int | None = None  # for the run's folder; what an earlier launch has saved there counts as free
+    free_cache_bytes: int | None = None  # for features of images in data.cache; those of other models count as free
+    shares_disk: bool = False  # both are on one file system
     world_size: int | None = None  # set where somebody else launched us: the number of processes is given
     local_world_size: int | None = None  # and how many of them are on this machine
     hosts: tuple[HostFacts, ...] = ()  # of several nodes, in their order; ``host`` then is the least of all of them

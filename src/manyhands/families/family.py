@@ -83,6 +83,8 @@ class ImageLayout:
     leading_axis: bool = False  # the forward pass wants one more axis before its squares
     bidirectional: bool = False  # the tokens of an image attend to each other in both directions
     inferred: bool = False  # from the model's own files: its processor writes and cuts, and the loaded model is checked
+    # the first module with weights in a projector that averages patches before: what goes in there is the smaller
+    after_pooling: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -44,6 +44,7 @@ IMAGES = ImageLayout(
     fields={"image_seq_length": 256},
     arguments={"do_convert_rgb": True, "do_pan_and_scan": False},
     bidirectional=True,
+    after_pooling="mm_soft_emb_norm",
 )
 GEMMA3 = Family(
     name="Gemma 3",

@@ -22,7 +22,7 @@ from manyhands.core.extras import require_extras
 from manyhands.core.units import describe_ranks, format_gib
 from manyhands.data.summary import PreparedData
 from manyhands.facts.adapter import find_adapter
-from manyhands.facts.host import free_disk_bytes, read_host_facts
+from manyhands.facts.host import read_disks, read_host_facts
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import identify_files
 from manyhands.facts.model import read_model_facts, resize_vocabulary
@@ -320,11 +320,11 @@ def gather_facts(
 
     ``world_size``: the number of processes where somebody else launched them, ``local_world_size`` of them on this
     machine.
-    ``group``: all nodes, with the samples that this one has prepared; the numbers above are then its own.
-    ``host``: a machine in place of this one, of whose disk nothing is known.
-    ``data``: the rows, where they are prepared already. ``saves``: whether checkpoints and a result are
-    written, for which the disk must have room. ``identify``: hash the base model's files, which a run that can be
-    resumed needs; that reads all of them once. ``report`` gets what takes time, as text.
+    ``group``: all nodes, with the samples that this one has prepared; the numbers above are then its own. ``host``: a
+    machine in place of this one, of whose disk nothing is known. ``data``: the rows, where they are prepared already.
+    ``saves``: whether checkpoints and a result are written, for which the disk must have room. ``identify``:
+    hash the base model's files, which a run that can be resumed needs; that reads all of them once. ``report`` gets
+    what takes time, as text.
     The model is judged before the data is touched, so that a wrong name costs nothing.
     """
     from manyhands.data.prepare import prepare
@@ -348,13 +348,14 @@ def gather_facts(
     elif config.parallel.nodes != "auto" and world_size is None and host is None:  # those not here are like this one
         host = read_host_facts().model_copy(update={"num_nodes": config.parallel.nodes})
     data = prepare(config, folder, report) if data is None else data
+    disks = folder_of(config).path, config.data.cache, data.num_images
     return Facts(
         model=resize_vocabulary(model, new_tokens),
         data=DataFacts(**vars(data)),
         host=host or read_host_facts(),
         new_tokens=new_tokens,
         adapter=adapter,
-        free_disk_bytes=free_disk_bytes(folder_of(config).path) if saves and (host is None or host.is_here) else None,
+        **(read_disks(*disks) if saves and (host is None or host.is_here) else {}),
         world_size=world_size,
         local_world_size=local_world_size,
         hosts=group.hosts if group is not None else (),

@@ -23,10 +23,13 @@ from torch import nn
 
 from manyhands import families
 from manyhands.core.errors import UserError
+from manyhands.data.image_features import ENTRIES as OF_FEATURES
+from manyhands.data.image_features import KEPT, NAMED
 from manyhands.data.image_places import GRID_ENTRIES, PLACES, ROWS, find_rows, grid_inputs, tower_sizes
 from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
 from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, attention_kwargs, count_positions
+from manyhands.model.features import KeptFeatures
 from manyhands.model.inferred_images import check_structure, find_unused
 from manyhands.model.structure import text_parameters
 from manyhands.model.tower_attention import use_varlen
@@ -91,7 +94,7 @@ class Images:
 
     ``trains``: whether tower or projector is trained, known once the converters are through. ``always_runs``: tower
     and projector run in every forward pass, on a small image where a micro-batch has none, because their weights are
-    sharded and every rank has to take part.
+    sharded and every rank has to take part. ``kept``: features of images are computed once, where batches name these.
     """
 
     def __init__(self, model: Any, family: Family) -> None:
@@ -108,6 +111,7 @@ class Images:
             check_structure(model)
         self.token_id = int(getattr(model.config, self.layout.token_field))
         self.always_runs = False
+        self.kept: KeptFeatures | None = None
         self._trained: list[tuple[nn.Module, str]] | None = None
         self._small: dict[str, Any] | None = None
         self._outer = outer_parameters(model, family)
@@ -127,7 +131,7 @@ class Images:
         bounds = (f"cu_{name}" for name in self.layout.names)
         rows = (f"{ROWS}{name}" for name in ImageRows._fields)
         others = (PLACES, ROPE_POSITIONS, HAS_IMAGES, BY_OWN_FORWARD)
-        return GRID_ENTRIES | {*self.layout.names, *bounds, *rows, *others}
+        return GRID_ENTRIES | OF_FEATURES | {*self.layout.names, *bounds, *rows, *others}
 
     def are_in(self, batch: Mapping[str, Any]) -> bool:
         """Whether ``batch`` is of a data set with images, be there one in it or none."""
@@ -153,7 +157,7 @@ class Images:
         kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
         if self.layout.mrope and ROPE_POSITIONS in batch:
             kwargs["position_ids"] = torch.cat([batch["position_ids"][None], batch[ROPE_POSITIONS]])
-        if batch[self.layout.names[0]].shape[0]:
+        if batch[self.layout.names[0]].shape[0] or KEPT in batch:
             features, deeper = self._features(model, batch)
             places = batch[PLACES] if PLACES in batch else is_image.flatten().nonzero().squeeze(1)
             _check_count(model, len(features), len(places))
@@ -182,6 +186,8 @@ class Images:
         return inputs
 
     def _features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if self.kept is not None and (NAMED in batch or KEPT in batch):
+            return self.kept.features(model, batch)
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.trained(model))):
             return self.features(model, batch)
 
@@ -211,11 +217,11 @@ class Images:
             empty = [parameter.flatten()[:0].sum() for parameter in self.trained(model)]
             return torch.stack([value.float() for value in empty]).sum() if empty else torch.zeros((), device=device)
         if self._small is None:
-            self._small = self._with_grid_inputs(model.config, self.smallest(model.config, device))
+            self._small = self.with_grid_inputs(model.config, self.smallest(model.config, device))
         features, deeper = self._features(model, self._small)
         return torch.stack([values[:0].sum() for values in (features, *deeper)]).sum()
 
-    def _with_grid_inputs(self, config: Any, entries: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def with_grid_inputs(self, config: Any, entries: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The entries of images with what the host works out for those of a batch."""
         if not self.layout.grid_inputs:
             return entries

@@ -8,18 +8,17 @@ from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.units import format_gib, format_size
-from manyhands.facts.types import Facts, ModelFacts
+from manyhands.facts.types import DataFacts, Facts, ModelFacts
 from manyhands.plan.advice import DOES_NOT_FIT
 from manyhands.plan.candidates import Limits
 from manyhands.plan.choices import Decisions
 from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.features import Features
 from manyhands.plan.layout import Mesh, change
 from manyhands.plan.memory import optimizer
 from manyhands.plan.phrases import describe_disk, describe_limit
 from manyhands.plan.steps import Steps
-from manyhands.plan.types import Candidate, DiskEstimate, Reason, reason
-
-LOG_BYTES = 2**24  # logs, metrics, TensorBoard, reports: a few hundred bytes a step
+from manyhands.plan.types import LOG_BYTES, Candidate, DiskEstimate, Reason, reason
 
 ABSURD_RATE = (
     1.0  # an update of Adam, Adafactor or Muon has about the size of the learning rate, weights are mostly far below 1
@@ -53,11 +52,11 @@ def _warn_of_rank(config: RunConfig, model: ModelFacts) -> tuple[Reason, ...]:
 
 
 def estimate_disk(
-    config: RunConfig, facts: Facts, setup: EstimateInput, steps: Steps, output_bytes: int
+    config: RunConfig, facts: Facts, setup: EstimateInput, steps: Steps, output_bytes: int, features: Features
 ) -> DiskEstimate:
     """A checkpoint holds masters and optimizer states of what is trained; ``keep_last`` of them stay, one more while it
     is written, and the best if asked. The result is the model, towers included, or the adapter, and the merged model
-    too if asked.
+    too if asked. Features of images count where they are on the same disk.
     """
     alone = replace(
         setup,
@@ -74,18 +73,21 @@ def estimate_disk(
         checkpoint_bytes=setup.num_trained * setup.master_bytes + optimizer(alone),
         num_checkpoints=kept if config.checkpoint.every_minutes is not None else min(steps.num_checkpoints, kept),
         result_bytes=result,
+        feature_bytes=features.num_bytes if features.kept and facts.shares_disk else 0,
         free_bytes=facts.free_disk_bytes,
     )
 
 
 def check_disk(config: RunConfig, disk: DiskEstimate) -> Reason:
     """The reason for the plan. UserError where checkpoints and result do not fit on the disk."""
-    if disk.free_bytes is None or disk.total + LOG_BYTES <= disk.free_bytes:
+    if disk.fits:
         return reason("disk", **disk.model_dump(), total=disk.total)
     advice = ["free some space", "choose an output.dir on a larger disk"]
     if disk.num_checkpoints > 1 + config.checkpoint.keep_best:
         advice.append("keep fewer checkpoints (checkpoint.keep_last=1, or checkpoint.every_steps=0 for one at the end)")
-    needed, free = format_size(disk.total + LOG_BYTES), format_size(disk.free_bytes)
+    if disk.feature_bytes:
+        advice.append("do not keep features of images (data.cache_features=false)")
+    needed, free = format_size(disk.total + LOG_BYTES), format_size(disk.free_bytes or 0)
     raise UserError(
         f"not enough disk space for this run: it needs {needed}, and {free} are free",
         where=f"output.dir: {config.output.dir}",
@@ -148,3 +150,31 @@ def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
         " or use more machines with parallel.strategy=fsdp",
         details=[f"{name}: {format_gib(size)}" for name, size in memory.host_terms.items() if size],
     )
+
+
+def explain_samples(config: RunConfig, data: DataFacts) -> list[Reason]:
+    """What becomes of samples that are not trained. UserError where keys need validation samples and there are none."""
+    if not data.num_validation_samples:
+        asking = {
+            "checkpoint.keep_best": config.checkpoint.keep_best,
+            "stop.patience": config.stop.patience is not None,
+        }
+        if needing := [key for key, asks in asking.items() if asks]:
+            raise UserError(
+                f"{needing[0]} needs validation samples, and there are none",
+                where=needing[0],
+                why=f"a tenth of {data.num_samples:,} samples is less than one",
+                fix="give data.validation, or a larger data.validation_fraction, or remove the key",
+            )
+    held_out = config.data.validation is None and not config.evaluate.data
+    why = [
+        reason(
+            "validation",
+            samples=data.num_validation_samples,
+            of=data.num_validation_samples + data.num_samples + data.num_dropped if held_out else None,
+            repeated=data.num_repeated,
+            sets=list(config.evaluate.data),
+        )
+    ]
+    why += [reason("left_out", key=key, by_source=counts) for key, counts in data.left_out.items()]
+    return why + ([reason("unread", columns=data.unread)] if data.unread else [])

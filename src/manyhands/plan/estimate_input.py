@@ -37,6 +37,8 @@ class ImageInput:
     units_per_sample: int  # at most
     mean_units: float  # of a sample, those without images included
     mean_patches: float  # that attend to each other: of an image, or of a square of it
+    kept_bytes: float = 0.0  # of a unit's features, which the first pass keeps for later ones; 0: nothing is kept
+    passes: float = 1.0  # over the images
 
     @property
     def projector_parameters(self) -> int:

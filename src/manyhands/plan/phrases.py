@@ -37,7 +37,8 @@ def describe_layout(v: Values) -> str:
 def describe_disk(v: Values) -> str:
     number = v["num_checkpoints"]
     one, result = format_size(v["checkpoint_bytes"]), format_size(v["result_bytes"])
-    return f"{number} checkpoint{'s' * (number != 1)} of {one} at once and a result of {result}"
+    features = f", {format_size(v['feature_bytes'])} of features of images" if v.get("feature_bytes") else ""
+    return f"{number} checkpoint{'s' * (number != 1)} of {one} at once and a result of {result}{features}"
 
 
 def describe_spacing(v: Values) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from manyhands import families
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.facts.types import DataFacts, Facts
+from manyhands.facts.types import Facts
 from manyhands.plan.advice import DOES_NOT_FIT, with_advice
 from manyhands.plan.batch import BatchSplit, ceil_div, has_one_length, possible_splits
 from manyhands.plan.candidates import (
@@ -22,7 +22,7 @@ from manyhands.plan.candidates import (
     memory_limits,
     with_reason,
 )
-from manyhands.plan.checks import check_disk, estimate_disk, nothing_fits, warn_of_values
+from manyhands.plan.checks import check_disk, estimate_disk, explain_samples, nothing_fits, warn_of_values
 from manyhands.plan.choices import Decisions, decide, fuses_optimizer
 from manyhands.plan.clock import explain_links, make_clock
 from manyhands.plan.duration import estimate_time
@@ -34,6 +34,7 @@ from manyhands.plan.estimate_input import (
     describe_images,
     with_towers,
 )
+from manyhands.plan.features import Features, choose_features, explain_features, why_not_kept, with_features
 from manyhands.plan.hardware import choose_environment, ranks_per_machine
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
 from manyhands.plan.parts import explain_images, price_images, rate_parts
@@ -53,10 +54,16 @@ class SearchResult:
 
     base: EstimateInput
     split: BatchSplit
+    steps: Steps
+    features: Features
     limits: Limits
     ran_out: RanOut | None
     candidates: list[Candidate]
     chosen: Candidate
+
+    @property
+    def asked(self) -> EstimateInput:
+        return replace(self.base, layout=self.chosen.layout)
 
 
 def plan(
@@ -90,9 +97,8 @@ def _plan(
     config, why_settled = settle(config, facts)  # from here on no `auto`
     made = decide(config, facts)
     found = _search(config, facts, made, cause, before, out)
-    steps = count_steps(config, facts.data, found.split.batch_samples)
-    asked = replace(found.base, layout=found.chosen.layout)
-    disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output])
+    steps, asked = found.steps, found.asked
+    disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output], found.features)
     saving = choose_saving(config, asked, found.chosen.memory, disk, steps, found.limits.host)
     time = estimate_time(found.limits.clock, asked, facts, steps, disk, beside=saving.is_async)
     zero = found.chosen.layout.zero_stage > 0
@@ -111,6 +117,7 @@ def _plan(
         adapter=facts.adapter,
         stored_nf4=facts.model.stored_nf4,
         parts=made.parts,
+        keeps_features=found.features.kept,
         image_unit_cost=price_images(facts.model, made.parts),
         rated_parts=rate_parts(config, facts.model, made.parts),
         target_modules=None if config.method.target_modules == "all-linear" else config.method.target_modules,
@@ -140,25 +147,36 @@ def _plan(
         time=time,
         environment=environment,
         candidates=tuple(with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
-        why=_explain(
-            config, facts, made, found, steps, disk, saving, why_settled, reason("environment", **environment)
-        ),
+        why=_explain(config, facts, made, found, disk, saving, why_settled, reason("environment", **environment)),
     )
     return with_efficiency(whole, facts)
 
 
 def _search(
-    config: RunConfig, facts: Facts, made: Decisions, cause: Cause, before: Plan | None, out: MemoryFound | None
+    config: RunConfig,
+    facts: Facts,
+    made: Decisions,
+    cause: Cause,
+    before: Plan | None,
+    out: MemoryFound | None,
+    obstacle: str = "",
 ) -> SearchResult:
+    """``obstacle``: why features of images are not kept, where something is known that stands against it."""
     splits = possible_splits(config, facts.data, made.world_size, USEFUL_TOKENS[made.device])
     limits = memory_limits(config, facts, made)
     limits = replace(limits, clock=make_clock(config, facts, made, limits.num_local, _batch_of(config, splits[0])))
     num_machines = ceil_div(made.world_size, ranks_per_machine(facts, made.device, made.world_size))
-    base = _base_input(config, facts, made)
+    steps = count_steps(config, facts.data, splits[0].batch_samples)
+    passes = steps.total / steps.per_epoch
+    features = choose_features(config, facts, made.parts, DTYPE_BYTES[made.compute], passes, obstacle)
+    base = with_features(features, _base_input(config, facts, made))
     candidates = list_candidates(config, base, splits, limits, made.shard_degree, num_machines)
     ran_out = find_ran_out(cause, before, made, limits, out)
     candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
-    return SearchResult(base, splits[0], limits, ran_out, candidates, chosen)
+    found = SearchResult(base, splits[0], steps, features, limits, ran_out, candidates, chosen)
+    disk = estimate_disk(config, facts, found.asked, steps, DTYPE_BYTES[made.output], features)
+    against = why_not_kept(features, found.asked, limits.clock, disk)
+    return _search(config, facts, made, cause, before, out, against) if against else found
 
 
 def _batch_of(config: RunConfig, split: BatchSplit) -> dict[str, Any]:
@@ -264,7 +282,6 @@ def _explain(
     facts: Facts,
     made: Decisions,
     found: SearchResult,
-    steps: Steps,
     disk: DiskEstimate,
     saving: Saving,
     why_settled: tuple[Reason, ...],
@@ -279,8 +296,8 @@ def _explain(
         *_why_layout(config, facts, found),
         *made.why_numerics,
         *_why_start(facts),
-        *_why_samples(config, facts.data),
-        *steps.why,
+        *explain_samples(config, facts.data),
+        *found.steps.why,
         *saving.why,
         why_disk,
         *made.why_rate,
@@ -329,7 +346,8 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             tight=None if memory.is_safe else 1 - memory.margin,
             **ranks,
         ),
-        *explain_images(replace(found.base, layout=layout)),
+        *explain_images(found.asked),
+        *explain_features(found.features, config, found.asked, limits.clock, found.steps.total),
         reason(
             "batch",
             samples=split.batch_samples,
@@ -361,31 +379,3 @@ def _why_start(facts: Facts) -> list[Reason]:
         kinds = [name for name in ("rslora", "dora") if getattr(method, name)]
         why.append(reason("adapter", folder=adapter.folder, rank=method.rank, alpha=method.alpha, kinds=kinds))
     return why
-
-
-def _why_samples(config: RunConfig, data: DataFacts) -> list[Reason]:
-    """What becomes of samples that are not trained. UserError where keys need validation samples and there are none."""
-    if not data.num_validation_samples:
-        asking = {
-            "checkpoint.keep_best": config.checkpoint.keep_best,
-            "stop.patience": config.stop.patience is not None,
-        }
-        if needing := [key for key, asks in asking.items() if asks]:
-            raise UserError(
-                f"{needing[0]} needs validation samples, and there are none",
-                where=needing[0],
-                why=f"a tenth of {data.num_samples:,} samples is less than one",
-                fix="give data.validation, or a larger data.validation_fraction, or remove the key",
-            )
-    held_out = config.data.validation is None and not config.evaluate.data
-    why = [
-        reason(
-            "validation",
-            samples=data.num_validation_samples,
-            of=data.num_validation_samples + data.num_samples + data.num_dropped if held_out else None,
-            repeated=data.num_repeated,
-            sets=list(config.evaluate.data),
-        )
-    ]
-    why += [reason("left_out", key=key, by_source=counts) for key, counts in data.left_out.items()]
-    return why + ([reason("unread", columns=data.unread)] if data.unread else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manyhands.core.units import describe_counts, describe_ranks, format_gib, format_share, format_size
+from manyhands.plan.image_sentences import IMAGE_SENTENCES
 from manyhands.plan.machine_sentences import MACHINE_SENTENCES
 from manyhands.plan.phrases import (
     Values,
@@ -100,15 +101,6 @@ def _memory_total(v: Values) -> str:
     why = describe_limit(v["device"], v["ranks"], v["free"], v["local_ranks"])
     tight = f"; over {v['tight']:.0%} of it, which leaves little headroom" if v["tight"] else ""
     return f"{format_gib(v['bytes'])} of {format_gib(v['limit'])} per rank ({why}){tight}"
-
-
-def _images(v: Values) -> str:
-    units = f" ({v['patches'] // v['squares']:,} squares of {v['squares']:,})" if v["squares"] > 1 else ""
-    terms = (
-        f"{part} {', '.join(f'{name} {format_gib(size)}' for name, size in sizes.items())}"
-        for part, sizes in v["parts"].items()
-    )
-    return f"up to {v['patches']:,} patches{units} per micro-batch; {'; '.join(terms)}"
 
 
 def _batch(v: Values) -> str:
@@ -285,6 +277,7 @@ def _slower(v: Values, cause: str) -> str:
 
 SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     **MACHINE_SENTENCES,
+    **IMAGE_SENTENCES,
     "packing": ("packing", _packing),
     "targets": (
         "target modules",
@@ -296,7 +289,6 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "reduction": ("reduction", _reduction),
     "offload": ("offload", _offload),
     "memory": ("memory", _memory_total),
-    "images": ("images", _images),
     "batch": ("batch", _batch),
     "efficiency": ("efficiency", _efficiency),
     "compute": ("compute", _compute),
@@ -315,8 +307,6 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
         ),
     ),
     "linear": ("linear", _linear),
-    "towers": ("towers", lambda v: f"{v['parameters']:,} parameters are not loaded, as training is on text only"),
-    "parts": ("parts", lambda v: ", ".join(f"{part} {state}" for part, state in v["parts"].items())),
     "attention": ("attention", _attention),
     "compile": ("compile", _compile),
     "new_tokens": ("new tokens", _new_tokens),

@@ -21,7 +21,7 @@ from manyhands.plan.activations import moved_bytes
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Checkpointing
 from manyhands.plan.rates import LATENCY_S, NODE_LATENCY_S, Fitted, GpuRates
-from manyhands.plan.towers import towers_s
+from manyhands.plan.towers import reading_s, towers_s
 from manyhands.plan.work import MeanStep, Micro
 
 TILE = (128, 256)  # rows and columns that one multiprocessor computes of a matmul at a time
@@ -71,7 +71,7 @@ def estimate_step(s: TimeInput) -> dict[str, float]:
     idle = s.fitted.idle_step_s + s.work.num_micro * s.fitted.idle_micro_s
     hidden = device if s.estimate.layout.device == "cuda" else 0.0
     terms["host"] = max(0.0, host(s) - hidden) + idle
-    terms["input"] = max(0.0, collation(s) - sum(terms.values()))
+    terms["input"] = max(0.0, max(collation(s), reading_s(s)) - sum(terms.values()))
     return terms
 
 

@@ -24,6 +24,8 @@ Moment = dict[str, int]
 GATHERED_BLOCKS = 3  # as memory.py has it for the decoder's
 ROUNDING = 1e-9  # of a quotient of whole numbers
 HEAD_WIDTH = 64  # dimensions that attention kernels compute together
+BATCHES_AHEAD = 2  # micro-batches whose kept features are on the device before they are used
+READ_BYTES_S = 1e9  # assumed, of kept features: what one machine's disk gives all its ranks
 EAGER_PASSES = 3.0  # times that values of a block are read or written: towers are not compiled
 
 
@@ -87,7 +89,8 @@ def num_units(s: EstimateInput) -> int:
 def kept_by_images(s: EstimateInput) -> int:
     """Pixels, ``4 units values`` and once more in compute dtype; features, ``G c H``; where a part is trained also what
     its backward pass needs: of a trained projector its input ``N c h`` and two results a placeholder, ``2 G c H``, of a
-    trained tower ``N`` times ``kept_bytes_per_patch`` of each block.
+    trained tower ``N`` times ``kept_bytes_per_patch`` of each block. Features that are read from the disk are there two
+    micro-batches ahead.
     """
     images, c = s.images, s.compute_bytes
     assert images is not None
@@ -96,6 +99,7 @@ def kept_by_images(s: EstimateInput) -> int:
     kept = units * images.tower.unit_values * (4 + (c if c != 4 else 0)) + int(features * c * s.model.hidden_size)
     if s.outer_trained or s.trains_everything:
         kept += patches * c * images.tower.hidden_size + int(2 * features * c * s.model.hidden_size)
+    kept += int(BATCHES_AHEAD * units * images.kept_bytes)
     if images.vision == "trained":
         heavy = s.layout.activation_checkpointing
         kept += images.tower.num_layers * patches * kept_bytes_per_patch(s, images.tower, heavy)
@@ -180,4 +184,18 @@ def towers_s(s: TimeInput) -> float:
     mode, trained = e.layout.activation_checkpointing, images.vision == "trained"
     times = 1.0 + (2.0 if trained else 0.0) + (1.0 if trained and mode in ("full", "except_attention") else 0.0)
     projector = 2.0 * units * tower.tokens_per_unit * tower.num_projector_parameters / s.rates.matmul
+    if images.kept_bytes:  # by the first pass alone
+        times /= images.passes
+        projector *= 1.0 if images.projector == "trained" else 1.0 / images.passes
     return times * forward + projector * (3.0 if trained or images.projector == "trained" else 1.0)
+
+
+def reading_s(s: TimeInput) -> float:
+    """Seconds in which the disk gives a rank the kept features of a mean step's images, those of other ranks of the
+    machine beside them; the first pass reads none.
+    """
+    images = s.estimate.images
+    if images is None or not images.kept_bytes:
+        return 0.0
+    units = s.work.num_samples / s.estimate.layout.data_parallel_degree * images.mean_units
+    return (1 - 1 / images.passes) * units * images.kept_bytes * s.num_local / READ_BYTES_S

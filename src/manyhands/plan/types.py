@@ -15,6 +15,8 @@ from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.facts.types import AdapterFacts, NewTokens, Nf4Facts
 from manyhands.plan.layout import Dtype, Layout
 
+LOG_BYTES = 2**24  # logs, metrics, TensorBoard, reports: a few hundred bytes a step
+
 PartState = Literal["left_out", "frozen", "trained"]
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
 
@@ -92,11 +94,17 @@ class DiskEstimate(Part):
     checkpoint_bytes: int  # of one
     num_checkpoints: int  # at once: those kept, and the one being written
     result_bytes: int  # the model or adapter that is left
+    feature_bytes: int = 0  # of images, in data.cache, where that is on the same disk
     free_bytes: int | None  # by when it was planned; none: not known
 
     @property
     def total(self) -> int:
-        return self.checkpoint_bytes * self.num_checkpoints + self.result_bytes
+        return self.checkpoint_bytes * self.num_checkpoints + self.result_bytes + self.feature_bytes
+
+    @property
+    def fits(self) -> bool:
+        """With logs, as far as the free space is known."""
+        return self.free_bytes is None or self.total + LOG_BYTES <= self.free_bytes
 
 
 class MemoryFound(Part):
@@ -139,6 +147,7 @@ class Plan(Part):
     # that is. {} for a text model
     parts: dict[str, PartState] = {}
     image_unit_cost: float = 0.0  # tokens of text that take as long as one unit of an image (``families.ImageLayout``)
+    keeps_features: bool = False  # of images, once a frozen tower has computed them: in data.cache
     rated_parts: dict[str, tuple[str, ...]] = {}  # those with a learning rate of their own: patterns of their weights
     target_modules: tuple[str, ...] | None = None  # of adapters; none: all linear layers of the blocks
 
@@ -213,7 +222,7 @@ def method_of(plan: Plan, config: RunConfig) -> MethodSection:
 # Decisions, in the order of a plan's ``why``; then notes and warnings; then why a candidate was not chosen.
 Code = Literal[
     "hardware", "figures", "assumed", "untried", "device", "processes", "nodes", "node_links", "packing", "targets",
-    "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "images", "batch",
+    "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "images", "features", "batch",
     "efficiency", "compute", "masters", "frozen", "linear", "towers", "parts", "attention", "compile", "data_workers",
     "new_tokens", "adapter", "validation", "left_out", "unread", "steps", "warmup", "evaluation", "checkpoints",
     "saving", "early_end", "disk", "learning_rate", "output_dtype", "environment", "long_samples", "large_batch",

@@ -91,6 +91,7 @@ def images_of(rank: RankContext) -> ImageWork | None:
         int(data.image_cache_gb * 1e9),
         int(data.image_memory_gb * 1e9),
         sum(int(each.image_units.sum()) for each in sets if each.image_units is not None),
+        rank.features,
     )
 
 

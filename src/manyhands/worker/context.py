@@ -18,6 +18,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.protocol import Converter
 from manyhands.core.world import World
 from manyhands.data.collate import BatchWorkers
+from manyhands.data.image_features import FeatureWork
 from manyhands.data.order import SampleOrder
 from manyhands.data.store import TokenStore
 from manyhands.launch.run_folder import RunFolder
@@ -100,6 +101,7 @@ class RankContext:
     order: SampleOrder = None  # type: ignore[assignment]
     tokenizer: Any = None
     workers: BatchWorkers | None = None  # processes that collate, while there are any
+    features: FeatureWork | None = None  # of images, that are kept, once the model is there
     # model
     checkpoint: Path | None = None  # the newest, which the run resumes from
     snapshot: Snapshot | None = None  # of a later step, in memory, which it resumes from instead

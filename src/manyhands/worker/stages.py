@@ -17,14 +17,18 @@ from manyhands.convert.protocol import Context
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.holding import full_numel
+from manyhands.core.limits import FEATURES
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
+from manyhands.data.image_features import FeatureFiles, FeatureWork, digest_of_pixels
+from manyhands.data.image_files import PixelBounds
 from manyhands.data.image_probe import ProbeImages
 from manyhands.data.store import TokenStore
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
 from manyhands.model.checks import check_loss, check_packing, check_padding
+from manyhands.model.features import KeptFeatures, digest_of_tower
 from manyhands.model.image_checks import check_images
 from manyhands.train.types import TrainState
 from manyhands.worker.batches import images_of, shape_of
@@ -96,6 +100,18 @@ def build_model(rank: RankContext) -> None:
     total = count_parameters(rank.model)
     rank.measured |= {"num_parameters": total, "num_trained_parameters": trained}
     rank.print(f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%})")
+    keep_features(rank)
+
+
+def keep_features(rank: RankContext) -> None:
+    """From now on features of images are kept, where the plan says so."""
+    images, data = rank.loss_model.images, rank.config.data
+    if images is None or not rank.plan.keeps_features:
+        return
+    names = digest_of_pixels(rank.plan.model_folder, PixelBounds.of(data)) + digest_of_tower(images, rank.model)
+    folder = Path(data.cache).expanduser() / FEATURES
+    rank.features = FeatureWork(str(folder), names, int(data.feature_cache_gb * 1e9))
+    images.kept = KeptFeatures(images, rank.model, FeatureFiles(rank.features))
 
 
 def check_model(rank: RankContext) -> None:

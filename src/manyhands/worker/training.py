@@ -69,11 +69,25 @@ def _train_on(rank: RankContext) -> None:
     finally:
         with contextlib.ExitStack() as closing:  # all of them, even where one cannot write any more
             closing.callback(close_workers, rank)
+            closing.callback(close_features, rank)
             closing.callback(checkpoints.close)
             for sink in sinks:
                 closing.callback(sink.close, outcome)
         rank.sinks = ()
     rank.print(f"trained: {state.stop_reason}")
+
+
+def close_features(rank: RankContext) -> None:
+    """Waits until features that were computed are written; says how many were."""
+    images = rank.loss_model.images
+    if images is None or images.kept is None:
+        return
+    kept = images.kept
+    kept.close()
+    rank.measured["features"] = {"computed_images": kept.num_computed, "read_micro_batches": kept.num_read}
+    rank.print(
+        f"features of images: {kept.num_computed:,} computed on this rank, {kept.num_read:,} micro-batches read them"
+    )
 
 
 def _make_loop(rank: RankContext, sinks: Sequence[Sink], checkpoints: CheckpointHook) -> Loop:

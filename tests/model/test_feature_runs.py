@@ -1,0 +1,87 @@
+"""Whole runs whose frozen tower computes each image once: the numbers of one that keeps nothing, and nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from manyhands.model.structure import find_tower_blocks
+from tests.keys.lab import Lab, Ran, open_lab
+from tests.support.vision import write_tiny_vision
+
+NUM_IMAGES, EPOCHS = 16, 2
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with open_lab(tmp_path_factory.mktemp("lab")) as lab:
+        draw = np.random.default_rng(0)
+        rows: list[dict[str, Any]] = []
+        for number in range(NUM_IMAGES):
+            pixels = draw.integers(0, 256, (28 + number, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(lab.folder / f"{number}.png")
+            parts = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "?"}]
+            rows.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "so"}]})
+            if number % 4 == 0:
+                rows.append({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "no"}]})
+        lab.write_rows("images.jsonl", rows)
+        yield lab
+
+
+def train(lab: Lab, family: str, **keys: Any) -> tuple[Ran, int]:
+    """A run, and how often its tower was at work."""
+    model = lab.folder / family
+    if not model.exists():
+        write_tiny_vision(model, family)
+    given = {f"data.{key}": value for key, value in {"cache_features": True, **keys}.items()}
+    rank = lab.start(
+        {
+            "model.name": str(model),
+            "method.name": "full",
+            "method.parts": {"vision": "frozen", "projector": "trained"},
+            "data.train": str(lab.folder / "images.jsonl"),
+            "data.validation_fraction": 0.0,
+            "data.order": "as_given",
+            "stop.epochs": EPOCHS,
+            "batch.samples": 2,
+        }
+        | given
+    )
+    calls: list[int] = []
+    next(iter(find_tower_blocks(rank.model).values())).register_forward_hook(lambda *_: calls.append(1))
+    return lab.train(rank), len(calls)
+
+
+def weights(ran: Ran) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in ran.rank.model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_each_image_is_computed_once_and_nothing_changes(lab: Lab, family: str) -> None:
+    """Neither where features come from earlier runs, some of them damaged; nor by more than rounding where none are
+    kept.
+    """
+    plain, calls = train(lab, family, cache_features=False)
+    assert calls >= EPOCHS * NUM_IMAGES / 2 and not list((lab.folder / "cache").glob("features/*/*/*"))
+    cache = lab.new_path("cache")
+    first, calls = train(lab, family, cache=str(cache))
+    assert calls == NUM_IMAGES and first.rank.measured["features"]["computed_images"] == NUM_IMAGES
+    assert first.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, values in weights(plain).items():
+        assert float((weights(first)[name] - values).norm()) <= 1e-4 * float(values.norm()), name
+
+    torn, flipped, *others = sorted(cache.glob("features/*/*/*"))
+    assert len(others) == NUM_IMAGES - 2
+    torn.write_bytes(torn.read_bytes()[:200])
+    raw = bytearray(flipped.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    flipped.write_bytes(raw)
+    second, calls = train(lab, family, cache=str(cache))
+    assert 2 <= calls <= 4  # with them the others of their micro-batches
+    assert second.losses == first.losses
+    assert all(torch.equal(weights(second)[name], values) for name, values in weights(first).items())
