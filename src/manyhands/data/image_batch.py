@@ -131,6 +131,7 @@ class ImageBatcher:
 
     def prepare(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:
         """The entries of one image, kept or made. Raises UserError where it is not what was stored."""
+        alone = alone or self.layout.layout != "anyres"  # no other processor looks at how many there are
         return self._cache.get(image.content + bytes([alone]), lambda: self._make(image, alone))
 
     def _make(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:
