@@ -140,33 +140,41 @@ def train(plan: Plan, config: RunConfig, family: str, steps: Steps, packed: bool
 
     Returns losses and gradient norms by step, and the trained and frozen weights at the end.
     """
-    from manyhands.train.step import StepWork, compute_gradients
-
     engine = build(plan, config)
     engine.make_optimizer(plan, config)
-    rank, world_size = engine.world.rank, engine.world.world_size
-    losses, norms = [], []
-    for number, micros in enumerate(steps):
-        documents = [document for micro in micros for document in micro]
-        has_images = any(document.num_images for document in documents)
-        mine = [micro for index, micro in enumerate(micros) if index % world_size == rank]
-        mine += [[]] * (-(-len(micros) // world_size) - len(mine))
-        batches = [pack(family, micro, has_images) for micro in mine]
-        if not packed:
-            batches = [unpack(batch) for batch in batches]
-        total = count_loss_tokens(documents)
-        work = StepWork(number, 0.0, len(documents), 0, total, len(batches), 0, batches)
-        sums = compute_gradients(engine, work, seed=0, rank=rank)
-        losses.append(float(engine.all_reduce_sum(sums.terms["lm"].clone())) / total)
-        norms.append(float(sums.grad_norm))
-        engine.step(config.optimizer.learning_rate, max_norm=0.0)
+    losses, norms = zip(
+        *(take_step(engine, config, family, number, micros, packed) for number, micros in enumerate(steps)), strict=True
+    )
     named = {name: (p.requires_grad, gather(p).float()) for name, p in engine.model.named_parameters()}
     return {
-        "losses": losses,
-        "norms": norms,
+        "losses": list(losses),
+        "norms": list(norms),
         "trained": {name: values.numpy() for name, (trained, values) in named.items() if trained},
         "frozen": {name: values.numpy() for name, (trained, values) in named.items() if not trained},
     }
+
+
+def take_step(
+    engine: Any, config: RunConfig, family: str, number: int, micros: Sequence[Sequence[Document]], packed: bool = True
+) -> tuple[float, float]:
+    """One step of ``train``; returns its loss and gradient norm."""
+    from manyhands.train.step import StepWork, compute_gradients
+
+    rank, world_size = engine.world.rank, engine.world.world_size
+    documents = [document for micro in micros for document in micro]
+    has_images = any(document.num_images for document in documents)
+    mine = [micro for index, micro in enumerate(micros) if index % world_size == rank]
+    mine += [[]] * (-(-len(micros) // world_size) - len(mine))
+    batches = [pack(family, micro, has_images) for micro in mine]
+    if not packed:
+        batches = [unpack(batch) for batch in batches]
+    total = count_loss_tokens(documents)
+    work = StepWork(number, 0.0, len(documents), 0, total, len(batches), 0, batches)
+    sums = compute_gradients(engine, work, seed=0, rank=rank)
+    loss = float(engine.all_reduce_sum(sums.terms["lm"].clone())) / total
+    norm = float(sums.grad_norm)
+    engine.step(config.optimizer.learning_rate, max_norm=0.0)
+    return loss, norm
 
 
 def check(plan: Plan, config: RunConfig) -> ImageVerdict:

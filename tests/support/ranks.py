@@ -77,8 +77,8 @@ def _serve(rank: int, pipe: Connection, device: str) -> None:
 class Ranks:
     """``size`` processes that wait for tasks. ``run("package.module:function", arguments, world_size=2)``."""
 
-    def __init__(self, size: int = 4, device: str = "cpu") -> None:
-        self.device, self._size = device, size
+    def __init__(self, size: int = 4, device: str = "cpu", timeout_s: float = TASK_TIMEOUT_S) -> None:
+        self.device, self._size, self._timeout_s = device, size, timeout_s
         self._start()
 
     def _start(self) -> None:
@@ -102,7 +102,7 @@ class Ranks:
         for pipe in pipes:
             pipe.send((target, arguments, world_size, store_file))
         answers: dict[Connection, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + TASK_TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         while len(answers) < world_size:
             waiting: list[Any] = [p for p in pipes if p not in answers]
             ready: list[Any] = wait(waiting, timeout=deadline - time.monotonic())
@@ -141,9 +141,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(size: int = 4, device: str = "cpu") -> Iterator[Ranks]:
-    """With ``device="cuda"`` one rank a GPU, NCCL beside gloo."""
-    world = Ranks(size, device)
+def ranks(size: int = 4, device: str = "cpu", timeout_s: float = TASK_TIMEOUT_S) -> Iterator[Ranks]:
+    """With ``device="cuda"`` one rank a GPU, NCCL beside gloo. ``timeout_s``: of each task."""
+    world = Ranks(size, device, timeout_s)
     try:
         yield world
     finally:
