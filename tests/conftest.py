@@ -17,6 +17,9 @@ LONGEST = ("equality", "matrix", "e2e", "engine", "convert", "data", "test_every
 # Workers that tests start import the package from the sources, also where it is not installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A rank alone takes all cores by its plan; its threads would spin while they wait for each other on busy cores, which
+# costs eight times the processor time of the run.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A shell starts background jobs with SIGINT ignored, and the processes that tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
