@@ -49,6 +49,16 @@ USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains not
 
 
 @dataclass(frozen=True)
+class LaunchAsked:
+    """Which launch of the run is planned, as in ``plan``."""
+
+    number: int
+    cause: Cause = "first"
+    before: Plan | None = None
+    found: MemoryFound | None = None
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """What was compared and what was chosen. ``base`` is what all candidates share, ``split`` has their batch."""
 
@@ -83,20 +93,18 @@ def plan(
     NothingSmaller where nothing is left to try.
     """
     try:
-        return _plan(config, facts, number, cause, before, found)
+        return _plan(config, facts, LaunchAsked(number, cause, before, found))
     except UserError as error:
         if error.kind != DOES_NOT_FIT:
             raise
-        raise with_advice(error, config, facts, lambda c, f: _plan(c, f, number, "first", None, None)) from None
+        raise with_advice(error, config, facts, lambda c, f: _plan(c, f, LaunchAsked(number))) from None
 
 
-def _plan(
-    config: RunConfig, facts: Facts, number: int, cause: Cause, before: Plan | None, out: MemoryFound | None
-) -> Plan:
+def _plan(config: RunConfig, facts: Facts, launch: LaunchAsked) -> Plan:
     digest = config.digest
     config, why_settled = settle(config, facts)  # from here on no `auto`
     made = decide(config, facts)
-    found = _search(config, facts, made, cause, before, out)
+    found = _search(config, facts, made, launch)
     steps, asked = found.steps, found.asked
     disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output], found.features)
     saving = choose_saving(config, asked, found.chosen.memory, disk, steps, found.limits.host)
@@ -104,8 +112,8 @@ def _plan(
     zero = found.chosen.layout.zero_stage > 0
     environment = choose_environment(made.device, facts.host, found.limits.num_local, zero=zero)
     whole = Plan(
-        number=number,
-        cause=cause,
+        number=launch.number,
+        cause=launch.cause,
         config_digest=digest,
         data_digest=facts.data.digest,
         data_content=facts.data.content,
@@ -152,15 +160,7 @@ def _plan(
     return with_efficiency(whole, facts)
 
 
-def _search(
-    config: RunConfig,
-    facts: Facts,
-    made: Decisions,
-    cause: Cause,
-    before: Plan | None,
-    out: MemoryFound | None,
-    obstacle: str = "",
-) -> SearchResult:
+def _search(config: RunConfig, facts: Facts, made: Decisions, launch: LaunchAsked, obstacle: str = "") -> SearchResult:
     """``obstacle``: why features of images are not kept, where something is known that stands against it."""
     splits = possible_splits(config, facts.data, made.world_size, USEFUL_TOKENS[made.device])
     limits = memory_limits(config, facts, made)
@@ -171,12 +171,12 @@ def _search(
     features = choose_features(config, facts, made.parts, DTYPE_BYTES[made.compute], passes, obstacle)
     base = with_features(features, _base_input(config, facts, made))
     candidates = list_candidates(config, base, splits, limits, made.shard_degree, num_machines)
-    ran_out = find_ran_out(cause, before, made, limits, out)
+    ran_out = find_ran_out(launch.cause, launch.before, made, limits, launch.found)
     candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
     found = SearchResult(base, splits[0], steps, features, limits, ran_out, candidates, chosen)
     disk = estimate_disk(config, facts, found.asked, steps, DTYPE_BYTES[made.output], features)
     against = why_not_kept(features, found.asked, limits.clock, disk)
-    return _search(config, facts, made, cause, before, out, against) if against else found
+    return _search(config, facts, made, launch, against) if against else found
 
 
 def _batch_of(config: RunConfig, split: BatchSplit) -> dict[str, Any]:
