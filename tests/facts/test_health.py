@@ -124,6 +124,35 @@ def test_what_a_driver_does_not_say_is_left_open(monkeypatch: pytest.MonkeyPatch
     assert health.read_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == ()
 
 
+def test_gpus_that_the_driver_does_not_find_or_calls_broken_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    def find(uuid: str) -> str:
+        if uuid == "GPU-gone":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return uuid
+
+    def name(handle: str) -> str:
+        if handle == "GPU-off":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        if handle == "GPU-old":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return "NVIDIA H200"
+
+    for function in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, function, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", find)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", name)
+    monkeypatch.setattr(
+        health,
+        "_read_gpu",
+        lambda nvml, index, handle: health.GpuHealth(index=0, name="", remap_failed=handle == "GPU-bad"),
+    )
+    found = health.find_lost(["GPU-well", "GPU-gone", "GPU-off", "GPU-old", "GPU-bad"])
+    assert list(found) == ["GPU-gone", "GPU-off", "GPU-bad"]
+    assert "GPU is lost" in found["GPU-off"] and "Not Found" in found["GPU-gone"] and "memory rows" in found["GPU-bad"]
+
+
 def test_this_machine_can_be_read(tmp_path: Path) -> None:
     found = health.read_health("here", tmp_path / "not" / "there")
     assert found.free_disk_bytes and found.max_files and "torch" in found.versions

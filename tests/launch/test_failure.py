@@ -8,12 +8,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from manyhands.core import files
 from manyhands.core.errors import UserError
 from manyhands.launch.failure import first_failure, looks_like_consequence, write_failure
 from manyhands.launch.heartbeat import Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder
+from manyhands.plan.types import MemoryFound
+from manyhands.worker.run import explain_out_of_memory
 from tests.launch.builders import make_plan
 
 
@@ -175,3 +178,22 @@ def test_status_names_a_bug_where_another_launcher_has_started_the_rank(folder, 
         return
     assert (status["state"], status["plan"]) == ("failed", 1)
     assert status["reason"] == "rank 0 failed in stage 'train': ValueError: the cat sat on the keyboard"
+
+
+def test_what_a_gpu_held_when_memory_ran_out_reaches_the_next_plan(folder, monkeypatch):
+    gib = 2**30
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 60 * gib)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 58 * gib)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (gib, 80 * gib))
+    plan, state = make_plan(), SimpleNamespace(step=0)
+    world = SimpleNamespace(device=torch.device("cuda", 0), rank=1)
+    rank = SimpleNamespace(world=world, plan=plan, stage="train", state=state)
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB"
+    error = explain_out_of_memory(rank, torch.OutOfMemoryError(text))
+    assert error.where == "rank 1: 62.0 GiB needed or more, 61.0 GiB available, planned 0.0 GiB"
+    write_failure(folder, 1, "train", error)
+    folder.write_failed(first_failure(folder, {}), plan)
+    assert folder.ran_out_of_memory(plan)
+    assert folder.memory_found() == MemoryFound(needed=62 * gib, available=61 * gib)
+    folder.write_failed(UserError("out of memory", kind="out_of_memory"), plan)
+    assert folder.memory_found() is None, "on a CPU nothing is measured"

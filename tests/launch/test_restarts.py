@@ -207,6 +207,8 @@ def test_what_the_user_must_change_is_never_tried_again(launch) -> None:
 def test_the_report_says_how_often_and_why() -> None:
     from manyhands.metrics.report import _restart_lines
 
-    rows = [{"cause": killed().what, "lost_steps": 2}, {"cause": "rank 0 made no progress", "lost_steps": 1}]
+    lost = "GPU 0 (H100) is lost: it does not answer"
+    rows = [{"cause": killed().what, "lost_steps": 2}, {"cause": "rank 0 hangs", "lost_steps": 1, "lost": lost}]
     assert _restart_lines([]) == []
     assert "Restarted 2 times after a fault, 3 steps done again: rank 1 was killed" in _restart_lines(rows)[1]
+    assert f"rank 0 hangs ({lost})" in _restart_lines(rows)[1]

@@ -33,7 +33,8 @@ def world(tmp_path, monkeypatch):
             raise UserError("no such file")
         return SimpleNamespace(world_size=world_size or state.world_size)
 
-    def plan(config, facts, *, number=1, cause="first", before=None):
+    def plan(config, facts, *, number=1, cause="first", before=None, found=None):
+        state.found = found
         assert before is None or before.number == number - 1
         return make_plan(facts.world_size, number=number, cause=cause, config_digest=config.digest, **state.plan)
 
@@ -98,7 +99,8 @@ def test_half_written_files_of_a_killed_launch_are_gone_after_the_next_start(wor
 
 def test_after_a_launch_that_ran_out_of_memory_the_next_start_plans_smaller(world):
     first = prepare().plan
-    world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), first)
+    measured = {"needed": 5, "available": 4}
+    world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY, data=measured), first)
     small = RanOut(
         number=1,
         layout=make_plan(full_micro_tokens=2048).layout,
@@ -106,7 +108,7 @@ def test_after_a_launch_that_ran_out_of_memory_the_next_start_plans_smaller(worl
         limit=2,
     )
     world.plan = {"ran_out": small, "micro_tokens": 1024}
-    assert prepare().plan.cause == "out_of_memory"
+    assert prepare().plan.cause == "out_of_memory" and world.found.model_dump() == measured
     world.run.write_status("failed", reason="something else", plan=2)
     assert prepare().plan.cause == "first"
     world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY), first)  # of an older plan

@@ -501,3 +501,28 @@ def test_default_targets_are_named_in_the_plan_and_refused_where_peft_has_none()
     with pytest.raises(UserError, match="peft-default has no layers for phi3") as refused:
         plan(config, facts(phi))
     assert "self_attn.q_proj" in refused.value.details and "all-linear" in refused.value.fix
+
+
+def test_a_start_takes_fewer_gpus_than_asked_for_where_that_is_allowed():
+    config = run_config(parallel__gpus=8, launch__min_gpus=3)
+    made = plan(config, facts(gpus=3))
+    assert made.layout.world_size == 3
+    assert "processes: 3, of 8 asked for: launch.min_gpus allows as few" in explain_why(made)
+    assert plan(config, facts(world_size=4)).layout.world_size == 4, "as another launcher has started them"
+    for fewer in (facts(gpus=2), facts(world_size=2)):
+        with pytest.raises(UserError, match=r"parallel\.gpus is 8"):
+            plan(config, fewer)
+    with pytest.raises(UserError) as refused:
+        plan(run_config(parallel__gpus=8), facts(gpus=3))
+    assert "launch.min_gpus=3 to train on fewer" in refused.value.fix
+
+
+def test_a_gpu_that_does_not_answer_is_an_error_unless_fewer_are_allowed():
+    lost = "GPU 1 does not answer (NVML: GPU is lost)"
+    found = facts(gpus=3)
+    broken = found.model_copy(update={"host": found.host.model_copy(update={"lost_gpus": (lost,)})})
+    with pytest.raises(UserError, match="GPU 1 does not answer") as refused:
+        plan(run_config(), broken)
+    assert "launch.min_gpus=3" in refused.value.fix
+    assert plan(run_config(launch__min_gpus=3), broken).layout.world_size == 3
+    assert plan(run_config(parallel__device="cpu"), broken).layout.world_size == 1

@@ -192,10 +192,8 @@ def _restart_lines(restarts: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     lost = sum(row["lost_steps"] for row in restarts)
     times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
-    return [
-        "",
-        f"Restarted {times} after a fault, {lost} steps done again: {'; '.join(row['cause'] for row in restarts)}.",
-    ]
+    causes = [row["cause"] + (f" ({row['lost']})" if row.get("lost") else "") for row in restarts]
+    return ["", f"Restarted {times} after a fault, {lost} steps done again: {'; '.join(causes)}."]
 
 
 def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
