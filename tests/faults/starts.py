@@ -118,8 +118,9 @@ class Starter:
         self, start: Start, arguments: list[str], environment: Mapping[str, str], place: NodePlace | None = None
     ) -> Fork:
         def call() -> None:
-            if start.num_ranks == 1:  # a rank of its own computes with as many threads as it has cores
-                os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
+            if place is not None or start.num_ranks == 1:  # a rank computes with as many threads as it has cores
+                cores = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(0, {cores[-1 if place is None else place.node % len(cores)]})
             if place is not None:
                 place.enter()
             if start.launcher == OURS:
