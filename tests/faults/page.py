@@ -106,15 +106,14 @@ def _coverage(every: list[Cell], measured: list[Cell], rows: Rows) -> str:
     text += f"; {wrong} of them did not hold (**no**)." if wrong else "; all of them held."
     groups: dict[tuple[str, str], list[bool]] = {}
     for cell in every:
-        groups.setdefault((cell.layout, cell.launcher), []).append(cell in rows)
-    none = [f"{layout} under {launcher}" for (layout, launcher), found in groups.items() if not any(found)]
-    some = [
-        f"{layout} under {launcher} ({found.count(False)} of {len(found)} missing)"
-        for (layout, launcher), found in groups.items()
-        if any(found) and not all(found)
-    ]
-    text += f" Not measured at all: {'; '.join(none)}." if none else ""
-    text += f" In part: {'; '.join(some)}." if some else ""
+        groups.setdefault((cell.launcher, cell.layout), []).append(cell in rows)
+    for launcher in dict.fromkeys(launcher for launcher, _ in groups):
+        parts = [
+            layout + ("" if not any(found) else f" ({found.count(False)} of {len(found)} cells)")
+            for (under, layout), found in groups.items()
+            if under == launcher and not all(found)
+        ]
+        text += f" Not measured under {launcher}: {'; '.join(parts)}." if parts else ""
     kinds = {*FAULTS, *NODE_FAULTS} - {cell.fault for cell in measured}
     return text + (f" Faults without a cell so far: {', '.join(sorted(kinds))}." if kinds else "")
 
