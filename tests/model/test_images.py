@@ -162,7 +162,7 @@ def test_the_loaded_model_is_checked(tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(gradient, expected[0][name] + expected[1][name], rtol=1e-4, atol=2e-5, msg=name)
     assert together.keys() == {n for n, p in engine.model.named_parameters() if p.requires_grad}
     images = engine.loss_model.images
-    smallest = images._with_grid_inputs(engine.model.config, images.smallest(engine.model.config, torch.device("cpu")))
+    smallest = images.with_grid_inputs(engine.model.config, images.smallest(engine.model.config, torch.device("cpu")))
     assert len(images.features(engine.model, smallest)[0]) > 0  # what runs where a micro-batch has no image
 
 

@@ -195,10 +195,10 @@ class Images:
         """Features (n, e) of all images, and those that further layers of the decoder add (``deepstack``).
 
         What follows from the grids alone is taken from the batch. Where it is not there, transformers works it out on
-        the device and waits for it.
+        the device and waits for it. Sizes of whole images (``anyres``) are read by the host alone.
         """
         known = {name: batch[name] for name in GRID_ENTRIES if name in batch}
-        inputs = self._inputs(batch, on_device=bool(self.layout.grid_inputs) and not known) | known
+        inputs = self._inputs(batch, on_device=not known and self.layout.layout != "anyres") | known
         found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
         features = found.pooler_output
         parts = features if isinstance(features, tuple | list) else [features]
