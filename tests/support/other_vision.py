@@ -19,6 +19,25 @@ LIKE_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
         {"image_token_index": 250, "video_token_index": 251, "image_grid_pinpoints": [[28, 28]]} | _UNTIED,
     ),
 }
+LIKE_OTHERS |= {
+    kind: (
+        "glm4v_text",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [1, 1, 2],
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+        {
+            "vision_config": _SIZES
+            | {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "image_size": 28, "intermediate_size": 48}
+        },
+        {"image_token_id": 250, "video_token_id": 251} | _UNTIED,
+    )
+    for kind in ("glm4v", "glm46v")
+}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "vipllava": ("llama", {}, {"vision_config": _CLIP}, {"vision_feature_layers": [-2, 1]} | _UNTIED),
     "aya_vision": ("cohere2", {}, {"vision_config": _SIGLIP | {"vision_use_head": False}}, {"downsample_factor": 2}),

@@ -17,7 +17,7 @@ from tests.support import multimodal, other_vision, tiny
 
 FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl")
 # whose layout is that of one of these: prepared and checked, not trained in tests
-LIKE_THEM = ("qwen2_vl", "qwen3_5", "llava_next", "llava_next_video")
+LIKE_THEM = ("qwen2_vl", "qwen3_5", "llava_next", "llava_next_video", "glm4v", "glm46v")
 CHAT = (
     "{{% for message in messages %}}<|im_start|>{{{{ message['role'] + '\\n' }}}}"
     "{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}"
@@ -80,6 +80,19 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"processor_class": "Qwen3VLProcessor"},
         {f"{name}_id": name for name in _QWEN_TOKENS},
     ),
+    **{
+        kind: (
+            {"image_token": "<|image|>", "video_token": "<|video|>"},
+            "<|begin_of_image|><|image|><|end_of_image|>",
+            {
+                "image_processor_type": f"{name}ImageProcessor",
+                "size": {"shortest_edge": 2 * 784, "longest_edge": 2 * 12_544},
+            },
+            {"processor_class": f"{name}Processor"},
+            {"image_token_id": "image_token", "video_token_id": "video_token"},
+        )
+        for kind, name in {"glm4v": "Glm4v", "glm46v": "Glm46V"}.items()
+    },
     **{
         f"llava_next{video}": (
             {"image_token": "<image>"} | ({"video_token": "<video>"} if video else {}),

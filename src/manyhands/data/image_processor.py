@@ -9,6 +9,7 @@ transformers (which imports torch) only when an ``ImageProcessor`` is made.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -164,7 +165,10 @@ class ImageProcessor:
         image = np.ascontiguousarray(pixels.transpose(2, 0, 1))
         if of.do_resize:
             size = of._standardize_kwargs(size=of.size, default_to_square=of.default_to_square)["size"]
-            image = of.resize(image, size=size, resample=of.resample, factor=side * merge)
+            frames = {"temporal_factor": of.temporal_patch_size}  # of families that bound the pixels of all frames
+            takes = inspect.signature(of.resize).parameters
+            frames = {name: count for name, count in frames.items() if name in takes}
+            image = of.resize(image, size=size, resample=of.resample, factor=side * merge, **frames)
         rows, columns = image.shape[1] // side, image.shape[2] // side
         parts = image.reshape(3, rows // merge, merge, side, columns // merge, merge, side)
         patches = parts.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3, side, side)

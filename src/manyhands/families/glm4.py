@@ -1,6 +1,9 @@
-"""GLM-4: gate and up projection are one matrix, and each part has a norm on either side."""
+"""GLM-4: gate and up projection are one matrix, and each part has a norm on either side; and its models of images."""
+
+from dataclasses import replace
 
 from manyhands.families.family import Family
+from manyhands.families.qwen2 import QWEN_IMAGES
 
 GLM4 = Family(
     name="GLM-4",
@@ -14,4 +17,14 @@ GLM4 = Family(
     packs=True,
 )
 
-FAMILIES = (GLM4,)
+GLM4V_TEXT = replace(GLM4, name="GLM-4V", model_types=("glm4v_text",), head_dim=None, packs=None)
+GLM4V = Family(
+    name="GLM-4V",
+    model_types=("glm4v", "glm46v"),
+    text_model_type="glm4v_text",
+    towers=("model.visual",),
+    projectors=("model.visual.downsample", "model.visual.merger"),
+    images=replace(QWEN_IMAGES, words={"image_token": "<|image|>"}, grid_inputs=("position_ids", "cu_seqlens")),
+)
+
+FAMILIES = (GLM4, GLM4V_TEXT, GLM4V)

@@ -1,5 +1,60 @@
-"""Model types of images and text whose images cannot be trained here, each with its reason."""
+"""Model types of images and text whose images cannot be trained here, each with its reason; and those of sound.
+
+Of transformers' AutoModelForMultimodalLM and AutoModelForImageTextToText every model type is here, in another file of
+this package, or in ``INFERRED``: a test compares them, and docs/vision.md with all three.
+"""
 
 from __future__ import annotations
 
-IMAGES_REFUSED: dict[str, str] = {}
+EXPERTS = "it is a mixture of experts, which is not supported yet"
+TORCHVISION = "transformers prepares its images by torchvision alone, and they are prepared by PIL here"
+ENCODER = "its decoder attends to an encoder, which is not supported"
+CROSS_ATTENTION = "images reach its text through layers of cross-attention, which text alone skips"
+QUERIES = "its query transformer stands around a text model whose head takes more than hidden states, or an encoder"
+NO_SDPA = "transformers computes its attention in plain torch alone"
+TIMM = "its vision tower is a model of timm, which manyhands does not install"
+OWN_SIZE = "each image keeps its own size, and a batch pads it to the largest with a mask"
+CODEBOOK = "its images become tokens of a codebook, which it also predicts"
+POSITIONS = "which positions its tokens of images have, by row and column, is not described yet"
+OMNI = "a part that speaks hangs on the hidden states of its text, and positions depend on sound"
+SOUND = "it takes sound, and no images"
+
+INFERRED = ("aya_vision", "deepseek_vl", "janus", "vipllava")
+"""Model types without a file of their own whose images were trained by what is inferred of them, with 5.17."""
+
+_ALIKE = {
+    EXPERTS: "aria deepseek_ocr2 ernie4_5_vl_moe glm4v_moe glm5_next inkling_mm_model kimi_k25 llama4 minimax_m3_vl "
+    "mistral4 qwen3_5_moe qwen3_omni_moe qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp step3p7",
+    TORCHVISION: "cohere2_vision gemma4_unified lfm2_vl muse_glimmer perception_lm",
+    ENCODER: "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",
+    CROSS_ATTENTION: "blip idefics mllama",
+    QUERIES: "blip-2 instructblip instructblipvideo",
+    NO_SDPA: "got_ocr2 pp_chart2table",
+    TIMM: "fast_vlm gemma3n",
+    OWN_SIZE: "idefics2 lighton_ocr minicpmv4_6 mistral3",
+    CODEBOOK: "chameleon emu3",
+    POSITIONS: "cohere_compass cosmos3_edge cosmos3_omni glm_ocr glmga hunyuan_vl paddleocr_vl",
+    OMNI: "qwen2_5_omni qwen2_5_omni_thinker",
+    SOUND: "fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text qwen2_audio qwen3_asr "
+    "vibevoice_asr voxtral voxtral_realtime",
+}
+IMAGES_REFUSED: dict[str, str] = {name: reason for reason, names in _ALIKE.items() for name in names.split()} | {
+    "deepseek_vl_hybrid": "each image is prepared twice, for towers of two resolutions",
+    "diffusion_gemma": "it learns to restore blocks of tokens, not to predict the next one",
+    "evolla": "it takes proteins, and no images",
+    "exaone4_5": "its text beside images was not measured yet",
+    "fuyu": "it has no vision tower: patches of an image are projected straight to the embeddings",
+    "gemma4": "its layers take token ids beside embeddings, and patches of an image have positions that it pads",
+    "git": "an image stands before the text without placeholders",
+    "granite4_vision": "features of an image go into several layers of its text",
+    "kosmos-2": "images are placed by a mask beside the tokens, not by a token of their own",
+    "kosmos-2.5": "images are placed by a mask beside the tokens, not by a token of their own",
+    "ovis2": "further features of its own stand where an image begins and ends",
+    "paligemma": "it reads its prompt in both directions and its answer in one: attention of a prefix is not supported",
+    "phi4_multimodal": "adapters inside its weights are switched by whether a sample has images or sound",
+    "pi0": "it predicts the movements of a robot",
+    "qianfan_ocr": "its text beside images was not measured yet",
+    "shieldgemma2": "it judges images: it answers yes or no by two rows of its head",
+    "video_llama_3": "each image says by how much its patches are merged",
+    "video_llava": "images and the frames of videos have a tower and names of their own",
+}
