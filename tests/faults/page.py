@@ -88,7 +88,7 @@ def write_page(rows: Rows, soaked: Mapping[str, Any] | None = None) -> str:
         said = f"`{found.said}`" if found.said else ""
         values = [cell.fault, cell.moment, cell.layout, cell.launcher, str(found.lost), _seconds(found.detected_s)]
         lines.append(_row([*values, _seconds(found.again_s) + star, found.end, said]))
-    return "\n".join([*lines, "", *SOAK.splitlines(), "", _soaked(soaked)]) + "\n"
+    return "\n".join([*lines, "", *SOAK.splitlines(), "", _soaked(soaked), "", *LOST_GPUS.splitlines()]) + "\n"
 
 
 def _kind(cell: Cell) -> str:
@@ -123,6 +123,18 @@ SOAK = """## Soak
 `python -m tests.faults.soak FOLDER --cycles 1000` kills a run of two ranks by SIGKILL again and again, at drawn moments
 (while it starts, in a step, between steps, while it saves), one rank or both, and compares losses, gradient norms, the
 audit of samples and every bit of the adapter with a run left alone."""
+
+
+LOST_GPUS = """## A GPU that is lost
+
+After a fault the launcher asks the driver for each GPU, and tests the one that an error names. With
+`launch.min_gpus: N` the restart leaves a lost GPU out as long as N remain: a new plan (its cause is `resize`) with the
+same samples in each step, from the newest checkpoint, or from a snapshot in memory where each rank has a copy. The next
+start takes all GPUs that are there. Without the key, or with fewer left, the run ends with an error that names the GPU,
+why it is taken for lost, and what allows the run to go on. `tests/e2e/test_restarts.py` takes a run from 2 processes to
+1 and back to 2: each sample once an epoch, losses within 1e-5 of a run left alone. No GPU was broken for it: a device's
+errors are planted, and the driver's answers are those of a stand-in. Several machines need all of their GPUs; one that
+is lost ends the run, and the same command resumes."""
 
 
 def _soaked(soaked: Mapping[str, Any] | None) -> str:

@@ -57,12 +57,19 @@ def test_a_gpu_that_an_error_names_is_tested(machine) -> None:
 
 
 def test_what_fails_twice_in_a_row_on_one_rank_is_tested_too(machine) -> None:
-    launched = gpus()
+    launched, text = gpus(), "CUDA error: unspecified launch failure"
     machine["probe"] = {"1": "it has not multiplied a matrix within 90 s"}
-    assert launched.find_lost(fault("unspecified launch failure")) == {}
-    assert launched.find_lost(fault("unspecified launch failure", rank=0)) == {}
-    assert launched.find_lost(fault("unspecified launch failure")) == {}
-    assert launched.find_lost(fault("unspecified launch failure")) == {1: "it has not multiplied a matrix within 90 s"}
+    assert launched.find_lost(fault(text)) == {}
+    assert launched.find_lost(fault(text, rank=0)) == {}
+    assert launched.find_lost(fault(text)) == {}
+    assert launched.find_lost(fault("was killed (SIGKILL)")) == {}, "not by its GPU: no time is spent on it"
+    assert launched.find_lost(fault(text)) == {1: "it has not multiplied a matrix within 90 s"}
+
+
+def test_a_checkpoint_in_between_forgives_a_device_that_answers(machine) -> None:
+    launched, named = gpus(), fault("CUDA error: uncorrectable ECC error encountered")
+    assert [launched.find_lost(named, step) for step in (None, 100, 200)] == [{}, {}, {}]
+    assert launched.find_lost(named, 200) == {1: "it has failed 2 times in this launch"}
 
 
 @pytest.mark.parametrize(
@@ -93,17 +100,17 @@ def test_the_others_stay_visible_to_the_plan_and_the_workers() -> None:
 def test_where_fewer_are_not_allowed_the_error_names_the_gpu_and_how_to_allow_them(machine) -> None:
     machine["driver"] = {"GPU-b": "NVML: GPU is lost"}
     with pytest.raises(UserError) as refused:
-        find_lost(gpus(), fault("Connection closed by peer", rank=0), make_config())
+        find_lost(gpus(), fault("Connection closed by peer", rank=0), make_config(), None)
     error = refused.value
     assert error.what == "GPU 1 (H100) is lost: NVML: GPU is lost" and "Connection closed by peer" in error.why
     assert error.where == "launch.min_gpus is not set: all are needed" and "2 GPUs left of 3" in error.why
     assert "start the same command again, which resumes" in error.fix and "launch.min_gpus=2" in error.fix
-    found = find_lost(gpus(), fault("x", rank=0), make_config(**{"launch.min_gpus": 2}))
+    found = find_lost(gpus(), fault("x", rank=0), make_config(**{"launch.min_gpus": 2}), None)
     assert found is not None and found.num_left == 2
     with pytest.raises(UserError, match="is lost"):
-        find_lost(gpus(), fault("x", rank=0), make_config(**{"launch.min_gpus": 3}))
+        find_lost(gpus(), fault("x", rank=0), make_config(**{"launch.min_gpus": 3}), None)
     machine["driver"] = {}
-    assert find_lost(gpus(), fault("x", rank=0), make_config()) is None
+    assert find_lost(gpus(), fault("x", rank=0), make_config(), None) is None
 
 
 def test_several_machines_need_all_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ class Heartbeat:
             self._write()
 
     def begin_step(self, step: int) -> None:
-        """Records that a step begins, at once: some two microseconds, as steps may be faster than records."""
+        """Records that a step begins, at once (17 microseconds on a busy core), as steps may be faster than records."""
         with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self._step_fd, f"{step:>{_STEP_BYTES}}".encode(), 0)
 

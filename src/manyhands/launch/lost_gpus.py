@@ -30,6 +30,8 @@ DEVICE_ERROR = re.compile(
     r"fallen off the bus|GPU is lost|system not yet initialized|hipErrorNoDevice|\bXid\b",
     re.IGNORECASE,
 )
+# What a GPU may be behind: where a rank fails so twice in a row, its GPU is tested.
+SUSPICIOUS = re.compile(r"\b(CUDA|cu\w+|HIP|NCCL|RCCL)\b|made no progress", re.IGNORECASE)
 NUM_STRIKES = 2  # faults of one rank's device, after which it is lost though it answers
 ANSWER_S = 20.0  # of the driver
 PROBE_S = 90.0  # most of it is importing torch
@@ -43,6 +45,7 @@ class LaunchGpus:
     gpus: tuple[GpuFacts, ...] = ()
     strikes: Counter[int] = field(default_factory=Counter)
     latest: int | None = None  # rank of the latest fault
+    step: int | None = None  # of the newest checkpoint by then
 
     @staticmethod
     def of(plan: Plan) -> LaunchGpus:
@@ -56,20 +59,23 @@ class LaunchGpus:
             found.hide(())
         return found
 
-    def find_lost(self, error: UserError) -> dict[int, str]:
+    def find_lost(self, error: UserError, step: int | None = None) -> dict[int, str]:
         """Ranks whose device is lost after the fault ``error``, with the reason: the driver does not find it, or it
-        fails a test that is made where an error names it or its rank fails a second time in a row; or errors have named
-        it twice.
+        fails a test, which is made where the error names the device, or may come from it for the second time in a row;
+        or errors have named it twice without a newer checkpoint in between, ``step`` being the newest one's.
         """
         driver_says = self._ask_driver()
         lost = {rank: driver_says[gpu.uuid] for rank, gpu in enumerate(self.gpus) if gpu.uuid in driver_says}
-        rank, before = error.rank, self.latest
-        self.latest = rank
+        if step != self.step:
+            self.strikes.clear()
+        rank, before, self.latest, self.step = error.rank, self.latest, error.rank, step
         if rank is None or rank in lost or not 0 <= rank < self.num_ranks:
             return lost
-        named = DEVICE_ERROR.search(f"{error.what}\n{error.why}")
-        self.strikes[rank] += named is not None
-        if self.gpus and (named or rank == before) and (why := self._probe(rank)):
+        text = f"{error.what}\n{error.why}"
+        is_named = DEVICE_ERROR.search(text) is not None
+        is_suspect = is_named or (rank == before and SUSPICIOUS.search(text) is not None)
+        self.strikes[rank] += is_named
+        if self.gpus and is_suspect and (why := self._probe(rank)):
             lost[rank] = why
         elif self.strikes[rank] >= NUM_STRIKES:
             lost[rank] = f"it has failed {self.strikes[rank]} times in this launch"
@@ -161,9 +167,9 @@ class Lost:
         return self.gpus.count(self.num_left) if self.num_left else "none"
 
 
-def find_lost(gpus: LaunchGpus | None, error: UserError, config: RunConfig) -> Lost | None:
+def find_lost(gpus: LaunchGpus | None, error: UserError, config: RunConfig, step: int | None) -> Lost | None:
     """What the fault ``error`` has left of a launch; None where all is left. UserError where that is too little."""
-    why = gpus.find_lost(error) if gpus is not None else {}
+    why = gpus.find_lost(error, step) if gpus is not None else {}
     if gpus is None or not why:
         return None
     lost = Lost(gpus, why)

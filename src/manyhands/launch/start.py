@@ -135,7 +135,8 @@ def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: RankS
                 num_smaller += 1
                 found = _plan_smaller(found, error, report)
             elif error.kind == FAULT:
-                lost = find_lost(gpus, error, found.prepared.config) if restarts.limit else None
+                step = folder.newest_step()
+                lost = find_lost(gpus, error, found.prepared.config, step) if restarts.limit else None
                 restart = _decide(found, error, restarts, lost)
                 if leads:
                     _keep(str(error), folder)
