@@ -171,6 +171,28 @@ def test_every_layout_takes_the_same_steps(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(("family", "layout"), [("gemma3", "ddp"), ("qwen3_vl", "fsdp")])
+def test_ranks_that_read_features_and_ranks_that_compute_them_agree(
+    folders: dict[str, Path], world: Ranks, family: str, layout: str, tmp_path: Path
+) -> None:
+    """Some of them are kept from before: one rank runs its tower while another has none, and a third no image."""
+    steps = make_steps(family, WITHOUT_IMAGES + 2)[WITHOUT_IMAGES - 2 :]
+    config, plan = run_of(folders[family]), {"parts": STATES["projector"], "learning_rate": RATE}
+    world_size, changes = LAYOUTS[layout]
+    alone = train(tiny_plan(folders[family], **plan), config, family, steps, kept_in=str(tmp_path))
+    assert alone["features"][1] == 0
+    for path in sorted(tmp_path.glob("*/*/*"))[::3]:
+        path.unlink()
+    whole = tiny_plan(folders[family], world_size=world_size, **plan, **changes)
+    ranks = world.run("tests.support.images:train", whole, config, family, steps, True, str(tmp_path), world_size=2)
+    assert all(sum(counts) > 0 for counts in zip(*(found["features"] for found in ranks), strict=True))
+    np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-5)
+    np.testing.assert_allclose(ranks[0]["norms"], alone["norms"], rtol=1e-5)
+    for name, values in alone["trained"].items():
+        np.testing.assert_allclose(ranks[0]["trained"][name], values, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.distributed
 def test_the_loaded_model_is_checked_where_it_is_sharded(world: Ranks, tmp_path: Path) -> None:
     """By every rank alike, the model's own forward pass among them."""
     folder = write_tiny_vision(tmp_path, "gemma3")

@@ -77,6 +77,7 @@ def tower_facts(
         patches_per_unit=patches,
         unit_values=3 * patches * 14 * 14,
         tokens_per_unit=tokens,
+        projector_values=float(patches * hidden),
     )
 
 
@@ -92,7 +93,7 @@ def gemma_4b_with_images() -> ModelFacts:
         head_dim=256,
     )
     tower = tower_facts(hidden=1152, inner=4304, layers=27, patches=4096, tokens=256, projector=1152 * 2560 + 1152)
-    tower = tower.model_copy(update={"num_heads": 16, "unit_values": 3 * 896 * 896})
+    tower = tower.model_copy(update={"num_heads": 16, "unit_values": 3 * 896 * 896, "projector_values": 256.0 * 1152})
     outer = tower.num_parameters + tower.num_projector_parameters
     windows = {"sliding_window": 1024, "num_windowed_layers": 29}
     outer_facts = {"is_multimodal": True, "num_tower_parameters": outer, "tower": tower}

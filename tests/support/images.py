@@ -14,6 +14,7 @@ import torch
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import gather
 from manyhands.data.image_batch import ImageWork
+from manyhands.data.image_features import FeatureFiles
 from manyhands.data.image_files import PixelBounds
 from manyhands.data.image_probe import ProbeImages
 from manyhands.data.tokenizer import load_tokenizer
@@ -21,6 +22,7 @@ from manyhands.model.image_checks import ImageVerdict, check_images
 from manyhands.model.loss import IGNORED
 from manyhands.plan.types import Plan
 from tests.support import layouts
+from tests.support.features import keep, with_features
 from tests.support.layouts import build
 
 IMAGE, SIDE = 250, 28  # the tiny models' image token; pixels of a square
@@ -134,30 +136,43 @@ def count_loss_tokens(documents: Sequence[Document]) -> int:
 Steps = Sequence[Sequence[Sequence[Document]]]  # [step][micro-batch of all ranks] -> documents
 
 
-def train(plan: Plan, config: RunConfig, family: str, steps: Steps, packed: bool = True) -> dict[str, Any]:
+def train(
+    plan: Plan, config: RunConfig, family: str, steps: Steps, packed: bool = True, kept_in: str = ""
+) -> dict[str, Any]:
     """Steps of AdamW as one rank; micro-batch k of a step is rank k % world_size's. ``packed`` false: each document
-    is a row of its own, one a micro-batch.
+    is a row of its own, one a micro-batch. ``kept_in``: a folder where features of images are kept.
 
     Returns losses and gradient norms by step, and the trained and frozen weights at the end.
     """
     engine = build(plan, config)
     engine.make_optimizer(plan, config)
+    files = keep(engine, kept_in) if kept_in else None
     losses, norms = zip(
-        *(take_step(engine, config, family, number, micros, packed) for number, micros in enumerate(steps)), strict=True
+        *(take_step(engine, config, family, *step, packed, files) for step in enumerate(steps)), strict=True
     )
+    kept = engine.loss_model.images.kept if engine.loss_model.images is not None else None
+    if kept is not None:
+        kept.close()
     named = {name: (p.requires_grad, gather(p).float()) for name, p in engine.model.named_parameters()}
     return {
         "losses": list(losses),
         "norms": list(norms),
+        "features": (kept.num_computed, kept.num_read) if kept is not None else (0, 0),
         "trained": {name: values.numpy() for name, (trained, values) in named.items() if trained},
         "frozen": {name: values.numpy() for name, (trained, values) in named.items() if not trained},
     }
 
 
 def take_step(
-    engine: Any, config: RunConfig, family: str, number: int, micros: Sequence[Sequence[Document]], packed: bool = True
+    engine: Any,
+    config: RunConfig,
+    family: str,
+    number: int,
+    micros: Sequence[Sequence[Document]],
+    packed: bool = True,
+    files: FeatureFiles | None = None,
 ) -> tuple[float, float]:
-    """One step of ``train``; returns its loss and gradient norm."""
+    """One step of ``train``; returns its loss and gradient norm. ``files``: where features of images are kept."""
     from manyhands.train.step import StepWork, compute_gradients
 
     rank, world_size = engine.world.rank, engine.world.world_size
@@ -166,6 +181,8 @@ def take_step(
     mine = [micro for index, micro in enumerate(micros) if index % world_size == rank]
     mine += [[]] * (-(-len(micros) // world_size) - len(mine))
     batches = [pack(family, micro, has_images) for micro in mine]
+    if files is not None:
+        batches = [with_features(family, *pair, files) for pair in zip(mine, batches, strict=True)]
     if not packed:
         batches = [unpack(batch) for batch in batches]
     total = count_loss_tokens(documents)
