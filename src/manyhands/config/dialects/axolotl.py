@@ -12,6 +12,7 @@ import math
 
 from manyhands.config.dialects import axolotl_keys as keys
 from manyhands.config.dialects.axolotl_data import limit_stream, map_data
+from manyhands.config.dialects.axolotl_images import map_images
 from manyhands.config.dialects.axolotl_model import map_method, map_model
 from manyhands.config.dialects.axolotl_parallel import count_mesh, map_precision, map_sharding
 from manyhands.config.dialects.transformers import OPTIMIZERS, choose_optimizer
@@ -42,6 +43,7 @@ def translate(t: Translator) -> None:
     _check_shapes(t)
     map_model(t)
     map_method(t)
+    map_images(t)
     map_data(t)
     _map_batch(t)
     limit_stream(t)
@@ -67,7 +69,7 @@ def _check_shapes(t: Translator) -> None:
 
 
 def _is_out_of_scope(t: Translator) -> bool:
-    """Preferences, rewards, images: one refusal; every other key is said not to have been looked at."""
+    """Preferences, rewards: one refusal; every other key is said not to have been looked at."""
     found = [key for key in keys.OUT_OF_SCOPE if t.get(key) not in (None, False)]
     if t.has("model_type") and "SequenceClassification" in str(t.get("model_type")):
         found.append("model_type")
@@ -346,7 +348,11 @@ def _map_rest(t: Translator) -> None:
             t.ignore(key, keys.IGNORED[key])
     for key in keys.REFUSED.keys() & t.values.keys():
         parent = keys.PART_OF.get(key)
-        if t.get(key) in off or (key == "expert_parallel_size" and t.get(key) == 1):
+        if (
+            t.get(key) in off
+            or (key == "skip_prepare_dataset" and t.has("processor_type"))
+            or (key == "expert_parallel_size" and t.get(key) == 1)
+        ):
             t.already(key)
         elif parent and t.get(parent) in off:
             t.already(key, f"`{parent}` is not set")

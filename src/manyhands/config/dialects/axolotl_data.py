@@ -363,6 +363,8 @@ def _map_lengths(t: Translator, task: str) -> None:
         t.refuse("excess_length_strategy", f"got {show(asked)}, allowed: drop, truncate or raise")
     elif asked is not None:
         t.map("excess_length_strategy", "data.too_long", ways[str(asked).lower()])
+    elif t.has("processor_type"):
+        t.carry("data.too_long", "error", "Axolotl neither cuts nor drops samples where there are images")
     else:
         t.carry("data.too_long", "drop", "Axolotl's default")
     shortest = t.integer("min_sample_len")

@@ -33,7 +33,7 @@ ALREADY = names(
     liger_rms_norm_gated liger_layer_norm liger_swiglu liger_glu_activation liger_cross_entropy
     liger_fused_linear_cross_entropy tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp lora_embedding_kernel
     torch_compile_backend torch_compile_mode torch_compile_options fsdp_version fsdp_final_state_dict_type
-    heads_k_stride ring_attn_func resources_per_worker ray_run_name freeze_mm_modules greater_is_better
+    heads_k_stride ring_attn_func resources_per_worker ray_run_name greater_is_better
     gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature
     """
 )
@@ -82,14 +82,12 @@ NOT_READ_THERE = names(
     """
 )
 
-# Any other training than supervised fine-tuning on text: one reason for the whole file.
+# Any other training than supervised fine-tuning: one reason for the whole file.
 OUT_OF_SCOPE = MappingProxyType(
     {
         "rl": "training on preferences or rewards is not available; without `rl` the file is supervised fine-tuning",
         "reward_model": "reward models are not available",
         "process_reward_model": "reward models are not available",
-        "processor_type": "images and sound are not available: only text is trained",
-        "image_size": "images are not available: only text is trained",
     }
 )
 ONLY_WITH_RL = names(
@@ -97,7 +95,7 @@ ONLY_WITH_RL = names(
     trl vllm ebft dpo_use_weighting dpo_label_smoothing precompute_ref_log_probs dpo_use_liger_kernel dpo_padding_free
     dpo_loss_type dpo_loss_weights dpo_beta dpo_use_logits_to_keep dpo_generate_during_eval dpo_norm_loss rpo_alpha
     orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight rl_beta max_prompt_len
-    center_rewards_coefficient num_labels image_resize_algorithm role_boundaries processor_kwargs
+    center_rewards_coefficient num_labels
     """
 )
 
@@ -238,7 +236,8 @@ MAPPED = names(
     lora_qkv_kernel lora_o_kernel logging_steps saves_per_epoch evals_per_epoch resume_from_checkpoint save_steps
     save_total_limit save_strategy eval_steps eval_strategy evaluation_strategy early_stopping_patience
     load_best_model_at_end metric_for_best_model loss_watchdog_threshold loss_watchdog_patience use_tensorboard
-    dataloader_drop_last output_dir
+    dataloader_drop_last output_dir processor_type image_size image_resize_algorithm processor_kwargs role_boundaries
+    freeze_mm_modules
     """
 )
 

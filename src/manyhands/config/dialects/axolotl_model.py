@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from manyhands.config.dialects.axolotl_images import refuse_tower, split_unfrozen
+from manyhands.config.dialects.images import split_projector
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import show
 
@@ -102,6 +104,12 @@ def _map_full(t: Translator) -> None:
         t.carry("method.name", "full", why)
         return
     patterns = [patterns] if isinstance(patterns, str) else patterns
+    if t.has("processor_type"):
+        refuse_tower(t, patterns)
+        patterns = split_unfrozen(t)[0]  # the projector is one of method.parts
+        if not patterns:
+            t.carry("method.name", "full", "the projector alone is trained")
+            return
     ranges = [pattern for pattern in patterns if _RANGE.search(str(pattern))]
     if ranges:
         t.refuse("unfrozen_parameters", f"{show(ranges[0])}: rows of a matrix cannot be trained alone: name the matrix")
@@ -170,7 +178,10 @@ def _map_targets(t: Translator) -> None:
     else:
         t.carry(native, "peft-default", "PEFT's own choice for the family, as neither lora_target key is set")
     if t.has("lora_modules_to_save"):
-        t.map("lora_modules_to_save", "method.modules_to_save")
+        saved = t.get("lora_modules_to_save")
+        if t.has("processor_type") and isinstance(saved, list):
+            saved = split_projector(saved)[0] or None  # the projector is one of method.parts
+        t.map("lora_modules_to_save", "method.modules_to_save", saved)
     if t.has("lora_model_dir"):
         t.map("lora_model_dir", "method.adapter", str(t.get("lora_model_dir")))
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from manyhands.config.dialects.axolotl_images import TEMPLATES as OF_IMAGES
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import show
 
@@ -118,6 +119,10 @@ def _name_template(t: Translator, key: str, name: str, text_key: str) -> None:
             t.refuse(key, f"the template's text is missing: write it in `{text_key}`")
     elif name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_"):
         t.already(key, "the tokenizer's own template")
+    elif t.has("processor_type") and name in OF_IMAGES:
+        t.substitute(key, {}, f"the model's own template is used, which {name} was made after and which places images")
+    elif t.has("processor_type"):
+        t.refuse(key, f"{show(name)} has no place for images: write tokenizer_default")
     elif name in TEMPLATES:
         t.map(key, native, TEMPLATES[name])
     elif name in _NEAR:

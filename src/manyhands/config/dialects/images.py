@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhands.config.dialects.translation import names
+from manyhands.config.sources import IMAGES
 
 # Modules that lead a tower's features to the text, as transformers' models call them.
 PROJECTORS = names("multi_modal_projector merger deepstack_merger_list connector")
@@ -32,3 +33,12 @@ def split_projector(modules: Sequence[Any]) -> tuple[list[str], bool]:
 def takes_images(model_config: Mapping[str, Any] | None) -> bool:
     """Whether config.json is that of a model with a vision tower."""
     return model_config is not None and bool(model_config.get("vision_config"))
+
+
+def row_has_images(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a column of images, or parts that are images."""
+    if any(row.get(name) not in (None, "", []) for name in IMAGES):
+        return True
+    turns = next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), [])
+    parts = [part for turn in turns if isinstance(turn, Mapping) for part in turn.get("content") or ()]
+    return any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhands.config.dialects import transformers as hf
+from manyhands.config.dialects.images import row_has_images, split_projector, takes_images
 from manyhands.config.dialects.translation import Translator, clean_name, names
 from manyhands.config.keys import show, table
 
@@ -38,6 +39,7 @@ KEYS = (
         "eos_token activation_offloading router_aux_loss_coef env"
     )
 )
+UNLIMITED = 1_000_000  # tokens of a sample
 PLAIN = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -174,7 +176,10 @@ def _map_held_out(t: Translator) -> None:
 def _map_length(t: Translator) -> None:
     for key in ("max_length", "max_seq_length"):
         t.map(key, "data.max_length", t.integer(key))
-    t.carry("data.max_length", 1024, "TRL's default")
+    if "max_length" in t.values and not t.has("max_length"):
+        t.carry("data.max_length", UNLIMITED, "`max_length: null`: TRL cuts nothing")
+    else:
+        t.carry("data.max_length", 1024, "TRL's default")
     t.carry("data.too_long", "truncate", "TRL cuts the end off")
     t.only("truncation_mode", ("keep_start", None), "the start of a sample is kept: write keep_start")
     t.only("packing_strategy", ("bfd", "ffd", None) if t.flag("packing") else (t.get("packing_strategy"),),
@@ -235,6 +240,7 @@ def _map_method(t: Translator) -> None:
     else:
         t.map("use_peft", "method.name", "qlora" if four else "lora")
         _map_adapter(t)
+    _map_parts(t)
     t.already("use_peft")
     if eight:
         t.substitute("load_in_8bit", {}, "there is no 8-bit base: its weights stay in 16 bits")
@@ -262,8 +268,35 @@ def _map_adapter(t: Translator) -> None:
         t.map("lora_target_modules", "method.target_modules", targets if isinstance(targets, list) else [targets])
     t.only("lora_target_parameters", (None, []), "adapters of single parameters (experts) are not available")
     if t.has("lora_modules_to_save"):
-        t.map("lora_modules_to_save", "method.modules_to_save")
+        t.map("lora_modules_to_save", "method.modules_to_save", split_projector(_saved_modules(t))[0] or None)
     for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
         if t.flag(key):
             t.map(key, f"method.{native}", True)
         t.already(key)
+
+
+def _saved_modules(t: Translator) -> list[Any]:
+    saved = t.get("lora_modules_to_save", [])
+    return saved if isinstance(saved, list) else [saved]
+
+
+def _map_parts(t: Translator) -> None:
+    """Of a model of images whose rows have some: everything is trained, or adapters and what is saved beside them."""
+    look, projector = t.around.model_config, split_projector(_saved_modules(t))[1] and t.flag("use_peft")
+    is_multimodal = look is not None and takes_images(look(str(t.get("model_name_or_path"))))
+    row = t.first_row() if is_multimodal else None
+    if row is None or not row_has_images(row):
+        if projector:
+            t.map("lora_modules_to_save", "method.parts", {"projector": "trained"})
+        return
+    if not t.flag("use_peft"):
+        parts = {"vision": "trained", "projector": "trained", "language": "full"}
+        t.carry("method.parts", parts, "without `use_peft` TRL trains tower and projector too")
+        return
+    parts = {"vision": "frozen", "projector": "trained" if projector else "frozen"}
+    t.map("lora_modules_to_save", "method.parts", parts if projector else None)
+    t.carry("method.parts", parts, "adapters alone are trained")
+    targets = t.get("lora_target_modules")
+    if targets and not (isinstance(targets, str) and targets != "all-linear"):
+        why = "adapters are for the language model alone; in TRL the tower's modules of these names have them too"
+        t.substitute("lora_target_modules", {}, why)
