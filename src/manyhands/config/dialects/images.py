@@ -39,6 +39,6 @@ def row_has_images(row: Mapping[str, Any]) -> bool:
     """Whether a row has a column of images, or parts that are images."""
     if any(row.get(name) not in (None, "", []) for name in IMAGES):
         return True
-    turns = next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), [])
+    turns: Sequence[Any] = next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), [])
     parts = [part for turn in turns if isinstance(turn, Mapping) for part in turn.get("content") or ()]
     return any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
