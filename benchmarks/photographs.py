@@ -2,13 +2,13 @@
 
     python -m benchmarks.photographs --folder /tmp/photographs > benchmarks/results/photographs.json
 
-The model is LLaVA in small (half a million parameters, random). A first run trains its language model on text: it writes a
-caption from the words of the caption in any order. A second run trains the projector alone, tower and language model
-frozen, so that images take the place of these words. Photographs are those that scikit-image and scikit-learn ship, cut
-into crops; the held-out crops are others of the same photographs, the held-out shapes stand elsewhere. Measured are the
-held-out loss before and after, with each caption's own image and with another one's, captions that transformers writes
-from the saved folder, and whether frozen weights are the same bits. Without the two packages: shapes alone, and a line
-that says so.
+The model is LLaVA in small (half a million parameters, random). A first run trains its language model on text: it
+writes a caption from the words of the caption in any order. A second run trains the projector alone, tower and language
+model frozen, so that images take the place of these words. Photographs are those that scikit-image and scikit-learn
+ship, cut into crops; the held-out crops are others of the same photographs, the held-out shapes stand elsewhere.
+Measured are the held-out loss before and after, with each caption's own image and with another one's, captions that
+transformers writes from the saved folder, and whether frozen weights are the same bits. Without the two packages: shapes
+alone, and a line that says so.
 """
 
 from __future__ import annotations
@@ -257,7 +257,8 @@ def main() -> None:
         "data": {"train": [str(folder / f"{name}.jsonl") for name in sets if not name.endswith("held-out")],
                  "max_length": 128},
         "batch": {"samples": 32}, "stop": {"epochs": 100, "max_steps": given.steps},
-        "optimizer": {"learning_rate": 3e-3}, "evaluate": {"data": held_out, "prompts": 2, "max_new_tokens": 8, "every_steps": 0},
+        "optimizer": {"learning_rate": 3e-3},
+        "evaluate": {"data": held_out, "prompts": 2, "max_new_tokens": 8, "every_steps": 0},
     })  # fmt: skip
     runs = folder / "runs"
     evaluations = list(losses_of(runs / "projector"))
