@@ -7,8 +7,8 @@ writes a caption from the words of the caption in any order. A second run trains
 model frozen, so that images take the place of these words. Photographs are those that scikit-image and scikit-learn
 ship, cut into crops; the held-out crops are others of the same photographs, the held-out shapes stand elsewhere.
 Measured are the held-out loss before and after, with each caption's own image and with another one's, captions that
-transformers writes from the saved folder, and whether frozen weights are the same bits. Without the two packages: shapes
-alone, and a line that says so.
+transformers writes from the saved folder, and whether frozen weights are the same bits. Without the two packages:
+shapes alone, and a line that says so.
 """
 
 from __future__ import annotations
