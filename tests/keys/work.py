@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.core.errors import FAULT, UserError
+from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.core.files import write_json
 from manyhands.core.world import World
 from manyhands.engine import apply
@@ -275,6 +275,25 @@ def restarts(lab: Lab) -> None:
                 start(lab.config({"launch.restarts": asked}))
         counts.append(len(launches))
     assert counts == [1, 3]
+    plans: list[Plan] = []
+
+    def run_out(folder: RunFolder, plan: Plan, **_: object) -> int:
+        plans.append(plan)
+        error = UserError("out of memory", kind=OUT_OF_MEMORY)
+        folder.ranks.mkdir(exist_ok=True)
+        folder.log(0).touch()
+        folder.write_failed(error, plan)
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_start, "run_workers", run_out)
+        patch.delenv("RANK", raising=False)
+        for asked in (0, 1):
+            with pytest.raises(UserError, match="out of memory"):
+                start(lab.config({"launch.restarts": asked}))
+    first, again, *smaller = plans
+    assert first.layout == again.layout and 1 <= len(smaller) <= launch_start.MAX_SMALLER_PLANS
+    assert all(made.cause == "out_of_memory" for made in smaller)
 
 
 def min_gpus(lab: Lab) -> None:

@@ -4,6 +4,7 @@ error that would only come again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from manyhands.core.errors import FAULT, UserError
 from manyhands.core.files import read_rows, write_json
-from manyhands.core.segments import RankSegments
+from manyhands.core.segments import RankSegments, Segment
 from manyhands.launch import restarts as restarts_module
 from manyhands.launch import start
 from manyhands.launch.heartbeat import Beat, Heartbeat
@@ -101,6 +102,21 @@ def test_a_snapshot_is_announced_as_what_this_machine_has(tmp_path: Path) -> Non
     reach(folder, 7)
     made = str(Restarts(folder, limit=3, segments=segments).decide(killed()))
     assert "restarting from step 6 in host memory, if every rank has it, in 1 s, 1 step lost" in made
+
+
+def test_on_fewer_gpus_shards_in_memory_are_of_no_use_and_attempts_count_anew(tmp_path: Path) -> None:
+    folder, segments = RunFolder(tmp_path), RankSegments(1)
+    with contextlib.closing(segments), contextlib.closing(Segment(segments.paths[0])) as segment:
+        segment.make_room(100)
+        segment.commit(segment.oldest(), 6, 10)
+        save(folder, 4)
+        restarts = Restarts(folder, limit=1, segments=segments)
+        assert restarts.decide(killed()).from_step == 6
+        made = restarts.decide(killed(), "GPU 1 (H100) is lost: it does not answer", memory=False)
+        assert (made.from_step, made.in_memory, made.attempt) == (4, False, 1)
+        assert "(SIGKILL) in stage 'train'; GPU 1 (H100) is lost: it does not answer; restarting from" in str(made)
+        segments.clear()
+        assert segments.newest_step() is None
 
 
 def test_steps_that_are_done_again_are_counted_from_the_newest_that_any_rank_has_begun(tmp_path: Path) -> None:
