@@ -15,6 +15,7 @@ from manyhands.core.errors import EXIT_USAGE
 from manyhands.facts import host
 from manyhands.facts.gpu_kinds import MIB
 from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
+from manyhands.launch.nodes import join_hosts
 from tests.support.tiny import write_tiny_model
 
 GIB = 2**30
@@ -188,3 +189,17 @@ def test_gpus_that_cannot_be_used_are_shown_and_refused(run_file, monkeypatch):
     asked = call("setup-accelerate")  # a start would be refused
     assert "NVML: no library" in asked.output and "get it" in asked.output
     assert "nothing needs to be configured" not in asked.output and "CPU processes" not in asked.output
+
+
+def test_a_gpu_that_does_not_answer_is_shown_and_refused(run_file, monkeypatch):
+    lost = "GPU 1 does not answer (NVML: GPU is lost)"
+    here(monkeypatch, "NVIDIA H200")
+    facts = host.read_host_facts().model_copy(update={"lost_gpus": (lost,)})
+    monkeypatch.setattr(host, "read_host_facts", lambda: facts)
+    for command in ("gpu-info", "memory-check"):
+        assert lost in call(command).stdout
+    monkeypatch.setattr("manyhands.launch.prepare.read_host_facts", host.read_host_facts)
+    result = call("plan", run_file)
+    assert result.exit_code == EXIT_USAGE and lost in result.stderr and "launch.min_gpus=1" in result.stderr
+    nodes = join_hosts([facts.model_copy(update={"name": name}) for name in ("gpu1", "gpu2")])
+    assert nodes.lost_gpus == (f"gpu1: {lost}", f"gpu2: {lost}")

@@ -525,4 +525,5 @@ def test_a_gpu_that_does_not_answer_is_an_error_unless_fewer_are_allowed():
         plan(run_config(), broken)
     assert "launch.min_gpus=3" in refused.value.fix
     assert plan(run_config(launch__min_gpus=3), broken).layout.world_size == 3
+    assert plan(run_config(parallel__gpus=2), broken).layout.world_size == 2, "it is not needed"
     assert plan(run_config(parallel__device="cpu"), broken).layout.world_size == 1

@@ -161,6 +161,8 @@ def _check_torch() -> Iterator[CheckResult]:
         lines = probe.stderr.strip().splitlines()
         yield CheckResult("bad", f"torch cannot be imported: {lines[-1] if lines else 'no message'}", "reinstall torch")
         return
+    for lost in host.lost_gpus:
+        yield CheckResult("bad", lost, "reset or replace it (restart the machine)")
     build, _, usable = probe.stdout.strip().rpartition(" ")
     if host.unusable_gpus is not None:
         unusable = host.unusable_gpus

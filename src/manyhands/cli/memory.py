@@ -28,6 +28,8 @@ def gpu_info() -> None:
         print(describe_unusable(host.unusable_gpus))
     elif not host.gpus:
         print("no GPU found: runs use CPU processes")
+    for lost in host.lost_gpus:
+        print(f"  {lost}")
     for gpu in host.gpus:
         about = f"{gpu.architecture}, {'bfloat16' if gpu.has_bfloat16 else 'no bfloat16'}"
         total, free = format_gib(gpu.memory_bytes), format_gib(gpu.free_bytes)
@@ -102,6 +104,8 @@ def _print_gpus() -> None:
     print(f"Number of GPUs: {len(host.gpus)}")
     if host.unusable_gpus is not None:
         print(describe_unusable(host.unusable_gpus))
+    for lost in host.lost_gpus:
+        print(f"  {lost}")
     for gpu in host.gpus:
         used, total = gpu.memory_bytes - gpu.free_bytes, gpu.memory_bytes
         state = "free" if gpu.free_bytes >= BUSY * total else "in use"

@@ -203,6 +203,7 @@ def join_hosts(hosts: Sequence[HostFacts]) -> HostFacts:
         free_memory_bytes=min(host.free_memory_bytes for host in hosts),
         kind=hosts[0].kind if len(kinds) == 1 else None,
         unusable_gpus=unusable.unusable_gpus if unusable is not None else None,
+        lost_gpus=tuple(f"{host.name}: {lost}" for host in hosts for lost in host.lost_gpus),
     )
 
 

@@ -31,13 +31,8 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
             why=unusable.why,
             fix=f"{unusable.fix}; or set parallel.device=cpu to train on the CPU",
         )
-    if host.lost_gpus and asked != "cpu" and facts.num_left is None and (config.launch.min_gpus or 2**31) > num_gpus:
-        raise UserError(
-            host.lost_gpus[0],
-            why="it has failed, or fallen off the bus",
-            fix=f"reset or replace it (restart the machine), or train on the others: {how_to_go_on(num_gpus)}",
-            details=host.lost_gpus[1:],
-        )
+    if host.lost_gpus and asked != "cpu":
+        _refuse_lost(config, facts, num_gpus)
     gpus = [{"name": gpu.name, "bytes": gpu.memory_bytes} for gpu in host.gpus]
     if not host.is_here and asked == "cpu":
         raise UserError(
@@ -56,6 +51,20 @@ def choose_device(config: RunConfig, facts: Facts) -> tuple[Device, Reason]:
         device: Device = "cuda" if num_gpus else "cpu"
         return device, reason("device", device=device, num_gpus=num_gpus, gpus=gpus, asked=False, is_here=host.is_here)
     return asked, reason("device", device=asked, num_gpus=num_gpus, gpus=gpus, asked=True)
+
+
+def _refuse_lost(config: RunConfig, facts: Facts, num_gpus: int) -> None:
+    """UserError where GPUs that do not answer are needed: as many as asked for, or allowed, do not answer without them,
+    or they are among those of several machines.
+    """
+    asked, least, lost = config.parallel.gpus, config.launch.min_gpus, facts.host.lost_gpus
+    needed = least or (num_gpus + len(lost) if asked == "auto" else asked)
+    if facts.num_left is not None or (num_gpus >= needed and not facts.hosts):
+        return
+    fix = "reset or replace it (restart the machine)"
+    if num_gpus and not facts.hosts:
+        fix += f", or train on the others: {how_to_go_on(num_gpus)}"
+    raise UserError(lost[0], why="it has failed, or fallen off the bus", fix=fix, details=lost[1:])
 
 
 def choose_world_size(config: RunConfig, facts: Facts, device: Device) -> tuple[int, Reason]:
