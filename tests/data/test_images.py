@@ -124,8 +124,15 @@ def test_tokens_and_pixels_are_those_of_the_processor(
     assert facts.max_units_per_token == max(store.train.image_units / store.train.lengths)
     together = collate(store.train, np.arange(4), shape(folder))
     assert together["cu_pixel_values"].tolist() == [0, *np.cumsum(units)]
-    # of each document the loss is on the answer alone, never on what stands for an image
+    # what the host knows: a place for each feature, and of grids where each image ends
     token_id = json.loads((folder / "config.json").read_text())[family_of(folder).images.token_field]
+    places = together["image_places"].tolist()
+    assert places == (together["input_ids"][0] == token_id).nonzero().squeeze(1).tolist()
+    assert len(places) == int(store.train.image_tokens.sum())
+    if "image_grid_thw" in together:
+        ends = together["image_grid_thw"].prod(1).cumsum(0).tolist()
+        assert together["image_cu_seqlens"].tolist() == [0, *ends] and len(together["image_position_ids"]) == ends[-1]
+    # of each document the loss is on the answer alone, never on what stands for an image
     labels = together["labels"][together["labels"] != -100]
     assert len(labels) and token_id not in labels
     assert processor.tokenizer.decode(store.train.sample(1)["tokens"][store.train.sample(1)["mask"]]) == (

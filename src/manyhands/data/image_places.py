@@ -30,7 +30,7 @@ HOST_ENTRIES = frozenset(
     for entry in family.images.entries
     if entry.item != "unit"
 )
-MAX_GRIDS = 1024  # whose inputs are remembered: some hundred bytes a patch
+MAX_GRIDS = 64  # whose inputs are remembered, by each process: some hundred bytes a patch
 # bounds that count up, from 0 for each image, and what the longest stretch between two is called
 LONGEST = {"image_cu_seqlens": "image_max_seqlen", "image_cu_window_seqlens": "image_max_window_seqlen"}
 GRID_ENTRIES = frozenset(
