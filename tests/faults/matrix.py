@@ -205,7 +205,8 @@ class Matrix:
         try:
             return Struck([self.starter.run(start)])
         finally:
-            path.write_bytes(kept)
+            if folder not in path.parents:  # of all runs
+                path.write_bytes(kept)
 
     def start_twice(self, cell: Cell) -> Struck:
         """The same command while the run is in step 2; the first is let go on afterwards."""

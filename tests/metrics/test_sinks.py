@@ -93,6 +93,27 @@ def test_resume_takes_back_later_rows_and_a_torn_line(tmp_path):
     ]
 
 
+def test_what_a_damaged_file_has_lost_is_said_and_what_is_written_again_is_not(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    feed(sink, range(1, 9))
+    sink.close()
+    whole = path.read_text().splitlines(keepends=True)
+
+    def lost(text: str, **changes) -> str:
+        path.write_text(text)
+        sink = JsonlSink(path, **{"resumed_at": 6} | changes)
+        sink.close()
+        return sink.lost
+
+    assert lost("".join(whole)) == lost("".join(whole[:6]) + whole[6][:20]) == ""
+    assert lost("".join(whole[:3]) + whole[3][:20]) == "metrics.jsonl has no steps from 4 to 6"
+    assert lost("".join([whole[0], whole[1][5:], *whole[2:]])) == "metrics.jsonl had damaged lines (1)"
+    assert lost("") == "metrics.jsonl has no steps from 1 to 6"
+    assert lost("".join(whole[4:5]), every_steps=5) == lost("".join(whole[4:5])) == "", "log.every_steps was 5"
+    assert lost("", resumed_at=0) == ""
+
+
 def test_an_evaluation_that_the_checkpoint_does_not_know_is_taken_back_and_the_step_before_it_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path)

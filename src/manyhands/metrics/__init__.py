@@ -29,11 +29,13 @@ def open_sinks(
     same): what was written after them is taken back.
     """
     path = Path(folder)
-    sinks: list[Sink] = [
-        JsonlSink(
-            path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at, evaluated_at=evaluated_at
-        )
-    ]
+    rows = JsonlSink(
+        path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at, evaluated_at=evaluated_at
+    )
+    if rows.lost:
+        for stream in filter(None, (terminal, log)):
+            print(f"warning: {rows.lost}: curves and report lack them; training is not affected", file=stream)
+    sinks: list[Sink] = [rows]
     if config.log.tensorboard:
         sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
     settings = describe_settings(config, plan) | {"model.name": config.model.name}

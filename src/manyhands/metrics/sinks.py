@@ -6,6 +6,7 @@ Sinks are hooks of rank 0. They know results and never the model; ``open_sinks``
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -52,7 +53,7 @@ class JsonlSink(Sink):
         path.parent.mkdir(parents=True, exist_ok=True)
         last_evaluation = resumed_at if evaluated_at is None else evaluated_at
         last = {"step": resumed_at, "evaluation": last_evaluation, "checkpoint": resumed_at}
-        _take_back(path, last if resumed_at else {})
+        self.lost = _take_back(path, last if resumed_at else {}, every_steps)  # what was damaged; nothing if empty
         self.every_steps = every_steps
         self._file = open(path, "a", encoding="utf-8")
         self._devices: Devices = []
@@ -94,22 +95,29 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
-def _take_back(path: Path, last: Mapping[str, int]) -> None:
+def _take_back(path: Path, last: Mapping[str, int], every_steps: int) -> str:
     """Removes rows beyond the ``last`` step of their kind, which will be written again, and a last line that was cut
-    off when the run was killed. A kind that is not named loses all.
+    off when the run was killed. A kind that is not named loses all. Returns what is missing of the others, in words.
     """
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    kept, steps, num_broken = [], [0], 0
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    for line in lines:
         try:
             row = json.loads(line)
-            counts = row["step"] <= last.get(row["kind"], -1)
+            kind, step = row["kind"], row["step"]
+            counts = step <= last.get(kind, -1)
         except (ValueError, KeyError, TypeError):
+            num_broken += line.endswith("\n")
             continue
         if counts and line.endswith("\n"):
             kept.append(line)
-    write_atomically(path, "".join(kept))
+            steps += [step] * (kind == "step")
+    if path.exists():
+        write_atomically(path, "".join(kept))
+    widest = max((after - before for before, after in itertools.pairwise(steps)), default=0)
+    if last.get("step", 0) - steps[-1] >= max(every_steps, widest):
+        return f"{path.name} has no steps from {steps[-1] + 1} to {last['step']}"
+    return f"{path.name} had damaged lines ({num_broken})" if num_broken and last else ""
 
 
 def step_values(result: StepResult) -> dict[str, float]:
