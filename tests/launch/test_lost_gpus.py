@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from manyhands.core.errors import FAULT, UserError
@@ -11,7 +13,7 @@ from manyhands.launch.address import Address
 from manyhands.launch.lost_gpus import LaunchGpus, find_lost
 from manyhands.launch.start import start
 from manyhands.launch.team import Place
-from tests.launch.builders import make_config
+from tests.launch.builders import make_config, make_plan
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c"]
 GIB = 2**30
@@ -70,6 +72,42 @@ def test_a_checkpoint_in_between_forgives_a_device_that_answers(machine) -> None
     launched, named = gpus(), fault("CUDA error: uncorrectable ECC error encountered")
     assert [launched.find_lost(named, step) for step in (None, 100, 200)] == [{}, {}, {}]
     assert launched.find_lost(named, 200) == {1: "it has failed 2 times in this launch"}
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "error", "why"),
+    [
+        (0, "RESULT [700.0]", "", ""),
+        (0, "RESULT []", "", "CUDA does not list it"),
+        (1, "", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32 MiB", ""),
+        (
+            1,
+            "",
+            "Traceback\nRuntimeError: CUDA error: unknown error",
+            "cannot multiply a matrix: RuntimeError: CUDA error",
+        ),
+        (-11, "", "", "cannot multiply a matrix: exit code -11"),
+    ],
+)
+def test_what_a_test_of_a_gpu_finds(
+    monkeypatch: pytest.MonkeyPatch, code: int, output: str, error: str, why: str
+) -> None:
+    asked: list[dict[str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(env)
+        return subprocess.CompletedProcess(command, code, output, error)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = gpus()._probe(1)
+    assert why in found and bool(found) == bool(why) and asked[0]["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_well_is_not_lost() -> None:
+    launched = LaunchGpus.of(make_plan(1, device="cuda"))
+    assert launched.gpus and launched._ask_driver() == {} and launched._probe(0) == ""
+    assert launched.find_lost(fault("CUDA error: uncorrectable ECC error encountered", rank=0)) == {}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from manyhands.launch.workers import report_end, run_workers
 from manyhands.plan.sentences import sentence_of
 
 LOG_WIDTH = 180  # columns of a plan in the log
-MAX_SMALLER_PLANS = 4  # each has at most half the tokens a micro-batch
+MAX_SMALLER_PLANS = 4  # each is estimated to need a tenth less, or has at most half the tokens a micro-batch
 
 
 Beside = Callable[[RunFolder], AbstractContextManager[object]]
