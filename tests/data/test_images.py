@@ -16,7 +16,7 @@ from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork, rotary_positions
 from manyhands.data.image_files import PixelBounds, decode
-from manyhands.data.image_processor import family_of
+from manyhands.data.image_processor import cut, family_of
 from manyhands.data.image_streams import from_streams
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
@@ -114,10 +114,10 @@ def test_tokens_and_pixels_are_those_of_the_processor(
         assert sample["tokens"].tolist() == list(expected["input_ids"][0])
         batch = collate(store.train, np.array([number]), shape(folder))
         for name in names if len(from_streams(sample)) else ():
-            values = _squares(expected[name]) if name == "pixel_values" else np.asarray(expected[name])
+            values = _squares(expected) if name == "pixel_values" else np.asarray(expected[name])
             found = batch[name].numpy()
             assert np.array_equal(found, values.reshape(found.shape)), name
-    units = [0 if "pixel_values" not in each else len(_squares(each["pixel_values"])) for each in made]
+    units = [0 if "pixel_values" not in each else len(_squares(each)) for each in made]
     assert store.train.image_units.tolist() == units and store.train.num_images.tolist() == [1, 2, 0, 1]
     assert (facts.num_images, facts.max_image_units) == (4, max(units))
     assert facts.mean_image_units == pytest.approx(sum(units) / 4)
@@ -144,9 +144,13 @@ def _open(part: dict[str, Any], folder: Path) -> dict[str, Any]:
     return image(Image.open(folder / part["image"])) if part["type"] == "image" else part
 
 
-def _squares(pixels: Any) -> np.ndarray:
-    """Squares or patches end to end, without those that only fill images of fewer squares up."""
-    values = np.asarray(pixels)
+def _squares(made: Any) -> np.ndarray:
+    """Squares or patches end to end, without what only fills images up that are smaller or fewer squares."""
+    values = np.asarray(made["pixel_values"])
+    if values.ndim == 4 and "image_sizes" in made and "batch_num_images" not in made:  # whole images of their own sizes
+        return np.concatenate(
+            [cut(image[:, :h, :w], 14) for image, (h, w) in zip(values, made["image_sizes"], strict=True)]
+        )
     if values.ndim < 5:
         return values
     squares = values.reshape(-1, *values.shape[2:])

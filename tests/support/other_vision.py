@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.multimodal import _CLIP, _SIGLIP, _SIZES, _UNTIED
+from tests.support.multimodal import _CLIP, _PIXTRAL, _SIGLIP, _SIZES, _UNTIED
 
 _SQUARE = {"height": 28, "width": 28}
 
-HOMES = {"vipllava": "llava", "qwen3_5": "qwen3_vl"}  # whose processor it is
+HOMES = {"vipllava": "llava", "qwen3_5": "qwen3_vl", "mistral3": "pixtral"}  # whose processor it is
 LIKE_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llava_next_video": (
         "llama",
@@ -19,6 +19,12 @@ LIKE_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
         {"image_token_index": 250, "video_token_index": 251, "image_grid_pinpoints": [[28, 28]]} | _UNTIED,
     ),
 }
+LIKE_OTHERS["lighton_ocr"] = (
+    "qwen3",
+    {},
+    {"vision_config": _PIXTRAL},
+    {"image_token_id": 250, "spatial_merge_size": 2} | _UNTIED,
+)
 LIKE_OTHERS |= {
     kind: (
         "glm4v_text",

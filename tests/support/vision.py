@@ -8,6 +8,7 @@ same folder, as a reference. Imports torch only when called.
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tests.support import multimodal, other_vision, tiny
 
 FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl")
 # whose layout is that of one of these: prepared and checked, not trained in tests
-LIKE_THEM = ("qwen2_vl", "qwen3_5", "llava_next", "llava_next_video", "glm4v", "glm46v")
+LIKE_THEM = ("qwen2_vl", "qwen3_5", "llava_next", "llava_next_video", "glm4v", "glm46v", "mistral3", "lighton_ocr")
 CHAT = (
     "{{% for message in messages %}}<|im_start|>{{{{ message['role'] + '\\n' }}}}"
     "{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}"
@@ -93,6 +94,20 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         )
         for kind, name in {"glm4v": "Glm4v", "glm46v": "Glm46V"}.items()
     },
+    "mistral3": (
+        {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        "[IMG]",
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84}, "patch_size": 14},
+        {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+        {"image_token_index": "image_token"},
+    ),
+    "lighton_ocr": (
+        {"image_token": "<|image_pad|>", "image_break_token": "<|vision_pad|>", "image_end_token": "<|vision_end|>"},
+        "<|image_pad|>",
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84}, "patch_size": 28},
+        {"processor_class": "LightOnOcrProcessor", "patch_size": 14, "spatial_merge_size": 2},
+        {"image_token_id": "image_token"},
+    ),
     **{
         f"llava_next{video}": (
             {"image_token": "<image>"} | ({"video_token": "<video>"} if video else {}),
@@ -243,6 +258,9 @@ def processor_of(folder: Path, family: str) -> Any:
     layout = family_of(folder).images
     assert layout is not None
     home = other_vision.HOMES.get(family, family)
+    if home == "pixtral":  # it takes a size from the module of torchvision, which the other has too
+        pil = importlib.import_module("transformers.models.pixtral.image_processing_pil_pixtral")
+        sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", pil)
     module = importlib.import_module(f"transformers.models.{home}.processing_{home}")
     values = dict((KINDS | other_vision.KINDS)[family][3])
     kind = getattr(module, values.pop("processor_class"))

@@ -108,6 +108,9 @@ class ImageProcessor:
             patches, grid = self._cut_patches(pixels)
             return {PIXELS: patches, "image_grid_thw": np.array([[1, *grid]], dtype=np.int64)}
         entries = {PIXELS: self._run(pixels, alone)[PIXELS]}
+        if self.layout.layout == "sizes":
+            (whole,) = entries[PIXELS]
+            return {PIXELS: cut(whole, int(self.values["patch_size"])), "image_sizes": np.array([whole.shape[1:]])}
         if self.layout.layout == "anyres":
             entries["image_sizes"] = np.array([[height, width]], dtype=np.int64)
         return entries
@@ -141,6 +144,10 @@ class ImageProcessor:
             side = int(self.values["patch_size"])
             return ImageShape(size, rows * columns, (side, side), (rows, columns), alone)
         squares = made[PIXELS]
+        if self.layout.layout == "sizes":
+            side = int(self.values["patch_size"])
+            rows, columns = squares.shape[-2] // side, squares.shape[-1] // side
+            return ImageShape(size, rows * columns, (side, side), (rows, columns), alone)
         grid = (int(made["rows"][0][0]), int(made["cols"][0][0])) if "rows" in made else (0, 0)
         return ImageShape(size, len(squares), (squares.shape[-2], squares.shape[-1]), grid, alone)
 
@@ -150,7 +157,7 @@ class ImageProcessor:
 
         image = Image.fromarray(pixels)
         images: Any = [[image]] if self.layout.layout != "anyres" or alone else [[image, image]]
-        made = dict(self._processor(images, **NO_FLOATS, **self.layout.arguments))
+        made = dict(self._processor(images, **NO_FLOATS, **self.layout.arguments(self.values)))
         if self.layout.layout != "patches":
             squares = made[PIXELS]
             squares = squares[0] if np.ndim(squares[0]) == 4 else squares
@@ -173,6 +180,13 @@ class ImageProcessor:
         parts = image.reshape(3, rows // merge, merge, side, columns // merge, merge, side)
         patches = parts.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3, side, side)
         return patches.astype(np.uint8, copy=False), (rows, columns)
+
+
+def cut(image: np.ndarray, side: int) -> np.ndarray:
+    """Patches (patches, 3, side, side) of an image (3, H, W), row by row."""
+    rows, columns = image.shape[1] // side, image.shape[2] // side
+    parts = image.reshape(3, rows, side, columns, side)
+    return np.ascontiguousarray(parts.transpose(1, 3, 0, 2, 4).reshape(rows * columns, 3, side, side))
 
 
 def _load(folder: Path) -> Any:

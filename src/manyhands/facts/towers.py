@@ -55,7 +55,7 @@ def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
     block = max(blocks.values(), key=lambda block: sum(map(math.prod, block.values())), default={})
     linears = {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in block.items() if len(shape) == 2}
     hidden = min((min(shape) for shape in linears.values()), default=_size(vision, "embed_dim", "hidden_size"))
-    patches = family.images is None or family.images.layout != "patches"
+    patches = family.images is None or not family.images.counts_patches
     side = _first(vision.get("image_size")) or 0
     patch = _first(vision.get("patch_size")) or _patch_in_files(parts["vision"]) or 14
     num_patches = max(1, side // patch) ** 2 if patches else 1
@@ -97,11 +97,12 @@ def _modules(shapes: Shapes, known: tuple[str, ...]) -> tuple[str, ...]:
 def _tokens_per_unit(config: Mapping[str, Any], vision: Mapping[str, Any], patches: int, squares: bool) -> float:
     """Placeholders in the text for each unit, that is patch or square."""
     if not squares:
-        return 1 / (vision.get("spatial_merge_size") or 2) ** 2
+        return 1 / (vision.get("spatial_merge_size") or config.get("spatial_merge_size") or 2) ** 2
     if config.get("mm_tokens_per_image"):
         return float(config["mm_tokens_per_image"])
-    if config.get("scale_factor"):
-        return patches / config["scale_factor"] ** 2
+    for factor in ("scale_factor", "downsample_factor"):
+        if config.get(factor):
+            return float(patches / config[factor] ** 2)
     return patches * float(config.get("downsample_ratio") or 1.0) ** 2
 
 

@@ -66,10 +66,11 @@ class ImageLayout:
 
     ``patches``: an image is as many patches as its size gives, each a vector; ``images``: each image (or crop) is one
     square; ``tiles``: each is divided into some squares of one size; ``anyres``: likewise, and the text part needs the
-    size of the whole. A unit, in which the work of a tower is counted, is a patch of the first, else a square.
+    size of the whole; ``sizes``: each keeps its own size, as patches row by row, which the forward pass wants as whole
+    images. A unit, in which the work of a tower is counted, is a patch of the first and the last, else a square.
     """
 
-    layout: Literal["patches", "images", "tiles", "anyres"]
+    layout: Literal["patches", "images", "tiles", "anyres", "sizes"]
     entries: tuple[ImageEntry, ...]
     expand: Expand  # what the processor writes in place of an image's placeholder
     words: Mapping[str, str]  # names of the tokens in it, as the tokenizer has them, and their usual spelling
@@ -77,7 +78,8 @@ class ImageLayout:
     token: str = "image_token"  # which of them stands where features go
     token_field: str = "image_token_id"  # its id in config.json
     fields: Mapping[str, Any] = field(default_factory=dict)  # of processor_config.json, and their defaults
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # that the processor hands to the image processor
+    # what the processor hands to the image processor, by its own values
+    arguments: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
     mrope: bool = False  # positions of text have three axes: entry ``rope_positions`` (3, 1, T)
     grid_inputs: tuple[str, ...] = ()  # what the tower takes if it is given, and else finds by its grids, waiting
     leading_axis: bool = False  # the forward pass wants one more axis before its squares
@@ -85,6 +87,11 @@ class ImageLayout:
     inferred: bool = False  # from the model's own files: its processor writes and cuts, and the loaded model is checked
     # the first module with weights in a projector that averages patches before: what goes in there is the smaller
     after_pooling: str = ""
+
+    @property
+    def counts_patches(self) -> bool:
+        """Whether a unit is a patch; else it is a square."""
+        return self.layout in ("patches", "sizes")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ IMAGES = ImageLayout(
     placeholder="boi_token",
     token_field="image_token_index",
     fields={"image_seq_length": 256},
-    arguments={"do_convert_rgb": True, "do_pan_and_scan": False},
+    arguments=lambda _: {"do_convert_rgb": True, "do_pan_and_scan": False},
     bidirectional=True,
     after_pooling="mm_soft_emb_norm",
 )

@@ -33,7 +33,7 @@ IDEFICS3 = Family(
             "global_image_token": "<global-img>",
         },
         fields={"image_seq_len": 169},
-        arguments={"return_row_col_info": True},
+        arguments=lambda _: {"return_row_col_info": True},
         leading_axis=True,
     ),
 )

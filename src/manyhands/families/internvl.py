@@ -25,7 +25,7 @@ INTERNVL = Family(
         placeholder="context_image_token",
         token="context_image_token",
         fields={"image_seq_length": 256},
-        arguments={"crop_to_patches": True},
+        arguments=lambda _: {"crop_to_patches": True},
     ),
 )
 

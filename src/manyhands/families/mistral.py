@@ -1,6 +1,28 @@
-"""Mistral, and Mistral 3 with images around it."""
+"""Mistral, Mistral 3 with images around it, and LightOnOCR, which has its tower around Qwen 3."""
 
-from manyhands.families.family import Family, KnownModule
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.families.family import Family, ImageEntry, ImageLayout, ImageShape, KnownModule
+
+
+def _count_merged(image: ImageShape, processor: Mapping[str, Any]) -> tuple[int, int]:
+    merge = processor["spatial_merge_size"]
+    return image.grid[0] // merge, image.grid[1] // merge
+
+
+def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
+    rows, columns = _count_merged(image, processor)
+    row = processor["image_token"] * columns
+    return processor["image_break_token"].join([row] * rows) + processor["image_end_token"]
+
+
+def _expand_plainly(image: ImageShape, processor: Mapping[str, Any]) -> str:
+    rows, columns = _count_merged(image, processor)
+    return processor["image_token"] * (rows * columns)
+
+
+PATCHES = (ImageEntry("pixel_values", "unit", (3, None, None), "float32"), ImageEntry("image_sizes", "image", (2,)))
 
 MISTRAL = Family(
     name="Mistral",
@@ -31,6 +53,28 @@ MISTRAL3 = Family(
     packs=True,
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
+    images=ImageLayout(
+        "sizes",
+        PATCHES,
+        _expand,
+        {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        token_field="image_token_index",
+        fields={"patch_size": 16, "spatial_merge_size": 1},
+        arguments=lambda values: {"patch_size": values["patch_size"] * values["spatial_merge_size"]},
+    ),
+)
+LIGHTON_OCR = Family(
+    name="LightOnOCR",
+    model_types=("lighton_ocr",),
+    towers=("model.vision_encoder",),
+    projectors=("model.vision_projection",),
+    images=ImageLayout(
+        "sizes",
+        PATCHES,
+        _expand_plainly,
+        {"image_token": "<|image_pad|>"},
+        fields={"patch_size": 14, "spatial_merge_size": 2},
+    ),
 )
 
-FAMILIES = (MISTRAL, MISTRAL3)
+FAMILIES = (MISTRAL, MISTRAL3, LIGHTON_OCR)

@@ -31,7 +31,7 @@ _ALIKE = {
     QUERIES: "blip-2 instructblip instructblipvideo",
     NO_SDPA: "got_ocr2 pp_chart2table",
     TIMM: "fast_vlm gemma3n",
-    OWN_SIZE: "idefics2 lighton_ocr minicpmv4_6 mistral3",
+    OWN_SIZE: "idefics2 minicpmv4_6",
     CODEBOOK: "chameleon emu3",
     POSITIONS: "cohere_compass cosmos3_edge cosmos3_omni glm_ocr glmga hunyuan_vl paddleocr_vl",
     OMNI: "qwen2_5_omni qwen2_5_omni_thinker",

@@ -183,6 +183,8 @@ class Images:
             inputs = {name: value.to(inputs["pixel_values"].device) for name, value in inputs.items()}
         if self.layout.leading_axis:
             inputs["pixel_values"] = inputs["pixel_values"][None]
+        if self.layout.layout == "sizes":
+            inputs["pixel_values"] = join_patches(inputs["pixel_values"], inputs["image_sizes"])
         return inputs
 
     def _features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -237,6 +239,10 @@ class Images:
             size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
             grid = torch.tensor([[1, merge, merge]])
             return {"pixel_values": torch.ones(merge**2, size, device=device), "image_grid_thw": grid}
+        if self.layout.layout == "sizes":
+            merge, patch = getattr(config, "spatial_merge_size", 1), vision.patch_size
+            patches = torch.ones(merge**2, 3, patch, patch, device=device)
+            return {"pixel_values": patches, "image_sizes": torch.tensor([[merge * patch, merge * patch]])}
         side = vision.image_size[0] if isinstance(vision.image_size, list | tuple) else vision.image_size
         if self.layout.layout != "anyres":
             return {"pixel_values": torch.ones(1, 3, side, side, device=device)}
@@ -249,6 +255,20 @@ class Images:
         )  # as large as this canvas: itself, and its tiles
         squares = torch.ones(1 + (height // side) * (width // side), 3, side, side, device=device)
         return {"pixel_values": squares, "image_sizes": torch.tensor([[height, width]])}
+
+
+def join_patches(patches: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Images (images, 3, H, W), padded with zeros to the largest, of their patches (n, 3, p, p), row by row, and
+    their ``sizes`` (images, 2)."""
+    listed, side = sizes.tolist(), patches.shape[-1]
+    joined = patches.new_zeros(len(listed), 3, max(height for height, _ in listed), max(width for _, width in listed))
+    begin = 0
+    for image, (height, width) in zip(joined, listed, strict=True):
+        rows, columns = height // side, width // side
+        part = patches[begin : begin + rows * columns].view(rows, columns, 3, side, side)
+        image[:, :height, :width] = part.permute(2, 0, 3, 1, 4).reshape(3, height, width)
+        begin += rows * columns
+    return joined
 
 
 def _check_count(model: Any, found: int, expected: int) -> None:
