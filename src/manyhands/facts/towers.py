@@ -110,7 +110,7 @@ def _projector_values(
     config: Mapping[str, Any], family: Family, hidden: int, patches: int, tokens_per_unit: float
 ) -> float:
     """Of a unit: of each patch the tower's result, or those of several layers; averages where patches are averaged."""
-    if family.images is None or family.images.inferred:
+    if family.images is None or family.images.inferred or not family.images.keeps_features:
         return 0.0
     layers = config.get("vision_feature_layer")
     rows = tokens_per_unit if family.images.after_pooling else patches

@@ -87,6 +87,7 @@ class ImageLayout:
     inferred: bool = False  # from the model's own files: its processor writes and cuts, and the loaded model is checked
     # the first module with weights in a projector that averages patches before: what goes in there is the smaller
     after_pooling: str = ""
+    keeps_features: bool = True  # where features leave the tower was tried: they may be kept (``data.cache_features``)
 
     @property
     def counts_patches(self) -> bool:

@@ -17,14 +17,21 @@ GLM4 = Family(
     packs=True,
 )
 
-GLM4V_TEXT = replace(GLM4, name="GLM-4V", model_types=("glm4v_text",), head_dim=None, packs=None)
+GLM4V_TEXT = replace(
+    GLM4, name="GLM-4V", model_types=("glm4v_text",), head_dim=None, flags={}, qkv_bias=True, packs=None
+)
 GLM4V = Family(
     name="GLM-4V",
     model_types=("glm4v", "glm46v"),
     text_model_type="glm4v_text",
     towers=("model.visual",),
     projectors=("model.visual.downsample", "model.visual.merger"),
-    images=replace(QWEN_IMAGES, words={"image_token": "<|image|>"}, grid_inputs=("position_ids", "cu_seqlens")),
+    images=replace(
+        QWEN_IMAGES,
+        words={"image_token": "<|image|>"},
+        grid_inputs=("position_ids", "cu_seqlens"),
+        keeps_features=False,
+    ),
 )
 
 FAMILIES = (GLM4, GLM4V_TEXT, GLM4V)

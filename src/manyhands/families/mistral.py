@@ -60,6 +60,7 @@ MISTRAL3 = Family(
         {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
         token_field="image_token_index",
         fields={"patch_size": 16, "spatial_merge_size": 1},
+        keeps_features=False,
         arguments=lambda values: {"patch_size": values["patch_size"] * values["spatial_merge_size"]},
     ),
 )
@@ -74,6 +75,7 @@ LIGHTON_OCR = Family(
         _expand_plainly,
         {"image_token": "<|image_pad|>"},
         fields={"patch_size": 14, "spatial_merge_size": 2},
+        keeps_features=False,
     ),
 )
 

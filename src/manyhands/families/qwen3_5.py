@@ -18,7 +18,7 @@ QWEN3_5 = Family(
     text_model_type="qwen3_5_text",
     towers=("model.visual",),
     projectors=("model.visual.merger",),
-    images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens", "interp_indices")),
+    images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens", "interp_indices"), keeps_features=False),
 )
 
 FAMILIES = (QWEN3_5_TEXT, QWEN3_5)
