@@ -263,7 +263,7 @@ def lost_steps(audit: Path) -> int:
 def first_line(text: str) -> str:
     """What a user reads first, without folders."""
     lines = text.splitlines()
-    for mark in ("restarting", "error:", "resumes", "starts it again", "warning:", "Signal 9"):
+    for mark in ("restarting", "error:", "resumes", "starts it again", "warning:", "is damaged", "Signal 9"):
         for line in lines:
             if mark in line:
                 return re.sub(r"/[^ ;,:']*/", "", line.strip())[:160]

@@ -15,6 +15,7 @@ import pytest
 
 from manyhands.core.errors import OUT_OF_MEMORY, UserError
 from manyhands.launch.prepare import prepare_run
+from manyhands.launch.resume_rules import refuse_other_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
 from manyhands.plan.types import RanOut
@@ -63,6 +64,20 @@ def pretend_checkpoint(folder: RunFolder, step: int) -> None:
 
 def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_data_that_is_gone_is_no_other_run(world, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    config = make_config()
+    before = config.model_copy(update={"data": config.data.model_copy(update={"train": str(rows)})})
+    now = config.model_copy(update={"data": config.data.model_copy(update={"train": "rows.jsonl"})})
+    with pytest.raises(UserError, match="another run named"):
+        refuse_other_run(before, now, "runs/demo")
+    rows.unlink()
+    with pytest.raises(UserError, match="no such data file") as caught:
+        refuse_other_run(before, now, "runs/demo")
+    assert caught.value.where == str(rows) and "data.train" in caught.value.fix
 
 
 def test_a_first_start_writes_run_and_plan(world):

@@ -87,6 +87,7 @@ def refuse_other_run(before: RunConfig, config: RunConfig, where: str) -> None:
     """UserError if the folder ``where`` holds another run than ``config``."""
     differences = differing_keys(before, config)
     if differences:
+        _refuse_lost_data(before, config)
         raise UserError(
             f"this folder contains another run named {config.name!r}",
             where=where,
@@ -94,6 +95,17 @@ def refuse_other_run(before: RunConfig, config: RunConfig, where: str) -> None:
             fix="restore the keys to resume that run, choose another name=..., or use --fresh for a new folder",
             details=differences,
         )
+
+
+def _refuse_lost_data(before: RunConfig, config: RunConfig) -> None:
+    """UserError where a name in ``data`` was that of a file, which is gone: it is taken for a dataset of the hub."""
+    for key in ("train", "validation"):
+        old, new = getattr(before.data, key), getattr(config.data, key)
+        if not isinstance(old, str) or not isinstance(new, str) or old == new or Path(old).exists():
+            continue
+        if Path(old).is_absolute() and not Path(new).is_absolute() and Path(old).name == Path(new).name:
+            why = f"the run {config.name!r} was started with it"
+            raise UserError("no such data file", where=old, why=why, fix=f"restore the file of data.{key}")
 
 
 def refuse_other_course(before: Plan, after: Plan, folder: RunFolder) -> None:
