@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from manyhands.core.errors import UserError
+from manyhands.data.image_batch import ImageWork
+from manyhands.data.image_files import PixelBounds
 from manyhands.data.image_places import HOST_ENTRIES, place_images, tower_sizes
+from manyhands.data.image_probe import ProbeImages
+from manyhands.data.tokenizer import load_tokenizer
 from manyhands.families import find
 from manyhands.model.structure import auto_class_of
 from manyhands.model.tower_attention import TOWER, attend_each, attend_tower
+from tests.support import vision
 from tests.support.building import on_meta
 from tests.support.images import FAMILIES, IMAGE, QWEN, make_document, pack
 from tests.support.layouts import build
@@ -119,6 +125,28 @@ def test_nothing_that_leads_through_the_model_reads_the_device(folders: dict[str
                 model(batch)
         else:
             model(batch)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5", "glm4v"])
+def test_nor_do_towers_like_those_of_qwen(tmp_path: Path, family: str) -> None:
+    """With drawn images that are collated as a run's are. GLM-4V's tower takes grids too, which are then on the device,
+    and read once more when all its layers are through.
+    """
+    folder = vision.write_tiny_vision(tmp_path, family)
+    config = tiny_run(folder)
+    work = ImageWork(str(folder), PixelBounds.of(config.data))
+    probe = ProbeImages(config, work, load_tokenizer(folder))
+    batch, _ = probe.batch([(np.arange(1, 9), 0), (np.arange(1, 7), 1)], packed=True)
+    model, _ = on_meta(tiny_plan(folder, parts=TRAINED, attention="varlen"), config)
+    model.model.to(torch.bfloat16)
+    assert model.images is not None
+    if family == "glm4v":
+        with pytest.raises(NotImplementedError) as waits:
+            model.images.decoder_inputs(model.model, on_device(batch, "meta"))
+        assert "split_sizes" in str([str(frame.statement) for frame in waits.traceback])
+        return
+    inputs = model.images.decoder_inputs(model.model, on_device(batch, "meta"))
+    assert inputs["inputs_embeds"].shape[:2] == batch["input_ids"].shape
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "llava_onevision", "idefics3"])

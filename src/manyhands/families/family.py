@@ -82,6 +82,7 @@ class ImageLayout:
     arguments: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
     mrope: bool = False  # positions of text have three axes: entry ``rope_positions`` (3, 1, T)
     grid_inputs: tuple[str, ...] = ()  # what the tower takes if it is given, and else finds by its grids, waiting
+    reads_grids: bool = False  # the tower works with the grids themselves too, on the device
     leading_axis: bool = False  # the forward pass wants one more axis before its squares
     bidirectional: bool = False  # the tokens of an image attend to each other in both directions
     inferred: bool = False  # from the model's own files: its processor writes and cuts, and the loaded model is checked

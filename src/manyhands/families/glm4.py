@@ -31,6 +31,7 @@ GLM4V = Family(
         words={"image_token": "<|image|>"},
         grid_inputs=("position_ids", "cu_seqlens"),
         keeps_features=False,
+        reads_grids=True,
     ),
 )
 

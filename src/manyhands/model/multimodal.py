@@ -200,7 +200,8 @@ class Images:
         the device and waits for it. Sizes of whole images (``anyres``) are read by the host alone.
         """
         known = {name: batch[name] for name in GRID_ENTRIES if name in batch}
-        inputs = self._inputs(batch, on_device=not known and self.layout.layout != "anyres") | known
+        by_host = self.layout.layout == "anyres" or (known and not self.layout.reads_grids)
+        inputs = self._inputs(batch, on_device=not by_host) | known
         found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
         features = found.pooler_output
         parts = features if isinstance(features, tuple | list) else [features]
