@@ -197,10 +197,10 @@ class Images:
         """Features (n, e) of all images, and those that further layers of the decoder add (``deepstack``).
 
         What follows from the grids alone is taken from the batch. Where it is not there, transformers works it out on
-        the device and waits for it. Sizes of whole images (``anyres``) are read by the host alone.
+        the device and waits for it. Sizes of whole images are read by the host alone.
         """
         known = {name: batch[name] for name in GRID_ENTRIES if name in batch}
-        by_host = self.layout.layout == "anyres" or (known and not self.layout.reads_grids)
+        by_host = self.layout.layout in ("anyres", "sizes") or (known and not self.layout.reads_grids)
         inputs = self._inputs(batch, on_device=not by_host) | known
         found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
         features = found.pooler_output
