@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from manyhands.checkpoint.manifest import (
 from manyhands.checkpoint.tensors import (
     MODEL,
     OPTIMIZER,
+    STEP,
     ConvertsState,
     LoadPlanner,
     checkpoint_tensors,
@@ -151,6 +153,47 @@ def load_checkpoint(
     return json.loads((folder / TRAIN_STATE).read_text(encoding="utf-8"))
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that fits. ``has_states``: of the optimizer, which it lacks before the first step."""
+
+    saved: dict[str, Any]
+    has_states: bool
+
+
+def open_checkpoint(
+    folder: Path, trained: dict[str, nn.Parameter], states: Sequence[str], *, is_checked: bool
+) -> Opened:
+    """For a layout that reads the files itself: checks that they hold ``trained`` (whose shapes and dtypes are asked
+    alone), and for each the optimizer states ``states`` of its shape and dtype, and ``step``, or none at all. UserError
+    on every rank. Collective.
+    """
+    rank, _ = this_rank()
+    manifest = run_on_all_ranks(lambda: read_manifest(folder))[rank] if is_checked else check_files(folder)
+    wanted = describe({f"{OPTIMIZER}{key}.{name}": p for name, p in trained.items() for key in states})
+    saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(OPTIMIZER)}
+    steps = {f"{OPTIMIZER}{STEP}.{name}" for name in trained}
+
+    def check() -> None:
+        _check_fit(folder, trained, manifest.tensors, exact=True)
+        others = [name for name in saved.keys() | wanted.keys() if not _agree(wanted.get(name), saved.get(name))]
+        if saved and (others := sorted(set(others) - (steps & saved.keys()))):
+            raise _refused(folder, others, manifest.world_size)
+
+    run_on_all_ranks(check)
+    return Opened(json.loads((folder / TRAIN_STATE).read_text(encoding="utf-8")), bool(saved))
+
+
+def _refused(folder: Path, states: Sequence[str], world_size: int) -> UserError:
+    return UserError(
+        "the checkpoint's optimizer states cannot be loaded in this layout of ranks",
+        where=str(folder),
+        why=f"{len(states)} of them are kept in another form than {world_size} ranks had them in",
+        fix=f"resume on {world_size} processes with the same parallel.strategy",
+        details=[name.removeprefix(OPTIMIZER) for name in states[:MAX_DETAILS]],
+    )
+
+
 def _find_others(
     folder: Path,
     trained: dict[str, nn.Parameter],
@@ -176,13 +219,7 @@ def _find_others(
     others = [name for name in sorted(here.keys() | there.keys()) if not _agree(here.get(name), there.get(name))]
     refused = [name for name in others if not converts(name)]
     if refused:
-        raise UserError(
-            "the checkpoint's optimizer states cannot be loaded in this layout of ranks",
-            where=str(folder),
-            why=f"{len(refused)} of them are kept in another form than {manifest.world_size} ranks had them in",
-            fix=f"resume on {manifest.world_size} processes with the same parallel.strategy",
-            details=[name.removeprefix(OPTIMIZER) for name in refused[:MAX_DETAILS]],
-        )
+        raise _refused(folder, refused, manifest.world_size)
     return others
 
 

@@ -1,5 +1,5 @@
-"""Which slices of a checkpoint's tensors this rank writes, and into which safetensors files. Every rank finds its own
-without communication; no slice is written twice.
+"""Which slices of a checkpoint's tensors this rank writes, and into which safetensors files, and reading any range out
+of them. Every rank finds its own without communication; no slice is written twice.
 
 Files are those of torch's ``HuggingFaceStorageWriter`` (distributed/checkpoint/hf_storage.py), which
 ``HuggingFaceStorageReader`` reads into any layout: each holds slices, and their offsets in the full tensors under
@@ -9,9 +9,11 @@ Files are those of torch's ``HuggingFaceStorageWriter`` (distributed/checkpoint/
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -67,6 +69,55 @@ class ShardFile:
         text = json.dumps(fields).encode("ascii")
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Rows of a full tensor in a file: its flat values from ``first`` on."""
+
+    path: Path
+    at: int  # bytes
+    first: int
+    count: int
+    dtype: torch.dtype
+
+
+class ShardReader:
+    """Flat ranges of a checkpoint's tensors, whichever files hold them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the files' headers. ValueError where a slice is not of full rows."""
+        self._pieces: dict[str, list[StoredPiece]] = {}
+        dtypes = {name: dtype for dtype, name in _NAMES.items()}
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
+            offsets = json.loads(header.pop("__metadata__")["DCP_SHARDING_INFO"])
+            for name, entry in header.items():
+                first_row, *rest = offsets[name]["saved_offsets"]
+                if any(rest):
+                    raise ValueError(f"{path.name} has a part of the rows of {name}")
+                width, at = math.prod(entry["shape"][1:]), 8 + length + entry["data_offsets"][0]
+                piece = StoredPiece(path, at, first_row * width, entry["shape"][0] * width, dtypes[entry["dtype"]])
+                self._pieces.setdefault(name, []).append(piece)
+
+    def read(self, name: str, first: int, count: int) -> torch.Tensor:
+        """The values ``first`` to ``first + count`` of the full tensor, flat (count). KeyError, or ValueError where the
+        files do not have all of them.
+        """
+        pieces, done = self._pieces[name], 0
+        found = torch.empty(count, dtype=pieces[0].dtype)
+        memory, size = found.view(torch.uint8).numpy().data, found.element_size()
+        for piece in pieces:
+            begin, end = max(first, piece.first), min(first + count, piece.first + piece.count)
+            if begin < end:
+                with piece.path.open("rb") as file:
+                    file.seek(piece.at + (begin - piece.first) * size)
+                    done += file.readinto(memory[(begin - first) * size : (end - first) * size]) or 0
+        if done != count * size:
+            raise ValueError(f"the checkpoint has not all of {name}")
+        return found
 
 
 def own_files(tensors: dict[str, torch.Tensor], rank: int) -> list[ShardFile]:

@@ -289,21 +289,12 @@ class RowShards:
     def __init__(self) -> None:
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
-    def empty(self, shape: Sequence[int]) -> torch.Tensor:
-        """Zeros in float32."""
-        size, _ = compute_local_shape_and_global_offset(tuple(shape), self._mesh, [Shard(0)])
-        return self._of(torch.zeros(size), shape)
-
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Copies this rank's rows of a tensor that every rank has."""
         size, offset = compute_local_shape_and_global_offset(full.shape, self._mesh, [Shard(0)])
         own = full[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))]
-        return self._of(own.to("cpu", copy=True).contiguous(), full.shape)
-
-    def _of(self, own: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        size = torch.Size(shape)
-        return DTensor.from_local(own, self._mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
+        part, stride = own.to("cpu", copy=True).contiguous(), full.contiguous().stride()
+        return DTensor.from_local(part, self._mesh, [Shard(0)], run_check=False, shape=full.shape, stride=stride)
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints of DeepSpeed's partitions in the format of every other layout: the same names, shapes, dtypes and files.
 
 A checkpoint holds parts by rows, and DeepSpeed's pieces are cut anywhere. So each parameter and each of its states is
-gathered on its own and handed on as the rows that FSDP2 would give this rank, in host memory; loading goes the other
-way. Nothing of DeepSpeed's own checkpoints, which are pickles, is written or read.
+gathered on its own and handed on as the rows that FSDP2 would give this rank, in host memory; loading reads each rank's
+pieces out of whichever rows they lie in. Nothing of DeepSpeed's own checkpoints, which are pickles, is written or read.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.checkpoint.load import load_checkpoint
+from manyhands.checkpoint.load import open_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
-from manyhands.checkpoint.tensors import STEP
-from manyhands.core.holding import RowShards, full_shape, gather
+from manyhands.checkpoint.shards import ShardReader
+from manyhands.checkpoint.tensors import MODEL, OPTIMIZER, STEP
+from manyhands.core.collective_errors import run_on_all_ranks
+from manyhands.core.holding import RowShards, full_shape
+from manyhands.core.progress import advance
 from manyhands.core.world import World
 from manyhands.engine.deepspeed_compat import fragment, masters
 from manyhands.engine.zero_holding import gather_fragments
@@ -86,19 +89,21 @@ def save_fragments(
 def load_fragments(
     folder: Path, model: nn.Module, zero: Any, world: World, *, is_checked: bool = False
 ) -> dict[str, Any]:
-    """Reads what any layout has saved into masters and optimizer states; returns the saved state. Collective."""
-    rows = RowShards()
+    """Reads what any layout has saved into masters and optimizer states, each rank its own pieces; returns the saved
+    state. Collective.
+    """
     parameters = trained(model)
-    staged = {name: nn.Parameter(rows.empty(full_shape(parameter))) for name, parameter in parameters.items()}
-    holder = torch.optim.AdamW(list(staged.values()))
-    state = load_checkpoint(folder, StagedModel(staged), holder, is_checked=is_checked)
-    steps = [values[STEP] for values in holder.state.values()]
-    create_states(zero, steps[0] if steps else None)
+    wanted = {name: nn.Parameter(torch.empty(full_shape(p), device="meta")) for name, p in parameters.items()}
+    state = open_checkpoint(folder, wanted, STATES, is_checked=is_checked)
+    reader = ShardReader(folder)
+    create_states(zero, reader.read(f"{OPTIMIZER}{STEP}.{next(iter(parameters))}", 0, 1) if state.has_states else None)
     for name, parameter in parameters.items():
-        _take(fragment(parameter), staged[name])
-        for key in STATES if steps else ():
-            _take(fragment(parameter, key, zero.optimizer), holder.state[staged[name]][key])
-    return state
+        _read(reader, MODEL + name, fragment(parameter))
+        for key in STATES if state.has_states else ():
+            _read(reader, f"{OPTIMIZER}{key}.{name}", fragment(parameter, key, zero.optimizer))
+        advance()
+    run_on_all_ranks(lambda: None)  # nobody goes on, and fails, before all have read
+    return state.saved
 
 
 def create_states(zero: Any, step: torch.Tensor | None) -> None:
@@ -112,8 +117,6 @@ def create_states(zero: Any, step: torch.Tensor | None) -> None:
         states[flat][STEP] = step.detach().reshape(()).to(place, torch.float32, copy=True)
 
 
-def _take(piece: tuple[torch.Tensor, int], rows: torch.Tensor) -> None:
-    """Copies this rank's piece out of a tensor that all ranks hold by rows."""
+def _read(reader: ShardReader, name: str, piece: tuple[torch.Tensor, int]) -> None:
     target, start = piece
-    full = gather(rows).reshape(-1)
-    target.copy_(full[start : start + target.numel()])
+    target.copy_(reader.read(name, start, target.numel()))
