@@ -17,7 +17,8 @@ from torch import nn
 
 from manyhands.checkpoint import in_memory
 from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, states_in
-from manyhands.core.segments import RankSegments, Segment, open_segments
+from manyhands.core.segments import RankSegments, Segment
+from tests.support.segments import open_segments
 
 CPU = torch.device("cpu")
 

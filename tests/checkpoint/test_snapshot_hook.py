@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import itertools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +15,13 @@ import pytest
 import torch
 
 from manyhands.checkpoint.in_memory import SnapshotWriter
-from manyhands.core.segments import SEGMENTS, open_segments
+from manyhands.core.segments import COPIED, SEGMENTS, Segment, SegmentReader
 from manyhands.core.world import World
 from manyhands.train.types import TrainState
 from manyhands.worker import snapshots
 from manyhands.worker.context import RankContext
 from manyhands.worker.snapshots import SnapshotHook
+from tests.support.segments import open_segments
 
 
 class HeldState:
@@ -30,6 +33,9 @@ class HeldState:
     def before_update(self, call: Any) -> None:
         call()
 
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankContext]:
@@ -40,7 +46,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankContext]:
         made = RankContext(terminal=io.StringIO(), world=World(0, 0, 1, torch.device("cpu")))
         section = SimpleNamespace(every_step_in_memory=True, keep_best=False)
         made.config = SimpleNamespace(checkpoint=section, digest="")  # type: ignore[assignment]
-        layout = SimpleNamespace(strategy="single", world_size=1, mesh=None)
+        layout = SimpleNamespace(strategy="single", world_size=1, mesh=None, holds_copies=True)
         made.plan = SimpleNamespace(layout=layout)  # type: ignore[assignment]
         made.engine = HeldState()  # type: ignore[assignment]
         yield made
@@ -70,3 +76,49 @@ def test_the_wait_for_copies_is_part_of_the_stall(rank: RankContext, monkeypatch
     monkeypatch.setattr(SnapshotWriter, "begin", lambda *arguments: lambda: [next(clock) for _ in range(10)])
     SnapshotHook(rank).between_steps(TrainState(step=1))
     assert rank.measured["snapshot_stalls_s"] == [12]  # one tick to begin; ten, and one, to complete
+
+
+def test_a_snapshot_that_is_not_copied_yet_is_not_written_over(
+    rank: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both slots in use, the older one is the newest of which another node has a copy for sure."""
+    monkeypatch.setenv(COPIED, "1")
+    path = os.environ[SEGMENTS]
+    hook, reader = SnapshotHook(rank), SegmentReader(os.open(path, os.O_RDWR))
+
+    def copy() -> None:
+        newest = reader.newest()
+        assert newest is not None
+        reader.mark_copied(newest, bytes(32))
+
+    def steps() -> list[int]:
+        return sorted(Segment(path).committed())
+
+    hook.between_steps(TrainState(step=1))
+    copy()
+    for step in (2, 3, 4):
+        hook.between_steps(TrainState(step=step))
+    assert steps() == [1, 2] and rank.measured["snapshots_left_out"] == 2
+    copy()
+    hook.between_steps(TrainState(step=5))
+    assert steps() == [2, 5]
+    reader.end_copies()  # the next node takes none any more
+    for step in (6, 7):
+        hook.between_steps(TrainState(step=step))
+    assert steps() == [6, 7]
+    said = rank.terminal.getvalue()  # type: ignore[attr-defined]
+    assert said.count("as fast as the next node gets its copies") == 1
+
+
+def test_a_copy_of_a_step_that_was_done_again_is_not_used(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks have snapshots of step 6, of which one was taken before a rollback; both have step 5."""
+    looks = []
+    for num_rollbacks in (1, 0):
+        states = {5: {"best_step": None}, 6: {"best_step": None, "num_rollbacks": num_rollbacks}}
+        monkeypatch.setattr(snapshots, "states_in", lambda segment, key, states=states: states)
+        rank.folder = SimpleNamespace(checkpoints=Path("none"))  # type: ignore[assignment]
+        looks.append(snapshots._look(rank, object()))  # type: ignore[arg-type]
+    monkeypatch.setattr(snapshots, "run_on_all_ranks", lambda look: looks)
+    monkeypatch.setattr(snapshots.Snapshot, "read", lambda segment, step: SimpleNamespace(step=step))
+    snapshots.find_snapshot(rank)
+    assert rank.snapshot is not None and rank.snapshot.step == 5

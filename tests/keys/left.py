@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from manyhands.checkpoint.staging import Staging
 from manyhands.core.remote import RemoteError, RemoteFolder
-from manyhands.core.segments import SEGMENTS, Segment, open_segments
+from manyhands.core.segments import SEGMENTS, Segment
 from manyhands.launch import prepare
 from manyhands.metrics import trackers
 from manyhands.metrics.trackers import Begun
@@ -28,6 +28,7 @@ from manyhands.worker import stages, training
 from manyhands.worker.context import RankContext
 from tests.keys.lab import Lab, make_rows
 from tests.metrics.test_trackers import Recorded
+from tests.support.segments import open_segments
 
 
 def name(lab: Lab) -> None:

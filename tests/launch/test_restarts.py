@@ -163,7 +163,7 @@ def launch(planned, monkeypatch: pytest.MonkeyPatch):
         folder, plan = planned(*acts)
         found = Joined(Prepared(folder, make_config(**keys), plan, resume=False, finished=False), None)
         try:
-            code: int | UserError = start._launch(found, ())
+            code: int | UserError = start._launch(found, (), start.Lasting())
         except UserError as error:
             code = error
         log = folder.launcher_log

@@ -35,6 +35,11 @@ class SnapshotWriter:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pinned: torch.Tensor | None = None
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the newest snapshot has been copied to another node, or none is copied any more."""
+        return self._segment.is_copied()
+
     def begin(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str) -> Callable[[], None]:
         """Starts a snapshot; the function returned completes it. OSError where there is no room for one."""
         parts = {name: local(tensor) for name, tensor in tensors.items()}

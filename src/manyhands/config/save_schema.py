@@ -43,7 +43,9 @@ class CheckpointSection(Section):
         False,
         description="Also keep weights and optimizer states of the last two steps in host memory, from which ranks "
         "that `manyhands train` starts again after a fault resume: the step in flight is lost and no more. Takes "
-        "twice a checkpoint's size of each machine's memory.",
+        "twice a checkpoint's size of each machine's memory, or of all machines' where weights are sharded over them. "
+        "Then each node also keeps copies of another's, which takes as much again: if one is lost, the others wait "
+        "until it is started again, and it gets its copies.",
     )
     keep_last: PositiveInt = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(False, description="Keep and export the checkpoint with the lowest validation loss.")

@@ -3,21 +3,30 @@ the launcher. Imports no torch.
 
 A segment has two slots. A writer takes the slot that is not the newest, clears its commit word, writes, and sets it
 again: one that is killed meanwhile leaves the other slot whole. The memory goes with the launcher, however that ends,
-and no /dev/shm limits it.
+and no /dev/shm limits it. Where another node keeps copies (``launch/neighbors.py``), the segment says which step has
+been copied.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 SEGMENTS = "MANYHANDS_SEGMENTS"  # environment of a rank: the files, by local rank, separated by colons
+COPIED = "MANYHANDS_SEGMENTS_COPIED"  # set where another node keeps copies
 HEADER_BYTES = mmap.PAGESIZE
 _SIZE = struct.Struct("<Q")  # of a slot, at the beginning
 _COMMIT = struct.Struct("<QQ")  # of each slot: step + 1 (0: nothing whole), bytes
+_COPIED = struct.Struct("<Q")  # step + 1 of the snapshot that was copied last
+_COPIED_AT = _SIZE.size + 2 * _COMMIT.size
+_NO_MORE = 2**64 - 1  # nobody copies any more
+_DIGEST_AT = 1024  # of each slot: SHA-256
+UNKNOWN = bytes(32)  # in place of a digest
 
 
 class Segment:
@@ -65,12 +74,44 @@ class Segment:
         """The slot's memory, no longer valid until ``commit``."""
         assert self._memory is not None
         _COMMIT.pack_into(self._memory, self._at(slot), 0, 0)
+        self._set_digest(slot, UNKNOWN)
         begin = HEADER_BYTES + slot * self.slot_bytes
         return memoryview(self._memory)[begin : begin + self.slot_bytes]
 
-    def commit(self, slot: int, step: int, num_bytes: int) -> None:
+    def commit(self, slot: int, step: int, num_bytes: int, digest: bytes = UNKNOWN) -> None:
+        """The slot's first ``num_bytes`` are the snapshot of ``step``; ``digest`` is their SHA-256."""
         assert self._memory is not None
+        self._set_digest(slot, digest)
         _COMMIT.pack_into(self._memory, self._at(slot), step + 1, num_bytes)
+
+    def is_copied(self) -> bool:
+        """Whether the newest snapshot has been copied, or none is copied any more."""
+        newest = max((self._read(slot)[0] for slot in (0, 1)), default=0) if self._memory is not None else 0
+        return newest == 0 or self._copied() in (newest, _NO_MORE)
+
+    def _copied(self) -> int:
+        assert self._memory is not None
+        return int(_COPIED.unpack_from(self._memory, _COPIED_AT)[0])
+
+    def digest(self, slot: int) -> bytes:
+        """SHA-256 of what was committed, or ``UNKNOWN``."""
+        assert self._memory is not None
+        return bytes(self._memory[_digest_at(slot) : _digest_at(slot) + len(UNKNOWN)])
+
+    def _set_digest(self, slot: int, digest: bytes) -> None:
+        assert self._memory is not None
+        self._memory[_digest_at(slot) : _digest_at(slot) + len(UNKNOWN)] = digest
+
+    def clear_damaged(self) -> list[int]:
+        """Clears slots whose content is not what was copied of them; returns their steps. Those of which no digest is
+        known are taken as they are.
+        """
+        damaged = []
+        for step, slot in self.committed().items():
+            if self.digest(slot) not in (UNKNOWN, hashlib.sha256(self.read(slot)).digest()):
+                self.clear(slot).release()
+                damaged.append(step)
+        return damaged
 
     def slots(self) -> memoryview:
         """The memory of both."""
@@ -93,13 +134,75 @@ class Segment:
         return _SIZE.size + slot * _COMMIT.size
 
 
+def _digest_at(slot: int) -> int:
+    return _DIGEST_AT + slot * len(UNKNOWN)
+
+
+@dataclass(frozen=True)
+class StoredSnapshot:
+    """A snapshot as another process finds it."""
+
+    slot: int
+    step: int
+    num_bytes: int
+    slot_bytes: int
+
+
+class SegmentReader:
+    """Reads a segment that a rank is using. By calls and not by a mapping: the rank may make the file shorter at any
+    moment, and what a mapping has beyond a file's end kills whoever touches it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def newest(self) -> StoredSnapshot | None:
+        header = os.pread(self._fd, HEADER_BYTES, 0)
+        if len(header) < HEADER_BYTES:
+            return None
+        (slot_bytes,) = _SIZE.unpack_from(header)
+        found = [(*_COMMIT.unpack_from(header, _SIZE.size + slot * _COMMIT.size), slot) for slot in (0, 1)]
+        step, num_bytes, slot = max(found)
+        return StoredSnapshot(slot, step - 1, num_bytes, slot_bytes) if step else None
+
+    def read_into(self, memory: memoryview, of: StoredSnapshot, begin: int) -> int:
+        """Bytes of the snapshot from ``begin`` on; how many there were."""
+        wanted = min(len(memory), of.num_bytes - begin)
+        at = HEADER_BYTES + of.slot * of.slot_bytes + begin
+        return os.preadv(self._fd, [memory[:wanted]], at)
+
+    def last_copied(self) -> int | None:
+        """The step."""
+        word = os.pread(self._fd, _COPIED.size, _COPIED_AT)
+        step = _COPIED.unpack(word)[0] if len(word) == _COPIED.size else 0
+        return step - 1 if step not in (0, _NO_MORE) else None
+
+    def mark_copied(self, of: StoredSnapshot, digest: bytes) -> None:
+        os.pwrite(self._fd, digest, _digest_at(of.slot))
+        os.pwrite(self._fd, _COPIED.pack(of.step + 1), _COPIED_AT)
+
+    def begin_copies(self) -> None:
+        """Nothing is copied yet."""
+        if os.fstat(self._fd).st_size >= HEADER_BYTES:
+            os.pwrite(self._fd, _COPIED.pack(0), _COPIED_AT)
+
+    def end_copies(self) -> None:
+        """Nobody copies any more: nothing is to be waited for."""
+        if os.fstat(self._fd).st_size >= HEADER_BYTES:
+            os.pwrite(self._fd, _COPIED.pack(_NO_MORE), _COPIED_AT)
+
+
 class RankSegments:
-    """Those of a launcher's own ranks. ``environment`` tells them where."""
+    """Those of a launcher's own ranks, or those that it keeps for another's. ``environment`` tells ranks where."""
 
     def __init__(self, num_local: int) -> None:
         """OSError where the system has none."""
         self._fds = [os.memfd_create(f"manyhands-snapshot-{rank}") for rank in range(num_local)]
         self.paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
+
+    def reader(self, rank: int) -> SegmentReader:
+        """Of a local rank's, for as long as these are open."""
+        return SegmentReader(self._fds[rank])
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -125,17 +228,3 @@ class RankSegments:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._fds, self.paths = [], []
-
-
-@contextlib.contextmanager
-def open_segments(num_local: int) -> Iterator[RankSegments | None]:
-    """Segments while a launch lasts; None where the system has none."""
-    try:
-        segments = RankSegments(num_local)
-    except (OSError, AttributeError):
-        yield None
-        return
-    try:
-        yield segments
-    finally:
-        segments.close()

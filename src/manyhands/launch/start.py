@@ -15,10 +15,10 @@ from manyhands.config.dialects.report import summarize
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
-from manyhands.core.segments import RankSegments, open_segments
 from manyhands.facts.types import HostFacts
 from manyhands.launch.environment import detect_launcher, refuse_alone
 from manyhands.launch.lost_gpus import LaunchGpus, Lost, find_lost, restored_environment
+from manyhands.launch.neighbors import NodeMemory, copying
 from manyhands.launch.prepare import Prepared, plan_fewer, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.restarts import Restart, Restarts
 from manyhands.launch.run_folder import RunFolder
@@ -65,14 +65,34 @@ def start(
             why="launchers on several machines need all of their GPUs; none of them forms a smaller group",
             fix="remove it: a restart, and each start, uses all GPUs of all nodes",
         )
-    if place is not None:
-        with joined(origin, place, fresh=fresh, dry_run=dry_run) as found:
-            return _carry_out(found, dry_run, beside if place.node == 0 else None, arguments)
-    prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, host=host, origin=origin)
-    return _carry_out(Joined(prepared, None), dry_run, beside, arguments)
+    with contextlib.closing(Lasting()) as lasting:
+        if place is None:
+            prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, host=host, origin=origin)
+            return _carry_out(Joined(prepared, None), dry_run, beside, arguments, lasting)
+        while True:
+            try:
+                with joined(origin, place, fresh=fresh, dry_run=dry_run) as found:
+                    return _carry_out(found, dry_run, beside if place.node == 0 else None, arguments, lasting)
+            except NodeLost:
+                fresh = False
 
 
-def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: Sequence[str]) -> int:
+class NodeLost(Exception):
+    """Another node is lost, and what it held of the run is in the memory of the others: all come together again."""
+
+
+class Lasting:
+    """What stays from one attempt of a launch to the next."""
+
+    def __init__(self) -> None:
+        self.memory = NodeMemory()
+        self.restarts: Restarts | None = None
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: Sequence[str], lasting: Lasting) -> int:
     """What is prepared. Of several nodes the first one shows the plan and keeps the log."""
     prepared, folder = found.prepared, found.prepared.folder
     leads = found.team is None or found.team.node == 0
@@ -90,7 +110,7 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: S
             if prepared.resume:
                 _report(f"resuming {folder.path} at step {folder.newest_step()}", folder)
         with beside(folder) if beside is not None else contextlib.nullcontext():
-            return _launch(found, arguments)
+            return _launch(found, arguments, lasting)
     except UserError as error:
         if leads:
             _keep(str(error), folder)
@@ -99,37 +119,45 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: S
         prepared.release()
 
 
-def _launch(found: Joined, arguments: Sequence[str]) -> int:
-    """Runs the workers, with memory of theirs that outlives them where the run asks for it."""
+def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
+    """Runs the workers, with memory of theirs that outlives them where the run asks for it. NodeLost where that holds
+    what a lost node had.
+    """
     prepared, team = found.prepared, found.team
-    num_local = prepared.plan.layout.world_size if team is None else len(team.ranks)
-    keeps = prepared.config.checkpoint.every_step_in_memory and prepared.config.launch.restarts > 0
-    with open_segments(num_local) if keeps else contextlib.nullcontext() as segments, restored_environment():
-        return _launch_and_restart(found, arguments, segments)
+    if prepared.config.checkpoint.every_step_in_memory and prepared.config.launch.restarts > 0:
+        num_local = prepared.plan.layout.world_size if team is None else len(team.ranks)
+        lasting.memory.open(num_local, 0 if team is None else team.num_before)
+    if lasting.restarts is None:
+        lasting.restarts = Restarts(prepared.folder, prepared.config.launch.restarts, lasting.memory.own)
+    try:
+        with restored_environment():
+            return _launch_and_restart(found, arguments, lasting.memory, lasting.restarts)
+    except UserError as error:
+        if team is None or not team.channel.lost or team.was_asked or lasting.memory.kept is None:
+            raise
+        restart = lasting.restarts.decide(error)
+        if team.node == 0:
+            prepared.folder.add_restart(restart.to_json())
+            _report(str(restart), prepared.folder)
+        else:
+            print(restart, flush=True)
+        received = wait_unless_asked(restart.wait_s)
+        if received is not None:
+            return report_end(prepared.folder, received, print, team.node == 0)
+        raise NodeLost from error
 
 
-def _launch_and_restart(found: Joined, arguments: Sequence[str], segments: RankSegments | None) -> int:
+def _launch_and_restart(found: Joined, arguments: Sequence[str], memory: NodeMemory, restarts: Restarts) -> int:
     """Runs the workers. Where memory runs out, again from the last checkpoint with a smaller plan,
     ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides, on the GPUs that are left. Neither where
     ``launch.restarts`` is 0.
     """
     folder, leads = found.prepared.folder, found.team is None or found.team.node == 0
     report = functools.partial(_report, folder=folder) if leads else print
-    num_smaller, restarts = 0, Restarts(folder, found.prepared.config.launch.restarts, segments)
-    environment = segments.environment if segments is not None else {}
-    gpus = LaunchGpus.of(found.prepared.plan) if found.team is None else None
+    num_smaller, gpus = 0, LaunchGpus.of(found.prepared.plan) if found.team is None else None
     while True:
-        plan, timeout_s = found.prepared.plan, found.prepared.config.parallel.timeout_s
         try:
-            return run_workers(
-                folder,
-                plan,
-                timeout_s=timeout_s,
-                report=report,
-                team=found.team,
-                arguments=arguments,
-                environment=environment,
-            )
+            return _run_attempt(found, arguments, memory, report)
         except UserError as error:
             if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS and restarts.limit:
                 num_smaller += 1
@@ -169,6 +197,23 @@ def _plan_fewer(found: Joined, lost: Lost, report: Callable[[str], None]) -> Joi
     why = [sentence_of(reason) for reason in found.prepared.plan.why if reason.code in ("strategy", "batch")]
     report(f"plan {found.prepared.plan.number}: {'; '.join(why)}")
     return found
+
+
+def _run_attempt(found: Joined, arguments: Sequence[str], memory: NodeMemory, report: Callable[[str], None]) -> int:
+    plan, team = found.prepared.plan, found.team
+    environment = dict(memory.own.environment) if memory.own is not None else {}
+    with contextlib.ExitStack() as beside:
+        if team is not None and found.prepared.config.checkpoint.every_step_in_memory:
+            environment |= beside.enter_context(copying(memory, team, not plan.layout.holds_copies, report))
+        return run_workers(
+            found.prepared.folder,
+            plan,
+            timeout_s=found.prepared.config.parallel.timeout_s,
+            report=report,
+            team=team,
+            arguments=arguments,
+            environment=environment,
+        )
 
 
 def _plan_smaller(found: Joined, error: UserError, report: Callable[[str], None]) -> Joined:

@@ -76,6 +76,7 @@ class Team:
         ends = list(accumulate(group.num_ranks))
         self._ranks = [range(end - count, end) for end, count in zip(ends, group.num_ranks, strict=True)]
         self._stop_sent = False
+        self.was_asked = False  # to end, by a signal to this launcher or another
 
     @property
     def ranks(self) -> range:
@@ -89,6 +90,11 @@ class Team:
         self.attempt += 1
         port = _free_port() if self.node == 0 else None
         return self.rendezvous.host, self.channel.gather(f"start {self.attempt}", port)[0]
+
+    @property
+    def num_before(self) -> int:
+        """Ranks of the node before this one, in a ring."""
+        return len(self._ranks[(self.node - 1) % self.num_nodes])
 
     # What the watch asks.
 
@@ -118,7 +124,7 @@ class Team:
         channel.handlers = {
             "kill": lambda message: watch.kill_ranks([message["rank"]]),
             "failed": lambda message: watch.expect_end(),
-            "stopping": lambda message: self._stop(message["signal"]),
+            "stopping": lambda message: self._stop_as_asked(message["signal"]),
         }
         channel.beat_fields = watch.describe_ranks
         try:
@@ -169,6 +175,10 @@ class Team:
             print(error, file=sys.stderr, flush=True)
             os._exit(error.exit_code)
 
+    def _stop_as_asked(self, number: int) -> None:
+        self.was_asked = True
+        self._stop(number)
+
     def _stop(self, number: int) -> None:
         self._stop_sent = True  # who is told does not tell
         os.kill(os.getpid(), number)
@@ -196,7 +206,7 @@ class Team:
         while data := os.read(read, 16):
             numbers = [number for number in data if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
             if numbers and not self._stop_sent:
-                self._stop_sent = True
+                self._stop_sent = self.was_asked = True
                 self.channel.post("stopping", signal=numbers[0])
 
 

@@ -100,6 +100,7 @@ class EstimateInput:
     adapter_dora: bool = False
     images: ImageInput | None = None  # of a model whose tower is loaded
     snapshots: bool = False  # of every step, in host memory
+    copies_snapshots: bool = False  # those of another node are kept here, too
     fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
 
     @property
@@ -228,9 +229,12 @@ class EstimateInput:
         return self.layout.offload != "none" or self.layout.offload_activations or self.layout.zero_stage > 0
 
     def snapshot_bytes(self, optimizer: int) -> int:
-        """``2 (masters + states)`` of a rank; ``optimizer``: its states. Replicas keep one a machine: not counted."""
+        """``2 (masters + states)`` of a rank, and as much for a rank of another node where these are copied;
+        ``optimizer``: its states. Replicas keep one a machine: not counted, and not copied.
+        """
         masters = self.num_trained * self.master_bytes // self.num_shards
-        return 2 * (masters + optimizer) if self.snapshots and not self.layout.zero_stage else 0
+        num_kept = 4 if self.copies_snapshots and not self.layout.holds_copies else 2
+        return num_kept * (masters + optimizer) if self.snapshots and not self.layout.zero_stage else 0
 
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"

@@ -35,7 +35,7 @@ from manyhands.plan.estimate_input import (
     with_towers,
 )
 from manyhands.plan.features import Features, choose_features, explain_features, why_not_kept, with_features
-from manyhands.plan.hardware import choose_environment, ranks_per_machine
+from manyhands.plan.hardware import choose_environment, count_nodes, ranks_per_machine
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
 from manyhands.plan.parts import explain_images, price_images, rate_parts
 from manyhands.plan.saving import Saving, choose_saving
@@ -261,6 +261,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
         adapter_dora=config.method.dora,
         snapshots=config.checkpoint.every_step_in_memory,
+        copies_snapshots=config.checkpoint.every_step_in_memory and (count_nodes(facts) or 1) > 1,
         images=describe_images(made.parts, facts.model, facts.data),
         fuses_modules="fused_modules" in converters and bool(families.find(facts.model.model_type).known_modules),
     )

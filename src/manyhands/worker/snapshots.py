@@ -5,6 +5,8 @@ again after a fault.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import torch
 from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, states_in
 from manyhands.checkpoint.manifest import list_checkpoints, step_of
 from manyhands.core.collective_errors import run_on_all_ranks
-from manyhands.core.segments import SEGMENTS, Segment
+from manyhands.core.segments import COPIED, SEGMENTS, Segment
 from manyhands.train.types import Hook, TrainState
 from manyhands.worker.context import RankContext, StagesCheckpoints
 
@@ -36,6 +38,7 @@ class SnapshotHook(Hook):
         if keeps and rank.snapshots is None and (segment := open_segment(rank)) is not None:
             rank.snapshots = SnapshotWriter(segment, rank.world.device)
         self.writer = rank.snapshots if keeps else None
+        self.are_copied = COPIED in os.environ  # to another node
         self.has_room = False  # on every rank
 
     def before_training(self, state: TrainState) -> None:
@@ -47,6 +50,8 @@ class SnapshotHook(Hook):
         if not self.is_on or self.engine is None:
             return
         rank, begin = self.rank, time.monotonic()
+        if self.are_copied and self._left_out():
+            return
         if rank.world.device.type == "cuda":  # all have completed theirs of the step before: two slots are enough
             rank.engine.all_reduce_sum(torch.zeros(()))
         reason = ""
@@ -71,6 +76,19 @@ class SnapshotHook(Hook):
             self.engine.before_update(partial(self._complete, commit))
         else:
             self._complete(commit)
+
+    def _left_out(self) -> bool:
+        """Whether some rank's last snapshot is not copied yet. It is not to be overwritten, nor the one before it that
+        all nodes have copies of.
+        """
+        rank = self.rank
+        waits = self.writer is not None and not self.writer.is_copied
+        if not rank.engine.all_reduce_sum(torch.tensor(float(waits))):
+            return False
+        left_out = rank.measured["snapshots_left_out"] = rank.measured.get("snapshots_left_out", 0) + 1
+        if left_out == 1:
+            rank.print("note: snapshots are taken as fast as the next node gets its copies, which is not every step")
+        return True
 
     def _complete(self, commit: Callable[[], None]) -> None:
         """The wait for its copies counts too."""
@@ -108,8 +126,9 @@ def find_snapshot(rank: RankContext) -> None:
         found = run_on_all_ranks(lambda: _look(rank, segment))
         on_disk = found[0][1]  # as rank 0 sees it: the others may see another machine's files later
         saved = step_of(rank.checkpoint) if rank.checkpoint is not None else 0
-        for step in sorted(set.intersection(*(set(bests) for bests, _ in found)), reverse=True):
-            best = found[0][0][step]
+        # Of one course: a copy may be of a step that the others have done again since.
+        for step, _ in sorted(set.intersection(*(set(bests) for bests, _ in found)), reverse=True):
+            best = next(best for (its_step, _), best in found[0][0].items() if its_step == step)
             if step <= saved or segment is None:
                 return
             if not rank.config.checkpoint.keep_best or not best or best == step or best in on_disk:
@@ -118,11 +137,14 @@ def find_snapshot(rank: RankContext) -> None:
             rank.print(f"the snapshot of step {step} is not used: step {best}, the best, had not been saved")
 
 
-def _look(rank: RankContext, segment: Segment | None) -> tuple[dict[int, int | None], list[int]]:
-    """The best step of each of this rank's snapshots, and the steps of the checkpoints."""
+def _look(rank: RankContext, segment: Segment | None) -> tuple[dict[tuple[int, str], int | None], list[int]]:
+    """The best step of each of this rank's snapshots, by step and digest of the state, which is alike on all ranks;
+    and the steps of the checkpoints.
+    """
     states = states_in(segment, key_of(rank)) if segment is not None else {}
     on_disk = [step for step, _ in list_checkpoints(rank.folder.checkpoints)]
-    return {step: state.get("best_step") for step, state in states.items()}, on_disk
+    digests = {step: hashlib.sha256(json.dumps(state).encode()).hexdigest() for step, state in states.items()}
+    return {(step, digests[step]): state.get("best_step") for step, state in states.items()}, on_disk
 
 
 def key_of(rank: RankContext) -> str:
