@@ -33,7 +33,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
 
 
-def train(lab: Lab, family: str, **keys: Any) -> tuple[Ran, int]:
+def train(lab: Lab, family: str, projector: str, **keys: Any) -> tuple[Ran, int]:
     """A run, and how often its tower was at work."""
     model = lab.folder / family
     if not model.exists():
@@ -43,7 +43,7 @@ def train(lab: Lab, family: str, **keys: Any) -> tuple[Ran, int]:
         {
             "model.name": str(model),
             "method.name": "full",
-            "method.parts": {"vision": "frozen", "projector": "trained"},
+            "method.parts": {"vision": "frozen", "projector": projector},
             "data.train": str(lab.folder / "images.jsonl"),
             "data.validation_fraction": 0.0,
             "data.order": "as_given",
@@ -61,15 +61,23 @@ def weights(ran: Ran) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in ran.rank.model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-def test_each_image_is_computed_once_and_nothing_changes(lab: Lab, family: str) -> None:
+MORE = [("qwen3_vl", "trained"), ("llava_next", "trained"), ("qwen2_vl", "trained"), ("glm4v", "frozen")]
+
+
+@pytest.mark.parametrize(
+    ("family", "projector"), [("gemma3", "trained"), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
+)
+def test_each_image_is_computed_once_and_nothing_changes(lab: Lab, family: str, projector: str) -> None:
     """Neither where features come from earlier runs, some of them damaged; nor by more than rounding where none are
     kept.
     """
-    plain, calls = train(lab, family, cache_features=False)
+    plain, calls = train(lab, family, projector, cache_features=False)
     assert calls >= EPOCHS * NUM_IMAGES / 2 and not list((lab.folder / "cache").glob("features/*/*/*"))
     cache = lab.new_path("cache")
-    first, calls = train(lab, family, cache=str(cache))
+    first, calls = train(lab, family, projector, cache=str(cache))
+    (planned,) = (reason.values["bytes"] for reason in first.rank.plan.why if reason.code == "features")
+    written = sum(path.stat().st_size for path in cache.glob("features/*/*/*"))
+    assert abs(written - planned) <= 2048 * NUM_IMAGES  # of files themselves
     assert calls == NUM_IMAGES and first.rank.measured["features"]["computed_images"] == NUM_IMAGES
     assert first.losses == pytest.approx(plain.losses, rel=1e-5)
     for name, values in weights(plain).items():
@@ -81,7 +89,7 @@ def test_each_image_is_computed_once_and_nothing_changes(lab: Lab, family: str) 
     raw = bytearray(flipped.read_bytes())
     raw[len(raw) // 2] ^= 1
     flipped.write_bytes(raw)
-    second, calls = train(lab, family, cache=str(cache))
+    second, calls = train(lab, family, projector, cache=str(cache))
     assert 2 <= calls <= 4  # with them the others of their micro-batches
     assert second.losses == first.losses
     assert all(torch.equal(weights(second)[name], values) for name, values in weights(first).items())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.facts.types import Facts
+from manyhands.facts.types import Facts, ModelFacts
 from manyhands.plan.features import FILE_BYTES
 from manyhands.plan.search import base_input, plan
 from manyhands.plan.towers import kept_by_images, num_units
@@ -30,6 +30,12 @@ def planned(given: Facts | None = None, **keys: Any) -> Plan:
 def gemma(data: Any = IMAGES, gpus: int = 1, **more: Any) -> Facts:
     found = facts(gemma_4b_with_images(), gpus=gpus, data=data)
     return found.model_copy(update=more)
+
+
+def undescribed() -> ModelFacts:
+    model = gemma_4b_with_images()
+    assert model.tower is not None
+    return model.model_copy(update={"tower": model.tower.model_copy(update={"projector_values": 0.0})})
 
 
 def sentence(found: Plan) -> str:
@@ -57,6 +63,7 @@ def test_what_is_kept_is_what_goes_into_a_trained_projector_or_comes_out_of_a_fr
         ({"stop__max_steps": 3}, {}, "as there is one epoch"),
         ({"data__cache_features": False}, {}, "as configured"),
         ({"method__parts": {"vision": "trained"}}, {}, "as the vision tower is trained"),
+        ({}, {"model": undescribed()}, "is not described"),
         ({"data__feature_cache_gb": 6.0}, {}, "do not fit into data.feature_cache_gb (6 GB)"),
         ({}, {"free_cache_bytes": 10**9}, "do not fit on the disk of data.cache"),
         (

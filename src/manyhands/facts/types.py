@@ -41,7 +41,7 @@ class TowerFacts(Fact):
     unit_values: int  # numbers that the pixels of a unit are
     tokens_per_unit: float  # placeholders in the text
     num_further: int = 0  # lists of features that further layers of the decoder add, beside those of its embeddings
-    # numbers of a unit that go into the projector, and those of further features; 0: not known, of an inferred family
+    # numbers of a unit that go into the projector, and those of further features; 0: where they do is not described
     projector_values: float = 0.0
     modules: dict[str, tuple[str, ...]] = {}  # of vision and projector, by their names in transformers' model
     shapes: dict[str, tuple[int, ...]] = {}  # of every tensor of tower and projector by its name in the files

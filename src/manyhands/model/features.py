@@ -9,6 +9,7 @@ changes a run. Knows no files but by ``data/image_features.py``, and no ranks.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import queue
@@ -64,12 +65,11 @@ class KeptFeatures:
         made = [_project(*pair, values) for pair, values in zip(self._projectors, arrays, strict=True)]
         if self._images.layout.layout != "anyres":
             return made[-1].flatten(0, -2), [part.flatten(0, -2) for part in made[:-1]]
-        packed, _ = self._base.pack_image_features(
-            made[-1].split(list(rows)),
-            batch["image_sizes"],
-            image_newline=self._base.image_newline,
-            vision_aspect_ratio=self._base.config.vision_aspect_ratio,
-        )
+        pack, config = self._base.pack_image_features, self._base.config
+        ways = ("vision_aspect_ratio", "vision_feature_select_strategy")  # of which a family takes one
+        chosen = {name: getattr(config, name) for name in ways if name in inspect.signature(pack).parameters}
+        squares = made[-1].split(list(rows))
+        packed, _ = pack(squares, batch["image_sizes"], image_newline=self._base.image_newline, **chosen)
         return torch.cat(list(packed)), []
 
     def close(self) -> None:

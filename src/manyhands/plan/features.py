@@ -60,7 +60,7 @@ def choose_features(
     obstacles = {
         "configured": asked is False,
         "trained": parts["vision"] == "trained",
-        "inferred": not tower.projector_values,
+        "unknown": parts["projector"] == "trained" and not tower.projector_values,
         "bound": num_bytes > bound,
         "disk": free is not None and num_bytes > free,
         "one_pass": passes <= 1 and asked == "auto",
@@ -133,7 +133,7 @@ def _refuse(obstacle: str, num_bytes: int = 0, bound: int = 0, free: int = 0) ->
     why, fix = {
         NO_TOWER: ("no image passes through a vision tower in this run", "use data with images"),
         "trained": ("the vision tower is trained, so that they change", "set method.parts.vision: frozen"),
-        "inferred": ("where they leave the tower is not known for models of this type", "use another model"),
+        "unknown": ("where they leave the tower of this model is not described", "freeze the projector too"),
         "bound": (f"{size}, {format_size(bound)} are {KEPT_SHARE:.0%} of the bound", "raise data.feature_cache_gb"),
         "disk": (f"{size}, and {format_size(free)} are free", "choose a data.cache on a larger disk"),
     }[obstacle]

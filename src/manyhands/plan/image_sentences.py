@@ -23,7 +23,7 @@ def _features(v: Values) -> str:
     obstacles = {
         "configured": "computed in every epoch, as configured",
         "trained": "computed in every epoch, as the vision tower is trained",
-        "inferred": "computed in every epoch, as where they leave the tower is not known for models of this type",
+        "unknown": "computed in every epoch, as where they leave the tower of this model is not described",
         "one_pass": "computed once, as there is one epoch; they are not kept for later runs",
         "bound": f"computed in every epoch, as {size} do not fit into data.feature_cache_gb ({v['bound_gb']:g} GB)",
         "disk": f"computed in every epoch, as {size} do not fit on the disk of data.cache",
