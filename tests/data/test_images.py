@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from manyhands.core.errors import UserError
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork, rotary_positions
 from manyhands.data.image_files import PixelBounds, decode
-from manyhands.data.image_processor import cut, family_of
+from manyhands.data.image_processor import cut, family_of, open_processor
 from manyhands.data.image_streams import from_streams
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
@@ -178,6 +179,17 @@ def test_rotary_positions_are_the_models(qwen_folder: Path) -> None:
             torch.from_numpy(ids)[None], mm_token_type_ids=types, image_grid_thw=thw if len(thw) else None
         )
         assert np.array_equal(rotary_positions(ids == token, grids), expected[:, 0].numpy())
+
+
+def test_a_processor_that_keeps_the_shape_of_images_is_refused(tmp_path: Path) -> None:
+    """Pixtral is published as LLaVA with a tower of images of their own sizes."""
+    folder = write_tiny_processor(tmp_path / "llava", "llava")
+    own = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84}, "patch_size": 14}
+    (folder / "preprocessor_config.json").write_text(json.dumps(own))
+    layout = family_of(folder).images
+    assert layout is not None
+    with pytest.raises(UserError, match="keeps the shape of each image"):
+        open_processor(folder, layout)
 
 
 FORMS = {

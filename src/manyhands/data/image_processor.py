@@ -85,6 +85,8 @@ class ImageProcessor:
             )
         own = ("merge_size", "patch_size", "temporal_patch_size", "image_grid_pinpoints")
         self.values = {name: getattr(self._processor, name) for name in own if hasattr(self._processor, name)} | values
+        if not layout.inferred and not layout.counts_patches:
+            self._refuse_own_sizes()
 
     def shape_of(self, size: tuple[int, int], alone: bool = True) -> ImageShape:
         """What becomes of an image of ``size`` (height, width). ValueError where the processor takes none such."""
@@ -137,6 +139,17 @@ class ImageProcessor:
     def expand(self, shape: ImageShape, words: Mapping[str, str]) -> str:
         """What stands in place of an image's placeholder; ``words`` are the tokens of ``layout.words``."""
         return self.layout.expand(shape, {**self.values, **words})
+
+    def _refuse_own_sizes(self) -> None:
+        """UserError where squares have the shape of their image: towers of one family may be of several kinds."""
+        shapes = {self._run(np.zeros((*size, 3), np.uint8), True)[PIXELS].shape[-2:] for size in ((48, 64), (64, 48))}
+        if len(shapes) > 1:
+            raise UserError(
+                "the model's processor keeps the shape of each image, and its family takes squares of one size",
+                where=str(self.folder),
+                why=f"its tower is {read_json(self.folder / 'config.json').get('vision_config', {}).get('model_type')}",
+                fix="use a model of the family with a tower that takes squares, or set data.images: false",
+            )
 
     def _measure(self, size: tuple[int, int], alone: bool, made: Mapping[str, Any]) -> ImageShape:
         if self.layout.layout == "patches":

@@ -242,8 +242,9 @@ class Images:
             return {"pixel_values": torch.ones(merge**2, size, device=device), "image_grid_thw": grid}
         if self.layout.layout == "sizes":
             merge, patch = getattr(config, "spatial_merge_size", 1), vision.patch_size
-            patches = torch.ones(merge**2, 3, patch, patch, device=device)
-            return {"pixel_values": patches, "image_sizes": torch.tensor([[merge * patch, merge * patch]])}
+            # two tokens wide: transformers' model drops the axis of an only one
+            patches = torch.ones(2 * merge**2, 3, patch, patch, device=device)
+            return {"pixel_values": patches, "image_sizes": torch.tensor([[merge * patch, 2 * merge * patch]])}
         side = vision.image_size[0] if isinstance(vision.image_size, list | tuple) else vision.image_size
         if self.layout.layout != "anyres":
             return {"pixel_values": torch.ones(1, 3, side, side, device=device)}
