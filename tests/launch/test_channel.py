@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
+from manyhands.launch import channel as channel_module
 from manyhands.launch.address import Address, open_listener
 from manyhands.launch.channel import SILENT, Channel
-from manyhands.launch.nodes import check_hello
+from manyhands.launch.nodes import LATER, check_hello
 from manyhands.launch.start_nodes import failing_together
+from manyhands.launch.team import Place, open_channel
 from tests.launch.builders import make_config
 
 QUICK_S = 0.3  # for what is to run out
@@ -177,6 +179,40 @@ def test_who_is_refused_cannot_disturb_the_run_afterwards(meeting: Meeting):
         assert second.recv(1 << 16) == b""
     gathered = at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in channels))
     assert gathered == [[0, 1]] * 2
+
+
+def test_a_node_that_comes_back_before_the_others_have_ended_is_told_to_come_again(meeting: Meeting):
+    """Node 0 is still in the run that node 1 was lost in, then begins anew."""
+    channels = meeting.all_come(hello(0, 2), hello(1, 2))
+    vanish(channels[1])
+    until(lambda: channels[0].lost)
+    with pytest.raises(UserError, match="is still ending the run that node 1") as caught:
+        meeting.come(hello(1, 2))
+    assert caught.value.kind == LATER
+
+
+def test_it_comes_again_by_itself(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    first, second = (Place(node, 2, meeting.address) for node in (0, 1))
+    config = make_config()
+    channels = [channel for channel, _ in at_once(*(lambda p=p: open_channel(config, p) for p in (first, second)))]
+    vanish(channels[1])
+    until(lambda: channels[0].lost)
+    told = threading.Event()
+    explain = channel_module.explain_ending
+    monkeypatch.setattr(channel_module, "explain_ending", lambda *names: (told.set(), explain(*names))[1])
+
+    def end_and_begin_anew() -> Any:
+        told.wait(LONG_S)
+        channels[0].close()
+        return open_channel(config, first)
+
+    again = at_once(end_and_begin_anew, lambda: open_channel(config, second))
+    try:
+        assert [channel.num_nodes for channel, _ in again] == [2, 2]
+        assert at_once(*(lambda c=c: c.gather("x", c.node) for c, _ in again)) == [[0, 1]] * 2
+    finally:
+        for channel, _ in again:
+            channel.close()
 
 
 def test_an_error_in_the_channels_thread_ends_what_waits_for_it(meeting: Meeting, capsys: pytest.CaptureFixture[str]):

@@ -19,7 +19,7 @@ from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.launch.address import Address, Link, ask, is_own, open_connection, open_listener, set_options
-from manyhands.launch.nodes import explain_lost, explain_missing, explain_unreachable
+from manyhands.launch.nodes import explain_ending, explain_lost, explain_missing, explain_unreachable
 
 BEAT_S = 1.0
 FLUSH_S = 2.0  # for the last words of a launcher that ends
@@ -292,11 +292,8 @@ class Channel:
 
     def _greet(self, link: Link, message: Message) -> None:
         """On node 0: the first line of a connection."""
-        if (
-            message["kind"] != "hello"
-            or type(message["node"]) is not int
-            or message["node"] != message["hello"]["node"]
-        ):
+        kind, node = message["kind"], message["node"]
+        if kind != "hello" or type(node) is not int or node != message["hello"]["node"]:
             raise ValueError("no hello")
         if message["hello"] == self.hellos[0]:
             link.add({"kind": "self"})
@@ -304,6 +301,8 @@ class Channel:
         self._num_come += 1
         self._lock.notify_all()
         error = None if self._complete else self.trouble  # of one that came before
+        if self._complete and node in self.lost.keys() | self._left:
+            error = explain_ending(self.describe(node), self.describe(0))
         error = error or self.admit(self.hellos, message["hello"])
         if error is not None:
             link.add({"kind": "trouble", "node": 0, "error": error.to_json()})
@@ -312,8 +311,8 @@ class Channel:
                 self._have_trouble(error)
                 self._relay({"kind": "trouble", "node": 0, "to": None, "error": error.to_json()})
             return
-        link.node = message["node"]
-        self.hellos[link.node] = message["hello"]
+        link.node = node
+        self.hellos[node] = message["hello"]
         if len(self.hellos) == self.num_nodes:
             self._complete = True
             self._relay({"kind": "welcome", "node": 0, "to": None, "hellos": list(self.hellos.items())})

@@ -25,6 +25,7 @@ from manyhands.launch.resume_rules import flatten
 
 PACKAGES = ("manyhands", "torch", "transformers", "safetensors")
 MAX_SHOWN = 12  # keys that differ
+LATER = "later"  # UserError.kind of a node that is to come again soon
 Hello = dict[str, Any]
 
 
@@ -148,6 +149,17 @@ def explain_lost(node: str, by: str, why: str, kind: str = "") -> UserError:
         fix="see what became of that machine or process; the same command on every node resumes",
         exit_code=EXIT_FAILED,
         kind=kind,
+    )
+
+
+def explain_ending(node: str, first: str) -> UserError:
+    """``node`` has come back sooner than ``first`` has ended what it was lost in."""
+    return UserError(
+        f"{first} is still ending the run that {node} was lost in",
+        where="--rendezvous",
+        fix="start this node again in a minute",
+        exit_code=EXIT_FAILED,
+        kind=LATER,
     )
 
 

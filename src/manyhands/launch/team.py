@@ -22,11 +22,12 @@ from manyhands.facts.host import read_host_facts
 from manyhands.launch.address import Address, address_among, interface_of, own_address
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.failure import ENDED_BY_OTHERS, FoundCause
-from manyhands.launch.nodes import NodeGroup, check_hello, host_name, say_hello
+from manyhands.launch.nodes import LATER, NodeGroup, check_hello, host_name, say_hello
 from manyhands.launch.watch import Watch
 
 SETTLE_S = 60.0  # longer than any node takes to end its workers; a node that is lost is not waited for
 HARD_END_S = 25.0  # from the loss of a node until this launcher ends, whatever it is stuck in
+RETRY_S = 1.0  # until a node that has come back too soon comes again
 TIER_OF_LOST = 2  # as an exit without a report: below a cause that a rank has written
 
 
@@ -52,17 +53,22 @@ def open_channel(config: RunConfig, place: Place) -> tuple[Channel, list[dict[st
     timeout_s, rendezvous = float(config.parallel.timeout_s), place.rendezvous
     host = read_host_facts().model_copy(update={"name": host_name()})
     hello = say_hello(config, place.node, place.num_nodes, host, own_address(rendezvous.host, rendezvous.port))
-    channel = Channel(place.node, place.num_nodes, hello, silence_s=timeout_s)
-    channel.admit = check_hello
-    try:
-        if place.node == 0:
-            channel.listen(rendezvous)
-        else:
-            channel.connect(rendezvous, timeout_s)
-        return channel, channel.wait_for_all(timeout_s)
-    except BaseException:
-        channel.close()
-        raise
+    deadline, was_early = time.monotonic() + timeout_s, False
+    while True:
+        channel = Channel(place.node, place.num_nodes, hello, silence_s=timeout_s)
+        channel.admit = check_hello
+        try:
+            if place.node == 0:
+                channel.listen(rendezvous)
+            else:
+                channel.connect(rendezvous, max(RETRY_S, deadline - time.monotonic()) if was_early else timeout_s)
+            return channel, channel.wait_for_all(timeout_s)
+        except BaseException as error:
+            channel.close()
+            was_early = was_early or (isinstance(error, UserError) and error.kind == LATER)
+            if not was_early or not isinstance(error, UserError) or time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_S)  # node 0 is still ending what this node was lost in
 
 
 class Team:
