@@ -61,7 +61,13 @@ def weights(ran: Ran) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in ran.rank.model.named_parameters()}
 
 
-MORE = [("qwen3_vl", "trained"), ("llava_next", "trained"), ("qwen2_vl", "trained"), ("glm4v", "frozen")]
+MORE = [
+    ("qwen3_vl", "trained"),
+    ("llava_next", "trained"),
+    ("qwen2_vl", "trained"),
+    ("glm4v", "frozen"),
+    ("mistral3", "frozen"),
+]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +87,8 @@ def test_each_image_is_computed_once_and_nothing_changes(lab: Lab, family: str, 
     assert calls == NUM_IMAGES and first.rank.measured["features"]["computed_images"] == NUM_IMAGES
     assert first.losses == pytest.approx(plain.losses, rel=1e-5)
     for name, values in weights(plain).items():
+        if name.endswith("k_proj.bias"):
+            continue  # it shifts all scores of a query alike: its gradient is rounding, of which Adam makes full steps
         assert float((weights(first)[name] - values).norm()) <= 1e-4 * float(values.norm()), name
 
     torn, flipped, *others = sorted(cache.glob("features/*/*/*"))

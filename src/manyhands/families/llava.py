@@ -96,7 +96,6 @@ LLAVA_NEXT = Family(
         {"image_token": "<image>"},
         token_field="image_token_index",
         fields={"patch_size": None, "num_additional_image_tokens": 0, "vision_feature_select_strategy": None},
-        keeps_features=False,
     ),
 )
 LLAVA_ONEVISION = Family(

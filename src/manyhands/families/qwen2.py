@@ -53,7 +53,7 @@ QWEN2_VL = Family(
     text_model_type="qwen2_vl_text",
     towers=("model.visual",),
     projectors=("model.visual.merger",),
-    images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens"), keeps_features=False),
+    images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens")),
 )
 QWEN2_5_VL = Family(
     name="Qwen2.5-VL",
