@@ -52,6 +52,7 @@ def train(lab: Lab, family: str, projector: str, **keys: Any) -> tuple[Ran, int]
         }
         | given
     )
+    lab.check(rank)  # with images of its own, which are not kept
     calls: list[int] = []
     next(iter(find_tower_blocks(rank.model).values())).register_forward_hook(lambda *_: calls.append(1))
     return lab.train(rank), len(calls)

@@ -29,7 +29,7 @@ class ProbeImages:
 
     def __init__(self, config: RunConfig, work: ImageWork, tokenizer: Any) -> None:
         self._opener = ImageOpener(config, work.model_folder, tokenizer)
-        self._work, self._tokenizer = replace(work, cache="", disk_bytes=0, memory_bytes=0), tokenizer
+        self._work, self._tokenizer = replace(work, cache="", disk_bytes=0, memory_bytes=0, features=None), tokenizer
         self._drawn: dict[int, OpenedImage] = {}
 
     @property
