@@ -102,7 +102,7 @@ def write_rows(folder: Path, name: str, pairs: list[tuple[Image.Image, str]]) ->
 def write_texts(folder: Path, captions: list[str], draw: random.Random) -> None:
     """Rows of text that ask for a caption by its words, in any order, as many as an image has tokens."""
     rows = []
-    for _ in range(4000):
+    for _ in range(1280):
         caption = draw.choice(captions)
         words = caption.split()
         asked = [draw.choice(words) for _ in range(8)] + words
@@ -221,19 +221,19 @@ def count_captions(model_folder: Path, folder: Path, name: str) -> tuple[int, in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=300, help="of the projector's run")
+    parser.add_argument("--steps", type=int, default=100, help="of the projector's run")
     given = parser.parse_args()
     folder = given.folder
     folder.mkdir(parents=True, exist_ok=True)
     draw, photographs = random.Random(0), open_photographs()
     sets = {
-        "shapes": [draw_shape(draw) for _ in range(960)],
-        "shapes-held-out": [draw_shape(draw) for _ in range(80)],
+        "shapes": [draw_shape(draw) for _ in range(640)],
+        "shapes-held-out": [draw_shape(draw) for _ in range(60)],
     }
     if photographs:
-        named = [caption for caption in photographs for _ in range(32)]
+        named = [caption for caption in photographs for _ in range(24)]
         sets["photographs"] = [(cut_crop(photographs[caption], draw), caption) for caption in named]
-        named = [caption for caption in photographs for _ in range(8)]
+        named = [caption for caption in photographs for _ in range(5)]
         sets["photographs-held-out"] = [(cut_crop(photographs[caption], draw), caption) for caption in named]
     for name, pairs in sets.items():
         write_rows(folder, name, pairs)
@@ -244,7 +244,7 @@ def main() -> None:
         "model": {"name": str(folder / "model")},
         "method": {"name": "full"},
         "data": {"train": str(folder / "texts.jsonl"), "max_length": 128},
-        "batch": {"samples": 32}, "stop": {"epochs": 2}, "optimizer": {"learning_rate": 3e-3},
+        "batch": {"samples": 32}, "stop": {"epochs": 1}, "optimizer": {"learning_rate": 3e-3},
         "evaluate": {"prompts": 0},
     })  # fmt: skip
     held_out = {
@@ -257,7 +257,7 @@ def main() -> None:
         "data": {"train": [str(folder / f"{name}.jsonl") for name in sets if not name.endswith("held-out")],
                  "max_length": 128},
         "batch": {"samples": 32}, "stop": {"epochs": 100, "max_steps": given.steps},
-        "optimizer": {"learning_rate": 3e-3},
+        "optimizer": {"learning_rate": 5e-3},
         "evaluate": {"data": held_out, "prompts": 2, "max_new_tokens": 8, "every_steps": 0},
     })  # fmt: skip
     runs = folder / "runs"

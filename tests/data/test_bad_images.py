@@ -83,7 +83,7 @@ def test_a_bad_image_is_named_and_refused_or_skipped(
     draw((40, 40)).save(tmp_path / "good.png")
     make_bad(kind, tmp_path / "bad.png")
     rows = write_rows([{"messages": turns(image(name), text("?"))} for name in ("good.png", "bad.png", "good.png")])
-    with pytest.raises(UserError, match="1 row is with images that cannot be used") as caught:
+    with pytest.raises(UserError, match="images of 1 row cannot be used") as caught:
         open_store(make_config(rows, validation_fraction=0), folder)
     (detail,) = caught.value.details
     assert detail.startswith(f"{rows}:2: the image {tmp_path / 'bad.png'} ")
@@ -175,11 +175,11 @@ PLACES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a mark without image": (
         {"messages": [{"role": "user", "content": "<image> what"}]},
-        "0 images in the row's column, and 1 place",
+        "the row has no images, and 1 place for them",
     ),
     "a part without image": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "0 images in the row's column, and 1 place",
+        "the row has no images, and 1 place for them",
     ),
     "the model's own placeholder": (
         {"messages": [{"role": "user", "content": "<start_of_image> what"}]},
@@ -233,7 +233,8 @@ def test_more_image_tokens_than_fit(folder: Path, tmp_path: Path, write_rows, ma
 
 def test_a_model_of_text_is_given_no_images(model_folder: Path, write_rows, make_config) -> None:
     rows = write_rows([{"messages": turns(image("a.png"), text("?"))}])
-    assert "only text can be trained" in refuse(make_config(rows, validation_fraction=0), model_folder).details[0]
+    part = refuse(make_config(rows, validation_fraction=0), model_folder).details[0]
+    assert "has an image, and this run trains text alone: the model takes no images" in part
     column = write_rows([{"images": ["a.png"], "messages": turns(text("?"))}], "column.jsonl")
     assert "only text can be trained" in refuse(make_config(column, validation_fraction=0), model_folder).what
     asked = refuse(make_config(column, validation_fraction=0, images=True), model_folder)
@@ -246,7 +247,7 @@ def test_images_may_be_refused(folder: Path, tmp_path: Path, write_rows, make_co
     draw((40, 40)).save(tmp_path / "a.png")
     rows = write_rows([{"messages": turns(image("a.png"), text("?"))}])
     error = refuse(make_config(rows, validation_fraction=0, images=False), folder)
-    assert "only text can be trained" in error.details[0]
+    assert "data.images is false" in error.details[0]
 
 
 def test_an_image_that_changes_after_preparation_is_an_error(

@@ -187,7 +187,7 @@ def messages(*talk: object) -> dict:
         ("messages", messages(USER | {"role": "bot"}), "'bot'; known roles: system, developer, user, assistant, tool"),
         ("messages", messages({"from": "human", "value": "a"}), "sharegpt"),
         ("messages", messages(ANSWER | {"content": None}), "must be a string, this is NoneType"),
-        ("messages", messages(ANSWER | {"content": [{"type": "image", "image": 1}]}), "part of type 'image'"),
+        ("messages", messages(ANSWER | {"content": [{"type": "image", "image": 1}]}), "trains text alone"),
         ("messages", messages(USER | {"tool_calls": [CALL]}, ANSWER), "only an assistant has them"),
         ("messages", messages(USER | {"thinking": "x"}, ANSWER), "only an assistant has them"),
         ("messages", messages(ANSWER | {"reasoning_content": 3}), "must be a string, this is int"),

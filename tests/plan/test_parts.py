@@ -55,6 +55,14 @@ def test_each_part_is_as_asked():
     assert parts_of(asked) == asked
 
 
+def test_a_projector_is_no_module_to_save():
+    tower = tower_facts().model_copy(update={"modules": {"projector": ("model.multi_modal_projector",)}})
+    model = model_facts(is_multimodal=True, num_tower_parameters=1000, tower=tower)
+    with pytest.raises(UserError, match="is the model's projector") as caught:
+        plan(run_config(method__modules_to_save=["multi_modal_projector"]), facts(model, data=WITH))
+    assert "method.parts.projector: trained" in caught.value.fix
+
+
 def test_a_text_model_has_no_parts():
     assert plan(run_config(), facts()).parts == {}
 

@@ -37,7 +37,8 @@ def format_share(share: float) -> str:
 def describe_counts(counts: Mapping[str, int], noun: str = "samples") -> str:
     """The sum of counts by source, and each where there are several: ``12 samples (a 8, b 4)``."""
     each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    return f"{sum(counts.values()):,} {noun}" + (f" ({each})" if each else "")
+    total = sum(counts.values())
+    return f"{total:,} {noun.removesuffix('s') if total == 1 else noun}" + (f" ({each})" if each else "")
 
 
 def draw_line(values: Sequence[float | None]) -> str:

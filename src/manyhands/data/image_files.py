@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.config.data_schema import DataSection
+from manyhands.config.data_schema import MOST_PIXELS, DataSection
 from manyhands.core.errors import UserError
 from manyhands.data.image_rows import ImageRef
 from manyhands.data.image_streams import IMAGE_SOURCES, IMAGES
@@ -128,8 +128,8 @@ def decode(raw: bytes, name: str, bounds: PixelBounds) -> np.ndarray:
                 return np.array(bounds.fit(turned.convert("RGB")))
     except UnidentifiedImageError:
         raise BadImage(f"{name} is not an image ({', '.join(FORMATS)} are read)") from None
-    except Image.DecompressionBombError as error:
-        raise BadImage(f"{name} has too many pixels: {error}") from None
+    except Image.DecompressionBombError:  # raised before anything is decoded
+        raise BadImage(f"{name} has too many pixels: more than {MOST_PIXELS:,}, as decompression bombs have") from None
     except BadImage:
         raise
     except Exception as error:  # a decoder of foreign bytes: whatever it raises is about this image

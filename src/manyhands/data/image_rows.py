@@ -114,9 +114,9 @@ def place_images(
         placed = _put_first(placed, len(given))
         empty = len(given)
     if empty != len(given):
+        has = f"{_count(len(given), 'image')} in the row's column" if given else "the row has no images"
         raise RowRefused(
-            f"{_count(len(given), 'image')} in the row's column, and {_count(empty, 'place')} for them "
-            f"({MARK} in a text, or a part of type image without one)"
+            f"{has}, and {_count(empty, 'place')} for them ({MARK} in a text, or a part of type image without one)"
         )
     rest = iter(given)
     images: list[ImageRef] = []

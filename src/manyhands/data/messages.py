@@ -135,6 +135,11 @@ def _join_parts(
             held = {key: value for key, value in part.items() if key != "type" and value is not None}
             shown.append({"type": "image"} | ({"image": held} if held.keys() - {"text"} else {}))
             continue
+        if kind in IMAGE_PARTS:
+            raise RowRefused(
+                f"the content of {where} has an image, and this run trains text alone: the model takes no images, or "
+                "data.images is false"
+            )
         if kind not in PARTS:
             known = ", ".join((*PARTS, CALL_PART, *IMAGE_PARTS[:images]))
             raise RowRefused(

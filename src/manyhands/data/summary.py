@@ -237,7 +237,7 @@ class Outcome:
         self.refused.raise_if_any("{n} rows cannot be trained", where=where, fix="correct or remove these rows")
         if config.data.bad_images == "refuse":
             self.bad_images.raise_if_any(
-                "{n} rows are with images that cannot be used",
+                "images of {n} rows cannot be used",
                 where=where,
                 fix="correct or remove these rows, or set data.bad_images: skip to leave them out",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, ModelFacts
@@ -43,6 +44,7 @@ def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState],
         "projector": {"trained": "trained", "frozen": "frozen"}.get(asked.get("projector", ""), projector),  # type: ignore[dict-item]
         "language": language,
     }
+    _check_saved_modules(config, facts.model)
     if "trained" not in parts.values():
         raise UserError(
             "no part of the model is trained",
@@ -138,6 +140,19 @@ def _check_without_images(asked: dict[str, str]) -> None:
             where="method.parts.language",
             fix="use data with images, or set it to auto, full, lora or qlora",
         )
+
+
+def _check_saved_modules(config: RunConfig, model: ModelFacts) -> None:
+    """UserError where tower or projector would be trained behind the back of ``method.parts``."""
+    for part, modules in ({} if model.tower is None else model.tower.modules).items():
+        for pattern in config.method.modules_to_save:
+            if any(matches(module, pattern) for module in modules):
+                raise UserError(
+                    f"{pattern!r} in method.modules_to_save is the model's {part}",
+                    where="method.modules_to_save",
+                    why="what images pass through is trained, and saved with the adapter, as one of method.parts",
+                    fix=f"set method.parts.{part}: trained, and take {pattern} out of method.modules_to_save",
+                )
 
 
 def _check_left_out(asked: dict[str, str], facts: Facts) -> None:

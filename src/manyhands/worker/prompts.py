@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class SamplePrompt:
 def choose_prompts(rank: RankContext, rows: np.ndarray) -> list[SamplePrompt]:
     """The first ``evaluate.prompts`` validation samples that have a prompt, up to their first loss token."""
     prompts: list[SamplePrompt] = []
-    work = images_of(rank)
+    work = _work_of(rank)
     token_id = -1 if work is None else open_batcher(work).token_id
     for row in rows:
         if len(prompts) == rank.config.evaluate.prompts:
@@ -99,9 +99,9 @@ def answer_prompts(rank: RankContext, prompts: list[SamplePrompt]) -> tuple[tupl
 
 def _answer_here(rank: RankContext, prompt: SamplePrompt, ends: frozenset[int]) -> str:
     settings = GenerationSettings(max_new_tokens=rank.config.evaluate.max_new_tokens)
-    inputs = None
-    if prompt.images:
-        inputs = image_inputs(open_batcher(_work_of(rank)), rank.model, prompt.ids, prompt.images)
+    inputs, work = None, _work_of(rank)
+    if prompt.images and work is not None:
+        inputs = image_inputs(open_batcher(work), rank.model, prompt.ids, prompt.images)
     return complete(rank.model, rank.tokenizer, [prompt.ids], settings, ends, inputs=inputs)[0].text
 
 
@@ -114,10 +114,10 @@ def _answer_together(rank: RankContext, prompt: SamplePrompt, ends: frozenset[in
     return rank.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
-def _work_of(rank: RankContext) -> ImageWork:
+def _work_of(rank: RankContext) -> ImageWork | None:
+    """How the run prepares images, None in a run without. Prompts always pass through the tower."""
     work = images_of(rank)
-    assert work is not None, "prompts have images in a run with images alone"
-    return work
+    return None if work is None else replace(work, features=None)
 
 
 def _batch_images(rank: RankContext, ids: torch.Tensor, images: Sequence[StoredImage]) -> Batch:
