@@ -193,9 +193,10 @@ def test_ranks_that_read_features_and_ranks_that_compute_them_agree(
 
 
 @pytest.mark.distributed
-def test_the_loaded_model_is_checked_where_it_is_sharded(world: Ranks, tmp_path: Path) -> None:
-    """By every rank alike, the model's own forward pass among them."""
-    folder = write_tiny_vision(tmp_path, "gemma3")
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("janus", marks=SLOW), pytest.param("mistral3", marks=SLOW)])
+def test_the_loaded_model_is_checked_where_it_is_sharded(world: Ranks, tmp_path: Path, family: str) -> None:
+    """By every rank alike, the model's own forward pass among them; of a described family and of an inferred one."""
+    folder = write_tiny_vision(tmp_path, family)
     plan = tiny_plan(folder, world_size=2, parts=STATES["everything"], strategy="fsdp", attention="blockwise")
     first, second = world.run("tests.support.images:check", plan, tiny_run(folder), world_size=2)
     assert max(first.own, first.together) < 1e-5 and first.leak == 0 and first.seen > 1e-4

@@ -48,6 +48,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "vipllava": ("llama", {}, {"vision_config": _CLIP}, {"vision_feature_layers": [-2, 1]} | _UNTIED),
     "aya_vision": ("cohere2", {}, {"vision_config": _SIGLIP | {"vision_use_head": False}}, {"downsample_factor": 2}),
     "deepseek_vl": ("llama", {}, {"vision_config": _SIGLIP}, _UNTIED),
+    "qianfan_ocr": (
+        "qwen3",
+        {},
+        {"vision_config": _SIZES | {"image_size": [28, 28], "patch_size": [14, 14]}},
+        {"image_seq_length": 1, "downsample_ratio": 0.5} | _UNTIED,
+    ),
     "janus": (
         "llama",
         {},
@@ -100,6 +106,17 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"image_processor_type": "DeepseekVLImageProcessor", "size": _SQUARE},
         {"processor_class": "DeepseekVLProcessor", "num_image_tokens": 4},
         {"image_token_id": "image_token"},
+    ),
+    "qianfan_ocr": (
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+        },
+        "<image>\n",
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": _SQUARE, "max_patches": 3, "crop_to_patches": True},
+        {"processor_class": "QianfanOCRProcessor", "image_seq_length": 1},
+        {"image_token_id": "context_image_token"},
     ),
     "janus": (
         {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},

@@ -19,7 +19,7 @@ POSITIONS = "which positions its tokens of images have, by row and column, is no
 OMNI = "a part that speaks hangs on the hidden states of its text, and positions depend on sound"
 SOUND = "it takes sound, and no images"
 
-INFERRED = ("aya_vision", "deepseek_vl", "janus", "vipllava")
+INFERRED = ("aya_vision", "deepseek_vl", "janus", "qianfan_ocr", "vipllava")
 """Model types without a file of their own whose images were trained by what is inferred of them, with 5.17."""
 
 _ALIKE = {
@@ -53,7 +53,6 @@ IMAGES_REFUSED: dict[str, str] = {name: reason for reason, names in _ALIKE.items
     "paligemma": "it reads its prompt in both directions and its answer in one: attention of a prefix is not supported",
     "phi4_multimodal": "adapters inside its weights are switched by whether a sample has images or sound",
     "pi0": "it predicts the movements of a robot",
-    "qianfan_ocr": "its text beside images was not measured yet",
     "shieldgemma2": "it judges images: it answers yes or no by two rows of its head",
     "video_llama_3": "each image says by how much its patches are merged",
     "video_llava": "images and the frames of videos have a tower and names of their own",
