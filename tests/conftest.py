@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Begun first, so that where files run side by side no long one begins when all others have ended.
-LONGEST = ("equality", "matrix", "e2e", "engine", "convert", "data", "test_every_key.py")
+LONGEST = ("docs", "equality", "matrix", "e2e", "faults", "guides", "engine", "convert", "data", "test_every_key.py")
 # Workers that tests start import the package from the sources, also where it is not installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
 os.environ.setdefault("OMP_NUM_THREADS", "1")

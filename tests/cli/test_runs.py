@@ -15,6 +15,7 @@ from manyhands.cli.main import app
 from manyhands.cli.prove import Course, compare, parse_layouts
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from tests.support.zygote import forking
 
 RUNNER = CliRunner()
 
@@ -149,7 +150,8 @@ def test_a_tiny_run_is_the_same_in_two_processes_and_leaves_nothing(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(run))
     before = set(tmp_path.iterdir())
     layouts = ["--layouts", "single:1,ddp:2,accumulation:4", "--steps", "3"]
-    found = RUNNER.invoke(app, ["prove", str(tmp_path / "run.json"), *layouts])
+    with forking():
+        found = RUNNER.invoke(app, ["prove", str(tmp_path / "run.json"), *layouts])
     assert found.exit_code == 0, found.output
     assert found.output.count("within the bounds") == 2
     assert set(tmp_path.iterdir()) - before <= {tmp_path / "cache"}

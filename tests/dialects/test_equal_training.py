@@ -15,6 +15,7 @@ from manyhands.launch.prepare import gather_facts
 from manyhands.launch.run_file import load_for_start
 from manyhands.plan.search import plan as make_plan
 from tests.support.tiny import write_tiny_model
+from tests.support.zygote import forking
 
 NUM_ROWS = 24
 NATIVE: dict[str, Any] = {
@@ -133,7 +134,8 @@ def test_four_files_of_one_run_have_the_same_losses(files: dict[str, Path]) -> N
     losses = {}
     for name, file in files.items():
         command = [sys.executable, "-m", "manyhands", "train", str(file), *overrides(file.parent, name)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        with forking():
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         lines = (file.parent / "runs" / name / "metrics.jsonl").read_text().splitlines()
         losses[name] = [row["loss"] for row in map(json.loads, lines) if "loss" in row]

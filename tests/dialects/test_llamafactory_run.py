@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.support.tiny import write_tiny_model
+from tests.support.zygote import forking
 
 FILE = {
     "model_name_or_path": "model",
@@ -56,19 +57,20 @@ def write_data(folder: Path) -> None:
     (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
 
 
-@pytest.mark.slow  # three processes that import torch: 28 CPU seconds
+@pytest.mark.slow  # a whole run
 def test_a_file_and_its_data_sets_are_trained_as_they_are(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", "llama")
     write_data(tmp_path / "data")
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(FILE, sort_keys=False))
-    done = subprocess.run(
-        [sys.executable, "-m", "manyhands", "train", "sft.yaml", "data.cache=cache", "parallel.device=cpu"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    with forking():
+        done = subprocess.run(
+            [sys.executable, "-m", "manyhands", "train", "sft.yaml", "data.cache=cache", "parallel.device=cpu"],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "saves/tiny/sft"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

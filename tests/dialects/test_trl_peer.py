@@ -19,6 +19,7 @@ from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from manyhands.launch.run_file import load_for_start
 from tests.support.tiny import write_tiny_model
+from tests.support.zygote import forking
 
 pytestmark = [
     pytest.mark.slow,
@@ -104,16 +105,17 @@ def test_the_same_file_trains_the_same(name: str, model: Path, tmp_path: Path) -
 
 
 def run_peer(file: Path, data: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", PEER, str(file), str(data)], capture_output=True, text=True, check=False, timeout=300
-    )
+    command = [sys.executable, "-c", PEER, str(file), str(data)]
+    with forking():
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def train(file: Path, overrides: list[str], folder: Path) -> list[float]:
     command = [sys.executable, "-m", "manyhands", "train", str(file), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    with forking():
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = (folder / "out" / "sft" / "metrics.jsonl").read_text().splitlines()
     return [row["loss"] for row in map(json.loads, lines) if row.get("kind") == "step" or "loss" in row]

@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from manyhands.cli.main import app
+from tests.support.zygote import forking
 
 HERE = Path(__file__).parent
 NUM_STEPS = 12
@@ -144,7 +145,7 @@ class Place:
         output: Path | None = None,
     ) -> Iterator[subprocess.Popen[str]]:
         """A process that leads a session of its own, output in one file; whatever still lives at the end is killed."""
-        with open(output or self.output, "w+") as output_file:
+        with open(output or self.output, "w+") as output_file, forking():
             process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=self.folder,
@@ -196,11 +197,9 @@ class Place:
     def train(
         self, name: str, *arguments: str, file: str = "run.yaml", plant: Mapping[str, str] | None = None
     ) -> Ended:
-        """``manyhands train run.yaml name=NAME ...`` with this process as the launcher, which has imported torch
-        already; the ranks are processes of their own.
-        """
+        """``manyhands train run.yaml name=NAME ...`` with this process as the launcher; ranks are processes."""
         command, begin = train_command(name, *arguments, file=file)[2:], time.monotonic()
-        with self._inside(self.variables(plant, None)), pytest.raises(SystemExit) as ended:
+        with self._inside(self.variables(plant, None)), forking(), pytest.raises(SystemExit) as ended:
             app(command, prog_name="manyhands")
         return Ended(int(ended.value.code or 0), self.output.read_text(), time.monotonic() - begin)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import write_place
+from tests.support.zygote import forking
 
 ROOT = Path(__file__).parents[2]
 FAST = "stop.max_steps=2 evaluate.max_tokens=200"
@@ -27,17 +28,18 @@ def environment(**more: str) -> dict[str, str]:
 
 def call(*command: str, cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
     """The command in the root, its output in one text, in at most four minutes."""
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(**more),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    return done
+    variables = environment(**more)
+    with forking(variables):
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
 
 
 def make(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
