@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.zygote import forking
+from tests.support.zygote import NAME, forking
 
 LOOK = """
 import json, os, signal, sys, threading
@@ -87,8 +88,12 @@ def test_a_launcher_has_forks_of_its_own() -> None:
     process = start(code)
     assert process.communicate(timeout=60)[0].split() == [str(process.pid), "False"], "a process that starts no others"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "--no-python", sys.executable]
+    module += "; import psutil; print([child.cmdline() for child in psutil.Process().parent().children()])"
     agent = subprocess.Popen([*command, "-c", module], stdout=subprocess.PIPE, text=True)
-    assert agent.communicate(timeout=60)[0].split() == [str(agent.pid), "True"]
+    first, children = agent.communicate(timeout=60)[0].splitlines()
+    assert first.split() == [str(agent.pid), "True"]
+    servers = [words for words in ast.literal_eval(children) if words == [NAME]]
+    assert len(servers) == 1, children
 
 
 def test_processes_of_multiprocessing_are_forks_too() -> None:

@@ -30,6 +30,7 @@ from tests.e2e.runs import (
     pause,
     train_command,
 )
+from tests.support.zygote import is_server
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own
 
@@ -43,7 +44,7 @@ def start_and_pause(place: Place, name: str, step: int, end: int, *arguments: st
     plant = in_evaluation(step, mark) if evaluating else at_step(step, pause(mark))
     with place.start(*train_command(name, "--gpus", "2", *arguments), plant=plant) as process:
         place.wait_for([mark.with_name(f"{mark.name}-{rank}") for rank in (0, 1)], process)
-        workers = psutil.Process(process.pid).children(recursive=True)
+        workers = [child for child in psutil.Process(process.pid).children(recursive=True) if not is_server(child)]
         if end == signal.SIGKILL:
             kill_all(process.pid)
         else:

@@ -38,6 +38,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 HASH_SEED = "42"  # of ranks, by their plan
 IMPORTED = (
     *(f"manyhands.worker.{name}" for name in ("run", "stages", "training", "export_stages")),
@@ -55,6 +57,7 @@ READ_EARLY = (
 )
 OF_RANKS = {"PYTHONHASHSEED": HASH_SEED}  # all forks have it
 ENDS_OF_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # of a Popen
+NAME = "zygote"  # in place of a command line, of the server of a launcher or a rank
 PADDING = 1 << 16  # bytes of arguments and environment that /proc can show of a fork
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -201,6 +204,13 @@ def _start_server(environment: Mapping[str, str]) -> socket.socket:
     return ours
 
 
+def is_server(process: psutil.Process) -> bool:
+    """Whether it is the server of a launcher or a rank, which ends soon after that."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()[:1] == [NAME]
+    return False
+
+
 def _end_server(process: subprocess.Popen[bytes], pipe: socket.socket) -> None:
     pipe.close()
     process.wait()
@@ -217,7 +227,7 @@ def serve(pipe: socket.socket) -> NoReturn:
         head, files, _, _ = socket.recv_fds(pipe, 4, 64)
         if len(head) < 4:
             os._exit(0)
-        asked = _Asked(**pickle.loads(_read(pipe, struct.unpack("I", head)[0])))
+        asked = _Asked(**pickle.loads(pipe.recv(struct.unpack("I", head)[0], socket.MSG_WAITALL)))
         answers, answering = os.pipe()
         going, go = os.pipe()
         between = os.fork()
@@ -234,13 +244,6 @@ def serve(pipe: socket.socket) -> NoReturn:
         os.close(go)
         for number in (answers, answering, going, *files):
             os.close(number)
-
-
-def _read(pipe: socket.socket, length: int) -> bytes:
-    text = b""
-    while len(text) < length:
-        text += pipe.recv(length - len(text))
-    return text
 
 
 def _become(asked: _Asked, files: list[int]) -> NoReturn:
@@ -332,6 +335,7 @@ def _serve_from_here() -> None:
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
+        _show([NAME], {})
         serve(theirs)
     theirs.close()
     [early] = _forked
