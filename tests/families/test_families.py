@@ -43,7 +43,7 @@ EXEMPT = {
             for name in (
                 *("axolotl_data", "axolotl_keys", "axolotl_templates", "llamafactory", "llamafactory_data"),
                 *("llamafactory_keys", "llamafactory_method", "llamafactory_templates", "llamafactory_v1"),
-                *("theworld", "transformers"),
+                *("theworld", "transformers", "axolotl_images", "llamafactory_images"),
             )
         ),
         "keys and chat formats of another tool, and its name",

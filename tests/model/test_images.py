@@ -250,6 +250,14 @@ def test_a_loaded_model_that_fails_a_check_is_refused(tiny_llava: Path, spoil: A
     assert failed in f"{refused.value.what} {refused.value.why}"
 
 
+def test_drawn_weights_may_begin_with_a_projector_of_zeros(tiny_llava: Path) -> None:
+    """As transformers draws that of Gemma 3."""
+    engine, config = engine_of(tiny_llava), tiny_run(tiny_llava)
+    _see_all_alike(engine.loss_model)
+    drawn = config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})
+    assert check_engine(engine, tiny_plan(tiny_llava), drawn).seen == 0
+
+
 def test_families_whose_images_are_not_described_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_multimodal(tmp_path, family="paligemma")
     with pytest.raises(UserError, match=r"models of type paligemma(.|\n)*in both directions"):

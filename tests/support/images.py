@@ -200,7 +200,8 @@ def check(plan: Plan, config: RunConfig) -> ImageVerdict:
 
 
 def check_engine(engine: Any, plan: Plan, config: RunConfig) -> ImageVerdict:
-    return check_images(engine, engine.loss_model, probe_of(plan, config), engine.world.device, plan.packing)
+    probe, must_see = probe_of(plan, config), config.model.init == "pretrained"
+    return check_images(engine, engine.loss_model, probe, engine.world.device, plan.packing, must_see=must_see)
 
 
 def probe_of(plan: Plan, config: RunConfig) -> ProbeImages:

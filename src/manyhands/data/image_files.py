@@ -47,7 +47,7 @@ class PixelBounds:
         return cls(data.max_image_pixels, data.shrink_images_above, data.enlarge_images_below)
 
     def fit(self, image: Any) -> Any:
-        """A PIL image within the bounds: sides are rounded down, interpolation is bicubic, as in LLaMA-Factory."""
+        """A PIL image within the bounds: sides are rounded down, interpolation is bicubic."""
         for bound, is_beyond in ((self.shrink_above, operator.gt), (self.enlarge_below, operator.lt)):
             num_pixels = image.width * image.height
             if bound is not None and is_beyond(num_pixels, bound):

@@ -58,9 +58,18 @@ class ImageVerdict:
 
 @torch.no_grad()
 def check_images(
-    engine: Probed, loss_model: LossModel, probe: ProbeImages, device: torch.device, packing: bool
+    engine: Probed,
+    loss_model: LossModel,
+    probe: ProbeImages,
+    device: torch.device,
+    packing: bool,
+    *,
+    must_see: bool = True,
 ) -> ImageVerdict:
-    """The checks above, of a model with its tower in memory. Raises UserError that names the check that failed."""
+    """The checks above, of a model with its tower in memory. Raises UserError that names the check that failed.
+
+    Without ``must_see`` an image may change nothing at all, as where weights are drawn and a projector begins as zeros.
+    """
     begun = time.perf_counter()
     texts = _draw_texts(loss_model.model.config)
 
@@ -92,6 +101,8 @@ def check_images(
         time.perf_counter() - begun,
     )
     _judge(found, loss_model.model, own.dtype, packing)
+    if must_see and not found.seen > 0:
+        _refuse(loss_model.model, "another image changes no logits of its own document")
     return found
 
 
@@ -104,8 +115,6 @@ def _judge(found: ImageVerdict, model: Any, dtype: torch.dtype, packing: bool) -
     ):
         if not deviation <= allowed:  # also refuses nan
             _refuse(model, f"{what}: relative deviation {deviation:.1e}, allowed {allowed:.0e}")
-    if not found.seen > 0:
-        _refuse(model, "another image changes no logits of its own document")
 
 
 def _refuse(model: Any, why: str) -> NoReturn:

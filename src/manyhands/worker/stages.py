@@ -121,7 +121,10 @@ def check_model(rank: RankContext) -> None:
     check_rows(rank.engine, rank.loss_model, rank.world.device)
     if rank.loss_model.images is not None and (work := images_of(rank)) is not None:
         probe = ProbeImages(rank.config, work, rank.tokenizer)
-        verdict = check_images(rank.engine, rank.loss_model, probe, rank.world.device, rank.plan.packing)
+        must_see = rank.config.model.init == "pretrained"
+        verdict = check_images(
+            rank.engine, rank.loss_model, probe, rank.world.device, rank.plan.packing, must_see=must_see
+        )
         rank.print(verdict.describe())
     batch = probe_batch(rank)
     for converter in rank.converters:
