@@ -1,9 +1,10 @@
 """A multimodal checkpoint fine-tuned on text alone: three methods, two strategies; towers untouched in what is
-saved.
+saved. And on images: from the command to what others open.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from manyhands.cli.main import app
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
-from manyhands.infer.load import Found, load_model
+from manyhands.infer.load import Found, load_model, open_answerer
 from tests.e2e.runs import Place, Run, Spec
 from tests.support.multimodal import write_tiny_multimodal
+from tests.support.vision import processor_of, write_tiny_vision
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own: minutes together
 
@@ -41,8 +44,43 @@ def ran(place: Place) -> Place:
     for method in RESUMED:
         name = f"g-{method}-resumed"
         specs += [spec(place, method, "fsdp", name, {"step": 7}), spec(place, method, "fsdp", name)]
+    write_pictures(place.folder)
+    specs += [Spec(2, "seen-resumed", SEEN, {"step": 7}), Spec(2, "seen-resumed", SEEN)]
     place.many(*specs)
     return place
+
+
+SEEN = (
+    "model.name=eyes", "data.train=pictures.jsonl", "method.parts={vision: frozen, projector: trained, language: lora}",
+    "optimizer.part_learning_rates={projector: 1e-2}", "output.merge=true", "stop.max_steps=8",
+)  # fmt: skip
+
+
+def write_pictures(folder: Path) -> None:
+    """A model of images, and 24 rows of which a third have no image and a third two."""
+    from PIL import Image
+
+    config = write_tiny_vision(folder / "eyes", "gemma3") / "config.json"
+    config.write_text(config.read_text().replace('"sliding_window": 8', '"sliding_window": 64'))  # answers see images
+    colors = ("red", "green", "blue", "white")
+    for color in colors:
+        Image.new("RGB", (40, 30), color).save(folder / f"{color}.png")
+    rows = []
+    for number in range(24):
+        shown = [colors[(number + place) % 4] for place in range(number % 3)]
+        parts: list[Any] = [{"type": "image", "image": f"{color}.png"} for color in shown]
+        asked = {"role": "user", "content": [*parts, {"type": "text", "text": f"what is number {number}"}]}
+        said = {"role": "assistant", "content": " and ".join(shown) or "nothing"}
+        rows.append(json.dumps({"messages": [asked, said]}) + "\n")
+    (folder / "pictures.jsonl").write_text("".join(rows))
+
+
+@pytest.fixture(scope="module")
+def seen(ran: Place) -> Run:
+    """``manyhands train`` on images in two processes, up to the verified result."""
+    ended = ran.train("seen", *SEEN, "--gpus", "2")
+    assert ended.code == 0, ended.output
+    return ran.run("seen")
 
 
 def written(run: Run, method: str) -> Path:
@@ -138,3 +176,68 @@ def test_what_was_written_is_verified_by_its_hashes_and_logits(ran: Place, metho
             )
             found = verify(folder / name, reference, base=ran.folder / "gemma", probe_path=probe)
             assert not found.findings and any("logits of" in note for note in found.notes), found
+
+
+def test_images_are_trained_evaluated_and_resumed(ran: Place, seen: Run) -> None:
+    plan, resumed = seen.read("plans/001.json"), ran.run("seen-resumed")
+    assert plan["parts"] == {"vision": "frozen", "projector": "trained", "language": "trained"}
+    assert seen.losses()[-1] < 0.9 * seen.losses()[0]
+    evaluations = [loss for _, loss in seen.evaluations()]
+    assert evaluations[-1] < evaluations[0]
+    (sample,) = seen.rows("evaluation")[-1]["samples"]
+    assert "what is number" in sample["prompt"]
+    assert resumed.course() == seen.course() and resumed.evaluations() == seen.evaluations()
+    for name in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+        found, expected = load_file(resumed.folder / name), load_file(seen.folder / name)
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_frozen_tower_keeps_its_bits_beside_a_trained_projector(ran: Place, seen: Run) -> None:
+    source, merged = tensors_of(ran.folder / "eyes"), tensors_of(seen.folder / "merged")
+    assert source.keys() == merged.keys()
+    towers = {name for name in source if "vision_tower" in name}
+    projector = {name for name in source if "multi_modal_projector" in name}
+    assert len(towers) > 20 and all(torch.equal(merged[name], source[name]) for name in towers)
+    assert projector and not any(torch.equal(merged[name], source[name]) for name in projector)
+    saved = load_file(seen.folder / "adapter" / "adapter_model.safetensors")
+    assert not any("vision_tower" in name for name in saved) and any("multi_modal_projector" in name for name in saved)
+
+
+@torch.no_grad()
+def test_peft_and_transformers_open_what_was_trained_on_images(ran: Place, seen: Run) -> None:
+    from peft import PeftModel
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText
+
+    processor = processor_of(ran.folder / "eyes", "gemma3")
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is number 1"}]}]
+    text = processor.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    images = [[Image.open(ran.folder / "red.png")]]
+    inputs = processor(images=images, text=[text], add_special_tokens=False, return_tensors="pt")
+    base, source, merged = (
+        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (ran.folder / "eyes", ran.folder / "eyes", seen.folder / "merged")
+    )
+    adapted: Any = PeftModel.from_pretrained(base, str(seen.folder / "adapter")).eval()
+    before, alone, together = (model(**inputs).logits for model in (source, merged, adapted))
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    assert (before - alone).abs().max() > 0.1
+
+
+def test_an_image_is_answered_and_shown_by_the_commands(
+    ran: Place, seen: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ran.folder)
+    call("generate", "runs/seen", "--prompt", "what is number 1", "--image", "red.png", "--max-new-tokens", "4")
+    parts = [{"type": "image", "image": "red.png"}, {"type": "text", "text": "what is number 1"}]
+    expected = open_answerer(seen.folder / "merged").answer([{"role": "user", "content": parts}], 4)
+    assert capfd.readouterr().out.strip() == expected
+    call("data", "run.yaml", *SEEN, "--html", "page.html")
+    page = (ran.folder / "page.html").read_text()
+    assert 'src="data:image/png;base64,' in page and ".png · 40 x 30 pixels · 4 tokens" in page
+
+
+def call(*command: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(list(command), prog_name="manyhands")
+    assert not ended.value.code
