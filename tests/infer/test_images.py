@@ -20,7 +20,9 @@ from manyhands.infer.load import open_answerer
 from manyhands.infer.placement import Placement
 from manyhands.infer.prompts import prompt_of
 from manyhands.infer.settings import GenerationSettings
+from manyhands.launch.run_folder import RunFolder
 from manyhands.model.structure import auto_class_of
+from tests.launch.builders import make_config
 from tests.support.tiny import write_tiny_model
 from tests.support.vision import processor_of, write_tiny_vision
 
@@ -107,6 +109,21 @@ def test_rows_of_a_file_have_images_by_path_and_are_answered_in_order(tmp_path: 
     with pytest.raises(UserError) as caught:
         answer_file(folder, file, tmp_path / "more.jsonl", settings, placement=CPU, report=lambda _: None)
     assert "line 1" in caught.value.details[0] and "nothing.png does not exist" in caught.value.details[0]
+
+
+def test_images_have_the_sizes_that_the_run_was_trained_on(tmp_path: Path) -> None:
+    folder = write_tiny_vision(tmp_path / "runs" / "model", "qwen3_vl")
+    path = tmp_path / "large.png"
+    Image.fromarray(np.zeros((112, 112, 3), dtype=np.uint8)).save(path)
+
+    def num_tokens(folder: Path) -> int:
+        answerer = open_answerer(folder)
+        return len(prompt_of(0, answerer.tokenizer, {}, about(path), images=answerer.images).ids)
+
+    as_the_processor_has_it = num_tokens(folder)
+    run = RunFolder(folder.parent)
+    run.write_config(make_config(**{"model.name": str(folder), "data.shrink_images_above": 56 * 56}))
+    assert num_tokens(run.path) == as_the_processor_has_it - 16 + 4  # a token is 28 x 28 pixels
 
 
 def test_a_chat_shows_an_image_to_its_next_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

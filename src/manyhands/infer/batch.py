@@ -97,7 +97,8 @@ def answer_file(
     seats = placement.seats(count_weight_bytes(found.weights))
     tokenizer = open_found_tokenizer(found)
     max_tokens = read_max_tokens(found, settings)
-    images = open_images(found.weights, tokenizer) if placement.engine == "transformers" else None
+    takes = placement.engine == "transformers"
+    images = open_images(found.weights, tokenizer, found.image_sizes) if takes else None
     prompts = encode_rows(prompts_file, tokenizer, found.chat_template_kwargs, options, max_tokens, images)
     identity = identify(found, prompts_file, settings, options, placement, bool(seats[0].gpus))
     answers = AnswerFile(output, identity, len(prompts), overwrite=overwrite)
@@ -177,6 +178,7 @@ def identify(
         "model": files,
         "chat_template": found.chat_template,
         "chat_template_kwargs": {k: v for k, v in found.chat_template_kwargs.items() if k != "strftime_now"},
+        "image_sizes": found.image_sizes,
         "prompts": hash_files([prompts_file])[prompts_file],
         "system": options.system,
         "tools": list(options.tools),

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.schema import RunConfig
@@ -28,10 +29,12 @@ Message = dict[str, Any]
 
 
 class PromptImages:
-    """Opens the images of prompts for the model in a folder, whose processor's files are there."""
+    """Opens the images of prompts for the model in a folder, whose processor's files are there. ``sizes``: see
+    ``sizes_of``.
+    """
 
-    def __init__(self, folder: Path, tokenizer: Any) -> None:
-        self._folder, self._tokenizer = folder, tokenizer
+    def __init__(self, folder: Path, tokenizer: Any, sizes: Mapping[str, int | None]) -> None:
+        self._folder, self._tokenizer, self._sizes = folder, tokenizer, sizes
 
     @cached_property
     def _opener(self) -> ImageOpener:
@@ -43,8 +46,9 @@ class PromptImages:
 
     @cached_property
     def _config(self) -> RunConfig:
-        """A run that says nothing of its images: no address is fetched, no bomb decoded."""
-        mapping = {"name": "prompts", "model": {"name": str(self._folder)}, "data": {"train": "-"}}
+        """A run that says nothing of its images but their sizes: no address is fetched, no bomb decoded."""
+        data = {"train": "-", **self._sizes}
+        mapping = {"name": "prompts", "model": {"name": str(self._folder)}, "data": data}
         return RunConfig.model_validate(mapping)
 
     def open(
@@ -98,10 +102,17 @@ def image_inputs(
     return found | {name: kinds for name in KINDS_OF_TOKENS if name in takes}
 
 
-def open_images(folder: Path, tokenizer: Any) -> PromptImages | None:
-    """None where the model takes no images, or its folder has no processor."""
+def sizes_of(config: RunConfig) -> dict[str, int | None]:
+    """The keys of ``data`` by which a run makes images larger or smaller before the model's processor sees them."""
+    return {name: getattr(config.data, name) for name in ("shrink_images_above", "enlarge_images_below")}
+
+
+def open_images(
+    folder: Path, tokenizer: Any, sizes: Mapping[str, int | None] = MappingProxyType({})
+) -> PromptImages | None:
+    """None where the model takes no images, or its folder has no processor. ``sizes``: those that it was trained on."""
     takes = family_of(folder).images is not None and any((folder / name).is_file() for name in PROCESSOR_FILES)
-    return PromptImages(folder, tokenizer) if takes and tokenizer.chat_template else None
+    return PromptImages(folder, tokenizer, sizes) if takes and tokenizer.chat_template else None
 
 
 def image_token_of(folder: Path) -> int:

@@ -20,7 +20,7 @@ from manyhands.data.template import chat_template_kwargs_of
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
 from manyhands.infer.decode import Completion, OnText
 from manyhands.infer.generate import end_token_ids
-from manyhands.infer.images import PromptImages, open_images
+from manyhands.infer.images import PromptImages, open_images, sizes_of
 from manyhands.infer.prompts import encode_prompt, prompt_of
 from manyhands.infer.settings import GenerationSettings
 from manyhands.model.attention import plain_attention
@@ -76,13 +76,14 @@ class Answerer:
 @dataclass(frozen=True)
 class Found:
     """Folders: ``weights`` with config.json, ``adapter`` to put on it; the run's own chat template and what it is
-    given.
+    given, and its sizes of images.
     """
 
     weights: Path
     adapter: Path | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    image_sizes: dict[str, int | None] = field(default_factory=dict)  # keys of ``data``
 
 
 def open_answerer(folder: Path, base: str | None = None, device_map: DeviceMap | None = None) -> Answerer:
@@ -100,7 +101,8 @@ def load_answerer(
     model = load_model(found, device, device_map, gpus)
     tokenizer = open_found_tokenizer(found)
     arguments = found.chat_template_kwargs
-    ends, images = end_token_ids(found.weights, tokenizer, arguments), open_images(found.weights, tokenizer)
+    ends = end_token_ids(found.weights, tokenizer, arguments)
+    images = open_images(found.weights, tokenizer, found.image_sizes)
     return Answerer(model, tokenizer, ends, arguments, images)
 
 
@@ -144,9 +146,9 @@ def _find_run(folder: Path, base: str | None) -> Found:
 
     run = RunFolder(folder)
     config = run.read_config()
-    template, arguments = config.model.chat_template, chat_template_kwargs_of(config)
+    of_run = (config.model.chat_template, chat_template_kwargs_of(config), sizes_of(config))
     if (folder / "model" / "config.json").is_file():
-        return Found(folder / "model", None, template, arguments)
+        return Found(folder / "model", None, *of_run)
     adapter = folder / "adapter"
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UserError(
@@ -160,7 +162,7 @@ def _find_run(folder: Path, base: str | None) -> Found:
     weights = planned if base is None and planned.is_dir() else find_base(adapter, base)
     if base is None:
         check_files(weights, config, plan.model_files)
-    return Found(weights, adapter, template, arguments)
+    return Found(weights, adapter, *of_run)
 
 
 def find_base(adapter: Path, base: str | None = None) -> Path:
