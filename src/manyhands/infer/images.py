@@ -47,7 +47,7 @@ class PromptImages:
     @cached_property
     def _config(self) -> RunConfig:
         """A run that says nothing of its images but their sizes: no address is fetched, no bomb decoded."""
-        data = {"train": "-", **self._sizes}
+        data: dict[str, Any] = {"train": "-", **self._sizes}
         mapping = {"name": "prompts", "model": {"name": str(self._folder)}, "data": data}
         return RunConfig.model_validate(mapping)
 
