@@ -19,7 +19,7 @@ from manyhands.export.outputs import Output, base_of, choose_output_dtype, list_
 from manyhands.export.record import mark_verified
 from manyhands.export.reference import save_probe
 from manyhands.export.verify_process import verify_in_fresh_process
-from manyhands.infer.images import PromptImages
+from manyhands.infer.images import PromptImages, sizes_of
 from manyhands.metrics.report import write_report
 from manyhands.metrics.summary import describe_data, describe_versions
 from manyhands.worker.batches import images_of
@@ -131,7 +131,7 @@ def _save_image_probe(rank: RankContext, number: int) -> None:
         for name, value in collate(samples, np.array([number]), shape).items()
     }
     ids = torch.from_numpy(samples.sample(number)[TOKENS.name].copy()).long()[None]
-    images = PromptImages(Path(rank.plan.model_folder), rank.tokenizer)
+    images = PromptImages(Path(rank.plan.model_folder), rank.tokenizer, sizes_of(rank.config))
     inputs = images.inputs(rank.model, ids[0].tolist(), from_streams(samples.sample(number)))
     with torch.no_grad():
         logits = rank.engine.logits(batch)[:, : ids.shape[1]][:, -PROBE_TOKENS:]
