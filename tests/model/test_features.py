@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyhands.data.image_features import NAMED
-from manyhands.model.features import digest_of_tower
+from manyhands.model.features import digest_of_weights
 from manyhands.model.structure import find_tower_blocks
 from tests.support.features import keep, name_images, with_features
 from tests.support.images import FAMILIES, make_document, pack
@@ -88,10 +88,10 @@ def test_names_follow_the_tower_and_not_what_is_trained_behind_it(folders: dict[
     def digest_after(part: str) -> str:
         with torch.no_grad():
             next(p for n, p in engine.model.named_parameters() if part in n).flatten()[:1].add_(1)
-        return digest_of_tower(engine.loss_model.images, engine.model)
+        return digest_of_weights(engine.loss_model.images, engine.model)
 
-    first = digest_of_tower(engine.loss_model.images, engine.model)
+    first = digest_of_weights(engine.loss_model.images, engine.model)
     assert digest_after("multi_modal_projector") == first == digest_after("language_model")
     assert digest_after("vision_tower") != first
     other = engine_of(folders["llava"], parts=FROZEN)
-    assert digest_of_tower(other.loss_model.images, other.model) != first
+    assert digest_of_weights(other.loss_model.images, other.model) != first

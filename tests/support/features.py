@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from manyhands.data.image_features import NAMED, FeatureFiles, FeatureWork, NamedImage
-from manyhands.model.features import KeptFeatures, digest_of_tower
+from manyhands.model.features import KeptFeatures, digest_of_weights
 
 if TYPE_CHECKING:
     from tests.support.images import Document
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def keep(engine: Any, folder: str | Path) -> FeatureFiles:
     """From now on, features of the engine's images are kept in ``folder``."""
     images = engine.loss_model.images
-    files = FeatureFiles(FeatureWork(str(folder), digest_of_tower(images, engine.model), 10**9))
+    files = FeatureFiles(FeatureWork(str(folder), digest_of_weights(images, engine.model), 10**9))
     images.kept = KeptFeatures(images, engine.model, files)
     return files
 

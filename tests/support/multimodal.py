@@ -67,6 +67,12 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"vision_config": _CLIP},
         {"image_token_index": 250, "image_grid_pinpoints": [[28, 28]]} | _UNTIED,
     ),
+    "llava_next_video": (
+        "llama",
+        {},
+        {"vision_config": _CLIP},
+        {"image_token_index": 250, "video_token_index": 251, "image_grid_pinpoints": [[28, 28]]} | _UNTIED,
+    ),
     "llava_onevision": (
         "qwen2",
         {},

@@ -12,19 +12,13 @@ _SQUARE = {"height": 28, "width": 28}
 
 HOMES = {"vipllava": "llava", "qwen3_5": "qwen3_vl", "mistral3": "pixtral"}  # whose processor it is
 LIKE_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "llava_next_video": (
-        "llama",
+    "lighton_ocr": (
+        "qwen3",
         {},
-        {"vision_config": _CLIP},
-        {"image_token_index": 250, "video_token_index": 251, "image_grid_pinpoints": [[28, 28]]} | _UNTIED,
-    ),
+        {"vision_config": _PIXTRAL},
+        {"image_token_id": 250, "spatial_merge_size": 2} | _UNTIED,
+    )
 }
-LIKE_OTHERS["lighton_ocr"] = (
-    "qwen3",
-    {},
-    {"vision_config": _PIXTRAL},
-    {"image_token_id": 250, "spatial_merge_size": 2} | _UNTIED,
-)
 LIKE_OTHERS |= {
     kind: (
         "glm4v_text",

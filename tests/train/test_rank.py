@@ -98,7 +98,7 @@ def test_a_rollback_leaves_out_and_names_only_the_steps_after_its_checkpoint(
 ) -> None:
     rank = make_rank(tmp_path)
     rank.state = TrainState(step=10, left_out=[3])
-    rank.engine = SimpleNamespace(drop_gradients=lambda: None, load=lambda folder, is_checked: {"step": 9})  # type: ignore
+    rank.engine = SimpleNamespace(drop_gradients=lambda: None, load=lambda folder, **_: {"step": 9})  # type: ignore
     monkeypatch.setattr(guards, "find_checkpoint", lambda rank: setattr(rank, "checkpoint", Path("step-000009")))
     guards.roll_back(rank, RollBack(range(7, 11), "step 11 gave loss nan"))
     assert rank.state.left_out == [3, 9, 10] and rank.state.num_rollbacks == 1

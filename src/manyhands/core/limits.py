@@ -35,4 +35,4 @@ NF4_CODE_BYTES = NF4_ROW_VALUES // 2  # two values a byte
 NF4_STATISTICS_BYTES = NF4_ROW_BLOCKS + 2 * 4  # a byte a scale; their own scale and mean in float32
 NF4_FLOAT_STATISTICS_BYTES = NF4_ROW_BLOCKS * 4  # without double quantization: a float32 a scale
 
-FEATURES = "features"  # folder of data.cache
+FEATURES_FOLDER = "features"  # folder of data.cache

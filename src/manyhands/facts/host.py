@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from manyhands.core.files import nearest_folder
-from manyhands.core.limits import FEATURES
+from manyhands.core.limits import FEATURES_FOLDER
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.facts.amd import AmdSearch, find_amd_gpus, find_amd_nodes
 from manyhands.facts.calibration import read_calibration
@@ -161,7 +161,7 @@ def read_disks(run: Path, data_cache: str, num_images: int) -> dict[str, Any]:
         return free
     cache = Path(data_cache).expanduser()
     shares = nearest_folder(run).stat().st_dev == nearest_folder(cache).stat().st_dev
-    return free | {"free_cache_bytes": free_disk_bytes(cache, FEATURES), "shares_disk": shares}
+    return free | {"free_cache_bytes": free_disk_bytes(cache, FEATURES_FOLDER), "shares_disk": shares}
 
 
 def _nvidia_gpus(visible: str | None) -> NvidiaGpus:

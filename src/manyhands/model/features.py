@@ -155,7 +155,7 @@ def _reorder(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return values.reshape(len(order), -1)[order].view_as(values)
 
 
-def digest_of_tower(images: Images, model: Any) -> str:
+def digest_of_weights(images: Images, model: Any) -> str:
     """64 hex digits of all that makes features of pixels: weights, configuration, code, device and dtype."""
     digest, config = hashlib.sha256(), model.config.to_dict()
     kept = {name: value for name, value in config.items() if any(word in name for word in CONFIG_WORDS)}

@@ -115,7 +115,7 @@ def _answer_together(rank: RankContext, prompt: SamplePrompt, ends: frozenset[in
 
 
 def _work_of(rank: RankContext) -> ImageWork | None:
-    """How the run prepares images, None in a run without. Prompts always pass through the tower."""
+    """How the run prepares images, None in a run without. The images of prompts are always computed."""
     work = images_of(rank)
     return None if work is None else replace(work, features=None)
 

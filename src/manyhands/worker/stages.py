@@ -17,7 +17,7 @@ from manyhands.convert.protocol import Context
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.holding import full_numel
-from manyhands.core.limits import FEATURES
+from manyhands.core.limits import FEATURES_FOLDER
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_features import FeatureFiles, FeatureWork, digest_of_pixels
@@ -28,7 +28,7 @@ from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
 from manyhands.model.checks import check_loss, check_packing, check_padding
-from manyhands.model.features import KeptFeatures, digest_of_tower
+from manyhands.model.features import KeptFeatures, digest_of_weights
 from manyhands.model.image_checks import check_images
 from manyhands.train.types import TrainState
 from manyhands.worker.batches import images_of, shape_of
@@ -108,8 +108,8 @@ def keep_features(rank: RankContext) -> None:
     images, data = rank.loss_model.images, rank.config.data
     if images is None or not rank.plan.keeps_features:
         return
-    names = digest_of_pixels(rank.plan.model_folder, PixelBounds.of(data)) + digest_of_tower(images, rank.model)
-    folder = Path(data.cache).expanduser() / FEATURES
+    names = digest_of_pixels(rank.plan.model_folder, PixelBounds.of(data)) + digest_of_weights(images, rank.model)
+    folder = Path(data.cache).expanduser() / FEATURES_FOLDER
     rank.features = FeatureWork(str(folder), names, int(data.feature_cache_gb * 1e9))
     images.kept = KeptFeatures(images, rank.model, FeatureFiles(rank.features))
 
