@@ -26,6 +26,7 @@ from benchmarks.vision_shapes import write_image_rows, write_vision_folder
 from benchmarks.vision_tables import PARTS, SAMPLES, TOKENS
 from manyhands.bench.case import Observer, run
 from manyhands.bench.rows import BenchRow, new_run
+from manyhands.core.holding import local
 from manyhands.launch.environment import detect_launcher
 from manyhands.train.loop import Loop
 from manyhands.train.types import StepResult
@@ -85,8 +86,10 @@ class Samples(Observer):
         """transformers draws Gemma's projector as zeros: no image would reach the text, nor the check see one."""
         for name, parameter in rank.model.named_parameters():
             if name.endswith("mm_input_projection_weight"):
+                part = local(parameter)
+                draw = torch.Generator(part.device).manual_seed(0)  # the same on each replica
                 with torch.no_grad():
-                    parameter.normal_(std=0.02)
+                    part.normal_(std=0.02, generator=draw)
 
     def summarise(self, rank: RankContext, loop: Loop, results: list[StepResult]) -> dict[str, Any]:
         timed = results[self.warm :]
