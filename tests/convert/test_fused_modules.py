@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.families import known_modules
 from manyhands.model.structure import find_blocks
 from tests.kernels.models import adapted, step, tiny, token_ids
+from tests.support.multimodal import write_tiny_multimodal
 from tests.support.ranks import Ranks
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+AROUND_IMAGES = ("gemma3", "llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl")
 
 
 def pair(family: str, dtype: str = "float32", **method: Any) -> tuple[Any, Any]:
@@ -75,6 +78,23 @@ def test_single_modules_on_packed_and_empty_rows(family: str) -> None:
     ids, positions = token_ids(1, 12), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
     outputs = [model(input_ids=ids, position_ids=positions, use_cache=False).logits for model in (plain, fused)]
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", AROUND_IMAGES)
+def test_the_text_of_models_of_images_fuses_wholly(family: str, tmp_path: Path) -> None:
+    """Positions of three axes among them; the towers' layers hold no adapters here."""
+    from transformers import AutoModelForMultimodalLM
+
+    folder = write_tiny_multimodal(tmp_path / "model", family=family)
+    plain = adapted(AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float64).eval())
+    fused = copy.deepcopy(plain)
+    report = fuse_modules(fused, known_modules())
+    assert len(report.fused) == 2 * len(find_blocks(plain)) and not report.left
+    ids = token_ids(2, 13) % 200  # no placeholder of an image
+    logits, gradients = step(plain, ids)
+    fused_logits, fused_gradients = step(fused, ids)
+    torch.testing.assert_close(fused_logits, logits, rtol=1e-6, atol=1e-6)
+    assert worst_gap(fused_gradients, gradients) < 1e-6
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -192,7 +192,6 @@ def test_the_kernel_computes_each_image_alone(dim: int) -> None:
 def test_the_host_never_waits_for_images(folders: dict[str, Path], family: str) -> None:
     """In steady state, forward and backward through tower and projector: torch raises where the host would wait."""
     model, load = on_meta(tiny_plan(folders[family], parts=TRAINED, attention="varlen"), tiny_run(folders[family]))
-    model.model.to_empty(device="cpu")
     load(model.model, torch.device("cpu"))
     model.model.to("cuda", torch.bfloat16)
     assert model.images is not None

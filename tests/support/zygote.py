@@ -75,9 +75,11 @@ _forked: set[Early] = set()  # what processes are forked with
 @contextlib.contextmanager
 def forking(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Within, processes are forked where they can be, in a test; what measures outside of tests starts real ones.
-    ``environment``: of such processes, as far as packages read it when they are imported.
+    ``environment``: of such processes, as far as packages read it when they are imported. Beside a GPU none is forked:
+    what is imported touches it, and CUDA works in no fork of a process that has.
     """
-    if "PYTEST_CURRENT_TEST" not in os.environ or os.environ.get("MANYHANDS_TESTS_FORK") == "0":
+    is_off = os.environ.get("MANYHANDS_TESTS_FORK") == "0" or any(Path("/dev").glob("nvidia[0-9]*"))
+    if "PYTEST_CURRENT_TEST" not in os.environ or is_off:
         yield
         return
     early = _early(environment)

@@ -45,7 +45,11 @@ QWEN2_VL_TEXT = Family(
     qkv_bias=True,
     output_bias=False,
     mlp_bias=False,
-    known_modules=(KnownModule("mlp", "Qwen2MLP"),),
+    known_modules=(
+        KnownModule("attention", "Qwen2VLAttention"),
+        KnownModule("attention", "Qwen2_5_VLAttention"),
+        KnownModule("mlp", "Qwen2MLP"),
+    ),
 )
 QWEN2_VL = Family(
     name="Qwen2-VL",

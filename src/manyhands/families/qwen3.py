@@ -15,7 +15,14 @@ QWEN3 = Family(
     peft_targets=("q_proj", "v_proj"),
     packs=True,
 )
-QWEN3_VL_TEXT = Family(name="Qwen3-VL", model_types=("qwen3_vl_text",), head_dim=128, qk_norm="shared", mlp_bias=False)
+QWEN3_VL_TEXT = Family(
+    name="Qwen3-VL",
+    model_types=("qwen3_vl_text",),
+    head_dim=128,
+    qk_norm="shared",
+    mlp_bias=False,
+    known_modules=(KnownModule("attention", "Qwen3VLTextAttention"), KnownModule("mlp", "Qwen3VLTextMLP")),
+)
 QWEN3_VL = Family(
     name="Qwen3-VL",
     model_types=("qwen3_vl",),
