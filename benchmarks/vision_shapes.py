@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vision_tables import GEMMA_4B
+from benchmarks.vision_tables import GEMMA_4B, write_header
 from manyhands.bench.shapes import write_model_folder
 
 QWEN3_VL_4B: dict[str, Any] = {
@@ -90,7 +90,7 @@ WORDS = [f"w{number}" for number in range(2, 512)]
 
 
 def write_vision_folder(folder: Path, shape: str, num_layers: int | None = None) -> None:
-    """config.json, tokenizer, chat template and processor files; the weights are drawn on the device.
+    """config.json, the weights' header, tokenizer, chat template and processor files; weights are drawn on the device.
 
     With ``num_layers``, so many blocks of text and of the tower, a small vocabulary and small images: to try a case on
     a CPU.
@@ -116,7 +116,9 @@ def write_vision_folder(folder: Path, shape: str, num_layers: int | None = None)
             config["vision_config"]["image_size"] = 224
             preprocessor = preprocessor | {"size": {"height": 224, "width": 224}}
     ids = {field: int(tokenizer.convert_tokens_to_ids(tokens[name])) for field, name in fields.items()}
-    AutoConfig.for_model(kind, dtype="bfloat16", **config, **ids).save_pretrained(folder)
+    made = AutoConfig.for_model(kind, dtype="bfloat16", **config, **ids)
+    made.save_pretrained(folder)
+    write_header(folder, made)
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     (folder / "processor_config.json").write_text(json.dumps(processor))
 

@@ -86,11 +86,19 @@ ROWS = (
 
 def write_shape(folder: Path) -> ModelFacts:
     """Facts of the shape, read from config.json and a weights file of which only the header is on the disk."""
-    import torch
-    from transformers import AutoModelForMultimodalLM, Gemma3Config
+    from transformers import Gemma3Config
 
     config = Gemma3Config(**GEMMA_4B)
     config.save_pretrained(folder)
+    write_header(folder, config)
+    return read_model_facts(folder, "gemma-3-4b-it", "pretrained")
+
+
+def write_header(folder: Path, config: Any) -> None:
+    """A weights file with names and shapes, whose values are a hole."""
+    import torch
+    from transformers import AutoModelForMultimodalLM
+
     with torch.device("meta"):
         model = AutoModelForMultimodalLM.from_config(config)
     header: dict[str, Any] = {}
@@ -102,7 +110,6 @@ def write_shape(folder: Path) -> ModelFacts:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
-    return read_model_facts(folder, "gemma-3-4b-it", "pretrained")
 
 
 def facts_of(model: ModelFacts, gpus: int, kind: str) -> Facts:

@@ -24,7 +24,10 @@ from manyhands.model.structure import find_blocks
 from manyhands.train.optimizer import make_optimizer
 from manyhands.train.step import StepSums, StepWork, compute_gradients
 from tests.engine.masters_ranks import build, weights_of
+from tests.support.images import make_document
+from tests.support.images import pack as pack_images
 from tests.support.layouts import pack
+from tests.support.multimodal import write_tiny_multimodal
 from tests.support.ranks import Ranks
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
@@ -203,6 +206,20 @@ def test_generation_computes_with_the_copy(folders: dict[str, str]) -> None:
     engine.model.lm_head.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
     answers = [generate(model, Spelled(), [5, 9, 200, 31], 8, [0]) for model in (engine.model, plain)]
     assert answers[0] == answers[1] and dtypes == {torch.bfloat16}
+    assert {p.dtype for p in engine.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_logits_of_images_are_computed_with_the_copy(tmp_path: Path, family: str) -> None:
+    """They are no forward pass of the whole: tower, decoder and head are called one by one."""
+    folder = str(write_tiny_multimodal(tmp_path / "model", family=family))
+    parts = dict.fromkeys(("vision", "projector", "language"), "trained")
+    engine, plain = start(folder, parts=parts), build(tiny_plan(folder, parts=parts), tiny_run(folder))
+    for parameter in plain.model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    batch = pack_images(family, [make_document(family, num, num, touching=True) for num in (1, 2, 0)])
+    found, expected = engine.logits(batch), plain.logits(batch)
+    assert found.dtype == expected.dtype == torch.bfloat16 and torch.equal(found, expected)
     assert {p.dtype for p in engine.model.parameters()} == {torch.float32}
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from manyhands.engine.deepspeed import ZeroEngine
 
 REPLICATE = "replicate"  # the axis of a mesh along which ranks hold the same
+LOGITS_METHODS = ("logits", "next_token_logits")  # of a LossModel, which may be called beside its forward pass
 BUCKET_MB = {"full": 100, "part": 4096}  # adapters travel in one flat bucket
 
 
@@ -143,7 +144,10 @@ def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
     head.
     """
     model = loss_model.model
-    return ComputeCopy(loss_model, [loss_model, model, getattr(model, model.base_model_prefix)], torch.bfloat16)
+    copy = ComputeCopy(loss_model, [loss_model, model, getattr(model, model.base_model_prefix)], torch.bfloat16)
+    for method in LOGITS_METHODS:
+        copy.enter_by(loss_model, method)
+    return copy
 
 
 def make_mesh(layout: Layout, world: World) -> DeviceMesh | None:
@@ -193,7 +197,7 @@ def shard(
             if mesh.size() > 1:  # else nothing is averaged, and a factor would only cost a division by it
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and none is needed
-    for method in ("logits", "next_token_logits"):
+    for method in LOGITS_METHODS:
         register_fsdp_forward_method(loss_model, method)
 
 

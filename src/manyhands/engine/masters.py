@@ -62,6 +62,23 @@ class ComputeCopy:
                     self._copies.append(copy)
                 self._places.append((module._parameters, name, master, made[id(master)]))
 
+    def enter_by(self, module: nn.Module, method: str) -> None:
+        """Let this method of ``module``, which is not its forward pass, compute with the copies too."""
+        call = getattr(module, method)
+
+        @functools.wraps(call)
+        def entered(*arguments: Any, **keywords: Any) -> Any:
+            self._before_forward()
+            try:
+                output = call(*arguments, **keywords)
+            except BaseException:
+                self._leave()
+                raise
+            self._after_forward(module, arguments, output)
+            return output
+
+        setattr(module, method, entered)
+
     def share_copies(self) -> dict[torch.Tensor, torch.Tensor]:
         """The copy of each master, for an optimizer that writes both and then calls ``mark_written``.
 

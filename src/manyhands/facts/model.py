@@ -18,7 +18,7 @@ from manyhands.facts.model_config import read_config
 from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_header, read_headers
 from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
 from manyhands.facts.towers import read_tower
-from manyhands.facts.types import ModelFacts, NewTokens, Nf4Facts, StoredDtype
+from manyhands.facts.types import ModelFacts, NewTokens, Nf4Facts, StoredDtype, TowerFacts
 
 STORED_DTYPES: dict[str, StoredDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 HEAD, EMBEDDINGS = "lm_head.weight", ".embed_tokens.weight"
@@ -34,7 +34,8 @@ HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
 
 
 def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "random"]) -> ModelFacts:
-    """Facts of the model in ``folder``, asked for as ``name``. With ``init="random"`` config.json suffices.
+    """Facts of the model in ``folder``, asked for as ``name``. With ``init="random"`` config.json suffices, but for the
+    towers of a multimodal model, which are described by the headers of its weights.
 
     Of a multimodal model they are those of its text decoder, which alone is loaded; its towers are counted apart.
     Raises UserError where a file is missing or broken, or where the model is of a kind that is not supported.
@@ -48,8 +49,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     if init == "pretrained":
         tensors, in_nf4 = _read_tensors(folder, outer)
         if is_multimodal:
-            around = {name: t.shape for name, t in tensors.items() if not TEXT_TENSOR.search(name)}
-            num_tower_parameters, tower = sum(map(math.prod, around.values())), read_tower(outer, around)
+            num_tower_parameters, tower = _read_towers(outer, tensors)
             config |= {"tie_word_embeddings": shares_head(folder, config)}
             tensors = {name_in_model(name): tensor for name, tensor in tensors.items() if TEXT_TENSOR.search(name)}
             decoder = next((name.removesuffix(EMBEDDINGS) for name in tensors if name.endswith(EMBEDDINGS)), decoder)
@@ -61,6 +61,8 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         block = _largest_block(tensors) or block
         stored_nf4 = _describe_nf4(in_nf4, folder)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    elif is_multimodal and any(folder.glob("*.safetensors")):
+        num_tower_parameters, tower = _read_towers(outer, _read_tensors(folder, outer)[0])
     num_heads, num_kv_heads = families.num_heads(config)
     return ModelFacts(
         name=name,
@@ -90,6 +92,12 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         block_norm_elements=norm_elements(block, config),
         parameter_shapes=shapes,
     )
+
+
+def _read_towers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> tuple[int, TowerFacts | None]:
+    """Parameters of all that is around the text, and what images pass through."""
+    around = {name: tensor.shape for name, tensor in tensors.items() if not TEXT_TENSOR.search(name)}
+    return sum(map(math.prod, around.values())), read_tower(config, around)
 
 
 def _linear_shapes(block: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:

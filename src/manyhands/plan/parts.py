@@ -38,6 +38,7 @@ def choose_parts(config: RunConfig, facts: Facts) -> tuple[dict[str, PartState],
         why = (reason("towers", parameters=num_left_out),) if num_left_out else ()
         return {"vision": "left_out", "projector": "left_out", "language": language}, why
     _check_left_out(asked, facts)
+    _check_described(facts.model)
     projector: PartState = "trained" if config.method.name == "full" else "frozen"
     parts: dict[str, PartState] = {
         "vision": "trained" if asked.get("vision") == "trained" else "frozen",
@@ -139,6 +140,17 @@ def _check_without_images(asked: dict[str, str]) -> None:
             "method.parts.language is frozen, and no training sample has an image: nothing would be trained",
             where="method.parts.language",
             fix="use data with images, or set it to auto, full, lora or qlora",
+        )
+
+
+def _check_described(model: ModelFacts) -> None:
+    """UserError where nothing is known of what images pass through: its memory could not be planned."""
+    if model.tower is None:
+        raise UserError(
+            f"what images pass through in {model.name} is not known",
+            where=model.folder,
+            why="config.json leaves out sizes of vision tower and projector, and no weights file here has any of them",
+            fix="put the model's safetensors files beside config.json; with model.init: random their headers suffice",
         )
 
 
