@@ -167,6 +167,7 @@ def test_files_of_the_datasets_library_s_builders_are_paths() -> None:
         ({"save_steps": 0.05}, "save_steps", "mapped"),
         ({"save_strategy": "epoch"}, "save_strategy", "mapped"),
         ({"max_steps": -1}, "max_steps", "already"),
+        ({"lora_modules_to_save": []}, "lora_modules_to_save", "already"),
         ({"brand_new_key": 1}, "brand_new_key", "refused"),
     ],
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -141,6 +146,23 @@ def test_resuming_on_other_gpus(place: Place) -> None:
     assert ranks == [2, 1]
 
 
+def end_all(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int]:
+    """The exit codes. What still lives after ``limit_s`` is ended, it and all that it has started, by SIGABRT: with
+    faulthandler each writes where it stands.
+    """
+    deadline = time.monotonic() + limit_s
+    try:
+        return [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            if process.poll() is None:
+                tree = psutil.Process(process.pid)
+                for each in (*tree.children(recursive=True), tree):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.send_signal(signal.SIGABRT)
+        return [process.wait() for process in processes]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_several_nodes(place: Place) -> None:
@@ -150,15 +172,15 @@ def test_several_nodes(place: Place) -> None:
     processes = []
     for rank, log in enumerate(logs):
         command = ["bash", str(RECIPES / "several-nodes.sh"), address, str(RECIPES / "full-fsdp.yaml"), *arguments]
-        environment = with_command(place, NODE_RANK=str(rank))
+        environment = with_command(place, NODE_RANK=str(rank), PYTHONFAULTHANDLER="1")
         with open(log, "w") as output:
             processes.append(
                 subprocess.Popen(
                     command, cwd=place.folder, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL
                 )
             )
-    codes = [process.wait(600) for process in processes]
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    codes = end_all(processes, limit_s=600)
+    assert codes == [0, 0], "\n=====\n".join(log.read_text() for log in logs)
     assert len(Run(place.folder / "runs" / "nodes").losses()) == 2
 
 

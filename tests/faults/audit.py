@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 import time
 import zlib
 from collections import Counter
@@ -15,16 +16,42 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+BEGINNING = (
+    threading.RLock()
+)  # held while a step is recorded as begun, by the run and here: both know of it, or neither
+
 
 def plant(training: Any, path: Path) -> None:
-    """Makes the module ``worker.training`` append a line to ``path`` for each step whose batches were all taken."""
-    iterate_steps = training.iterate_steps
+    """Makes the module ``worker.training`` append a line to ``path`` for each step that a rank begins, and for each
+    whose batches were all taken.
+    """
+    iterate_steps, announce = training.iterate_steps, training.announce
 
     def planted(rank: Any) -> Iterator[Any]:
         for work in iterate_steps(rank):
             yield replace(work, micro_batches=_record(path, rank.world.rank, work.step + 1, work.micro_batches))
 
-    training.iterate_steps = planted
+    def announced(rank: Any, works: Any) -> Iterator[Any]:
+        on_step = rank.on_step
+
+        def begin(step: int) -> None:
+            with BEGINNING:
+                on_step(step)
+                _append(path, {"begun": step, "rank": rank.world.rank})
+
+        rank.on_step = begin
+        try:
+            yield from announce(rank, works)
+        finally:
+            rank.on_step = on_step
+
+    training.iterate_steps, training.announce = planted, announced
+
+
+def _append(path: Path, fields: dict[str, Any]) -> None:
+    """A line, in one write: all ranks append to one file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**fields, "time": time.time(), "pid": os.getpid()}) + "\n")
 
 
 def _record(path: Path, rank: int, step: int, batches: Iterable[Any]) -> Iterator[Any]:
@@ -34,20 +61,35 @@ def _record(path: Path, rank: int, step: int, batches: Iterable[Any]) -> Iterato
         documents = (ids[begin:end] for begin, end in itertools.pairwise(bounds))
         samples += [zlib.crc32(repr(document).encode()) for document in documents if document]
         yield batch
-    line = {"step": step, "rank": rank, "time": time.time(), "pid": os.getpid(), "samples": samples}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    _append(path, {"step": step, "rank": rank, "samples": samples})
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What one run trained. Samples are told apart by the hash of their tokens."""
+    """What one run trained. Samples are told apart by the hash of their tokens. ``begun``: steps that a rank began,
+    also one that it did not get the batches of.
+    """
 
     lines: tuple[dict[str, Any], ...]
+    begun: tuple[dict[str, Any], ...] = ()
 
     @staticmethod
     def read(path: Path) -> Audit:
-        return Audit(tuple(json.loads(line) for line in path.read_text().splitlines()))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return Audit(
+            tuple(line for line in lines if "samples" in line), tuple(line for line in lines if "begun" in line)
+        )
+
+    def num_lost(self) -> int:
+        """Steps that were done again, the one in flight included: those that a rank began in more than one attempt,
+        each as often as it was begun again.
+        """
+        attempts = {(line["begun"], line["rank"], line["pid"]) for line in self.begun}
+        times = Counter((step, rank) for step, rank, _ in attempts)
+        again: dict[int, int] = {}
+        for (step, _), count in times.items():
+            again[step] = max(again.get(step, 0), count - 1)
+        return sum(again.values())
 
     def steps(self) -> dict[int, Counter[int]]:
         """Samples of each step over all ranks. AssertionError where two attempts gave a rank other samples."""

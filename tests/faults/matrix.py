@@ -142,7 +142,8 @@ class Matrix:
                 self.check(cell, alone, struck, Run(output_dir / cell.run_name))
             except (AssertionError, OSError) as error:
                 wrong.append(" ".join(str(error).split())[:300])
-        lost = lost_steps(self.audit(cell.run_name))
+        audit = self.audit(cell.run_name)
+        lost = Audit.read(audit).num_lost() if audit.exists() else 0
         seconds = round(time.monotonic() - begin, 1)
         said = what_was_said(struck.ends)
         codes = [end.code for end in struck.ends]
@@ -252,13 +253,6 @@ class Matrix:
             assert (run.folder / path).read_bytes() == (alone.folder / path).read_bytes(), f"{path} differs"
         reference, mine = (Audit.read(self.audit(name)) for name in (alone.folder.name, cell.run_name))
         mine.check(reference, alone.read("plans/001.json")["steps_per_epoch"])
-
-
-def lost_steps(audit: Path) -> int:
-    """Steps that were done more than once, by rank 0."""
-    lines = Audit.read(audit).lines if audit.exists() else ()
-    done = {(line["step"], line["pid"]) for line in lines if line["rank"] == 0}
-    return len(done) - len({step for step, _ in done})
 
 
 def first_line(text: str) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.faults.audit import BEGINNING
+
 STAGES = {"build": "build model", "export": "export", "verification": "verify"}
 STEP, EVALUATED, SAVED = 6, 4, 8  # of twelve, saved and evaluated every four
 SPREAD_S = {"start": 2.0, "build": 0.3, "export": 0.05, "verification": 2.0, "saving": 0.01}  # moments are drawn
@@ -22,7 +24,8 @@ SMALL_DISK = "FAULTS_SMALL_DISK"  # environment: the folder that ``fill_disk`` f
 
 
 def kill_rank() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    with BEGINNING:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_all() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.faults.cells import OURS, TORCHRUN, Cell
 from tests.faults.page import Found, found_in, read_rows
+from tests.faults.plants import SAVED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # whole runs in processes of their own
 SAVING = Cell("SIGKILL of one rank", "saving", "LoRA, DDP x2", OURS)
@@ -37,9 +39,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Found]:
 
 
 def test_a_rank_killed_while_it_saves_loses_the_steps_since_the_checkpoint(found: dict[Cell, Found]) -> None:
+    """The save of step 8 may just be complete, or is not any more: what the message says is what is done again."""
     one = found[SAVING]
-    assert one.wrong == "" and one.exits == [0] and 0 < one.lost <= 5
-    assert one.detected_s is not None and one.again_s is not None and "restarting from step" in one.said
+    assert one.wrong == "" and one.exits == [0]
+    assert one.detected_s is not None and one.again_s is not None
+    said = re.search(r"restarting from step (\d+) in 1 s, (\d+) steps? lost", one.said)
+    assert said is not None, one.said
+    saved, lost = map(int, said.groups())
+    assert saved in (4, SAVED) and lost == one.lost, one
+    assert SAVED <= saved + lost <= 12, "from the save's step on, and the next save waits for this one"
 
 
 def test_a_data_worker_that_is_killed_is_a_fault_and_not_the_end(found: dict[Cell, Found]) -> None:

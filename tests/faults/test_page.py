@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from tests.conftest import ROOT
+from tests.faults.audit import Audit
 from tests.faults.cells import Cell, cells
 from tests.faults.page import ROWS, read_rows, read_soaked, write_page
 
@@ -34,3 +38,15 @@ def test_cells_are_told_apart_by_the_names_of_their_runs() -> None:
     every = list(cells())
     assert len({cell.run_name for cell in every}) == len(every) == len(set(every))
     assert Cell("SIGKILL of one rank", "step", "LoRA, DDP x2") in every
+
+
+def test_steps_lost_are_those_that_any_rank_began_again(tmp_path: Path) -> None:
+    """One that was in flight too, though its rank did not get all of its batches."""
+    attempts = {1: (10, range(5, 9)), 2: (11, range(5, 10)), 3: (20, range(7, 13)), 4: (21, range(7, 13))}
+    begun = [
+        {"begun": step, "rank": number % 2, "pid": pid} for number, (pid, steps) in attempts.items() for step in steps
+    ]
+    trained = {"step": 5, "rank": 0, "pid": 10, "samples": [1]}
+    (tmp_path / "audit").write_text("".join(json.dumps(line) + "\n" for line in (*begun, trained)))
+    audit = Audit.read(tmp_path / "audit")
+    assert audit.num_lost() == 3 and audit.lines == (trained,), "steps 7, 8 and 9"

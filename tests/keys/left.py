@@ -119,11 +119,14 @@ def checkpoint_minutes(lab: Lab) -> None:
 
 
 def asynchronous(lab: Lab) -> None:
-    """The same files, written by the rank itself or by another process."""
+    """The same files, written by the rank itself or by another process. Neither run may be one that was done before:
+    what writes is seen while it does.
+    """
     keys, files = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}, []
     for asked in (True, False):
+        rank = lab.start({**keys, "checkpoint.asynchronous": asked})
         with mock.patch.object(Staging, "write", autospec=True, side_effect=Staging.write) as write:
-            ran = lab.run({**keys, "checkpoint.asynchronous": asked})
+            ran = lab.train(rank)
         assert write.call_count == (3 if asked else 0)
         folders = sorted(ran.rank.folder.checkpoints.iterdir())
         files.append({path.parent.name: path.read_bytes() for each in folders for path in each.glob("*.safetensors")})

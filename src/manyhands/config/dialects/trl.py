@@ -269,6 +269,8 @@ def _map_adapter(t: Translator) -> None:
     t.only("lora_target_parameters", (None, []), "adapters of single parameters (experts) are not available")
     if t.has("lora_modules_to_save"):
         t.map("lora_modules_to_save", "method.modules_to_save", split_projector(_saved_modules(t))[0] or None)
+        if not _saved_modules(t):
+            t.already("lora_modules_to_save", "an empty list: adapters alone are trained")
     for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
         if t.flag(key):
             t.map(key, f"method.{native}", True)
