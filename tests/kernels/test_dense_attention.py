@@ -106,7 +106,8 @@ def collated(lengths: tuple[int, ...], tokens: int, row_length: int | None) -> S
         ((8, 8, 8), 24, 8, 8),  # full
         ((8, 8), 24, 8, 8),  # padding is one more row
         ((), 24, 8, 8),  # nothing but padding
-        ((8, 8), 20, 8, None),  # padding is no whole row
+        ((8, 8), 20, 8, 8),  # and here too short for one
+        ((), 4, 8, None),
         ((8, 5), 24, 8, None),  # a shorter row, as in validation
         ((8, 8), 24, None, None),  # the run's rows differ
     ],

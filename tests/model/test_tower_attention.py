@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from manyhands.data.image_probe import ProbeImages
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.families import find
 from manyhands.model.structure import auto_class_of
-from manyhands.model.tower_attention import TOWER, attend_each, attend_tower
+from manyhands.model.tower_attention import TOWER, attend_alike, attend_each, attend_tower
 from tests.support import vision
 from tests.support.building import on_meta
 from tests.support.images import FAMILIES, IMAGE, QWEN, make_document, pack
@@ -70,6 +71,15 @@ def test_features_and_gradients_are_those_of_transformers(folders: dict[str, Pat
             model.model.visual.named_parameters(), reference.model.visual.parameters(), strict=True
         ):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, msg=name)
+
+
+def test_images_of_one_size_are_computed_as_rows() -> None:
+    """Each image by itself is what they give side by side."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 3 * 20, 8, generator=draw) for _ in range(3))
+    bounds = torch.tensor([0, 20, 40, 60], dtype=torch.int32)
+    found = attend_alike(query, key, value, 3, 0.3)
+    torch.testing.assert_close(found, attend_each(query, key, value, bounds, 0.3))
 
 
 def test_images_do_not_see_each_other_and_lengths_have_to_arrive() -> None:
@@ -169,20 +179,21 @@ def test_features_that_are_not_as_many_as_their_places_are_an_error(folders: dic
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bounds", [(0, 4, 1028, 1300), (0, 325, 650, 975, 1300)], ids=["sizes", "one size"])
 @pytest.mark.parametrize("dim", [64, 72, 80])
-def test_the_kernel_computes_each_image_alone(dim: int) -> None:
+def test_the_kernel_computes_each_image_alone(dim: int, bounds: tuple[int, ...]) -> None:
     """Outputs and gradients in bfloat16, of the head sizes of the towers of Qwen2.5-VL (80) and Qwen3-VL (64, 72)."""
-    draw, bounds = torch.Generator("cuda").manual_seed(0), torch.tensor([0, 4, 1028, 1300], dtype=torch.int32)
-    bounds = bounds.cuda()
+    draw, cu_seq_lens = torch.Generator("cuda").manual_seed(0), torch.tensor(bounds, dtype=torch.int32).cuda()
+    longest = max(end - begin for begin, end in itertools.pairwise(bounds))
     shape = (1, 4, 1300, dim)
     inputs = [
         torch.randn(shape, device="cuda", generator=draw, dtype=torch.bfloat16).requires_grad_() for _ in range(3)
     ]
     weights = torch.randn((1, 1300, 4, dim), device="cuda", generator=draw)
-    out, _ = attend_tower(torch.nn.Module(), *inputs, None, cu_seq_lens_q=bounds, max_length_q=1024)
+    out, _ = attend_tower(torch.nn.Module(), *inputs, None, cu_seq_lens_q=cu_seq_lens, max_length_q=longest)
     kernel = [out, *torch.autograd.grad((out.float() * weights).sum(), inputs)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    plain = attend_each(*exact, bounds, None)
+    plain = attend_each(*exact, cu_seq_lens, None)
     for found, right in zip(kernel, [plain, *torch.autograd.grad((plain * weights).sum(), exact)], strict=True):
         assert float((found.double() - right).square().mean().sqrt() / right.std()) < 1e-2
 

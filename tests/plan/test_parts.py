@@ -7,13 +7,14 @@ import pytest
 from manyhands.config.checks import check
 from manyhands.core.errors import UserError
 from manyhands.plan.search import plan
+from manyhands.plan.sentences import explain
 from tests.plan.examples import data_facts, facts, model_facts, run_config, tower_facts
 
 WITHOUT, WITH = data_facts(), data_facts(num_images=700)
 
 
 def whole(data=WITH):
-    return facts(model_facts(is_multimodal=True, num_tower_parameters=1000), data=data)
+    return facts(model_facts(is_multimodal=True, num_tower_parameters=1000, tower=tower_facts()), data=data)
 
 
 def parts_of(asked=None, data=WITH, **keys):
@@ -46,6 +47,24 @@ def test_what_images_do_not_go_with_is_refused_by_the_plan(data, keys, message):
     with pytest.raises(UserError) as caught:
         parts_of(data=data, **keys)
     assert message in f"{caught.value} {caught.value.why}"
+
+
+def test_a_tower_that_no_file_describes_is_not_planned_for():
+    model = model_facts(is_multimodal=True)
+    with pytest.raises(UserError, match=r"what images pass through .* is not known"):
+        plan(run_config(model__init="random"), facts(model, data=WITH))
+    assert plan(run_config(model__init="random"), facts(model)).parts["vision"] == "left_out"
+
+
+@pytest.mark.parametrize(("both", "gpus", "attention"), [(True, 1, "varlen"), (False, 1, "sdpa"), (True, 0, "sdpa")])
+def test_images_read_in_both_directions_need_no_mask_on_a_gpu(both, gpus, attention):
+    """Packed or not."""
+    tower = tower_facts().model_copy(update={"bidirectional": both})
+    given = facts(model_facts(is_multimodal=True, tower=tower, head_dim=64), data=WITH, gpus=gpus)
+    made = plan(run_config(data__packing=False), given)
+    assert made.attention == attention
+    said = " ".join(explain(each) for each in made.why)
+    assert ("read in both directions" in said) == (attention == "varlen")
 
 
 def test_each_part_is_as_asked():

@@ -15,7 +15,7 @@ In a batch (T: tokens of all documents laid end to end; B x L: samples x longest
 | cu_ENTRY, beside such an entry | (samples + 1) int32: where each sample begins, and the end | likewise |
 | cu_seq_lens | (documents + 1) int32: where documents begin, and T | absent |
 | max_length | int: no document is longer | absent |
-| row_length | int: every document, padding included, has this length; absent otherwise | absent |
+| row_length | int: every document has this length, with padding that is too short for one at the end | absent |
 | pixel_values, ... | in a run with images, see ``image_batch.py`` | likewise |
 
 Padded needs no attention mask: attention is causal and the padding stands behind every sample.
@@ -166,14 +166,9 @@ def _size_pack(lengths: list[int], shape: BatchShape) -> tuple[tuple[int, int], 
         num_bounds = max(MIN_BOUNDS, 1 << (max(len(ends), shape.documents + 2) - 1).bit_length())
         ends = ends + [total] * (num_bounds - len(ends))
     batch: Arrays = {"cu_seq_lens": np.array(ends, dtype=np.int32), "max_length": max_length}
-    if _all_equal(lengths, total, shape.row_length):
-        batch["row_length"] = shape.row_length
+    if shape.row_length is not None and shape.row_length <= total and set(lengths) <= {shape.row_length}:
+        batch["row_length"] = shape.row_length  # padding may be cut anywhere: nothing of it is trained
     return (1, total), bounds[:-1], batch
-
-
-def _all_equal(lengths: list[int], total: int, row_length: int | None) -> bool:
-    """Padding counts as documents too: nothing of it is trained, so that it may be cut anywhere."""
-    return row_length is not None and total % row_length == 0 and all(length == row_length for length in lengths)
 
 
 OpenSamples = Callable[[], Mapping[str, Samples]]  # called once in each process; pickled to get there

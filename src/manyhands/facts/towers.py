@@ -72,6 +72,7 @@ def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
         patches_per_unit=num_patches,
         unit_values=3 * side * side if patches else 3 * patch * patch * (vision.get("temporal_patch_size") or 1),
         tokens_per_unit=tokens_per_unit,
+        bidirectional=family.images is not None and family.images.bidirectional,
         num_further=further,
         projector_values=_projector_values(config, family, hidden, num_patches, tokens_per_unit) * (1 + further),
         modules={

@@ -40,6 +40,7 @@ class TowerFacts(Fact):
     patches_per_unit: int
     unit_values: int  # numbers that the pixels of a unit are
     tokens_per_unit: float  # placeholders in the text
+    bidirectional: bool = False  # tokens of an image see all of it in the decoder
     num_further: int = 0  # lists of features that further layers of the decoder add, beside those of its embeddings
     # numbers of a unit that go into the projector, and those of further features; 0: where they do is not described
     projector_values: float = 0.0

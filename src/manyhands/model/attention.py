@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
@@ -197,7 +198,8 @@ def attend_varlen(
     """Causal attention within each document. ``query`` (b, h, t, d), ``key`` and ``value`` (b, g, t, d) -> (b, t, h,
     d).
 
-    ``row_length``: every document has this length, and they fill the batch. ``image_rows``: queries of an image see
+    ``row_length``: every document has this length, but for padding at the end of the batch, which gets zeros where it
+    is too short for one more. ``image_rows``: queries of an image see
     all of it, which a window bounds on the left alone; their rows are computed anew. Raises ``RuntimeError`` where an
     argument would be ignored or the documents' lengths did not arrive.
     """
@@ -211,9 +213,11 @@ def attend_varlen(
     window = sliding_window - 1 if sliding_window and sliding_window < longest else -1  # positions seen to the left
     kernels = _kernels if _kernels is not None and _kernels.tested_with(query, key) else None
     if kernels is not None and kernels.rows.name and row_length is not None and window < 0 and image_rows is None:
-        query, key, value = (_split_rows(x, row_length) for x in (query, key, value))
+        whole = length - length % row_length
+        query, key, value = (_split_rows(x[:, :, :whole], row_length) for x in (query, key, value))
         dense = attend_dense(query, key, value, scaling, kernels.rows.name)  # (b t / l, h, l, d)
-        return dense.transpose(1, 2).reshape(num_samples, length, num_heads, -1), None
+        out = dense.transpose(1, 2).reshape(num_samples, whole, num_heads, -1)
+        return (out if whole == length else F.pad(out, (0, 0, 0, 0, 0, length - whole))), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (b t, heads, d)
     if kernels is not None and kernels.packs.name == "flash4":
         out = attend_flash4(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)

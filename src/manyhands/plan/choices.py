@@ -72,7 +72,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     world_size, why_world = choose_world_size(config, facts, device)
     gpus = facts.host.gpus[:world_size] if device == "cuda" else ()
     compute, why_compute = choose_compute_dtype(config, gpus)
-    attention, why_attention = choose_attention(config, facts.model, gpus, compute)
+    attention, why_attention = choose_attention(config, facts, gpus, compute)
     compiled, why_compile = choose_compile(config, device, facts.data)
     why_frozen: tuple[Reason, ...] = ()
     if config.method.name == "qlora":
@@ -155,17 +155,20 @@ def choose_master_dtype(
 
 
 def choose_attention(
-    config: RunConfig, model: ModelFacts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype
+    config: RunConfig, facts: Facts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype
 ) -> tuple[Attention, Reason]:
-    """varlen where rows are packed and its kernel, FlashAttention 2, can: half precision, head_dim, Ampere or newer.
+    """varlen where its kernel, FlashAttention 2, can (half precision, head_dim, Ampere or newer), and rows are packed or
+    images are read in both directions, for which others need a mask.
 
     Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out.
     """
+    model, tower = facts.model, facts.model.tower
+    both = facts.data.num_images > 0 and tower is not None and tower.bidirectional
     if model.attention_softcap is not None:
         return "blockwise", reason("attention", kind="blockwise", softcap=model.attention_softcap)
     without = next((gpu for gpu in gpus if not gpu.architecture.has_varlen_attention), None)
     obstacles = {
-        "not_packed": not config.data.packing,
+        "not_packed": not config.data.packing and not both,
         "no_gpu": not gpus,
         "dtype": compute != "bfloat16",
         "head_dim": model.head_dim > MAX_FLASH_HEAD_DIM or model.head_dim % 8 != 0,
@@ -174,7 +177,7 @@ def choose_attention(
     }
     obstacle = next((name for name, stands in obstacles.items() if stands), None)
     if obstacle is None:
-        return "varlen", reason("attention", kind="varlen")
+        return "varlen", reason("attention", kind="varlen", packed=bool(config.data.packing))
     gpu = without.name if without else None
     return "sdpa", reason("attention", kind="sdpa", obstacle=obstacle, dtype=compute, head_dim=model.head_dim, gpu=gpu)
 

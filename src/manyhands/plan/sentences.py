@@ -159,7 +159,8 @@ def _attention(v: Values) -> str:
     if v["kind"] == "blockwise":
         return f"blockwise in PyTorch, as scores are soft-capped at {v['softcap']:g}"
     if v["kind"] == "varlen":
-        return "varlen, each packed sample on its own, without a mask"
+        what = "each packed sample on its own" if v["packed"] else "as images are read in both directions"
+        return f"varlen, {what}, without a mask"
     obstacles = {
         "not_packed": "samples are not packed",
         "no_gpu": "there is no GPU",
