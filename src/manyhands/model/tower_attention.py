@@ -75,8 +75,8 @@ def attend_tower(
 def attend_alike(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_images: int, scaling: float | None
 ) -> torch.Tensor:
-    """The same, of images that all have as many patches: by cuDNN where it can. An H200 takes 1.15 ms so for 8 images of
-    4,096 patches and 16 heads of 64 dimensions, and 1.78 by varlen.
+    """The same, of images that all have as many patches: by cuDNN where it can. An H200 takes 1.15 ms so for 8 images
+    of 4,096 patches and 16 heads of 64 dimensions, and 1.78 by varlen.
     """
     rows = [x[0].unflatten(1, (num_images, -1)).transpose(0, 1) for x in (query, key, value)]  # (images, h, n, d)
     with sdpa_kernel(BACKENDS, set_priority=True):

@@ -157,8 +157,8 @@ def choose_master_dtype(
 def choose_attention(
     config: RunConfig, facts: Facts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype
 ) -> tuple[Attention, Reason]:
-    """varlen where its kernel, FlashAttention 2, can (half precision, head_dim, Ampere or newer), and rows are packed or
-    images are read in both directions, for which others need a mask.
+    """varlen where its kernel, FlashAttention 2, can (half precision, head_dim, Ampere or newer), and rows are packed
+    or images are read in both directions, for which others need a mask.
 
     Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out.
     """
