@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ from torch import nn
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.activations import checkpoint_blocks
-from manyhands.engine.apply import check_trained, compile_blocks, compile_towers
+from manyhands.engine.apply import check_trained, compile_blocks
 from manyhands.engine.native import NativeEngine, clip_gradients
 from manyhands.model.loss import LossModel
-from manyhands.model.structure import find_blocks, find_tower_blocks
-from tests.support.building import on_meta
-from tests.support.multimodal import write_tiny_multimodal
+from manyhands.model.structure import find_blocks
 from tests.support.plans import make_layout
-from tests.support.tiny import FAMILIES, tiny_model, tiny_plan, tiny_run
+from tests.support.tiny import FAMILIES, tiny_model
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
@@ -65,16 +62,6 @@ def test_compiled_blocks_are_whole_graphs_under_the_same_names() -> None:
     assert loss == pytest.approx(other_loss, rel=1e-6) and list(gradients) == list(other)
     for name in gradients:
         torch.testing.assert_close(gradients[name], other[name], rtol=1e-4, atol=1e-5)
-
-
-def test_towers_that_are_frozen_are_compiled_too(tmp_path: Path) -> None:
-    folder = write_tiny_multimodal(tmp_path / "model", family="qwen3_vl")
-    for state in ("frozen", "trained"):
-        parts = {"vision": state, "projector": "trained", "language": "trained"}
-        model, _ = on_meta(tiny_plan(folder, parts=parts), tiny_run(folder))
-        compile_towers(model.model, backend="eager")
-        blocks = find_tower_blocks(model.model).values()
-        assert blocks and {block._compiled_call_impl is not None for block in blocks} == {state == "frozen"}
 
 
 def test_norm_is_the_root_of_the_sum_of_squares_in_float64() -> None:
