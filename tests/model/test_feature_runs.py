@@ -10,11 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
+from manyhands.model import features
 from manyhands.model.structure import find_tower_blocks
 from tests.keys.lab import Lab, Ran, open_lab
 from tests.support.vision import write_tiny_vision
 
 NUM_IMAGES, EPOCHS = 16, 2
+NUM_MICRO_BATCHES = 10  # of an epoch, each with images
 
 
 @pytest.fixture(scope="module")
@@ -63,29 +65,36 @@ def weights(ran: Ran) -> dict[str, torch.Tensor]:
 
 
 MORE = [
-    ("qwen3_vl", "trained"),
-    ("llava_next", "trained"),
-    ("qwen2_vl", "trained"),
-    ("glm4v", "frozen"),
-    ("mistral3", "frozen"),
+    ("qwen3_vl", "trained", 2),
+    ("llava_next", "trained", 0),
+    ("qwen2_vl", "trained", 0),
+    ("glm4v", "frozen", 0),
+    ("mistral3", "frozen", 0),
 ]
 
 
 @pytest.mark.parametrize(
-    ("family", "projector"), [("gemma3", "trained"), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
+    ("family", "projector", "workers"),
+    [("gemma3", "trained", 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
 )
-def test_each_image_is_computed_once_and_nothing_changes(lab: Lab, family: str, projector: str) -> None:
-    """Neither where features come from earlier runs, some of them damaged; nor by more than rounding where none are
-    kept.
+def test_each_image_is_computed_once_and_nothing_changes(
+    lab: Lab, family: str, projector: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where features come from earlier runs, some of them damaged; nor where ``workers`` processes read them;
+    nor by more than rounding where none are kept.
     """
+    monkeypatch.setattr(features, "NUM_AHEAD", 1)  # so that all are written before they are asked for again
     plain, calls = train(lab, family, projector, cache_features=False)
     assert calls >= EPOCHS * NUM_IMAGES / 2 and not list((lab.folder / "cache").glob("features/*/*/*"))
     cache = lab.new_path("cache")
-    first, calls = train(lab, family, projector, cache=str(cache))
+    first, calls = train(lab, family, projector, cache=str(cache), workers=workers)
     (planned,) = (reason.values["bytes"] for reason in first.rank.plan.why if reason.code == "features")
     written = sum(path.stat().st_size for path in cache.glob("features/*/*/*"))
     assert abs(written - planned) <= 2048 * NUM_IMAGES  # of files themselves
-    assert calls == NUM_IMAGES and first.rank.measured["features"]["computed_images"] == NUM_IMAGES
+    assert calls == NUM_IMAGES and first.rank.measured["features"] == {
+        "computed_images": NUM_IMAGES,
+        "read_micro_batches": NUM_MICRO_BATCHES,  # of the second epoch
+    }
     assert first.losses == pytest.approx(plain.losses, rel=1e-5)
     for name, values in weights(plain).items():
         if name.endswith("k_proj.bias"):
