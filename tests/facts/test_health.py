@@ -153,6 +153,27 @@ def test_gpus_that_the_driver_does_not_find_or_calls_broken_are_lost(monkeypatch
     assert "GPU is lost" in found["GPU-off"] and "Not Found" in found["GPU-gone"] and "memory rows" in found["GPU-bad"]
 
 
+@pytest.mark.parametrize(("action", "lost"), [(0, False), (1, True), (2, True), (4, False), (None, False)])
+def test_a_gpu_that_the_driver_wants_reset_is_lost(
+    monkeypatch: pytest.MonkeyPatch, action: int | None, lost: bool
+) -> None:
+    import pynvml
+
+    def read(handle: str, fields: list[int]) -> list[types.SimpleNamespace]:
+        assert fields == [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        value = types.SimpleNamespace(uiVal=1 if action is None else action)
+        return [types.SimpleNamespace(nvmlReturn=pynvml.NVML_ERROR_NOT_SUPPORTED * (action is None), value=value)]
+
+    for function in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, function, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "NVIDIA H200")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", read)
+    monkeypatch.setattr(health, "_read_gpu", lambda nvml, index, handle: health.GpuHealth(index=0, name=""))
+    found = health.find_lost(["GPU-a"])
+    assert bool(found) is lost and all("the driver asks for a re" in why for why in found.values())
+
+
 def test_this_machine_can_be_read(tmp_path: Path) -> None:
     found = health.read_health("here", tmp_path / "not" / "there")
     assert found.free_disk_bytes and found.max_files and "torch" in found.versions

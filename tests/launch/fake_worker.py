@@ -55,6 +55,10 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
         case "raise" | "raise late" | "raise, written late":
             time.sleep(4 if what == "raise late" else 0.3)
             raise ValueError("the cat sat on the keyboard")
+        case "raise when heard":
+            while not (folder.path / "heard").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            raise ValueError("the cat sat on the keyboard")
         case "user error":
             raise UserError("row 7 has no loss token", where="data.jsonl:7", fix="mend it")
         case "lost peer" if os.environ["WORLD_SIZE"] == "1":

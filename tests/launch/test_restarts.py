@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import signal
 import sys
@@ -19,9 +20,11 @@ import pytest
 from manyhands.core.errors import FAULT, UserError
 from manyhands.core.files import read_rows, write_json
 from manyhands.core.segments import RankSegments, Segment
+from manyhands.facts.types import GpuFacts
 from manyhands.launch import restarts as restarts_module
 from manyhands.launch import start
 from manyhands.launch.heartbeat import Beat, Heartbeat
+from manyhands.launch.lost_gpus import LaunchGpus
 from manyhands.launch.prepare import Prepared
 from manyhands.launch.restarts import Restarts
 from manyhands.launch.run_folder import RunFolder
@@ -29,6 +32,7 @@ from manyhands.launch.start_nodes import Joined
 from manyhands.launch.watch import wait_unless_asked
 from manyhands.plan.types import reason
 from tests.launch.builders import make_config, make_plan
+from tests.support.nvml import FakeEvents, fake_events
 
 WHY = (
     reason("strategy", strategy="single", device="cpu", ranks=1, reshard=False, asked=False, replicate=1, shard=1),
@@ -203,6 +207,47 @@ def test_a_device_that_fails_twice_is_lost_and_the_run_goes_on_with_what_is_left
     assert "plan 2: single, one process, nothing sharded; 8 samples" in log
     rows = read_rows(folder.restarts)
     assert [row.get("lost", "") for row in rows] == ["", lost]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeEvents:
+    """Of two GPUs, whose ranks run on the CPU."""
+    fake = fake_events(monkeypatch, ["GPU-a", "GPU-b"])
+    pairs = enumerate(fake.uuids)
+    made = tuple(GpuFacts(index=i, name="H100", memory_bytes=1, free_bytes=1, uuid=uuid) for i, uuid in pairs)
+    num = operator.attrgetter("layout.world_size")
+    monkeypatch.setattr(LaunchGpus, "of", lambda plan: LaunchGpus(num(plan), made[: num(plan)]))
+    monkeypatch.setattr("manyhands.facts.health.find_lost", lambda uuids: {})
+    return fake
+
+
+def report_once(driver: FakeEvents, folder: Path, number: int) -> None:
+    """While the first attempt of a run in ``folder`` is going on; its rank 1 fails when that is heard."""
+
+    def before() -> None:
+        if logs := [*folder.rglob("rank-1.log")]:
+            driver.report("GPU-b", number)
+            driver.before = (logs[0].parent.parent / "heard").touch
+
+    driver.before = before
+
+
+def test_the_drivers_report_names_the_lost_gpu_and_the_run_goes_on_without_it(launch, driver, tmp_path: Path) -> None:
+    report_once(driver, tmp_path, 79)
+    code, log, folder = launch("lost peer", "raise when heard", **{"launch.min_gpus": 1})
+    assert code == 0, code
+    what = "ValueError: the cat sat on the keyboard; the driver reports of its GPU: Xid 79, it has fallen off the bus"
+    assert f"{what}; GPU 1 (H100) is lost: Xid 79, it has fallen off the bus; restarting from the start" in log
+    assert "  - the driver reports of GPU 1 (H100): Xid 79, it has fallen off the bus" in log
+    [row] = read_rows(folder.restarts)
+    assert row["lost"] == "GPU 1 (H100) is lost: Xid 79, it has fallen off the bus"
+
+
+def test_a_kernels_fault_is_named_and_no_gpu_is_lost_by_it(launch, driver, tmp_path: Path) -> None:
+    report_once(driver, tmp_path, 31)
+    error, log, folder = launch("lost peer", "raise when heard", **{"launch.min_gpus": 1, "launch.restarts": 1})
+    assert isinstance(error, UserError) and "Xid 31, a kernel accessed memory that is not mapped; restarting" in log
+    assert "is lost" not in log and not any(row.get("lost") for row in read_rows(folder.restarts))
 
 
 def test_a_rank_that_crashes_when_the_run_is_finished_is_a_warning(launch, capfd: pytest.CaptureFixture[str]) -> None:

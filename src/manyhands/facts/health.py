@@ -36,6 +36,10 @@ THROTTLES = {
 }
 
 
+# NVML's recovery actions without which the GPU is of no use; one that may wait for the program's end is not among them.
+RECOVERIES = {1: "a reset of it", 2: "a restart of the machine", 6: "a reset of its bus", 7: "a restart of the machine"}
+
+
 class HealthFinding(NamedTuple):
     state: Literal["ok", "warning", "bad"]
     text: str
@@ -139,6 +143,8 @@ def find_lost(uuids: Sequence[str]) -> dict[str, str]:
                 health = _read_gpu(pynvml, 0, handle)
                 if health.remap_failed:
                     found[uuid] = "broken memory rows could not be replaced"
+                elif needed := _read_recovery(pynvml, handle):
+                    found[uuid] = f"the driver asks for {needed}"
             except (pynvml.NVMLError_NotFound, pynvml.NVMLError_GpuIsLost) as error:
                 found[uuid] = f"NVML: {error}"
             except pynvml.NVMLError:  # not said of it: a slice of a GPU, an old driver
@@ -178,6 +184,14 @@ def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuHealth:
         pcie_max_width=ask("nvmlDeviceGetMaxPcieLinkWidth"),
         nvlinks=sum(map(bool, known)) if known else None,
     )
+
+
+def _read_recovery(nvml: Any, handle: Any) -> str:
+    """What the driver asks for before the GPU is used again; "" for nothing, and where it does not say."""
+    with contextlib.suppress(nvml.NVMLError, AttributeError):
+        (field,) = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        return RECOVERIES.get(int(field.value.uiVal), "") if field.nvmlReturn == 0 else ""
+    return ""
 
 
 def _free(folder: Path) -> int | None:

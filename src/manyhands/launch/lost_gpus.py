@@ -1,5 +1,5 @@
 """Which GPUs of a launch are lost after a fault, and how the workers of the next one get those that are left. Asks the
-driver, and CUDA in a process of its own with a time limit. Imports no torch.
+driver, hears what it reports (Xids), and asks CUDA in a process of its own with a time limit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from manyhands.core.units import describe_ranks
 from manyhands.facts import health
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import GpuFacts
+from manyhands.facts.xids import SEVERITY, Xid, XidListener
 from manyhands.plan.hardware import how_to_go_on
 from manyhands.plan.types import Plan
 
@@ -27,7 +29,7 @@ from manyhands.plan.types import Plan
 # itself, such as an illegal address, are not among them.
 DEVICE_ERROR = re.compile(
     r"busy or unavailable|no (CUDA|ROCm)-capable device|uncorrectable (ECC|NVLink)|hardware (stack )?error|"
-    r"fallen off the bus|GPU is lost|system not yet initialized|hipErrorNoDevice|\bXid\b",
+    r"fallen off the bus|GPU is lost|system not yet initialized|hipErrorNoDevice",
     re.IGNORECASE,
 )
 # What a GPU may be behind: where a rank fails so twice in a row, its GPU is tested.
@@ -35,6 +37,7 @@ SUSPICIOUS = re.compile(r"\b(CUDA|cu\w+|HIP|NCCL|RCCL)\b|made no progress", re.I
 NUM_STRIKES = 2  # faults of one rank's device, after which it is lost though it answers
 ANSWER_S = 20.0  # of the driver
 PROBE_S = 90.0  # most of it is importing torch
+FRESH_S = 60.0  # beyond parallel.timeout_s: an Xid after which training went on for longer has not ended it
 
 
 @dataclass
@@ -59,27 +62,59 @@ class LaunchGpus:
             found.hide(())
         return found
 
-    def find_lost(self, error: UserError, step: int | None = None) -> dict[int, str]:
-        """Ranks whose device is lost after the fault ``error``, with the reason: the driver does not find it, or it
-        fails a test, which is made where the error names the device, or may come from it for the second time in a row;
-        or errors have named it twice without a newer checkpoint in between, ``step`` being the newest one's.
+    @staticmethod
+    def of_node(plan: Plan, num_ranks: int) -> LaunchGpus:
+        """Those of the ``num_ranks`` ranks of ``plan`` that run here; a node of several uses all it has."""
+        return LaunchGpus(num_ranks, read_host_facts().gpus[:num_ranks] if plan.layout.device == "cuda" else ())
+
+    @property
+    def uuids(self) -> list[str]:
+        """Of NVIDIA's GPUs."""
+        return [gpu.uuid for gpu in self.gpus if gpu.vendor == "nvidia" and gpu.uuid]
+
+    def find_lost(
+        self, error: UserError, step: int | None = None, heard: Sequence[Xid] = (), fresh_s: float = FRESH_S
+    ) -> dict[int, str]:
+        """Ranks whose device is lost after the fault ``error``, with the reason: the driver does not find it, or has
+        reported within ``fresh_s`` that it needs a reset; or it fails a test, which is made where the error or an
+        older report names the device, or the error may come from it for the second time in a row; or errors have named
+        it twice without a newer checkpoint in between, ``step`` being the newest one's. ``heard``: reports of the
+        launch that has failed.
         """
         driver_says = self._ask_driver()
         lost = {rank: driver_says[gpu.uuid] for rank, gpu in enumerate(self.gpus) if gpu.uuid in driver_says}
+        lost |= self._find_reported([xid for xid in heard if xid.age_s <= fresh_s], lost)
         if step != self.step:
             self.strikes.clear()
         rank, before, self.latest, self.step = error.rank, self.latest, error.rank, step
-        if rank is None or rank in lost or not 0 <= rank < self.num_ranks:
-            return lost
         text = f"{error.what}\n{error.why}"
-        is_named = DEVICE_ERROR.search(text) is not None
-        is_suspect = is_named or (rank == before and SUSPICIOUS.search(text) is not None)
-        self.strikes[rank] += is_named
-        if self.gpus and is_suspect and (why := self._probe(rank)):
-            lost[rank] = why
-        elif self.strikes[rank] >= NUM_STRIKES:
-            lost[rank] = f"it has failed {self.strikes[rank]} times in this launch"
+        named = {self._rank_of(xid) for xid in heard if xid.fault == "memory"}
+        suspects = {self._rank_of(xid) for xid in heard if xid.fault in ("reset", "link")}
+        if DEVICE_ERROR.search(text):
+            named.add(rank)
+        if rank == before and SUSPICIOUS.search(text):
+            suspects.add(rank)
+        for each in range(self.num_ranks):
+            if each in lost:
+                continue
+            self.strikes[each] += each in named
+            if self.gpus and each in named | suspects and (why := self._probe(each)):
+                lost[each] = why
+            elif each in named and self.strikes[each] >= NUM_STRIKES:
+                lost[each] = f"it has failed {self.strikes[each]} times in this launch"
         return lost
+
+    def _find_reported(self, heard: Sequence[Xid], lost: Collection[int]) -> dict[int, str]:
+        """Those not in ``lost`` that need a reset. A link that fails is the fault of either end: where one is known to
+        be gone it is that one's.
+        """
+        found = {self._rank_of(xid): str(xid) for xid in heard if xid.fault == "reset"}
+        if not lost and not found:
+            found = {self._rank_of(xid): str(xid) for xid in heard if xid.fault == "link"}
+        return {rank: why for rank, why in found.items() if rank is not None and rank not in lost}
+
+    def _rank_of(self, xid: Xid) -> int | None:
+        return next((rank for rank, gpu in enumerate(self.gpus) if gpu.uuid == xid.uuid), None)
 
     def describe(self, rank: int) -> str:
         """``GPU 3 (NVIDIA H100)``."""
@@ -105,9 +140,8 @@ class LaunchGpus:
     def _ask_driver(self) -> Mapping[str, str]:
         """What it says of GPUs that are lost, by UUID. A driver that hangs is not waited for."""
         found: dict[str, str] = {}
-        uuids = [gpu.uuid for gpu in self.gpus if gpu.uuid]
-        if uuids:
-            thread = threading.Thread(target=lambda: found.update(health.find_lost(uuids)), daemon=True)
+        if self.uuids:
+            thread = threading.Thread(target=lambda: found.update(health.find_lost(self.uuids)), daemon=True)
             thread.start()
             thread.join(ANSWER_S)
         return dict(found)
@@ -127,6 +161,39 @@ class LaunchGpus:
             return "CUDA does not list it" if "RESULT []" in done.stdout else ""
         said = done.stderr.strip().splitlines()
         return f"it cannot multiply a matrix: {said[-1] if said else f'exit code {done.returncode}'}"
+
+
+@dataclass(frozen=True)
+class Hearing:
+    """What the driver reports of the GPUs of this machine's ranks while one launch of them runs. ``first_rank``: of
+    these; ``host``: this machine, where there are several.
+    """
+
+    listener: XidListener
+    gpus: Sequence[GpuFacts]
+    first_rank: int = 0
+    host: str = ""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def heard(self) -> tuple[Xid, ...]:
+        return self.listener.since(self.began)
+
+    def describe(self) -> tuple[str, ...]:
+        """``the driver reports of GPU 3 (NVIDIA H100): Xid 79, it has fallen off the bus``, the worst first."""
+        gpus = {gpu.uuid: f"GPU {gpu.index} ({gpu.name})" for gpu in self.gpus}
+        on = f" on {self.host}" if self.host else ""
+        known = sorted((xid for xid in self.heard if xid.uuid in gpus), key=lambda xid: SEVERITY.index(xid.fault))
+        return tuple(f"the driver reports of {gpus[xid.uuid]}{on}: {xid}" for xid in known)
+
+    def name_in(self, error: UserError, rank: int | None) -> None:
+        """Adds to the failure of ``rank`` what the driver reports of its GPU."""
+        index = -1 if rank is None else rank - self.first_rank
+        if error.kind != FAULT or not 0 <= index < len(self.gpus):
+            return
+        own = [xid for xid in self.heard if xid.uuid == self.gpus[index].uuid]
+        if own:
+            error.what += f"; the driver reports of its GPU: {min(own, key=lambda xid: SEVERITY.index(xid.fault))}"
 
 
 @dataclass(frozen=True)
@@ -167,10 +234,15 @@ class Lost:
         return self.gpus.count(self.num_left) if self.num_left else "none"
 
 
-def find_lost(gpus: LaunchGpus | None, error: UserError, config: RunConfig, step: int | None) -> Lost | None:
-    """What the fault ``error`` has left of a launch; None where all is left. UserError where that is too little."""
-    why = gpus.find_lost(error, step) if gpus is not None else {}
-    if gpus is None or not why:
+def find_lost(
+    gpus: LaunchGpus, error: UserError, config: RunConfig, step: int | None, heard: Sequence[Xid] = ()
+) -> Lost | None:
+    """What the fault ``error`` has left of a launch; None where all is left. UserError where that is too little.
+    ``heard``: what the driver has reported during it.
+    """
+    fresh_s = config.parallel.timeout_s + FRESH_S
+    why = gpus.find_lost(error, step, heard, fresh_s)
+    if not why:
         return None
     lost = Lost(gpus, why)
     lost.refuse(error, config.launch.min_gpus)

@@ -16,9 +16,11 @@ from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import HostFacts
+from manyhands.facts.xids import XidListener
 from manyhands.launch.environment import detect_launcher, refuse_alone
-from manyhands.launch.lost_gpus import LaunchGpus, Lost, find_lost, restored_environment
+from manyhands.launch.lost_gpus import Hearing, LaunchGpus, Lost, find_lost, restored_environment
 from manyhands.launch.neighbors import NodeMemory, copying
+from manyhands.launch.nodes import host_name
 from manyhands.launch.prepare import Prepared, plan_fewer, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.restarts import Restart, Restarts
 from manyhands.launch.run_folder import RunFolder
@@ -131,7 +133,10 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
         lasting.restarts = Restarts(prepared.folder, prepared.config.launch.restarts, lasting.memory.own)
     try:
         with restored_environment():
-            return _launch_and_restart(found, arguments, lasting.memory, lasting.restarts)
+            plan = prepared.plan
+            gpus = LaunchGpus.of(plan) if team is None else LaunchGpus.of_node(plan, len(team.ranks))
+            with XidListener(gpus.uuids) as listener:
+                return _launch_and_restart(found, arguments, lasting.memory, lasting.restarts, gpus, listener)
     except UserError as error:
         if team is None or not team.channel.lost or team.was_asked or lasting.memory.kept is None:
             raise
@@ -147,24 +152,33 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
         raise NodeLost from error
 
 
-def _launch_and_restart(found: Joined, arguments: Sequence[str], memory: NodeMemory, restarts: Restarts) -> int:
+def _launch_and_restart(
+    found: Joined,
+    arguments: Sequence[str],
+    memory: NodeMemory,
+    restarts: Restarts,
+    gpus: LaunchGpus,
+    listener: XidListener,
+) -> int:
     """Runs the workers. Where memory runs out, again from the last checkpoint with a smaller plan,
     ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides, on the GPUs that are left. Neither where
     ``launch.restarts`` is 0.
     """
     folder, leads = found.prepared.folder, found.team is None or found.team.node == 0
     report = functools.partial(_report, folder=folder) if leads else print
-    num_smaller, gpus = 0, LaunchGpus.of(found.prepared.plan) if found.team is None else None
+    num_smaller = 0
     while True:
+        hearing = _hear(found, gpus, listener)
         try:
-            return _run_attempt(found, arguments, memory, report)
+            return _run_attempt(found, arguments, memory, report, hearing)
         except UserError as error:
             if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS and restarts.limit:
                 num_smaller += 1
                 found = _plan_smaller(found, error, report)
             elif error.kind == FAULT:
                 step = folder.newest_step()
-                lost = find_lost(gpus, error, found.prepared.config, step) if restarts.limit else None
+                alone = found.team is None and restarts.limit > 0
+                lost = find_lost(gpus, error, found.prepared.config, step, hearing.heard) if alone else None
                 restart = _decide(found, error, restarts, lost)
                 if leads:
                     _keep(str(error), folder)
@@ -199,7 +213,14 @@ def _plan_fewer(found: Joined, lost: Lost, report: Callable[[str], None]) -> Joi
     return found
 
 
-def _run_attempt(found: Joined, arguments: Sequence[str], memory: NodeMemory, report: Callable[[str], None]) -> int:
+def _hear(found: Joined, gpus: LaunchGpus, listener: XidListener) -> Hearing:
+    team = found.team
+    return Hearing(listener, gpus.gpus) if team is None else Hearing(listener, gpus.gpus, team.ranks.start, host_name())
+
+
+def _run_attempt(
+    found: Joined, arguments: Sequence[str], memory: NodeMemory, report: Callable[[str], None], hearing: Hearing
+) -> int:
     plan, team = found.prepared.plan, found.team
     environment = dict(memory.own.environment) if memory.own is not None else {}
     with contextlib.ExitStack() as beside:
@@ -213,6 +234,7 @@ def _run_attempt(found: Joined, arguments: Sequence[str], memory: NodeMemory, re
             team=team,
             arguments=arguments,
             environment=environment,
+            hearing=hearing,
         )
 
 

@@ -42,10 +42,13 @@ class Place:
 
 @dataclass(frozen=True)
 class LaunchEnd:
-    """How a launch ended on this node: by a signal, by a failure, or (neither) well."""
+    """How a launch ended on this node: by a signal, by a failure, or (neither) well. ``reports``: of the GPUs' driver
+    meanwhile.
+    """
 
     signal: signal.Signals | None = None
     cause: FoundCause | None = None
+    reports: tuple[str, ...] = ()
 
 
 def open_channel(config: RunConfig, place: Place) -> tuple[Channel, list[dict[str, Any]]]:
@@ -144,19 +147,20 @@ class Team:
         """How the launch ended on all nodes, the same on each: the first cause, else the first signal."""
         if mine.cause is not None:
             self.channel.post("failed")
-        fields = [mine.signal, mine.cause.to_json() if mine.cause is not None else None]
+        fields = [mine.signal, mine.cause.to_json() if mine.cause is not None else None, mine.reports]
         found = self.channel.gather(f"end {self.attempt}", fields, partial=True, timeout_s=SETTLE_S)
         ends = [each for each in found if each is not None]
-        causes = [FoundCause.from_json(cause) for _, cause in ends if cause is not None]
+        causes = [FoundCause.from_json(cause) for _, cause, _ in ends if cause is not None]
         lost = self.channel.lost or ({} if self.channel.trouble is None else {-1: self.channel.trouble})
         causes += [FoundCause(TIER_OF_LOST, time.time(), error) for error in lost.values()]
-        signals = [signal.Signals(number) for number, _ in ends if number is not None]
+        signals = [signal.Signals(number) for number, _, _ in ends if number is not None]
+        reports = tuple(report for _, _, given in ends for report in given)
         first = min(causes, key=lambda cause: (cause.tier, cause.time), default=None)
         if first is not None and not (signals and first.tier >= ENDED_BY_OTHERS):
             if first.rank is not None:
                 host = self.channel.names[self._node_of(first.rank)]
                 first.error.where = f"{host}, {first.error.where}" if first.error.where else host
-            return LaunchEnd(cause=first)
+            return LaunchEnd(cause=first, reports=reports)
         return LaunchEnd(signal=signals[0] if signals else None)
 
     def share_signal(self, mine: signal.Signals | None) -> signal.Signals | None:
