@@ -127,11 +127,11 @@ audit of samples and every bit of the adapter with a run left alone."""
 
 LOST_GPUS = """## A GPU that is lost
 
-While a run goes on, the launcher hears what NVIDIA's driver reports of its GPUs (Xids): the cause of a rank's end names
-the report. After a fault it asks the driver for each GPU, and tests the one that an error names. A GPU that needs a reset
-by the report (Xid 48, 62, 64, 79, 95, 119, 120, 140) is lost; 74 (NVLink) costs it too, unless the GPU at the other end
-is gone; 94 (a memory error that was confined) twice without a newer checkpoint; 13, 31, 43 and 45, which are the
-program's, never. Reports need the run's own launcher (`manyhands train`) and NVIDIA's GPUs. With
+While a run goes on, the launcher hears what NVIDIA's driver reports of its GPUs (Xids); the cause of a rank's end names
+it. After a fault the launcher asks the driver for each GPU, and tests the one that an error names. A GPU is lost by a
+report that calls for a reset (Xid 48, 62, 64, 79, 95, 119, 120, 140); by 74 (NVLink), unless the GPU at the other end
+is gone; by 94 (a memory error that was confined) twice without a newer checkpoint; never by 13, 31, 43, 45, which are
+the program's. Reports need the run's own launcher (`manyhands train`) and NVIDIA's GPUs. With
 `launch.min_gpus: N` the restart leaves a lost GPU out as long as N remain: a new plan (its cause is `resize`) with the
 same samples in each step, from the newest checkpoint, or from a snapshot in memory where each rank has a copy. The next
 start takes all GPUs that are there. Without the key, or with fewer left, the run ends with an error that names the GPU,
