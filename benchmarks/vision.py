@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.vision_shapes import write_image_rows, write_vision_folder
-from benchmarks.vision_tables import PARTS, SAMPLES, TOKENS
+from benchmarks.vision_tables import PARTS, SAMPLES, SHORT, TOKENS
 from manyhands.bench.case import Observer, run
 from manyhands.bench.rows import BenchRow, new_run
 from manyhands.core.holding import local
@@ -61,12 +61,11 @@ def _of_table(parts: str, strategy: str, again: bool) -> Case:
     return Case("gemma3-4b", "full", keys, TOKENS, SAMPLES, TOKENS - 256 - 8, 1024)
 
 
-_PARTS = {"projector": "Projector only", "vision": "+ vision tower", "everything": "Everything"}
 CASES = {
     f"gemma4b-{short}{'' if strategy == 'auto' else '-' + strategy}{'-recompute' if again else ''}": _of_table(
         parts, strategy, again
     )
-    for short, parts in _PARTS.items()
+    for parts, short in SHORT.items()
     for strategy in ("auto", "ddp", "fsdp")
     for again in (False, True)
 }

@@ -53,6 +53,8 @@ PARTS = {
     "+ vision tower": {"vision": "trained", "projector": "trained", "language": "frozen"},
     "Everything": {"vision": "trained", "projector": "trained", "language": "full"},
 }
+SHORT = {"Projector only": "projector", "+ vision tower": "vision", "Everything": "everything"}  # in names of cases
+RESULTS = Path(__file__).parent / "results" / "h200-vision.jsonl"
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,21 @@ def table(model: ModelFacts) -> Iterator[str]:
         assert made.step_s is not None
         cells = [row.parts, row.strategy, str(row.gpus), "full" if row.again else "none", row.theirs]
         cells += [f"{size / GIB:.1f}" for size in (total, standing, passing)]
-        cells += [*fits, f"{3600 * SAMPLES * row.gpus / made.step_s:,.0f}", "not measured"]
+        cells += [*fits, f"{3600 * SAMPLES * row.gpus / made.step_s:,.0f}", measured(row)]
         yield f"| {' | '.join(cells)} |"
+
+
+def measured(row: Row) -> str:
+    """What a GPU held and what all gave, of the newest raw row."""
+    name = f"gemma4b-{SHORT[row.parts]}" + ("" if row.strategy == "single" else f"-{row.strategy}")
+    name += "-recompute" if row.again else ""
+    raw = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    found = [each for each in raw if (each["row"], each["gpus"]) == (name, row.gpus)]
+    if not found:
+        return "not measured"
+    last = found[-1]
+    held = last["peak_reserved_gib"] + last["outside_gib"]
+    return f"{held:.1f} GiB, {3600 * SAMPLES * row.gpus / last['step_s']:,.0f} samples/hour"
 
 
 def main() -> None:
