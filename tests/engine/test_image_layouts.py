@@ -1,4 +1,5 @@
-"""Training with images gives the numbers of transformers' own model and plain AdamW, in every layout.
+"""Training with images gives the numbers of transformers' own model and plain AdamW, for every model type and in every
+layout.
 
 Steps have documents with one, two and no images, micro-batches and ranks without any, and one step without images on
 any rank.
@@ -6,6 +7,7 @@ any rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,30 @@ import pytest
 import torch
 
 from manyhands.config.schema import RunConfig
+from manyhands.data.batches import collate
+from manyhands.data.collate import BatchShape
+from manyhands.data.image_batch import ImageWork
+from manyhands.data.image_files import PixelBounds
 from manyhands.facts.towers import part_of
 from manyhands.families import find
 from manyhands.model.structure import auto_class_of
-from tests.support.images import FAMILIES, Document, count_loss_tokens, make_document, reference_loss, train
+from tests.support import other_vision
+from tests.support.images import (
+    FAMILIES,
+    Document,
+    count_loss_tokens,
+    make_document,
+    reference_loss,
+    sum_loss,
+    take_step_of,
+    train,
+)
+from tests.support.layouts import build
 from tests.support.multimodal import write_tiny_multimodal
+from tests.support.processed import prepare_rows
 from tests.support.ranks import Ranks
 from tests.support.tiny import tiny_plan, tiny_run
-from tests.support.vision import write_tiny_vision
+from tests.support.vision import LIKE_THEM, write_tiny_vision
 
 NUM_STEPS, WITHOUT_IMAGES, RATE = 20, 7, 1e-3
 STATES = {
@@ -59,7 +77,9 @@ def run_of(folder: Path, method: str = "full") -> RunConfig:
     return config.model_copy(update={"optimizer": optimizer})
 
 
-def reference(folder: Path, family: str, states: dict[str, str], steps: Any) -> tuple[list[float], list[float]]:
+def reference(
+    folder: Path, family: str, states: dict[str, str], steps: Any, loss_of: Callable[[Any, str, Document], torch.Tensor]
+) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of transformers' model, document by document, under torch's AdamW."""
     model: Any = auto_class_of(folder).from_pretrained(folder, attn_implementation="sdpa")
     decoder = {id(p) for m in (model.get_decoder(), model.get_output_embeddings()) for p in m.parameters()}
@@ -76,7 +96,7 @@ def reference(folder: Path, family: str, states: dict[str, str], steps: Any) -> 
         documents = [document for micro in micros for document in micro]
         total, loss_sum = count_loss_tokens(documents), 0.0
         for document in documents:
-            loss = reference_loss(model, family, document)
+            loss = loss_of(model, family, document)
             if loss.requires_grad:  # else nothing that is trained was passed
                 (loss / total).backward()
             loss_sum += float(loss.detach())
@@ -88,14 +108,13 @@ def reference(folder: Path, family: str, states: dict[str, str], steps: Any) -> 
     return losses, norms
 
 
-SLOW = pytest.mark.slow
+SLOW, FAST = pytest.mark.slow, ("aya_vision", "lighton_ocr")
 
 
 @pytest.mark.parametrize(
     ("family", "states"),
     [
         *((family, "everything") for family in ("gemma3", "qwen3_vl")),
-        *(pytest.param(f, "everything", marks=SLOW) for f in FAMILIES if f not in ("gemma3", "qwen3_vl")),
         ("llava_onevision", "projector"),
         ("gemma3", "projector and language"),
         *(pytest.param(f, "projector", marks=SLOW) for f in FAMILIES if f != "llava_onevision"),
@@ -107,7 +126,7 @@ def test_twenty_steps_are_those_of_transformers_and_plain_adamw(
     steps = make_steps(family)
     plan = tiny_plan(folders[family], parts=STATES[states], learning_rate=RATE)
     found = train(plan, run_of(folders[family]), family, steps)
-    losses, norms = reference(folders[family], family, STATES[states], steps)
+    losses, norms = reference(folders[family], family, STATES[states], steps, reference_loss)
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
     np.testing.assert_allclose(found["norms"], norms, rtol=1e-4)
     before = dict(auto_class_of(folders[family]).from_pretrained(folders[family]).named_parameters())
@@ -115,6 +134,41 @@ def test_twenty_steps_are_those_of_transformers_and_plain_adamw(
         np.testing.assert_array_equal(values, before[name].detach().numpy(), err_msg=name)
     moved = [name for name, values in found["trained"].items() if not np.array_equal(values, before[name].detach())]
     assert moved and len(moved) == len(found["trained"])
+
+
+TYPES = (*FAMILIES, *LIKE_THEM, *other_vision.MODELS)
+# Images of a conversation (width, height), between its words; numbers of those of two micro-batches of a step, in turn.
+SHOWN: tuple[tuple[tuple[int, int], ...], ...] = (((80, 60),), ((30, 30), (90, 60)), (), ((28, 84),), ())
+TURNS: tuple[tuple[tuple[int, ...], ...], ...] = (((0, 2), (3,)), ((4,), (1,)), ((2,), (3, 0)))
+
+
+@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=SLOW) for f in TYPES])
+def test_twenty_steps_on_rows_are_those_of_the_types_own_processor_and_plain_adamw(tmp_path: Path, family: str) -> None:
+    """From rows on: samples and micro-batches as a run has them, against what the family's processor in transformers
+    makes of the same conversations.
+    """
+    folder = write_tiny_vision(tmp_path / "model", family)
+    store, documents = prepare_rows(folder, family, tmp_path, SHOWN)
+    steps = [((2,), (4,)) if step == WITHOUT_IMAGES else TURNS[step % len(TURNS)] for step in range(NUM_STEPS)]
+    engine = build(tiny_plan(folder, parts=STATES["everything"], learning_rate=RATE), config := run_of(folder))
+    engine.make_optimizer(tiny_plan(folder, learning_rate=RATE), config)
+    shape = BatchShape(find(family).packs is not False, images=ImageWork(str(folder), PixelBounds(10**6)))
+    found = []
+    for number, micros in enumerate(steps):
+        batches = [collate(store.train, np.array(micro), shape) for micro in micros]
+        has_images = any(batch["has_images"] for batch in batches)
+        total = count_loss_tokens([documents[place] for micro in micros for place in micro])
+        found.append(take_step_of(engine, config, number, [b | {"has_images": has_images} for b in batches], total))
+    shown = [[[documents[place] for place in micro] for micro in micros] for micros in steps]
+    losses, norms = reference(
+        folder,
+        family,
+        STATES["everything"],
+        shown,
+        lambda model, _, document: sum_loss(model, document, document.inputs),
+    )
+    np.testing.assert_allclose([loss for loss, _ in found], losses, rtol=1e-5)
+    np.testing.assert_allclose([norm for _, norm in found], norms, rtol=1e-4)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -124,7 +124,12 @@ def reference_loss(model: Any, family: str, document: Document) -> torch.Tensor:
         inputs["token_type_ids"] = is_image
     if family in QWEN:
         inputs["mm_token_type_ids"] = is_image.int()
-    logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, :-1]
+    return sum_loss(model, document, inputs)
+
+
+def sum_loss(model: Any, document: Document, inputs: dict[str, Any]) -> torch.Tensor:
+    """Summed cross-entropy of a model's own forward pass on ``document``, whose images are ``inputs``."""
+    logits = model(input_ids=torch.tensor([document.ids]), use_cache=False, **inputs).logits[0, :-1]
     labels = torch.tensor([t if m else IGNORED for t, m in zip(document.ids[1:], document.trained[1:], strict=True)])
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
@@ -173,8 +178,6 @@ def take_step(
     files: FeatureFiles | None = None,
 ) -> tuple[float, float]:
     """One step of ``train``; returns its loss and gradient norm. ``files``: where features of images are kept."""
-    from manyhands.train.step import StepWork, compute_gradients
-
     rank, world_size = engine.world.rank, engine.world.world_size
     documents = [document for micro in micros for document in micro]
     has_images = any(document.num_images for document in documents)
@@ -185,10 +188,20 @@ def take_step(
         batches = [with_features(family, *pair, files) for pair in zip(mine, batches, strict=True)]
     if not packed:
         batches = [unpack(batch) for batch in batches]
-    total = count_loss_tokens(documents)
-    work = StepWork(number, 0.0, len(documents), 0, total, len(batches), 0, batches)
-    sums = compute_gradients(engine, work, seed=0, rank=rank)
-    loss = float(engine.all_reduce_sum(sums.terms["lm"].clone())) / total
+    return take_step_of(engine, config, number, batches, count_loss_tokens(documents))
+
+
+def take_step_of(
+    engine: Any, config: RunConfig, number: int, batches: Sequence[dict[str, Any]], num_loss_tokens: int
+) -> tuple[float, float]:
+    """One step on this rank's micro-batches; returns its loss, which is that of ``num_loss_tokens`` on all ranks, and
+    its gradient norm.
+    """
+    from manyhands.train.step import StepWork, compute_gradients
+
+    work = StepWork(number, 0.0, 1, 0, num_loss_tokens, len(batches), 0, batches)
+    sums = compute_gradients(engine, work, seed=0, rank=engine.world.rank)
+    loss = float(engine.all_reduce_sum(sums.terms["lm"].clone())) / num_loss_tokens
     norm = float(sums.grad_norm)
     engine.step(config.optimizer.learning_rate, max_norm=0.0)
     return loss, norm
