@@ -5,6 +5,7 @@ Whatever goes wrong ends everything in bounded time, with the cause on every ter
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -227,13 +228,20 @@ def test_a_rank_that_is_stopped_is_named_on_both_terminals(going) -> None:
         assert "its process is stopped (SIGSTOP)" in node.text
 
 
-def test_a_machine_that_dies_is_named_by_the_others(going) -> None:
-    nodes, _ = going
+def test_a_machine_that_dies_is_named_by_the_others_with_the_command_that_does_without(
+    going, place: Place, bed: Bed
+) -> None:
+    nodes, run = going
     command = nodes[1].command  # no longer found below a shell that is gone
     nodes[1].process.kill()
     command.kill()
     assert end(nodes[:1]) == [1]
     assert "error: node 1 (mh1) is lost" in nodes[0].text, nodes[0].text
+    [command] = [line for line in nodes[0].text.splitlines() if line.startswith("    on mh0: ")]
+    words = shlex.split(command.partition(": ")[2])
+    assert words[:4] == ["python", "-m", "manyhands", "train"] and words[-2:] == ["--nodes", "1"], command
+    alone = bed.start(0, sys.executable, *words[1:], "--dry-run", environment=place.variables(None, None))
+    assert alone.wait() == 0 and run.read("plans/002.json")["layout"]["world_size"] == 1, alone.text
 
 
 def test_a_link_that_is_cut_ends_both_sides(going, bed: Bed) -> None:

@@ -11,9 +11,9 @@ from manyhands.facts.types import GpuFacts
 from manyhands.facts.xids import Xid
 from manyhands.launch import lost_gpus
 from manyhands.launch.address import Address
+from manyhands.launch.fewer_nodes import Place
 from manyhands.launch.lost_gpus import LaunchGpus, find_lost
 from manyhands.launch.start import start
-from manyhands.launch.team import Place
 from tests.launch.builders import make_config, make_plan
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c"]

@@ -63,7 +63,7 @@ def choose_place(
     """What ``start`` takes for a run on several machines; nothing for one. ``accelerate``: a file that may
     say it in their place. UserError where an option is missing."""
     from manyhands.launch.address import Address
-    from manyhands.launch.team import Place
+    from manyhands.launch.fewer_nodes import Place, command_without_place
 
     nodes = config.parallel.nodes
     if accelerate is not None and nodes not in ("auto", 1) and node_rank is None and rendezvous is None:
@@ -89,14 +89,17 @@ def choose_place(
             where="--node-rank",
             fix=f"number the machines from 0 to {nodes - 1}",
         )
-    return {"place": Place(node_rank, nodes, Address.parse(rendezvous, "--rendezvous"))} if nodes > 1 else {}
+    if nodes == 1:
+        return {}
+    words = command_without_place(sys.argv)
+    return {"place": Place(node_rank, nodes, Address.parse(rendezvous, "--rendezvous"), words)}
 
 
 def _place_in_step(config: RunConfig) -> dict[str, Any]:
     """The same for a task of SLURM's srun, where there is one on each node."""
     from manyhands.launch.address import Address
+    from manyhands.launch.fewer_nodes import Place, command_without_place
     from manyhands.launch.slurm import read_place, refuse_unknown_host
-    from manyhands.launch.team import Place
 
     found = read_place()
     if found is None:
@@ -109,7 +112,7 @@ def _place_in_step(config: RunConfig) -> dict[str, Any]:
             fix=f"set parallel.nodes={num_nodes}, or srun --nodes={config.parallel.nodes}",
         )
     refuse_unknown_host(host)
-    return {"place": Place(node, num_nodes, Address(host, port))}
+    return {"place": Place(node, num_nodes, Address(host, port), command_without_place(sys.argv), by_srun=True)}
 
 
 def plan_tensorboard(config: RunConfig, port: int) -> dict[str, Any]:

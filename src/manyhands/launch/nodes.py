@@ -25,6 +25,7 @@ from manyhands.launch.resume_rules import flatten
 
 PACKAGES = ("manyhands", "torch", "transformers", "safetensors")
 MAX_SHOWN = 12  # keys that differ
+FIX_OF_LOST = "see what became of that machine or process; the same command on every node resumes"
 LATER = "later"  # UserError.kind of a node that is to come again soon
 Hello = dict[str, Any]
 
@@ -146,7 +147,7 @@ def explain_lost(node: str, by: str, why: str, kind: str = "") -> UserError:
         f"{node} is lost",
         where=f"noticed by {by}",
         why=why,
-        fix="see what became of that machine or process; the same command on every node resumes",
+        fix=FIX_OF_LOST,
         exit_code=EXIT_FAILED,
         kind=kind,
     )

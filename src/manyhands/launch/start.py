@@ -18,6 +18,7 @@ from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
 from manyhands.launch.environment import detect_launcher, refuse_alone
+from manyhands.launch.fewer_nodes import Place
 from manyhands.launch.lost_gpus import Hearing, LaunchGpus, Lost, find_lost, restored_environment
 from manyhands.launch.neighbors import NodeMemory, copying
 from manyhands.launch.nodes import host_name
@@ -26,7 +27,6 @@ from manyhands.launch.restarts import Restart, Restarts
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.slurm import block_save_signal, refuse_outside_step
 from manyhands.launch.start_nodes import Joined, joined
-from manyhands.launch.team import Place
 from manyhands.launch.watch import wait_unless_asked
 from manyhands.launch.workers import report_end, run_workers
 from manyhands.plan.sentences import sentence_of

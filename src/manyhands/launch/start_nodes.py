@@ -18,12 +18,13 @@ from manyhands.core.errors import UserError
 from manyhands.facts.types import HostFacts
 from manyhands.launch.channel import Channel
 from manyhands.launch.environment import PLACES, apply_variables
+from manyhands.launch.fewer_nodes import Place
 from manyhands.launch.nodes import count_ranks
 from manyhands.launch.preflight import explain_unexpected, find_group, named
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
 from manyhands.launch.restarts import Restart
 from manyhands.launch.resume_rules import folder_of
-from manyhands.launch.team import Place, Team, open_channel
+from manyhands.launch.team import Team, open_channel
 from manyhands.launch.watch import raise_when_stopped
 from manyhands.plan.types import Plan
 
@@ -117,7 +118,7 @@ def _prepare(
     if group is None:
         folder = folder_of(config)
         return Joined(Prepared(folder, config, folder.read_plan(), resume=False, finished=True), None)
-    team = Team(channel, group, place.rendezvous, {PLACES: json.dumps(group.places)})
+    team = Team(channel, group, place, {PLACES: json.dumps(group.places)}, config.parallel.gpus)
     if channel.node != 0:
         return Joined(_received(channel.gather("plan", None)[0], config), team)
     prepared = prepare_run(config, group=group, dry_run=dry_run, origin=replace(origin, config=config), report=report)

@@ -19,25 +19,17 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.host import read_host_facts
-from manyhands.launch.address import Address, address_among, interface_of, own_address
+from manyhands.launch.address import address_among, interface_of, own_address
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.failure import ENDED_BY_OTHERS, FoundCause
-from manyhands.launch.nodes import LATER, NodeGroup, check_hello, host_name, say_hello
+from manyhands.launch.fewer_nodes import Place, commands_to_go_on
+from manyhands.launch.nodes import FIX_OF_LOST, LATER, NodeGroup, check_hello, host_name, say_hello
 from manyhands.launch.watch import Watch
 
 SETTLE_S = 60.0  # longer than any node takes to end its workers; a node that is lost is not waited for
 HARD_END_S = 25.0  # from the loss of a node until this launcher ends, whatever it is stuck in
 RETRY_S = 1.0  # until a node that has come back too soon comes again
 TIER_OF_LOST = 2  # as an exit without a report: below a cause that a rank has written
-
-
-@dataclass(frozen=True)
-class Place:
-    """What ``--nodes``, ``--node-rank`` and ``--rendezvous`` say."""
-
-    node: int
-    num_nodes: int
-    rendezvous: Address
 
 
 @dataclass(frozen=True)
@@ -75,10 +67,14 @@ def open_channel(config: RunConfig, place: Place) -> tuple[Channel, list[dict[st
 
 
 class Team:
-    """This node among all of them, for the time of a run. ``environment``: variables for its workers."""
+    """This node among all of them, for the time of a run. ``environment``: variables for its workers; ``asked``:
+    ``parallel.gpus``.
+    """
 
-    def __init__(self, channel: Channel, group: NodeGroup, rendezvous: Address, environment: Mapping[str, str]) -> None:
-        self.channel, self.group, self.rendezvous = channel, group, rendezvous
+    def __init__(
+        self, channel: Channel, group: NodeGroup, place: Place, environment: Mapping[str, str], asked: Any = "auto"
+    ) -> None:
+        self.channel, self.group, self.place, self.asked = channel, group, place, asked
         self.node, self.num_nodes = channel.node, channel.num_nodes
         self.environment = {**_network(channel), **environment}
         self.attempt = 0
@@ -98,7 +94,7 @@ class Team:
         """
         self.attempt += 1
         port = _free_port() if self.node == 0 else None
-        return self.rendezvous.host, self.channel.gather(f"start {self.attempt}", port)[0]
+        return self.place.rendezvous.host, self.channel.gather(f"start {self.attempt}", port)[0]
 
     @property
     def num_before(self) -> int:
@@ -151,6 +147,7 @@ class Team:
         found = self.channel.gather(f"end {self.attempt}", fields, partial=True, timeout_s=SETTLE_S)
         ends = [each for each in found if each is not None]
         causes = [FoundCause.from_json(cause) for _, cause, _ in ends if cause is not None]
+        self._say_how_to_go_on()
         lost = self.channel.lost or ({} if self.channel.trouble is None else {-1: self.channel.trouble})
         causes += [FoundCause(TIER_OF_LOST, time.time(), error) for error in lost.values()]
         signals = [signal.Signals(number) for number, _, _ in ends if number is not None]
@@ -168,8 +165,20 @@ class Team:
         found = self.channel.gather(f"asked {self.attempt}", mine)
         return next((signal.Signals(number) for number in found if number is not None), None)
 
+    @property
+    def left(self) -> list[int]:
+        """Nodes that are not lost, as far as this one knows."""
+        return [node for node in range(self.num_nodes) if node not in self.channel.lost]
+
+    def _say_how_to_go_on(self) -> None:
+        """In the error of each node that is lost: the commands that do without."""
+        commands = commands_to_go_on(self.place, self.channel.hellos, self.left, self.asked)
+        for error in self.channel.lost.values():
+            error.fix = "\n    ".join([f"{FIX_OF_LOST}; without what is lost, this does:", *commands])
+
     def _end(self, watch: Watch, error: UserError) -> None:
         """A node is lost. Where its launcher alone ended, its ranks get SIGTERM as ours do, and all save together."""
+        self._say_how_to_go_on()
         if error.kind == SILENT:
             watch.kill_ranks()
         else:

@@ -1,0 +1,82 @@
+"""What is left of a run on several nodes after some are lost: who goes on, as which node, by which command. Knows no
+torch.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhands.launch.address import Address
+
+MAX_COMMANDS = 8  # of a run on hundreds of nodes the others follow from these
+_OF_THE_PLACE = ("--nodes", "--node-rank", "--rendezvous", "parallel.nodes", "--parallel.nodes")
+_OF_THE_NUMBER = ("--gpus", "parallel.gpus", "--parallel.gpus")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What ``--nodes``, ``--node-rank`` and ``--rendezvous`` say. ``words``: the command that was given, without them;
+    ``by_srun``: a step of SLURM says it instead.
+    """
+
+    node: int
+    num_nodes: int
+    rendezvous: Address
+    words: tuple[str, ...] = field(default=("manyhands", "train", "RUN.yaml"), compare=False)
+    by_srun: bool = False
+
+
+def command_without_place(argv: Sequence[str]) -> tuple[str, ...]:
+    """Of ``manyhands train RUN.yaml --nodes 2 --node-rank 0 --rendezvous gpu01:29400 name=x`` all but the options that
+    say which node this is, and ``--fresh``.
+    """
+    name = Path(argv[0]).name
+    words = ["python", "-m", "manyhands"] if name == "__main__.py" else [name]
+    return (*words, *_without([word for word in argv[1:] if word != "--fresh"], _OF_THE_PLACE))
+
+
+def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
+    kept, skips = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if skips or name in names:
+            skips = not skips and not equals
+        else:
+            kept.append(word)
+    return kept
+
+
+def scale_gpus(asked: Any, num_nodes: int, num_left: int) -> Any:
+    """``parallel.gpus``, the number on all nodes, where only ``num_left`` of them are left."""
+    return asked if asked == "auto" else asked // num_nodes * num_left
+
+
+def commands_to_go_on(
+    place: Place, hellos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any
+) -> list[str]:
+    """What starts the run again on the nodes ``left``, a line for each; from a step of SLURM one for all. ``asked``:
+    ``parallel.gpus``; ``hellos``: what each node has said of itself.
+    """
+    words, names = list(place.words), {node: str(hello["host"]) for node, hello in hellos.items()}
+    if asked != "auto":
+        words = _without(words, _OF_THE_NUMBER)
+        words.append(f"parallel.gpus={scale_gpus(asked, place.num_nodes, len(left))}")
+    if place.by_srun:
+        lost = ",".join(names[node] for node in sorted(hellos) if node not in left)
+        return [shlex.join(["srun", f"--nodes={len(left)}", "--ntasks-per-node=1", f"--exclude={lost}", *words])]
+    if len(left) == 1:
+        return [f"on {names[left[0]]}: {shlex.join([*words, '--nodes', '1'])}"]
+    first = place.rendezvous
+    if 0 not in left:
+        first = Address(hellos[left[0]].get("address") or names[left[0]], first.port)
+    found = []
+    for number, node in enumerate(left[:MAX_COMMANDS]):
+        options = ["--nodes", str(len(left)), "--node-rank", str(number), "--rendezvous", str(first)]
+        found.append(f"on {names[node]}: {shlex.join([*words, *options])}")
+    if len(left) > MAX_COMMANDS:
+        found.append(f"and so on, in this order: {', '.join(names[node] for node in left[MAX_COMMANDS:])}")
+    return found
