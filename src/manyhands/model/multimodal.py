@@ -12,6 +12,7 @@ Shapes: b samples or 1 pack, t positions, n image tokens, e hidden size.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -119,6 +120,9 @@ class Images:
         if self.layout.grid_inputs:
             for tower in family.towers:
                 use_varlen(model.get_submodule(tower))
+        for module in model.modules():
+            if hasattr(module, "_deepstack_process"):
+                module._deepstack_process = functools.partial(_add_at, module._deepstack_process)
         if self.layout.inferred:
             self.unused |= find_unused(
                 model, self._outer, lambda: self.features(model, self.smallest(model.config, META))
@@ -163,7 +167,7 @@ class Images:
             _check_count(model, len(features), len(places))
             embeds = embeds.flatten(0, 1).index_copy(0, places, features.to(embeds.dtype)).view_as(embeds)
             if deeper:
-                kwargs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": deeper}
+                kwargs |= {"visual_pos_masks": places, "deepstack_visual_embeds": deeper}
             if self.layout.bidirectional:
                 kwargs["image_rows"] = rows_of(batch, is_image, kwargs["cu_seq_lens_q"])
         elif self.always_runs or torch.is_grad_enabled():
@@ -257,6 +261,16 @@ class Images:
         )  # as large as this canvas: itself, and its tiles
         squares = torch.ones(1 + (height // side) * (width // side), 3, side, side, device=device)
         return {"pixel_values": squares, "image_sizes": torch.tensor([[height, width]])}
+
+
+def _add_at(own: Any, hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Features added to hidden states (b, t, e) at flat ``places``; at a mask, for which the host waits on a device, by
+    transformers' ``own`` method.
+    """
+    if places.dtype == torch.bool:
+        return own(hidden, places, features)  # type: ignore[no-any-return]
+    flat = hidden.flatten(0, 1)
+    return flat.index_copy(0, places, flat[places] + features.to(flat.dtype)).view_as(hidden)
 
 
 def join_patches(patches: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
