@@ -45,7 +45,7 @@ def ran(place: Place) -> Place:
         name = f"g-{method}-resumed"
         specs += [spec(place, method, "fsdp", name, {"step": 7}), spec(place, method, "fsdp", name)]
     write_pictures(place.folder)
-    specs += [Spec(2, "seen-resumed", SEEN, {"step": 7}), Spec(2, "seen-resumed", SEEN)]
+    specs += [Spec(2, "seen-resumed", SEEN, {"step": 7}), Spec(2, "seen-resumed", (*SEEN, "data.workers=1"))]
     place.many(*specs)
     return place
 
@@ -53,6 +53,7 @@ def ran(place: Place) -> Place:
 SEEN = (
     "model.name=eyes", "data.train=pictures.jsonl", "method.parts={vision: frozen, projector: trained, language: lora}",
     "optimizer.part_learning_rates={projector: 1e-2}", "output.merge=true", "stop.max_steps=8",
+    "data.cache_features=true",
 )  # fmt: skip
 
 
@@ -186,6 +187,8 @@ def test_images_are_trained_evaluated_and_resumed(ran: Place, seen: Run) -> None
     assert evaluations[-1] < evaluations[0]
     (sample,) = seen.rows("evaluation")[-1]["samples"]
     assert "what is number" in sample["prompt"]
+    plans = [resumed.read(f"plans/{number}.json") for number in ("001", "002")]
+    assert [(p["layout"]["data_workers"], p["keeps_features"]) for p in plans] == [(0, True), (1, True)]
     assert resumed.course() == seen.course() and resumed.evaluations() == seen.evaluations()
     for name in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
         found, expected = load_file(resumed.folder / name), load_file(seen.folder / name)

@@ -88,10 +88,19 @@ def test_a_first_start_writes_run_and_plan(world):
     assert json.loads(world.run.plan_json.read_text()) == {"newest": "plans/001.json"}
 
 
+AT_WORK = {
+    "data.workers": 1,
+    "data.image_cache_gb": 1.0,
+    "data.image_memory_gb": 0.5,
+    "data.cache_features": False,
+    "data.feature_cache_gb": 1.0,
+}
+
+
 def test_a_second_start_resumes_on_the_same_or_another_number_of_gpus(world):
     prepare()
     pretend_checkpoint(world.run, 5)
-    again = prepare()
+    again = prepare(**AT_WORK)
     assert (again.plan.number, again.plan.cause, again.resume) == (2, "resume", True)
     world.world_size = 4
     wider = prepare(**{"parallel.gpus": 4})

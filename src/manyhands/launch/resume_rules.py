@@ -39,6 +39,11 @@ MAY_DIFFER = (
     "checkpoint.every_minutes",
     "checkpoint.copy_to",
     "data.cache",
+    "data.workers",
+    "data.image_cache_gb",
+    "data.image_memory_gb",
+    "data.cache_features",
+    "data.feature_cache_gb",
     "output.dir",
     "submit.*",
 )
