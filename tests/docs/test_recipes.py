@@ -166,9 +166,10 @@ def end_all(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> lis
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_several_nodes(place: Place) -> None:
-    """Two launchers on this machine, each a node of one process."""
+    """Two launchers on this machine, each a node of one process. Whatever they wait for ends before the test does."""
     address, logs = f"127.0.0.1:{free_port()}", [place.folder / f"node-{rank}.txt" for rank in range(2)]
-    arguments = [*settings("full-fsdp", place.folder), "name=nodes", "parallel.gpus=2"]
+    keys = ("name=nodes", "parallel.gpus=2", "parallel.timeout_s=180")
+    arguments = [*settings("full-fsdp", place.folder), *keys]
     processes = []
     for rank, log in enumerate(logs):
         command = ["bash", str(RECIPES / "several-nodes.sh"), address, str(RECIPES / "full-fsdp.yaml"), *arguments]

@@ -256,10 +256,18 @@ class Place:
 WORKER = ("-m", "manyhands.worker", "run.yaml")
 
 
+_RESERVED: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody is given by chance as long as this process lives, as a socket stays bound to it. As that one
+    does not listen, a program that asks for this very port (with SO_REUSEADDR, as servers do) gets it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _RESERVED.append(held)
+    return held.getsockname()[1]
 
 
 def train_command(name: str, *arguments: str, file: str = "run.yaml") -> list[str]:

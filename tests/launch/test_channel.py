@@ -128,6 +128,48 @@ def test_node_0_that_never_comes_is_named(meeting: Meeting, monkeypatch: pytest.
     assert f"node 1 (gpu1) found no node 0 at {meeting.address} within 0.3 s" in text
 
 
+def test_who_ends_the_connection_before_node_0_listens_is_not_taken_for_it(meeting: Meeting):
+    """Another program that had the port, or a proxy that takes connections for a machine that is still starting."""
+    ended = threading.Event()
+
+    def come_late() -> Any:
+        with open_listener(meeting.address, 1) as stranger:
+            for _ in range(2):
+                stranger.accept()[0].close()
+        ended.set()
+        return meeting.come(hello(0, 2))
+
+    late, early = at_once(come_late, lambda: meeting.come(hello(1, 2)))
+    assert ended.is_set() and isinstance(late, Channel) and isinstance(early, Channel), (late, early)
+    assert at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in (late, early)))[0] == [
+        0,
+        1,
+    ]
+
+
+def test_a_program_that_never_answers_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.1)
+    with open_listener(meeting.address, 1):
+        (text,) = meeting.all_come(hello(1, 2), timeout_s=QUICK_S)
+    assert "found no node 0" in text and "a program listens there that does not answer as node 0 does" in text
+
+
+def test_a_connection_to_itself_is_none(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    """As it happens on node 0's machine, where the system chooses the very port that nobody listens at yet."""
+
+    def meet_oneself(address: tuple[str, int], timeout: float) -> socket.socket:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        connection.bind(address)
+        connection.connect(address)
+        return connection
+
+    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.1)
+    monkeypatch.setattr("manyhands.launch.address.socket.create_connection", meet_oneself)
+    (text,) = meeting.all_come(hello(1, 2), timeout_s=QUICK_S)
+    assert "found no node 0" in text and "nobody listens there" in text
+
+
 @pytest.mark.parametrize(
     ("second", "words"),
     [

@@ -5,6 +5,7 @@ torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import struct
@@ -98,12 +99,22 @@ def open_listener(address: Address, backlog: int) -> socket.socket:
         ) from error
 
 
-def open_connection(address: Address, timeout_s: float) -> socket.socket:
-    """A connection, tried again until ``timeout_s`` have passed; then the last OSError."""
+def open_connection(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> socket.socket:
+    """A connection whose other end has answered the greeting; what it has said is still to be read. Tried again until
+    ``timeout_s`` have passed; then the last OSError.
+
+    Who ends the connection without a word is no node 0: another program that had the port before it, or a proxy that
+    takes connections for a machine that is still starting.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             connection = socket.create_connection((address.host, address.port), timeout=max(1.0, timeout_s / 10))
+            try:
+                _greet(connection, greeting, deadline)
+            except BaseException:
+                connection.close()
+                raise
         except OSError:
             if time.monotonic() + RETRY_S > deadline:
                 raise
@@ -111,6 +122,22 @@ def open_connection(address: Address, timeout_s: float) -> socket.socket:
             continue
         set_options(connection)
         return connection
+
+
+def _greet(connection: socket.socket, greeting: Mapping[str, Any], deadline: float) -> None:
+    if connection.getsockname() == connection.getpeername():  # where nobody listens, a port of one's own may be met
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+    connection.sendall(json.dumps(greeting).encode() + b"\n")
+    connection.settimeout(max(RETRY_S, deadline - time.monotonic()))
+    try:
+        is_answered = connection.recv(1, socket.MSG_PEEK) != b""
+    except TimeoutError:
+        raise TimeoutError(errno.ETIMEDOUT, "a program listens there that does not answer as node 0 does") from None
+    except ConnectionError:
+        is_answered = False
+    if not is_answered:
+        why = "a program listens there that ends the connection, as no node 0 does"
+        raise ConnectionResetError(errno.ECONNRESET, why)
 
 
 def set_options(connection: socket.socket) -> None:

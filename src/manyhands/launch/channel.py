@@ -94,11 +94,11 @@ class Channel:
     def connect(self, address: Address, timeout_s: float) -> None:
         """On any other node. UserError where node 0 does not answer in time."""
         try:
-            connection = open_connection(address, timeout_s + ANSWER_S)
+            hello = {"kind": "hello", "node": self.node, "hello": self.hellos[self.node]}
+            connection = open_connection(address, hello, timeout_s + ANSWER_S)
         except OSError as error:
             raise explain_unreachable(self.describe(self.node), str(address), timeout_s, error) from error
         link = Link(connection, node=0)
-        link.add({"kind": "hello", "node": self.node, "hello": self.hellos[self.node]})
         self._links.append(link)
         self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
         self._thread.start()
@@ -312,6 +312,7 @@ class Channel:
                 self._relay({"kind": "trouble", "node": 0, "to": None, "error": error.to_json()})
             return
         link.node = node
+        link.add({"kind": "beat", "node": 0, "fields": None})  # at once: by its answer a node 0 is known
         self.hellos[node] = message["hello"]
         if len(self.hellos) == self.num_nodes:
             self._complete = True

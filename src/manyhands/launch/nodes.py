@@ -141,6 +141,17 @@ def explain_unreachable(node: str, address: str, waited_s: float, error: OSError
     )
 
 
+def explain_unopened(error: Exception, host: str) -> UserError:
+    """Node 0's store for the ranks cannot listen."""
+    return UserError(
+        f"torch's store cannot be opened on node 0 ({host})",
+        where=f"a free port of {host}",
+        why=str(error).partition("\n")[0] or type(error).__name__,
+        fix="see that node 0 may open sockets and listen on its free ports; the same command on every node resumes",
+        exit_code=EXIT_FAILED,
+    )
+
+
 def explain_lost(node: str, by: str, why: str, kind: str = "") -> UserError:
     """``node``, as seen from the node ``by``."""
     return UserError(

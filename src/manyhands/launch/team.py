@@ -7,14 +7,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
@@ -23,7 +22,15 @@ from manyhands.launch.address import address_among, interface_of, own_address
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.failure import ENDED_BY_OTHERS, FoundCause
 from manyhands.launch.fewer_nodes import Place, commands_to_go_on
-from manyhands.launch.nodes import FIX_OF_LOST, LATER, NodeGroup, check_hello, host_name, say_hello
+from manyhands.launch.nodes import (
+    FIX_OF_LOST,
+    LATER,
+    NodeGroup,
+    check_hello,
+    explain_unopened,
+    host_name,
+    say_hello,
+)
 from manyhands.launch.watch import Watch
 
 SETTLE_S = 60.0  # longer than any node takes to end its workers; a node that is lost is not waited for
@@ -66,6 +73,13 @@ def open_channel(config: RunConfig, place: Place) -> tuple[Channel, list[dict[st
         time.sleep(RETRY_S)  # node 0 is still ending what this node was lost in
 
 
+class Store(Protocol):
+    """Torch's, as far as it is asked here."""
+
+    @property
+    def port(self) -> int: ...
+
+
 class Team:
     """This node among all of them, for the time of a run. ``environment``: variables for its workers; ``asked``:
     ``parallel.gpus``.
@@ -78,6 +92,7 @@ class Team:
         self.node, self.num_nodes = channel.node, channel.num_nodes
         self.environment = {**_network(channel), **environment}
         self.attempt = 0
+        self._store: Store | None = None  # of the newest attempt, on node 0: it is there as long as it is referred to
         ends = list(accumulate(group.num_ranks))
         self._ranks = [range(end - count, end) for end, count in zip(ends, group.num_ranks, strict=True)]
         self._stop_sent = False
@@ -88,12 +103,22 @@ class Team:
         """Of this node."""
         return self._ranks[self.node]
 
-    def begin(self) -> tuple[str, int]:
-        """Before each launch: where torch's store will be, on a port that is free on node 0. A new one each time: the
+    def begin(self, open_store: Callable[[], Store]) -> tuple[str, int]:
+        """Before each launch: where torch's store is, which ``open_store`` opens on node 0. A new one each time: the
         store of a launch that failed has its addresses.
+
+        It listens before any other node hears of its port. Were a port only chosen here, another program might have it
+        by the time torch's agent listens: this agent would fail, and the others wait at a stranger's without a limit.
         """
         self.attempt += 1
-        port = _free_port() if self.node == 0 else None
+        if self.node == 0:
+            try:
+                self._store = open_store()
+            except Exception as error:
+                found = explain_unopened(error, self.channel.names[0])
+                self.channel.fail(found)
+                raise found from error
+        port = self._store.port if self._store is not None else None
         return self.place.rendezvous.host, self.channel.gather(f"start {self.attempt}", port)[0]
 
     @property
@@ -124,11 +149,11 @@ class Team:
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
         """Passes on signals and failures, and ends this node's workers where another node is lost."""
-        channel = self.channel
+        channel, ended = self.channel, threading.Event()
         channel.beats.clear()
         channel.handlers = {
             "kill": lambda message: watch.kill_ranks([message["rank"]]),
-            "failed": lambda message: watch.expect_end(),
+            "failed": lambda message: self._expect_end(watch, UserError.from_json(message["error"]), ended),
             "stopping": lambda message: self._stop_as_asked(message["signal"]),
         }
         channel.beat_fields = watch.describe_ranks
@@ -136,13 +161,14 @@ class Team:
             with self._passing_on_signals(), channel.when_in_trouble(lambda error: self._end(watch, error)):
                 yield
         finally:
+            ended.set()
             channel.handlers = {}
             channel.beat_fields = lambda: None
 
     def settle(self, mine: LaunchEnd) -> LaunchEnd:
         """How the launch ended on all nodes, the same on each: the first cause, else the first signal."""
         if mine.cause is not None:
-            self.channel.post("failed")
+            self.channel.post("failed", error=mine.cause.error.to_json())
         fields = [mine.signal, mine.cause.to_json() if mine.cause is not None else None, mine.reports]
         found = self.channel.gather(f"end {self.attempt}", fields, partial=True, timeout_s=SETTLE_S)
         ends = [each for each in found if each is not None]
@@ -175,6 +201,18 @@ class Team:
         commands = commands_to_go_on(self.place, self.channel.hellos, self.left, self.asked)
         for error in self.channel.lost.values():
             error.fix = "\n    ".join([f"{FIX_OF_LOST}; without what is lost, this does:", *commands])
+
+    def _expect_end(self, watch: Watch, error: UserError, ended: threading.Event) -> None:
+        """Another node has failed: so does this one, by the watch, or hard where its agent is stuck in torch's store,
+        which the failed node does not come to any more.
+        """
+        watch.expect_end()
+
+        def end_hard() -> None:
+            if not ended.wait(SETTLE_S):
+                self._end_hard(watch, error)
+
+        threading.Thread(target=end_hard, name="failed", daemon=True).start()
 
     def _end(self, watch: Watch, error: UserError) -> None:
         """A node is lost. Where its launcher alone ended, its ranks get SIGTERM as ours do, and all save together."""
@@ -227,12 +265,6 @@ class Team:
             if numbers and not self._stop_sent:
                 self._stop_sent = self.was_asked = True
                 self.channel.post("stopping", signal=numbers[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _network(channel: Channel) -> dict[str, str]:

@@ -5,6 +5,7 @@ imported when they start.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_ask
 from manyhands.plan.types import Plan
 
 POLL_S = 0.5
+STORE_S = 60.0  # for node 0 to reach the store that it has opened itself
 NOTHING: Mapping[str, str] = {}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
 
@@ -72,7 +74,7 @@ def run_workers(
     if team is None:
         place = Rendezvous(0, 1, world_size, "c10d", f"127.0.0.1:{port}", folder.path.name, timeout_s)
     else:  # not before the files of an earlier launch are removed
-        host, port = team.begin()
+        host, port = team.begin(_open_store)
         name = f"manyhands-{team.attempt}"
         place = Rendezvous(team.node, team.num_nodes, len(team.ranks), "static", f"{host}:{port}", name, timeout_s)
     ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team, environment)
@@ -171,6 +173,16 @@ def choose_port() -> int:
                 fix="unset MASTER_PORT (a free port is chosen automatically), or set one that is free",
             ) from None
     return int(text)
+
+
+def _open_store() -> Any:
+    """Torch's store on a free port of this machine. The agent that is told its port takes this one: in one process
+    stores of one port share a server (``multi_tenant``).
+    """
+    from torch.distributed import TCPStore
+
+    limit = datetime.timedelta(seconds=STORE_S)
+    return TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False, multi_tenant=True)
 
 
 def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], watch: Watch) -> LaunchEnd:

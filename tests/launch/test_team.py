@@ -1,0 +1,100 @@
+"""A launcher among others: torch's store before each launch, and what a node does where another has failed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.launch import team as team_module
+from manyhands.launch.address import Address
+from manyhands.launch.fewer_nodes import Place
+from manyhands.launch.team import Team
+from manyhands.launch.workers import _open_store
+
+LONG_S = 60.0
+FAILED = UserError("no room for a socket", where="gpu0")
+
+
+class Channel:
+    """One node's end, alone: what it gathers is what it has given."""
+
+    is_closed = False
+
+    def __init__(self, node: int, given: dict[str, Any]) -> None:
+        self.node, self.num_nodes, self.names = node, 2, ["gpu0", "gpu1"]
+        self.hellos = {number: {"address": None} for number in range(2)}
+        self.given, self.failed = given, []
+        self.beats: dict[int, Any] = {}
+        self.handlers: dict[str, Any] = {}
+
+    def gather(self, key: str, value: Any) -> list[Any]:
+        return [self.given.setdefault(key, value), None]
+
+    def fail(self, error: UserError) -> None:
+        self.failed.append(error)
+
+    def when_in_trouble(self, act: Any) -> Any:
+        return team_module.contextlib.nullcontext()
+
+
+def make_team(channel: Channel) -> Team:
+    place = Place(channel.node, 2, Address("127.0.0.1", 29400))
+    return Team(channel, SimpleNamespace(num_ranks=(1, 1)), place, {})  # type: ignore[arg-type]
+
+
+def test_torchs_store_listens_before_any_other_node_hears_of_its_port() -> None:
+    """A port that was only chosen may be another program's by the time the agent listens there."""
+    given: dict[str, Any] = {}
+    first, second = (make_team(Channel(node, given)) for node in (0, 1))
+    for attempt in (1, 2):
+        _, port = first.begin(_open_store)
+        assert given[f"start {attempt}"] == port
+        socket.create_connection(("127.0.0.1", port)).close()
+        assert second.begin(lambda: pytest.fail("node 0 alone has the store")) == ("127.0.0.1", port)
+    assert given["start 1"] != given["start 2"], "the store of a launch that failed has its addresses"
+
+
+def test_a_store_that_cannot_be_opened_ends_all_nodes() -> None:
+    def refuse() -> Any:
+        raise OSError(24, "Too many open files")
+
+    channel = Channel(0, {})
+    with pytest.raises(UserError, match="torch's store cannot be opened on node 0") as caught:
+        make_team(channel).begin(refuse)
+    assert channel.failed == [caught.value] and "Too many open files" in str(caught.value) and not channel.given
+
+
+def test_a_node_that_is_stuck_after_another_has_failed_ends_with_that_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its agent may wait in torch's store, which nothing interrupts."""
+    killed, exits, exited = [], [], threading.Event()
+    watch: Any = SimpleNamespace(
+        expect_end=lambda: None, kill_ranks=lambda ranks=None: killed.append(ranks), describe_ranks=dict
+    )
+    monkeypatch.setattr(team_module, "SETTLE_S", 0.05)
+    monkeypatch.setattr(team_module.os, "_exit", lambda code: (exits.append(code), exited.set()))
+    channel = Channel(1, {})
+    with make_team(channel).watching(watch):
+        channel.handlers["failed"]({"error": FAILED.to_json()})
+        assert exited.wait(LONG_S)
+    assert killed == [None] and exits == [FAILED.exit_code] and "error: no room for a socket" in capsys.readouterr().err
+
+
+def test_a_node_that_ends_in_time_after_another_has_failed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, done = threading.Event(), []
+    watch: Any = SimpleNamespace(expect_end=asked.set, kill_ranks=lambda: done.append("kill"), describe_ranks=dict)
+    monkeypatch.setattr(team_module.os, "_exit", done.append)
+    channel = Channel(1, {})
+    with make_team(channel).watching(watch):
+        channel.handlers["failed"]({"error": FAILED.to_json()})
+        waiting = [thread for thread in threading.enumerate() if thread.name == "failed"]
+    assert asked.is_set() and waiting
+    for thread in waiting:
+        thread.join(LONG_S / 2)
+        assert not thread.is_alive() and not done, "of an attempt that is over"
