@@ -353,6 +353,16 @@ def test_one_nodes_error_is_everyones_and_leaving_is_none(meeting: Meeting):
         channels[0].gather("x", 0)
 
 
+def test_who_gathers_does_not_wait_for_a_node_0_that_has_left(meeting: Meeting):
+    """In order, as after an error that it does not share: there is nobody who would hand out what is gathered."""
+    channels = meeting.all_come(hello(0, 2), hello(1, 2))
+    leaving = threading.Timer(0.1, channels[0].close)
+    leaving.start()
+    (text,) = at_once(lambda: channels[1].gather("x", 1))
+    assert "error: node 0 (gpu0) is lost" in text and "it has left the run" in text
+    assert channels[1].gather("end", 1, partial=True) == [None, 1]
+
+
 @pytest.mark.parametrize("text", ["gpu01", "gpu01:", ":29400", "gpu01:0", "gpu01:70000", "tcp://gpu01:1/x"])
 def test_a_rendezvous_is_host_and_port(text: str):
     with pytest.raises(UserError, match="is not HOST:PORT"):

@@ -12,12 +12,13 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.launch import team as team_module
 from manyhands.launch.address import Address
+from manyhands.launch.failure import FoundCause
 from manyhands.launch.fewer_nodes import Place
-from manyhands.launch.team import Team
+from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.workers import _open_store
 
 LONG_S = 60.0
-FAILED = UserError("no room for a socket", where="gpu0")
+FAILED = FoundCause(4, 0.0, UserError("no room for a socket", where="gpu0"))
 
 
 class Channel:
@@ -27,13 +28,17 @@ class Channel:
 
     def __init__(self, node: int, given: dict[str, Any]) -> None:
         self.node, self.num_nodes, self.names = node, 2, ["gpu0", "gpu1"]
-        self.hellos = {number: {"address": None} for number in range(2)}
+        self.hellos = {number: {"address": None, "host": f"gpu{number}"} for number in range(2)}
         self.given, self.failed = given, []
+        self.lost, self.trouble = {}, None
         self.beats: dict[int, Any] = {}
         self.handlers: dict[str, Any] = {}
 
-    def gather(self, key: str, value: Any) -> list[Any]:
+    def gather(self, key: str, value: Any, **_: Any) -> list[Any]:
         return [self.given.setdefault(key, value), None]
+
+    def post(self, kind: str, **fields: Any) -> None:
+        self.posted = kind, fields
 
     def fail(self, error: UserError) -> None:
         self.failed.append(error)
@@ -81,9 +86,13 @@ def test_a_node_that_is_stuck_after_another_has_failed_ends_with_that_error(
     monkeypatch.setattr(team_module.os, "_exit", lambda code: (exits.append(code), exited.set()))
     channel = Channel(1, {})
     with make_team(channel).watching(watch):
-        channel.handlers["failed"]({"error": FAILED.to_json()})
+        channel.handlers["failed"]({"cause": FAILED.to_json()})
         assert exited.wait(LONG_S)
-    assert killed == [None] and exits == [FAILED.exit_code] and "error: no room for a socket" in capsys.readouterr().err
+    assert (
+        killed == [None]
+        and exits == [FAILED.error.exit_code]
+        and "error: no room for a socket" in capsys.readouterr().err
+    )
 
 
 def test_a_node_that_ends_in_time_after_another_has_failed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +100,16 @@ def test_a_node_that_ends_in_time_after_another_has_failed_is_left_alone(monkeyp
     watch: Any = SimpleNamespace(expect_end=asked.set, kill_ranks=lambda: done.append("kill"), describe_ranks=dict)
     monkeypatch.setattr(team_module.os, "_exit", done.append)
     channel = Channel(1, {})
-    with make_team(channel).watching(watch):
-        channel.handlers["failed"]({"error": FAILED.to_json()})
+    team = make_team(channel)
+    with team.watching(watch):
+        channel.handlers["failed"]({"cause": FAILED.to_json()})
         waiting = [thread for thread in threading.enumerate() if thread.name == "failed"]
     assert asked.is_set() and waiting
     for thread in waiting:
         thread.join(LONG_S / 2)
         assert not thread.is_alive() and not done, "of an attempt that is over"
+    mine = FoundCause(4, 1.0, UserError("the nodes did not form a group"))
+    ended = team.settle(LaunchEnd(cause=mine))
+    assert ended.cause is not None and ended.cause.error.what == FAILED.error.what, (
+        "the other has left, and its cause came first"
+    )

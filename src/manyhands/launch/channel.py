@@ -145,7 +145,7 @@ class Channel:
             while key not in self._gathered:
                 if not partial and self.trouble is not None:
                     raise self.trouble
-                if partial and self.node and 0 in self.lost:
+                if self.node and 0 in self.lost.keys() | self._left:  # who would hand it out
                     break
                 if deadline is not None and time.monotonic() >= deadline:
                     break

@@ -95,6 +95,7 @@ class Team:
         self._store: Store | None = None  # of the newest attempt, on node 0: it is there as long as it is referred to
         ends = list(accumulate(group.num_ranks))
         self._ranks = [range(end - count, end) for end, count in zip(ends, group.num_ranks, strict=True)]
+        self._told: list[FoundCause] = []  # why other nodes have failed in this attempt: they may be gone by the end
         self._stop_sent = False
         self.was_asked = False  # to end, by a signal to this launcher or another
 
@@ -111,6 +112,7 @@ class Team:
         by the time torch's agent listens: this agent would fail, and the others wait at a stranger's without a limit.
         """
         self.attempt += 1
+        self._told = []
         if self.node == 0:
             try:
                 self._store = open_store()
@@ -153,7 +155,7 @@ class Team:
         channel.beats.clear()
         channel.handlers = {
             "kill": lambda message: watch.kill_ranks([message["rank"]]),
-            "failed": lambda message: self._expect_end(watch, UserError.from_json(message["error"]), ended),
+            "failed": lambda message: self._expect_end(watch, FoundCause.from_json(message["cause"]), ended),
             "stopping": lambda message: self._stop_as_asked(message["signal"]),
         }
         channel.beat_fields = watch.describe_ranks
@@ -168,11 +170,12 @@ class Team:
     def settle(self, mine: LaunchEnd) -> LaunchEnd:
         """How the launch ended on all nodes, the same on each: the first cause, else the first signal."""
         if mine.cause is not None:
-            self.channel.post("failed", error=mine.cause.error.to_json())
+            self.channel.post("failed", cause=mine.cause.to_json())
         fields = [mine.signal, mine.cause.to_json() if mine.cause is not None else None, mine.reports]
         found = self.channel.gather(f"end {self.attempt}", fields, partial=True, timeout_s=SETTLE_S)
         ends = [each for each in found if each is not None]
         causes = [FoundCause.from_json(cause) for _, cause, _ in ends if cause is not None]
+        causes += self._told if None in found else []
         self._say_how_to_go_on()
         lost = self.channel.lost or ({} if self.channel.trouble is None else {-1: self.channel.trouble})
         causes += [FoundCause(TIER_OF_LOST, time.time(), error) for error in lost.values()]
@@ -202,15 +205,16 @@ class Team:
         for error in self.channel.lost.values():
             error.fix = "\n    ".join([f"{FIX_OF_LOST}; without what is lost, this does:", *commands])
 
-    def _expect_end(self, watch: Watch, error: UserError, ended: threading.Event) -> None:
+    def _expect_end(self, watch: Watch, cause: FoundCause, ended: threading.Event) -> None:
         """Another node has failed: so does this one, by the watch, or hard where its agent is stuck in torch's store,
         which the failed node does not come to any more.
         """
+        self._told.append(cause)
         watch.expect_end()
 
         def end_hard() -> None:
             if not ended.wait(SETTLE_S):
-                self._end_hard(watch, error)
+                self._end_hard(watch, cause.error)
 
         threading.Thread(target=end_hard, name="failed", daemon=True).start()
 
