@@ -20,8 +20,10 @@ from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork
 from manyhands.data.image_files import PixelBounds
+from manyhands.data.store import TokenStore
 from manyhands.facts.towers import part_of
 from manyhands.families import find
+from manyhands.model.loss import IGNORED
 from manyhands.model.structure import auto_class_of
 from tests.support import other_vision
 from tests.support.images import (
@@ -31,10 +33,9 @@ from tests.support.images import (
     make_document,
     reference_loss,
     sum_loss,
-    take_step_of,
     train,
+    train_on_batches,
 )
-from tests.support.layouts import build
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.processed import prepare_rows
 from tests.support.ranks import Ranks
@@ -137,9 +138,29 @@ def test_twenty_steps_are_those_of_transformers_and_plain_adamw(
 
 
 TYPES = (*FAMILIES, *LIKE_THEM, *other_vision.MODELS)
+SHARDED = (
+    "llava_next",
+    "mistral3",
+    "glm4v",
+    "qwen3_5",
+    "aya_vision",
+    "janus",
+)  # each way that images are cut or inferred, beside FAMILIES'
 # Images of a conversation (width, height), between its words; numbers of those of two micro-batches of a step, in turn.
 SHOWN: tuple[tuple[tuple[int, int], ...], ...] = (((80, 60),), ((30, 30), (90, 60)), (), ((28, 84),), ())
 TURNS: tuple[tuple[tuple[int, ...], ...], ...] = (((0, 2), (3,)), ((4,), (1,)), ((2,), (3, 0)))
+
+
+def batches_of(folder: Path, family: str, store: TokenStore, steps: Any) -> list[tuple[list[dict[str, Any]], int]]:
+    """(the micro-batches, their loss tokens) of steps of numbers of samples, as a run collates them."""
+    shape = BatchShape(find(family).packs is not False, images=ImageWork(str(folder), PixelBounds(10**6)))
+    made = []
+    for micros in steps:
+        batches = [collate(store.train, np.array(micro, dtype=np.int64), shape) for micro in micros]
+        has_images = any(batch["has_images"] for batch in batches)
+        num_loss_tokens = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+        made.append(([batch | {"has_images": has_images} for batch in batches], num_loss_tokens))
+    return made
 
 
 @pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=SLOW) for f in TYPES])
@@ -150,15 +171,8 @@ def test_twenty_steps_on_rows_are_those_of_the_types_own_processor_and_plain_ada
     folder = write_tiny_vision(tmp_path / "model", family)
     store, documents = prepare_rows(folder, family, tmp_path, SHOWN)
     steps = [((2,), (4,)) if step == WITHOUT_IMAGES else TURNS[step % len(TURNS)] for step in range(NUM_STEPS)]
-    engine = build(tiny_plan(folder, parts=STATES["everything"], learning_rate=RATE), config := run_of(folder))
-    engine.make_optimizer(tiny_plan(folder, learning_rate=RATE), config)
-    shape = BatchShape(find(family).packs is not False, images=ImageWork(str(folder), PixelBounds(10**6)))
-    found = []
-    for number, micros in enumerate(steps):
-        batches = [collate(store.train, np.array(micro), shape) for micro in micros]
-        has_images = any(batch["has_images"] for batch in batches)
-        total = count_loss_tokens([documents[place] for micro in micros for place in micro])
-        found.append(take_step_of(engine, config, number, [b | {"has_images": has_images} for b in batches], total))
+    plan = tiny_plan(folder, parts=STATES["everything"], learning_rate=RATE)
+    found = train_on_batches(plan, run_of(folder), batches_of(folder, family, store, steps))
     shown = [[[documents[place] for place in micro] for micro in micros] for micros in steps]
     losses, norms = reference(
         folder,
@@ -167,8 +181,22 @@ def test_twenty_steps_on_rows_are_those_of_the_types_own_processor_and_plain_ada
         shown,
         lambda model, _, document: sum_loss(model, document, document.inputs),
     )
-    np.testing.assert_allclose([loss for loss, _ in found], losses, rtol=1e-5)
-    np.testing.assert_allclose([norm for _, norm in found], norms, rtol=1e-4)
+    np.testing.assert_allclose(found[0], losses, rtol=1e-5)
+    np.testing.assert_allclose(found[1], norms, rtol=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", [pytest.param(f, marks=SLOW) for f in SHARDED])
+def test_two_ranks_take_the_same_steps_on_rows(tmp_path: Path, world: Ranks, family: str) -> None:
+    """Sharded, where tower and projector run on each rank: also on one without images, and without samples."""
+    folder = write_tiny_vision(tmp_path / "model", family)
+    store, _ = prepare_rows(folder, family, tmp_path, SHOWN)
+    steps = batches_of(folder, family, store, (((0, 2), (4,)), ((), (1,)), ((2,), (4,)), ((3,), (1, 0))))
+    plan = {"parts": STATES["everything"], "learning_rate": RATE, "attention": "blockwise"}
+    expected = train_on_batches(tiny_plan(folder, **plan), run_of(folder), steps)
+    sharded = tiny_plan(folder, world_size=2, strategy="fsdp", **plan)
+    for found in world.run("tests.support.images:train_on_batches", sharded, run_of(folder), steps, world_size=2):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

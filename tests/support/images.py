@@ -207,6 +207,22 @@ def take_step_of(
     return loss, norm
 
 
+def train_on_batches(
+    plan: Plan, config: RunConfig, steps: Sequence[tuple[Sequence[dict[str, Any]], int]]
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of steps, each the micro-batches of all ranks and their loss tokens. As one rank;
+    micro-batch k of a step is rank k % world_size's.
+    """
+    engine = build(plan, config)
+    engine.make_optimizer(plan, config)
+    rank, world_size = engine.world.rank, engine.world.world_size
+    found = [
+        take_step_of(engine, config, number, batches[rank::world_size], num_loss_tokens)
+        for number, (batches, num_loss_tokens) in enumerate(steps)
+    ]
+    return [loss for loss, _ in found], [norm for _, norm in found]
+
+
 def check(plan: Plan, config: RunConfig) -> ImageVerdict:
     """The check of a run's loaded model, whose folder has its processor's files."""
     return check_engine(build(plan, config), plan, config)
