@@ -181,8 +181,10 @@ def test_several_nodes(place: Place) -> None:
                 )
             )
     codes = end_all(processes, limit_s=600)
-    assert codes == [0, 0], "\n=====\n".join(log.read_text() for log in logs)
-    assert len(Run(place.folder / "runs" / "nodes").losses()) == 2
+    run = Run(place.folder / "runs" / "nodes")
+    written = (*logs, *sorted(run.folder.glob("logs/*")))
+    assert codes == [0, 0], "\n=====\n".join(f"{path.name}\n{path.read_text()}" for path in written)
+    assert len(run.losses()) == 2
 
 
 @pytest.mark.slow
