@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from manyhands.core import files
 from manyhands.core.errors import UserError
-from manyhands.launch.failure import first_failure, looks_like_consequence, write_failure
-from manyhands.launch.heartbeat import Heartbeat, read_beat
+from manyhands.core.files import write_json
+from manyhands.launch.failure import describe_lost, first_failure, looks_like_consequence, write_failure
+from manyhands.launch.heartbeat import Beat, Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.types import MemoryFound
 from manyhands.worker.run import explain_out_of_memory
@@ -74,6 +76,23 @@ def test_only_consequences_name_where_the_others_were(folder):
     write_failure(folder, 0, "train", LOST)
     text = str(first_failure(folder, {0: ended(1)}))
     assert "rank 0 lost its peers" in text and "rank 1 was last in stage 'save checkpoint', step 12" in text
+
+
+def test_under_another_launcher_a_machine_that_is_cut_off_or_gone_is_named(folder, monkeypatch):
+    folder.ranks.mkdir()
+    for rank, machine in enumerate(("gpu0", "gpu0", "gpu1")):
+        beat = Beat(rank, 1, "train", 7, 0.0, 0.0, host=f"boot of {machine}", machine=machine)
+        write_json(folder.beat(rank), asdict(beat))
+    monkeypatch.setattr(Beat, "is_gone", False)
+    write_failure(folder, 0, "train", LOST, world_size=3)
+    text = describe_lost(folder, 0, "train", LOST)
+    assert "rank 0 lost its peers in stage 'train'" in text and "gpu" not in text, "others may still say why"
+    assert "nothing was heard from gpu1 (rank 2) for 30 s: it has ended" in describe_lost(folder, 0, "train", LOST, [2])
+    for rank in (1, 2):
+        write_failure(folder, rank, "train", LOST, world_size=3)
+    assert "a link between gpu0 and gpu1 is probably cut" in describe_lost(folder, 0, "train", LOST)
+    write_json(folder.beat(2), asdict(replace(beat, machine="gpu0")))
+    assert "gpu" not in describe_lost(folder, 0, "train", LOST), "all on one machine"
 
 
 def test_a_user_error_keeps_everything(folder):

@@ -132,8 +132,12 @@ def describe_failure(error: BaseException, stage: str, rank: int, log: Path | No
     )
 
 
-def describe_lost(folder: RunFolder, rank: int, stage: str, error: BaseException | None) -> str:
-    """One line for a launch without a written cause: the ranks whose processes are gone, else the loss of this rank."""
+def describe_lost(
+    folder: RunFolder, rank: int, stage: str, error: BaseException | None, silent: Collection[int] = ()
+) -> str:
+    """One line for a launch without a written cause: the ranks whose processes are gone, else the loss of this rank,
+    and what that says of machines. ``silent``: ranks of other machines that are not heard any more.
+    """
     gone = [
         f"rank {other} ended without an error message in {beat}; log: {folder.log(other)}"
         for other, beat in _gone(folder).items()
@@ -142,7 +146,26 @@ def describe_lost(folder: RunFolder, rank: int, stage: str, error: BaseException
         return f"error: {'; '.join(gone)}"
     why = f": {_summarize(error)}" if error is not None else ""
     lost = f"rank {rank} lost its peers in stage '{stage}', and none of them reported a cause"
-    return f"error: {lost}{why}; log: {folder.log(rank)}"
+    return f"error: {lost}{why}{_explain_machines(folder, rank, silent)}; log: {folder.log(rank)}"
+
+
+def _explain_machines(folder: RunFolder, rank: int, silent: Collection[int]) -> str:
+    """Which machine is probably cut off, or gone, where ranks have lost each other: as far as heartbeats on the shared
+    disk tell it. "" where all are on one machine.
+    """
+    beats, failed = read_beats(folder), folder.read_failures()
+    machines: dict[str, list[int]] = {}
+    for other, beat in beats.items():
+        machines.setdefault(beat.machine or beat.host, []).append(other)
+    if len(machines) < 2 or rank not in beats:
+        return ""
+    if silent:
+        named = {machine: [other for other in ranks if other in silent] for machine, ranks in machines.items()}
+        who = ", ".join(f"{machine} (rank {', '.join(map(str, ranks))})" for machine, ranks in named.items() if ranks)
+        return f"; nothing was heard from {who} for {REMOTE_SILENCE_S:.0f} s: it has ended, or is cut off"
+    if all(other in failed for other in beats if other != rank):
+        return f"; all ranks live and have lost each other: a link between {' and '.join(machines)} is probably cut"
+    return ""
 
 
 def is_lost(folder: RunFolder) -> bool:
@@ -159,11 +182,12 @@ def _summarize(error: BaseException) -> str:
     return " ".join("".join(traceback.format_exception_only(error)).split())[:MAX_SUMMARY]
 
 
-def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float) -> None:
+def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float) -> list[int]:
     """In a rank that has lost a peer: returns once the cause is on disk, a peer's process has ended, or no report can
     be expected: each peer has lost another too, is done, or has ticked ``PATIENCE_TICKS`` times without failing.
 
-    ``limit_s`` bounds it in any case (a peer that never started, or is stopped).
+    ``limit_s`` bounds it in any case (a peer that never started, or is stopped). Returns ranks of other machines that
+    are not heard any more.
     """
     peers = {other: _Peer() for other in range(world_size) if other != rank}
     deadline = time.monotonic() + limit_s
@@ -172,13 +196,14 @@ def wait_for_cause(folder: RunFolder, rank: int, world_size: int, limit_s: float
         for other, peer in peers.items():
             peer.look(read_beat(folder, other))
         if any(peer.is_gone for peer in peers.values()):
-            return
+            break
         if all(
             other in failed or peer.num_ticks >= PATIENCE_TICKS or (peer.beat and peer.beat.done)
             for other, peer in peers.items()
         ):
-            return
+            break
         time.sleep(0.1)
+    return [other for other, peer in peers.items() if peer.is_silent]
 
 
 @dataclass
@@ -198,8 +223,14 @@ class _Peer:
     def is_gone(self) -> bool:
         if self.beat is None or self.beat.done:
             return False
-        is_remote = self.beat.host != this_host()
-        return self.beat.is_gone or (is_remote and time.monotonic() - self.ticked_at > REMOTE_SILENCE_S)
+        return self.beat.is_gone or self.is_silent
+
+    @property
+    def is_silent(self) -> bool:
+        """On another machine, and not heard any more."""
+        if self.beat is None or self.beat.done or self.beat.host == this_host():
+            return False
+        return time.monotonic() - self.ticked_at > REMOTE_SILENCE_S
 
 
 def looks_like_consequence(error: BaseException) -> bool:

@@ -57,6 +57,7 @@ class Beat:
     host: str = ""
     num_stages: int = 0  # entered so far, the same one again included
     num_collectives: int = 0  # entered so far
+    machine: str = ""  # its name, for people
     begun: int | None = None  # the newest step that it has begun, exact however fast steps are
 
     @property
@@ -143,6 +144,7 @@ class Heartbeat:
             if not self._done.is_set():
                 self._num_collectives = self.count_collectives()
             record |= {"num_stages": num_stages, "num_collectives": self._num_collectives}
+            record["machine"] = socket.gethostname()[:64]
             with contextlib.suppress(OSError):  # a full disk: the next tick tries again
                 os.pwrite(self._fd, json.dumps(record).encode().ljust(_RECORD_BYTES), 0)
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -150,8 +150,7 @@ class Session:
             if self.folder is not None:
                 config = self.context.config
                 limit_s = config.parallel.timeout_s if config is not None else DEFAULT_TIMEOUT_S
-                wait_for_cause(self.folder, rank, world_size, limit_s)
-                self.show_lost(error)
+                self.show_lost(error, wait_for_cause(self.folder, rank, world_size, limit_s))
                 if self.folder.has_cause():  # of another machine, whose terminal is not this one
                     self._show(str(first_failure(self.folder, {})))
             record_for_torch(error, stage, rank)
@@ -167,10 +166,10 @@ class Session:
         self._write_failed(str(cause), cause)
         record_for_torch(cause, self.context.stage, self.launcher.rank)
 
-    def show_lost(self, error: BaseException | None = None) -> None:
+    def show_lost(self, error: BaseException | None = None, silent: Collection[int] = ()) -> None:
         """Where no rank has reported why the run ends, a surviving one shows what it knows."""
         if self.folder is not None and not self.folder.has_cause():
-            text = describe_lost(self.folder, self.launcher.rank, self.context.stage, error)
+            text = describe_lost(self.folder, self.launcher.rank, self.context.stage, error, silent)
             self._show(text)
             self._write_failed(text, error)
 
