@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import NO_VERIFY, Ended, Place, Run, at_step
+from manyhands.plan.types import Plan
+from tests.e2e.runs import NO_VERIFY, Ended, Place, Run, at_any_step, at_step, pause
 from tests.support.nodes import Bed, Launched, make_bed, why_no_nodes
 
 pytestmark = [
@@ -80,6 +81,32 @@ def test_a_killed_rank_is_started_again_on_all_nodes(place: Place, whole: tuple[
     assert place.run(mark.name).course() == whole[1].course()
 
 
+@pytest.mark.parametrize("bed", [3], indirect=True)
+def test_where_it_is_allowed_the_others_go_on_without_machines_that_are_lost(place: Place, bed: Bed) -> None:
+    """Of three nodes one dies and then one is cut off, which must not go on by itself; all samples are as on one."""
+    name, keys = "fewer-nodes", (f"parallel.timeout_s={TIMEOUT_S}", "method.dropout=0")
+    keys += ("launch.restarts=3", "launch.min_gpus=1")
+    marks = [place.folder / f"{name}-{world_size}" for world_size in (3, 2)]
+    act = f"if (state.step, self.rank.world.world_size) in ((6, 3), (9, 2)):\n{pause(place.folder / name)}"
+    act = act.replace("self.rank.world.rank", "self.rank.world.world_size").replace("\n", "\n    ")
+    plant = NO_VERIFY | at_any_step(act)
+    nodes = [start(place, bed, name, *keys, rank=rank, plant=plant) for rank in range(3)]
+    wait_for(marks[0], nodes)
+    command = nodes[1].command
+    nodes[1].process.kill()
+    command.kill()
+    wait_for(marks[1], nodes)
+    bed.cut(2)
+    assert nodes[0].wait() == 0 and nodes[2].wait() == 1, f"{nodes[0].text}\n=====\n{nodes[2].text}"
+    run = place.run(name)
+    for lost, left in (("node 1 (mh1)", "2 of 3"), ("node 1 (mh2)", "1 of 2")):
+        assert f"{lost} is lost; the run goes on with {left} nodes; restarting from step" in nodes[0].text
+    assert [planned_ranks(run, number) for number in (1, 2, 3)] == [3, 2, 1]
+    alone = place.train("left-alone", "method.dropout=0", plant=NO_VERIFY)
+    assert alone.code == 0, alone.output
+    assert run.losses() == pytest.approx(place.run("left-alone").losses(), rel=1e-5)
+
+
 @pytest.mark.timeout(1800)
 def test_a_machine_that_dies_and_comes_back_empty_gets_its_state_from_the_others_memory(place: Place, bed: Bed) -> None:
     """Nothing is on the disk before the end: what it held of the shards is in the memory of the other node alone."""
@@ -103,6 +130,17 @@ def test_a_machine_that_dies_and_comes_back_empty_gets_its_state_from_the_others
     alone = place.train("one-machine", "--gpus", "2", "parallel.strategy=fsdp", plant=NO_VERIFY)
     assert alone.code == 0, alone.output
     assert run.losses() == place.run("one-machine").losses()
+
+
+def planned_ranks(run: Run, number: int) -> int:
+    return Plan.model_validate(run.read(f"plans/{number:03}.json")).layout.world_size
+
+
+def wait_for(mark: Path, nodes: list[Launched]) -> None:
+    deadline = time.monotonic() + 240
+    while not mark.exists():
+        assert time.monotonic() < deadline and nodes[0].process.poll() is None, nodes[0].text
+        time.sleep(0.05)
 
 
 def texts(ends: list[Ended]) -> str:
@@ -241,7 +279,7 @@ def test_a_machine_that_dies_is_named_by_the_others_with_the_command_that_does_w
     words = shlex.split(command.partition(": ")[2])
     assert words[:4] == ["python", "-m", "manyhands", "train"] and words[-2:] == ["--nodes", "1"], command
     alone = bed.start(0, sys.executable, *words[1:], "--dry-run", environment=place.variables(None, None))
-    assert alone.wait() == 0 and run.read("plans/002.json")["layout"]["world_size"] == 1, alone.text
+    assert alone.wait() == 0 and planned_ranks(run, 2) == 1, alone.text
 
 
 def test_a_link_that_is_cut_ends_both_sides(going, bed: Bed) -> None:
@@ -268,4 +306,6 @@ def test_a_link_that_is_cut_ends_torchrun_too(going, bed: Bed) -> None:
     nodes, _ = going
     bed.cut(1)
     assert all(code != 0 for code in end(nodes))
+    for node in nodes:
+        assert "have lost each other: a link between mh0 and mh1 is probably cut" in node.text, node.text
     assert all("error: " in node.text for node in nodes)

@@ -137,8 +137,8 @@ same samples in each step, from the newest checkpoint, or from a snapshot in mem
 start takes all GPUs that are there. Without the key, or with fewer left, the run ends with an error that names the GPU,
 why it is taken for lost, and what allows the run to go on. `tests/e2e/test_restarts.py` takes a run from 2 processes to
 1 and back to 2: each sample once an epoch, losses within 1e-5 of a run left alone. No GPU was broken for it: a device's
-errors are planted, and the driver's answers are those of a stand-in. Several machines need all of their GPUs; one that
-is lost ends the run, and the same command resumes."""
+errors are planted, and the driver's answers are those of a stand-in. Of several machines a whole
+one is left out ([nodes.md](nodes.md)): `tests/e2e/test_nodes.py` goes from 3 machines to 2 and to 1."""
 
 
 def _soaked(soaked: Mapping[str, Any] | None) -> str:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from manyhands.cli import run_file, train_options
+from manyhands.core.errors import FAULT, UserError
+from manyhands.facts.types import HostFacts
 from manyhands.launch.address import Address
-from manyhands.launch.fewer_nodes import Place, command_without_place, commands_to_go_on
+from manyhands.launch.failure import FoundCause
+from manyhands.launch.fewer_nodes import (
+    Place,
+    command_without_place,
+    commands_to_go_on,
+    config_for,
+    nodes_there,
+    place_among,
+)
+from manyhands.launch.nodes import NodeGroup, explain_missing
+from manyhands.launch.team import LaunchEnd, Team
+from tests.launch.builders import make_config
+from tests.launch.test_channel import Meeting, at_once, hello, meeting, until, vanish
 
+__all__ = ["meeting"]  # a fixture
 HELLOS = {node: {"host": f"gpu{node}", "address": f"10.0.0.{node}"} for node in range(12)}
 ARGV = "/usr/bin/manyhands train run.yaml --nodes 3 --node-rank 2 --rendezvous gpu0:29400 name=x"
 
@@ -69,3 +85,65 @@ def test_what_is_said_can_be_given_to_the_command_line(tmp_path: Path, monkeypat
     config = run_file.load_run(path, ["parallel.gpus=4"], nodes=2).config
     place = train_options.choose_place(config, 1, "gpu0:29400")["place"]
     assert (place.node, place.num_nodes, config.parallel.gpus) == (1, 2, 4)
+
+
+def test_those_that_are_left_are_numbered_anew_and_the_last_one_is_alone() -> None:
+    place = Place(3, 4, Address("gpu0", 29400))
+    assert place_among(place, [0, 3]) == Place(1, 2, Address("gpu0", 29400))
+    assert place_among(Place(0, 4, Address("gpu0", 29400)), [0]) is None
+    config = make_config(**{"parallel.nodes": 4, "parallel.gpus": 32, "seed": 3})
+    fewer = config_for(config, 4, 2)
+    assert (fewer.parallel.nodes, fewer.parallel.gpus, fewer.seed) == (2, 16, 3)
+    assert config_for(make_config(), 4, 2) == make_config()
+    assert config_for(make_config(), 4, 1).parallel.nodes == 1
+
+
+def test_who_is_there_is_read_from_the_error_that_names_who_is_not() -> None:
+    missing = UserError.from_json(explain_missing([1, 3], 4, "there: 0, 2", 15).to_json())
+    place = Place(2, 4, Address("gpu0", 29400))
+    assert nodes_there(missing, place) == [0, 2]
+    assert nodes_there(missing, replace(place, node=3)) == [], "it came too late: the others go on without it"
+    assert nodes_there(UserError("another"), place) == []
+
+
+def teams(meeting: Meeting, num: int) -> list[Team]:
+    channels = meeting.all_come(*(hello(node, num) for node in range(num)))
+    hosts = tuple(
+        HostFacts(name=f"gpu{n}", gpus=(), num_cores=1, memory_bytes=1, free_memory_bytes=1) for n in range(num)
+    )
+    group = NodeGroup(hosts, (2,) * num)
+    return [Team(channel, group, Place(channel.node, num, meeting.address), {}) for channel in channels]
+
+
+@pytest.mark.parametrize(("least", "left"), [(4, [0, 2]), (5, []), (None, [])])
+def test_the_nodes_left_agree_to_go_on_if_they_have_enough_gpus(
+    meeting: Meeting, least: int | None, left: list[int]
+) -> None:
+    found = teams(meeting, 3)
+    vanish(found[1].channel)
+    until(lambda: all(1 in found[node].channel.lost for node in (0, 2)))
+    assert at_once(*(lambda node=node: found[node].agree_on_left(least) for node in (0, 2))) == [left, left]
+
+
+def test_without_node_0_nobody_goes_on(meeting: Meeting) -> None:
+    found = teams(meeting, 3)
+    vanish(found[0].channel)
+    until(lambda: all(0 in found[node].channel.lost for node in (1, 2)))
+    assert at_once(*(lambda node=node: found[node].agree_on_left(1) for node in (1, 2))) == [[], []]
+
+
+def test_what_drivers_report_on_any_node_is_known_to_all(meeting: Meeting) -> None:
+    found = teams(meeting, 2)
+    cause = FoundCause(0, 1.0, UserError("rank 0 failed", kind=FAULT), 0)
+    mine = [LaunchEnd(cause=cause), LaunchEnd(reports=("the driver reports of GPU 1 (H100) on gpu1: Xid 79",))]
+    ends = at_once(*(lambda node=node: found[node].settle(mine[node]) for node in (0, 1)))
+    assert [end.reports for end in ends] == [mine[1].reports] * 2
+
+
+def test_the_error_of_a_lost_node_has_the_commands(meeting: Meeting) -> None:
+    found = teams(meeting, 2)
+    vanish(found[1].channel)
+    until(lambda: 1 in found[0].channel.lost)
+    cause = found[0].settle(LaunchEnd()).cause
+    assert cause is not None and cause.error.what == "node 1 (gpu1) is lost"
+    assert cause.error.fix.endswith("without what is lost, this does:\n    on gpu0: manyhands train RUN.yaml --nodes 1")

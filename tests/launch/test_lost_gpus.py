@@ -10,10 +10,7 @@ from manyhands.core.errors import FAULT, UserError
 from manyhands.facts.types import GpuFacts
 from manyhands.facts.xids import Xid
 from manyhands.launch import lost_gpus
-from manyhands.launch.address import Address
-from manyhands.launch.fewer_nodes import Place
 from manyhands.launch.lost_gpus import LaunchGpus, find_lost
-from manyhands.launch.start import start
 from tests.launch.builders import make_config, make_plan
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c"]
@@ -187,10 +184,3 @@ def test_where_fewer_are_not_allowed_the_error_names_the_gpu_and_how_to_allow_th
         find_lost(gpus(), fault("x", rank=0), make_config(**{"launch.min_gpus": 3}), None)
     machine["driver"] = {}
     assert find_lost(gpus(), fault("x", rank=0), make_config(), None) is None
-
-
-def test_several_machines_need_all_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    place = Place(node=0, num_nodes=2, rendezvous=Address("127.0.0.1", 29400))
-    with pytest.raises(UserError, match="is for a run on one machine"):
-        start(make_config(**{"launch.min_gpus": 1}), place=place)

@@ -212,9 +212,10 @@ class LaunchSection(Section):
     )
     min_gpus: PositiveInt | None = Field(
         None,
-        description="Fewest GPUs (on CPUs: processes) of one machine with which the run goes on, the MIN of torchrun's "
-        "MIN:MAX: where one is lost, the restart plans for those that are left, with the same samples in each step, "
-        "and a start takes fewer than parallel.gpus. Unset: all are needed.",
+        description="Fewest GPUs (on CPUs: processes) with which the run goes on, the MIN of torchrun's MIN:MAX: where "
+        "one of a single machine, or a whole machine of several, is lost, the restart plans for those that are left, "
+        "with the same samples in each step. A start on one machine takes fewer than parallel.gpus. Unset: all are "
+        "needed.",
     )
 
 

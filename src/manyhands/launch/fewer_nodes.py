@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
 from manyhands.launch.address import Address
+from manyhands.launch.nodes import MISSING
 
 MAX_COMMANDS = 8  # of a run on hundreds of nodes the others follow from these
 _OF_THE_PLACE = ("--nodes", "--node-rank", "--rendezvous", "parallel.nodes", "--parallel.nodes")
@@ -28,6 +31,35 @@ class Place:
     rendezvous: Address
     words: tuple[str, ...] = field(default=("manyhands", "train", "RUN.yaml"), compare=False)
     by_srun: bool = False
+
+
+class NodesLeft(Exception):
+    """Some nodes are lost, and those of ``left``, in which this node is, go on: all of them come together again."""
+
+    def __init__(self, left: Sequence[int]) -> None:
+        super().__init__(left)
+        self.left = list(left)
+
+
+def nodes_there(error: UserError, place: Place) -> list[int]:
+    """Those that had come where ``error`` says that others have not; none where it says something else, or that this
+    one has not.
+    """
+    missing = set(error.data.values()) if error.kind == MISSING else set(range(place.num_nodes))
+    return [node for node in range(place.num_nodes) if node not in missing] if place.node not in missing else []
+
+
+def place_among(place: Place, left: Sequence[int]) -> Place | None:
+    """This node's among those that are left, node 0 still being the first; None where it is the only one."""
+    return replace(place, node=left.index(place.node), num_nodes=len(left)) if len(left) > 1 else None
+
+
+def config_for(config: RunConfig, num_nodes: int, num_left: int) -> RunConfig:
+    """The same run on ``num_left`` of ``num_nodes`` nodes."""
+    parallel = config.parallel
+    nodes = parallel.nodes if parallel.nodes == "auto" and num_left > 1 else num_left
+    update = {"nodes": nodes, "gpus": scale_gpus(parallel.gpus, num_nodes, num_left)}
+    return config.model_copy(update={"parallel": parallel.model_copy(update=update)})
 
 
 def command_without_place(argv: Sequence[str]) -> tuple[str, ...]:

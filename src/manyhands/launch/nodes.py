@@ -26,6 +26,7 @@ from manyhands.launch.resume_rules import flatten
 PACKAGES = ("manyhands", "torch", "transformers", "safetensors")
 MAX_SHOWN = 12  # keys that differ
 FIX_OF_LOST = "see what became of that machine or process; the same command on every node resumes"
+MISSING = "missing"  # UserError.kind where nodes have not come; ``data`` has their numbers
 LATER = "later"  # UserError.kind of a node that is to come again soon
 Hello = dict[str, Any]
 
@@ -127,6 +128,8 @@ def explain_missing(missing: Sequence[int], num_nodes: int, there: str, waited_s
         why="they were not started, ended early, or cannot reach the rendezvous",
         fix="start the same command on each machine, with --node-rank from 0 to the number of nodes less one",
         exit_code=EXIT_FAILED,
+        kind=MISSING,
+        data={f"node {node}": node for node in missing},
     )
 
 

@@ -108,6 +108,7 @@ def prepare_run(
     origin: LoadedRun | None = None,
     host: HostFacts | None = None,
     group: NodeGroup | None = None,
+    num_left: int | None = None,
     report: Callable[[str], None] = print,
 ) -> Prepared:
     """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
@@ -115,7 +116,8 @@ def prepare_run(
     ``world_size``, and ``local_world_size`` of one machine, are given where another launcher started the processes. A
     dry run writes the same two files and nothing else, and may be for another machine, ``host``, as long as the run was
     not started. ``group``: all nodes, where there are several. ``origin``: the run as it was read, if its file is
-    another tool's, which is kept beside run.json. A start that fails here leaves no new folder behind.
+    another tool's, which is kept beside run.json. ``num_left``: ranks that a fault has left of a run with more. A start
+    that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
     """
@@ -144,7 +146,9 @@ def prepare_run(
                 folder.stop_file.unlink(missing_ok=True)  # meant for an earlier launch
         if host is not None and folder.was_started():
             raise _planned_elsewhere(folder)
-        plan = _plan_launch(config, folder, world_size, local_world_size, report, host=host, group=group)
+        plan = _plan_launch(
+            config, folder, world_size, local_world_size, report, host=host, group=group, num_left=num_left
+        )
         if dry_run:
             rehearse(config, plan)
         with refuse_unusable(folder):
@@ -156,7 +160,9 @@ def prepare_run(
             _remove_empty(folder)
         lock.release()
         raise
-    return Prepared(folder, config, plan, resume=folder.newest_step() is not None, finished=False, lock=lock)
+    return Prepared(
+        folder, config, plan, resume=folder.newest_step() is not None, finished=False, lock=lock, num_left=num_left
+    )
 
 
 def _write(folder: RunFolder, config: RunConfig, plan: Plan, origin: LoadedRun | None) -> None:

@@ -18,10 +18,10 @@ from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
 from manyhands.launch.environment import detect_launcher, refuse_alone
-from manyhands.launch.fewer_nodes import Place
+from manyhands.launch.fewer_nodes import NodesLeft, Place, commands_to_go_on, config_for, nodes_there, place_among
 from manyhands.launch.lost_gpus import Hearing, LaunchGpus, Lost, find_lost, restored_environment
 from manyhands.launch.neighbors import NodeMemory, copying
-from manyhands.launch.nodes import host_name
+from manyhands.launch.nodes import FIX_OF_LOST, Hello, host_name
 from manyhands.launch.prepare import Prepared, plan_fewer, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.restarts import Restart, Restarts
 from manyhands.launch.run_folder import RunFolder
@@ -60,23 +60,24 @@ def start(
         print("\n".join(summarize(translation)), flush=True)
     if place is None and not dry_run:
         refuse_alone(origin.config)
-    if place is not None and origin.config.launch.min_gpus is not None:
-        raise UserError(
-            "launch.min_gpus is for a run on one machine",
-            where="launch.min_gpus",
-            why="launchers on several machines need all of their GPUs; none of them forms a smaller group",
-            fix="remove it: a restart, and each start, uses all GPUs of all nodes",
-        )
     with contextlib.closing(Lasting()) as lasting:
-        if place is None:
-            prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, host=host, origin=origin)
-            return _carry_out(Joined(prepared, None), dry_run, beside, arguments, lasting)
-        while True:
+        while place is not None:
             try:
-                with joined(origin, place, fresh=fresh, dry_run=dry_run) as found:
+                with joined(origin, place, fresh=fresh, dry_run=dry_run, num_left=lasting.num_left) as found:
                     return _carry_out(found, dry_run, beside if place.node == 0 else None, arguments, lasting)
             except NodeLost:
-                fresh = False
+                pass
+            except NodesLeft as found_left:
+                origin, place = lasting.go_on(origin, place, found_left.left)
+            except UserError as error:  # a node that is lost has not come back
+                left = nodes_there(error, place)
+                if not left or not lasting.may_go_on(origin.config, left):
+                    raise lasting.explain(error, origin.config, place, left) from error.__cause__
+                origin, place = lasting.go_on(origin, place, left)
+            origin, fresh = lasting.resumed(origin), False
+        num_left = lasting.num_left
+        prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, host=host, origin=origin, num_left=num_left)
+        return _carry_out(Joined(prepared, None), dry_run, beside, arguments, lasting)
 
 
 class NodeLost(Exception):
@@ -84,11 +85,49 @@ class NodeLost(Exception):
 
 
 class Lasting:
-    """What stays from one attempt of a launch to the next."""
+    """What stays from one attempt of a launch to the next. ``num_ranks``: of each node, once one is lost; ``num_left``:
+    of all that are left, once they go on without it; ``name``: the run's, which a fresh start chooses.
+    """
 
     def __init__(self) -> None:
         self.memory = NodeMemory()
         self.restarts: Restarts | None = None
+        self.num_ranks: tuple[int, ...] | None = None
+        self.num_left: int | None = None
+        self.hellos: dict[int, Hello] = {}
+        self.name = ""
+
+    def lose(self, found: Joined) -> None:
+        assert found.team is not None
+        self.num_ranks, self.hellos = found.team.group.num_ranks, found.team.channel.hellos
+        self.name = found.prepared.config.name
+
+    def explain(self, error: UserError, config: RunConfig, place: Place, left: Sequence[int]) -> UserError:
+        """``error``, with the commands that go on with the nodes ``left`` where one that was lost has not come back."""
+        if self.hellos and left:
+            commands = commands_to_go_on(place, self.hellos, left, config.parallel.gpus)
+            error.fix = "\n    ".join([f"{FIX_OF_LOST}; without what is lost, this does:", *commands])
+        return error
+
+    def resumed(self, origin: LoadedRun) -> LoadedRun:
+        return replace(origin, config=origin.config.model_copy(update={"name": self.name}))
+
+    def may_go_on(self, config: RunConfig, left: Sequence[int]) -> bool:
+        """Whether ``launch.min_gpus`` allows to go on with these nodes, node 0 among them, after one was lost."""
+        least = config.launch.min_gpus
+        if self.num_ranks is None or least is None or 0 not in left:
+            return False
+        return sum(self.num_ranks[node] for node in left) >= least
+
+    def go_on(self, origin: LoadedRun, place: Place, left: Sequence[int]) -> tuple[LoadedRun, Place | None]:
+        """The run and this node's place in it, on the nodes ``left`` alone. Snapshots in memory are another world's."""
+        assert self.num_ranks is not None
+        num_ranks = tuple(self.num_ranks[node] for node in left)
+        self.memory.close()
+        self.num_ranks, self.num_left = num_ranks, sum(num_ranks)
+        self.hellos = {number: self.hellos[node] for number, node in enumerate(left)}
+        config = config_for(origin.config, place.num_nodes, len(left))
+        return replace(origin, config=config), place_among(place, left)
 
     def close(self) -> None:
         self.memory.close()
@@ -123,14 +162,15 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: S
 
 def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
     """Runs the workers, with memory of theirs that outlives them where the run asks for it. NodeLost where that holds
-    what a lost node had.
+    what a lost node had, else NodesLeft where ``launch.min_gpus`` allows to go on without that node.
     """
     prepared, team = found.prepared, found.team
     if prepared.config.checkpoint.every_step_in_memory and prepared.config.launch.restarts > 0:
         num_local = prepared.plan.layout.world_size if team is None else len(team.ranks)
         lasting.memory.open(num_local, 0 if team is None else team.num_before)
     if lasting.restarts is None:
-        lasting.restarts = Restarts(prepared.folder, prepared.config.launch.restarts, lasting.memory.own)
+        lasting.restarts = Restarts(prepared.folder, prepared.config.launch.restarts)
+    lasting.restarts.segments = lasting.memory.own
     try:
         with restored_environment():
             plan = prepared.plan
@@ -138,9 +178,15 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
             with XidListener(gpus.uuids) as listener:
                 return _launch_and_restart(found, arguments, lasting.memory, lasting.restarts, gpus, listener)
     except UserError as error:
-        if team is None or not team.channel.lost or team.was_asked or lasting.memory.kept is None:
+        if team is None or not team.channel.lost or team.was_asked:
             raise
-        restart = lasting.restarts.decide(error)
+        waits = lasting.memory.kept is not None
+        left = [] if waits else team.agree_on_left(prepared.config.launch.min_gpus)
+        if not waits and not left:
+            raise
+        lasting.lose(found)
+        lost = "" if waits else f"the run goes on with {len(left)} of {team.num_nodes} nodes"
+        restart = lasting.restarts.decide(error, lost, memory=waits)
         if team.node == 0:
             prepared.folder.add_restart(restart.to_json())
             _report(str(restart), prepared.folder)
@@ -149,7 +195,9 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
         received = wait_unless_asked(restart.wait_s)
         if received is not None:
             return report_end(prepared.folder, received, print, team.node == 0)
-        raise NodeLost from error
+        if waits:
+            raise NodeLost from error
+        raise NodesLeft(left) from error
 
 
 def _launch_and_restart(

@@ -64,9 +64,17 @@ class Joined:
 
 @contextlib.contextmanager
 def joined(
-    origin: LoadedRun, place: Place, *, fresh: bool, dry_run: bool, report: Callable[[str], None] = print
+    origin: LoadedRun,
+    place: Place,
+    *,
+    fresh: bool,
+    dry_run: bool,
+    num_left: int | None = None,
+    report: Callable[[str], None] = print,
 ) -> Iterator[Joined]:
-    """The run, prepared on all nodes. UserError, the same on each, where one cannot take part."""
+    """The run, prepared on all nodes. UserError, the same on each, where one cannot take part. ``num_left``: ranks that
+    a fault has left on them of a run with more.
+    """
     config, notes = apply_variables(origin.config)
     for note in notes:
         report(f"note: {note}")
@@ -78,7 +86,8 @@ def joined(
             hosts = tuple(HostFacts.model_validate(hello["facts"]) for hello in hellos)
             if place.node == 0:
                 report(f"{place.num_nodes} nodes: {', '.join(channel.names)}")
-            result = _prepare(channel, config, replace(origin, config=config), place, hosts, fresh, dry_run, report)
+            origin = replace(origin, config=config)
+            result = _prepare(channel, origin, place, hosts, fresh, dry_run, num_left, report)
         yield result
     finally:
         channel.close()
@@ -104,14 +113,15 @@ def failing_together(channel: Channel) -> Iterator[None]:
 
 def _prepare(
     channel: Channel,
-    config: RunConfig,
     origin: LoadedRun,
     place: Place,
     hosts: tuple[HostFacts, ...],
     fresh: bool,
     dry_run: bool,
+    num_left: int | None,
     report: Callable[[str], None],
 ) -> Joined:
+    config = origin.config
     num_ranks = count_ranks(config, hosts)
     addresses = [channel.hellos[node]["address"] for node in range(channel.num_nodes)]
     config, group = find_group(channel, config, hosts, num_ranks, addresses, fresh=fresh, report=report)
@@ -121,7 +131,8 @@ def _prepare(
     team = Team(channel, group, place, {PLACES: json.dumps(group.places)}, config.parallel.gpus)
     if channel.node != 0:
         return Joined(_received(channel.gather("plan", None)[0], config), team)
-    prepared = prepare_run(config, group=group, dry_run=dry_run, origin=replace(origin, config=config), report=report)
+    origin = replace(origin, config=config)
+    prepared = prepare_run(config, group=group, dry_run=dry_run, origin=origin, num_left=num_left, report=report)
     try:
         channel.gather("plan", _sent(prepared))
     except BaseException:

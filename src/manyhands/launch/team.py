@@ -34,6 +34,7 @@ from manyhands.launch.nodes import (
 from manyhands.launch.watch import Watch
 
 SETTLE_S = 60.0  # longer than any node takes to end its workers; a node that is lost is not waited for
+SAVE_S = 20.0  # from the loss of a node until ranks here that still run are killed: they wait for those that are gone
 HARD_END_S = 25.0  # from the loss of a node until this launcher ends, whatever it is stuck in
 RETRY_S = 1.0  # until a node that has come back too soon comes again
 TIER_OF_LOST = 2  # as an exit without a report: below a cause that a rank has written
@@ -97,6 +98,7 @@ class Team:
         self._ranks = [range(end - count, end) for end, count in zip(ends, group.num_ranks, strict=True)]
         self._told: list[FoundCause] = []  # why other nodes have failed in this attempt: they may be gone by the end
         self._stop_sent = False
+        self._timers: list[threading.Timer] = []  # once a node is lost
         self.was_asked = False  # to end, by a signal to this launcher or another
 
     @property
@@ -169,6 +171,8 @@ class Team:
 
     def settle(self, mine: LaunchEnd) -> LaunchEnd:
         """How the launch ended on all nodes, the same on each: the first cause, else the first signal."""
+        for timer in self._timers:  # nothing of torch is running any more
+            timer.cancel()
         if mine.cause is not None:
             self.channel.post("failed", cause=mine.cause.to_json())
         fields = [mine.signal, mine.cause.to_json() if mine.cause is not None else None, mine.reports]
@@ -199,6 +203,16 @@ class Team:
         """Nodes that are not lost, as far as this one knows."""
         return [node for node in range(self.num_nodes) if node not in self.channel.lost]
 
+    def agree_on_left(self, least: int | None) -> list[int]:
+        """The nodes that go on without those that are lost, as node 0 sees it; none where they have fewer than
+        ``least`` ranks, or that is None, or where node 0 is lost: of a network that is cut in two only the part with
+        node 0, which holds the run's folder, goes on.
+        """
+        seen = self.channel.gather(f"left {self.attempt}", self.left, partial=True, timeout_s=SETTLE_S)[0]
+        if least is None or seen is None or self.node not in seen:
+            return []
+        return list(seen) if sum(len(self._ranks[node]) for node in seen) >= least else []
+
     def _say_how_to_go_on(self) -> None:
         """In the error of each node that is lost: the commands that do without."""
         commands = commands_to_go_on(self.place, self.channel.hellos, self.left, self.asked)
@@ -225,9 +239,13 @@ class Team:
             watch.kill_ranks()
         else:
             self._stop(signal.SIGTERM)
-        timer = threading.Timer(HARD_END_S, self._end_hard, (watch, error))
-        timer.daemon = True
-        timer.start()
+        self._timers = [
+            threading.Timer(SAVE_S, watch.kill_ranks),
+            threading.Timer(HARD_END_S, self._end_hard, (watch, error)),
+        ]
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
 
     def _end_hard(self, watch: Watch, error: UserError) -> None:
         """What a cut link leaves hanging inside torch's store cannot be interrupted."""
