@@ -193,7 +193,8 @@ class Hearing:
             return
         own = [xid for xid in self.heard if xid.uuid == self.gpus[index].uuid]
         if own:
-            error.what += f"; the driver reports of its GPU: {min(own, key=lambda xid: SEVERITY.index(xid.fault))}"
+            worst = min(own, key=lambda xid: SEVERITY.index(xid.fault))
+            error.what = f"{error.what}; the driver reports of its GPU: {worst}"
 
 
 @dataclass(frozen=True)

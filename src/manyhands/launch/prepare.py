@@ -140,12 +140,7 @@ def prepare_run(
         if not (fresh or dry_run):
             fetch_run(folder, config, report)
         find_run(folder, config)  # again, now that nobody else writes: another start may have been faster
-        with refuse_unusable(folder):
-            folder.remove_temporaries()
-            if not dry_run:
-                folder.stop_file.unlink(missing_ok=True)  # meant for an earlier launch
-        if host is not None and folder.was_started():
-            raise _planned_elsewhere(folder)
+        _make_ready(folder, dry_run, host)
         plan = _plan_launch(
             config, folder, world_size, local_world_size, report, host=host, group=group, num_left=num_left
         )
@@ -160,9 +155,17 @@ def prepare_run(
             _remove_empty(folder)
         lock.release()
         raise
-    return Prepared(
-        folder, config, plan, resume=folder.newest_step() is not None, finished=False, lock=lock, num_left=num_left
-    )
+    resume = folder.newest_step() is not None
+    return Prepared(folder, config, plan, resume=resume, finished=False, lock=lock, num_left=num_left)
+
+
+def _make_ready(folder: RunFolder, dry_run: bool, host: HostFacts | None) -> None:
+    with refuse_unusable(folder):
+        folder.remove_temporaries()
+        if not dry_run:
+            folder.stop_file.unlink(missing_ok=True)  # meant for an earlier launch
+    if host is not None and folder.was_started():
+        raise _planned_elsewhere(folder)
 
 
 def _write(folder: RunFolder, config: RunConfig, plan: Plan, origin: LoadedRun | None) -> None:
