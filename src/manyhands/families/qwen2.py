@@ -41,15 +41,17 @@ QWEN2 = Family(
 )
 QWEN2_VL_TEXT = Family(
     name="Qwen2-VL",
-    model_types=("qwen2_vl_text", "qwen2_5_vl_text"),
+    model_types=("qwen2_vl_text",),
     qkv_bias=True,
     output_bias=False,
     mlp_bias=False,
-    known_modules=(
-        KnownModule("attention", "Qwen2VLAttention"),
-        KnownModule("attention", "Qwen2_5_VLAttention"),
-        KnownModule("mlp", "Qwen2MLP"),
-    ),
+    known_modules=(KnownModule("attention", "Qwen2VLAttention"), KnownModule("mlp", "Qwen2MLP")),
+)
+QWEN2_5_VL_TEXT = replace(
+    QWEN2_VL_TEXT,
+    name="Qwen2.5-VL",
+    model_types=("qwen2_5_vl_text",),
+    known_modules=(KnownModule("attention", "Qwen2_5_VLAttention"), KnownModule("mlp", "Qwen2MLP")),
 )
 QWEN2_VL = Family(
     name="Qwen2-VL",
@@ -68,4 +70,4 @@ QWEN2_5_VL = Family(
     images=QWEN_IMAGES,
 )
 
-FAMILIES = (QWEN2, QWEN2_VL_TEXT, QWEN2_VL, QWEN2_5_VL)
+FAMILIES = (QWEN2, QWEN2_VL_TEXT, QWEN2_5_VL_TEXT, QWEN2_VL, QWEN2_5_VL)
