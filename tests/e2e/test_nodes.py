@@ -102,9 +102,9 @@ def test_where_it_is_allowed_the_others_go_on_without_machines_that_are_lost(pla
     for lost, left in (("node 1 (mh1)", "2 of 3"), ("node 1 (mh2)", "1 of 2")):
         assert f"{lost} is lost; the run goes on with {left} nodes; restarting from step" in nodes[0].text
     assert [planned_ranks(run, number) for number in (1, 2, 3)] == [3, 2, 1]
-    alone = place.train("left-alone", "method.dropout=0", plant=NO_VERIFY)
+    alone = place.train("nodes-left-alone", "method.dropout=0", plant=NO_VERIFY)
     assert alone.code == 0, alone.output
-    assert run.losses() == pytest.approx(place.run("left-alone").losses(), rel=1e-5)
+    assert run.losses() == pytest.approx(place.run("nodes-left-alone").losses(), rel=1e-5)
 
 
 @pytest.mark.timeout(1800)
@@ -214,16 +214,16 @@ def test_what_is_not_there_is_refused_on_every_terminal(
 
 def test_a_node_that_does_not_come_comes_twice_or_with_another_run(place: Place, bed: Bed) -> None:
     limit = "parallel.timeout_s=6"
-    alone = start(place, bed, "alone", limit, rank=0)
+    alone = start(place, bed, "one-came", limit, rank=0)
     assert alone.wait() == 1 and "error: 1 of 2 nodes did not come: node 1" in alone.text, alone.text
-    twice = [start(place, bed, "twice", rank=rank, node=node) for rank, node in ((0, 0), (0, 1))]
+    twice = [start(place, bed, "came-twice", rank=rank, node=node) for rank, node in ((0, 0), (0, 1))]
     for launched in twice:
         assert launched.wait() == 2 and "error: node 0 came twice: from mh0 and from mh1" in launched.text
-    other = [start(place, bed, "other", f"seed={seed}", rank=rank) for rank, seed in ((0, 0), (1, 7))]
+    other = [start(place, bed, "another-run", f"seed={seed}", rank=rank) for rank, seed in ((0, 0), (1, 7))]
     for launched in other:
         assert launched.wait() == 2 and "came with another run than node 0 (mh0)" in launched.text, launched.text
         assert "seed: 0 -> 7" in launched.text
-    assert not place.run("twice").folder.exists() and not place.run("other").folder.exists()
+    assert not place.run("came-twice").folder.exists() and not place.run("another-run").folder.exists()
 
 
 @pytest.fixture
