@@ -12,6 +12,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
 
 _STORE: list[Any] = []  # of all runs of this process: rank 0 may serve it, at one port
 _NUM_RUNS = 0
+HEAD_START_S = 5.0  # of rank 0 with its error: launchers end all ranks as soon as one has ended
 
 
 def run_as_rank(
@@ -60,6 +62,7 @@ def run_as_rank(
             _keep(session)
             session.report_failure(error)
             if isinstance(error, FirstRankFailed):
+                time.sleep(HEAD_START_S)
                 raise PeerError("rank 0 could not start the run; its own message says why") from None
             raise
         finally:
@@ -87,6 +90,7 @@ def run_on_first_rank(launcher: Launcher, work: Callable[[], object]) -> None:
     try:
         from_first_rank(_open_store(launcher), launcher.rank, "work", run, PREPARE_TIMEOUT_S)
     except FirstRankFailed:
+        time.sleep(HEAD_START_S)
         raise PeerError("rank 0 has failed; its own message says why") from None
 
 
