@@ -127,7 +127,7 @@ audit of samples and every bit of the adapter with a run left alone."""
 
 LOST_GPUS = """## A GPU that is lost
 
-While a run goes on, the launcher hears what NVIDIA's driver reports of its GPUs (Xids); the cause of a rank's end names
+The launcher listens for errors that NVIDIA's driver reports of a run's GPUs (Xids); the cause of a rank's end names
 it. After a fault the launcher asks the driver for each GPU, and tests the one that an error names. A GPU is lost by a
 report that calls for a reset (Xid 48, 62, 64, 79, 95, 119, 120, 140); by 74 (NVLink), unless the GPU at the other end
 is gone; by 94 (a memory error that was confined) twice without a newer checkpoint; never by 13, 31, 43, 45, which are

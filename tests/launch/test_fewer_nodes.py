@@ -146,4 +146,6 @@ def test_the_error_of_a_lost_node_has_the_commands(meeting: Meeting) -> None:
     until(lambda: 1 in found[0].channel.lost)
     cause = found[0].settle(LaunchEnd()).cause
     assert cause is not None and cause.error.what == "node 1 (gpu1) is lost"
-    assert cause.error.fix.endswith("without what is lost, this does:\n    on gpu0: manyhands train RUN.yaml --nodes 1")
+    assert cause.error.fix.endswith(
+        "to go on without what is lost, run:\n    on gpu0: manyhands train RUN.yaml --nodes 1"
+    )

@@ -74,39 +74,39 @@ def test_a_checkpoint_in_between_forgives_a_device_that_answers(machine) -> None
 
 @pytest.mark.parametrize("number", [48, 62, 64, 79, 95, 119, 120])
 def test_a_gpu_that_needs_a_reset_by_the_drivers_report_is_lost_whichever_rank_failed(machine, number: int) -> None:
-    [(rank, why)] = gpus().find_lost(fault("Connection closed by peer", rank=0), heard=[Xid("GPU-c", number)]).items()
+    [(rank, why)] = gpus().find_lost(fault("Connection closed by peer", rank=0), xids=[Xid("GPU-c", number)]).items()
     assert rank == 2 and why.startswith(f"Xid {number}, ")
 
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 61, 63, 92, 999])
 def test_reports_of_a_program_or_of_what_was_mended_never_cost_a_gpu(machine, number: int) -> None:
-    launched, heard = gpus(), [Xid("GPU-b", number)]
+    launched, xids = gpus(), [Xid("GPU-b", number)]
     machine["probe"] = {"1": "it would be lost if it were tested"}
-    error = fault(f"an illegal memory access was encountered; the driver reports of its GPU: {heard[0]}")
-    assert [launched.find_lost(error, heard=heard) for _ in range(4)] == [{}] * 4
+    error = fault(f"an illegal memory access was encountered; the driver reports of its GPU: {xids[0]}")
+    assert [launched.find_lost(error, xids=xids) for _ in range(4)] == [{}] * 4
 
 
 def test_a_memory_error_that_was_confined_is_a_strike(machine) -> None:
-    launched, heard, other = gpus(), [Xid("GPU-b", 94)], fault("Connection closed by peer", rank=0)
-    assert launched.find_lost(other, heard=heard) == {}, "the GPU may be used again"
-    assert launched.find_lost(other, heard=heard) == {1: "it has failed 2 times in this launch"}
+    launched, xids, other = gpus(), [Xid("GPU-b", 94)], fault("Connection closed by peer", rank=0)
+    assert launched.find_lost(other, xids=xids) == {}, "the GPU may be used again"
+    assert launched.find_lost(other, xids=xids) == {1: "it has failed 2 times in this launch"}
     machine["probe"] = {"1": "it cannot multiply a matrix"}
-    assert gpus().find_lost(other, heard=heard) == {1: "it cannot multiply a matrix"}
+    assert gpus().find_lost(other, xids=xids) == {1: "it cannot multiply a matrix"}
 
 
 def test_a_link_fails_by_the_end_that_is_gone_if_one_is(machine) -> None:
     other, links = fault("NCCL error", rank=0), [Xid("GPU-a", 74), Xid("GPU-b", 74)]
-    assert gpus().find_lost(other, heard=links[:1]) == {0: "Xid 74, an NVLink connection has failed"}
-    assert list(gpus().find_lost(other, heard=[*links, Xid("GPU-c", 79)])) == [2]
+    assert gpus().find_lost(other, xids=links[:1]) == {0: "Xid 74, an NVLink connection has failed"}
+    assert list(gpus().find_lost(other, xids=[*links, Xid("GPU-c", 79)])) == [2]
     machine["driver"] = {"GPU-c": "NVML: GPU is lost"}
-    assert list(gpus().find_lost(other, heard=links)) == [2]
+    assert list(gpus().find_lost(other, xids=links)) == [2]
 
 
 def test_a_report_after_which_training_went_on_is_a_reason_to_test_the_gpu(machine) -> None:
     old, error = [Xid("GPU-b", 119, age_s=5000.0)], fault("was killed (SIGKILL)", rank=0)
-    assert gpus().find_lost(error, heard=old, fresh_s=1860) == {}
+    assert gpus().find_lost(error, xids=old, fresh_s=1860) == {}
     machine["probe"] = {"1": "it has not multiplied a matrix within 90 s"}
-    assert list(gpus().find_lost(error, heard=old, fresh_s=1860)) == [1]
+    assert list(gpus().find_lost(error, xids=old, fresh_s=1860)) == [1]
 
 
 @pytest.mark.parametrize(

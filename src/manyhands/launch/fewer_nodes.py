@@ -13,7 +13,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.launch.address import Address
-from manyhands.launch.nodes import MISSING
+from manyhands.launch.nodes import FIX_OF_LOST, MISSING
 
 MAX_COMMANDS = 8  # of a run on hundreds of nodes the others follow from these
 _OF_THE_PLACE = ("--nodes", "--node-rank", "--rendezvous", "parallel.nodes", "--parallel.nodes")
@@ -85,6 +85,12 @@ def _without(words: Sequence[str], names: Collection[str]) -> list[str]:
 def scale_gpus(asked: Any, num_nodes: int, num_left: int) -> Any:
     """``parallel.gpus``, the number on all nodes, where only ``num_left`` of them are left."""
     return asked if asked == "auto" else asked // num_nodes * num_left
+
+
+def how_to_go_on_without(place: Place, hellos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any) -> str:
+    """``UserError.fix`` of a node that is lost: wait for it, or the commands of ``commands_to_go_on``."""
+    commands = commands_to_go_on(place, hellos, left, asked)
+    return "\n    ".join([f"{FIX_OF_LOST}; to go on without what is lost, run:", *commands])
 
 
 def commands_to_go_on(

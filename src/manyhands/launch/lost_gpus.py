@@ -1,5 +1,5 @@
 """Which GPUs of a launch are lost after a fault, and how the workers of the next one get those that are left. Asks the
-driver, hears what it reports (Xids), and asks CUDA in a process of its own with a time limit. Imports no torch.
+driver, reads what it reports (Xids), and asks CUDA in a process of its own with a time limit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -73,23 +73,23 @@ class LaunchGpus:
         return [gpu.uuid for gpu in self.gpus if gpu.vendor == "nvidia" and gpu.uuid]
 
     def find_lost(
-        self, error: UserError, step: int | None = None, heard: Sequence[Xid] = (), fresh_s: float = FRESH_S
+        self, error: UserError, step: int | None = None, xids: Sequence[Xid] = (), fresh_s: float = FRESH_S
     ) -> dict[int, str]:
         """Ranks whose device is lost after the fault ``error``, with the reason: the driver does not find it, or has
         reported within ``fresh_s`` that it needs a reset; or it fails a test, which is made where the error or an
         older report names the device, or the error may come from it for the second time in a row; or errors have named
-        it twice without a newer checkpoint in between, ``step`` being the newest one's. ``heard``: reports of the
+        it twice without a newer checkpoint in between, ``step`` being the newest one's. ``xids``: reports of the
         launch that has failed.
         """
         driver_says = self._ask_driver()
         lost = {rank: driver_says[gpu.uuid] for rank, gpu in enumerate(self.gpus) if gpu.uuid in driver_says}
-        lost |= self._find_reported([xid for xid in heard if xid.age_s <= fresh_s], lost)
+        lost |= self._find_reported([xid for xid in xids if xid.age_s <= fresh_s], lost)
         if step != self.step:
             self.strikes.clear()
         rank, before, self.latest, self.step = error.rank, self.latest, error.rank, step
         text = f"{error.what}\n{error.why}"
-        named = {self._rank_of(xid) for xid in heard if xid.fault == "memory"}
-        suspects = {self._rank_of(xid) for xid in heard if xid.fault in ("reset", "link")}
+        named = {self._rank_of(xid) for xid in xids if xid.fault == "memory"}
+        suspects = {self._rank_of(xid) for xid in xids if xid.fault in ("reset", "link")}
         if DEVICE_ERROR.search(text):
             named.add(rank)
         if rank == before and SUSPICIOUS.search(text):
@@ -104,13 +104,13 @@ class LaunchGpus:
                 lost[each] = f"it has failed {self.strikes[each]} times in this launch"
         return lost
 
-    def _find_reported(self, heard: Sequence[Xid], lost: Collection[int]) -> dict[int, str]:
+    def _find_reported(self, xids: Sequence[Xid], lost: Collection[int]) -> dict[int, str]:
         """Those not in ``lost`` that need a reset. A link that fails is the fault of either end: where one is known to
         be gone it is that one's.
         """
-        found = {self._rank_of(xid): str(xid) for xid in heard if xid.fault == "reset"}
+        found = {self._rank_of(xid): str(xid) for xid in xids if xid.fault == "reset"}
         if not lost and not found:
-            found = {self._rank_of(xid): str(xid) for xid in heard if xid.fault == "link"}
+            found = {self._rank_of(xid): str(xid) for xid in xids if xid.fault == "link"}
         return {rank: why for rank, why in found.items() if rank is not None and rank not in lost}
 
     def _rank_of(self, xid: Xid) -> int | None:
@@ -164,7 +164,7 @@ class LaunchGpus:
 
 
 @dataclass(frozen=True)
-class Hearing:
+class DriverReports:
     """What the driver reports of the GPUs of this machine's ranks while one launch of them runs. ``first_rank``: of
     these; ``host``: this machine, where there are several.
     """
@@ -176,14 +176,14 @@ class Hearing:
     began: float = field(default_factory=time.monotonic)
 
     @property
-    def heard(self) -> tuple[Xid, ...]:
+    def xids(self) -> tuple[Xid, ...]:
         return self.listener.since(self.began)
 
     def describe(self) -> tuple[str, ...]:
         """``the driver reports of GPU 3 (NVIDIA H100): Xid 79, it has fallen off the bus``, the worst first."""
         gpus = {gpu.uuid: f"GPU {gpu.index} ({gpu.name})" for gpu in self.gpus}
         on = f" on {self.host}" if self.host else ""
-        known = sorted((xid for xid in self.heard if xid.uuid in gpus), key=lambda xid: SEVERITY.index(xid.fault))
+        known = sorted((xid for xid in self.xids if xid.uuid in gpus), key=lambda xid: SEVERITY.index(xid.fault))
         return tuple(f"the driver reports of {gpus[xid.uuid]}{on}: {xid}" for xid in known)
 
     def name_in(self, error: UserError, rank: int | None) -> None:
@@ -191,7 +191,7 @@ class Hearing:
         index = -1 if rank is None else rank - self.first_rank
         if error.kind != FAULT or not 0 <= index < len(self.gpus):
             return
-        own = [xid for xid in self.heard if xid.uuid == self.gpus[index].uuid]
+        own = [xid for xid in self.xids if xid.uuid == self.gpus[index].uuid]
         if own:
             worst = min(own, key=lambda xid: SEVERITY.index(xid.fault))
             error.what = f"{error.what}; the driver reports of its GPU: {worst}"
@@ -236,13 +236,13 @@ class Lost:
 
 
 def find_lost(
-    gpus: LaunchGpus, error: UserError, config: RunConfig, step: int | None, heard: Sequence[Xid] = ()
+    gpus: LaunchGpus, error: UserError, config: RunConfig, step: int | None, xids: Sequence[Xid] = ()
 ) -> Lost | None:
     """What the fault ``error`` has left of a launch; None where all is left. UserError where that is too little.
-    ``heard``: what the driver has reported during it.
+    ``xids``: what the driver has reported during it.
     """
     fresh_s = config.parallel.timeout_s + FRESH_S
-    why = gpus.find_lost(error, step, heard, fresh_s)
+    why = gpus.find_lost(error, step, xids, fresh_s)
     if not why:
         return None
     lost = Lost(gpus, why)

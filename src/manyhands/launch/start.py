@@ -18,10 +18,10 @@ from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
 from manyhands.launch.environment import detect_launcher, refuse_alone
-from manyhands.launch.fewer_nodes import NodesLeft, Place, commands_to_go_on, config_for, nodes_there, place_among
-from manyhands.launch.lost_gpus import Hearing, LaunchGpus, Lost, find_lost, restored_environment
+from manyhands.launch.fewer_nodes import NodesLeft, Place, config_for, how_to_go_on_without, nodes_there, place_among
+from manyhands.launch.lost_gpus import DriverReports, LaunchGpus, Lost, find_lost, restored_environment
 from manyhands.launch.neighbors import NodeMemory, copying
-from manyhands.launch.nodes import FIX_OF_LOST, Hello, host_name
+from manyhands.launch.nodes import Hello, host_name
 from manyhands.launch.prepare import Prepared, plan_fewer, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.restarts import Restart, Restarts
 from manyhands.launch.run_folder import RunFolder
@@ -105,8 +105,7 @@ class Lasting:
     def explain(self, error: UserError, config: RunConfig, place: Place, left: Sequence[int]) -> UserError:
         """``error``, with the commands that go on with the nodes ``left`` where one that was lost has not come back."""
         if self.hellos and left:
-            commands = commands_to_go_on(place, self.hellos, left, config.parallel.gpus)
-            error.fix = "\n    ".join([f"{FIX_OF_LOST}; without what is lost, this does:", *commands])
+            error.fix = how_to_go_on_without(place, self.hellos, left, config.parallel.gpus)
         return error
 
     def resumed(self, origin: LoadedRun) -> LoadedRun:
@@ -216,9 +215,9 @@ def _launch_and_restart(
     report = functools.partial(_report, folder=folder) if leads else print
     num_smaller = 0
     while True:
-        hearing = _hear(found, gpus, listener)
+        driver = _collect_reports(found, gpus, listener)
         try:
-            return _run_attempt(found, arguments, memory, report, hearing)
+            return _run_attempt(found, arguments, memory, report, driver)
         except UserError as error:
             if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS and restarts.limit:
                 num_smaller += 1
@@ -226,7 +225,7 @@ def _launch_and_restart(
             elif error.kind == FAULT:
                 step = folder.newest_step()
                 alone = found.team is None and restarts.limit > 0
-                lost = find_lost(gpus, error, found.prepared.config, step, hearing.heard) if alone else None
+                lost = find_lost(gpus, error, found.prepared.config, step, driver.xids) if alone else None
                 restart = _decide(found, error, restarts, lost)
                 if leads:
                     _keep(str(error), folder)
@@ -261,13 +260,17 @@ def _plan_fewer(found: Joined, lost: Lost, report: Callable[[str], None]) -> Joi
     return found
 
 
-def _hear(found: Joined, gpus: LaunchGpus, listener: XidListener) -> Hearing:
+def _collect_reports(found: Joined, gpus: LaunchGpus, listener: XidListener) -> DriverReports:
     team = found.team
-    return Hearing(listener, gpus.gpus) if team is None else Hearing(listener, gpus.gpus, team.ranks.start, host_name())
+    return (
+        DriverReports(listener, gpus.gpus)
+        if team is None
+        else DriverReports(listener, gpus.gpus, team.ranks.start, host_name())
+    )
 
 
 def _run_attempt(
-    found: Joined, arguments: Sequence[str], memory: NodeMemory, report: Callable[[str], None], hearing: Hearing
+    found: Joined, arguments: Sequence[str], memory: NodeMemory, report: Callable[[str], None], driver: DriverReports
 ) -> int:
     plan, team = found.prepared.plan, found.team
     environment = dict(memory.own.environment) if memory.own is not None else {}
@@ -282,7 +285,7 @@ def _run_attempt(
             team=team,
             arguments=arguments,
             environment=environment,
-            hearing=hearing,
+            driver=driver,
         )
 
 

@@ -21,9 +21,8 @@ from manyhands.facts.host import read_host_facts
 from manyhands.launch.address import address_among, interface_of, own_address
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.failure import ENDED_BY_OTHERS, FoundCause
-from manyhands.launch.fewer_nodes import Place, commands_to_go_on
+from manyhands.launch.fewer_nodes import Place, how_to_go_on_without
 from manyhands.launch.nodes import (
-    FIX_OF_LOST,
     LATER,
     NodeGroup,
     check_hello,
@@ -215,9 +214,9 @@ class Team:
 
     def _say_how_to_go_on(self) -> None:
         """In the error of each node that is lost: the commands that do without."""
-        commands = commands_to_go_on(self.place, self.channel.hellos, self.left, self.asked)
+        fix = how_to_go_on_without(self.place, self.channel.hellos, self.left, self.asked)
         for error in self.channel.lost.values():
-            error.fix = "\n    ".join([f"{FIX_OF_LOST}; without what is lost, this does:", *commands])
+            error.fix = fix
 
     def _expect_end(self, watch: Watch, cause: FoundCause, ended: threading.Event) -> None:
         """Another node has failed: so does this one, by the watch, or hard where its agent is stuck in torch's store,

@@ -21,7 +21,7 @@ from typing import Any
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_TERMINATED, FAULT, UserError
 from manyhands.launch.environment import launcher_environment
 from manyhands.launch.failure import FoundCause, find_cause
-from manyhands.launch.lost_gpus import Hearing
+from manyhands.launch.lost_gpus import DriverReports
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
@@ -56,15 +56,15 @@ def run_workers(
     team: Team | None = None,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] = NOTHING,
-    hearing: Hearing | None = None,
+    driver: DriverReports | None = None,
 ) -> int:
     """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them is left
     when it returns, however it ends.
 
     Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
     SLURM's SIGUSR1, unless the run was finished by then: a crash after that is a warning. ``timeout_s``: a rank that
-    others wait for, or a node of ``team`` that is not heard, is ended after so long without progress. UserError: the
-    first cause of a failure on any node, with what the driver reports of GPUs (``hearing``), or a MASTER_PORT in use.
+    others wait for, or a node of ``team`` that is silent, is ended after so long without progress. UserError: the
+    first cause of a failure on any node, with what the driver reports of GPUs (``driver``), or a MASTER_PORT in use.
     """
     world_size, leads = plan.layout.world_size, team is None or team.node == 0
     port = choose_port() if team is None else 0
@@ -78,10 +78,10 @@ def run_workers(
         name = f"manyhands-{team.attempt}"
         place = Rendezvous(team.node, team.num_nodes, len(team.ranks), "static", f"{host}:{port}", name, timeout_s)
     ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team, environment)
-    if hearing is not None:
-        ending = replace(ending, reports=hearing.describe())
+    if driver is not None:
+        ending = replace(ending, reports=driver.describe())
         if ending.cause is not None:
-            hearing.name_in(ending.cause.error, ending.cause.rank)
+            driver.name_in(ending.cause.error, ending.cause.rank)
     if team is not None:
         ending = team.settle(ending)
     if ending.cause is not None and ending.cause.error.kind == FAULT:
