@@ -17,6 +17,7 @@ from manyhands.data.image_places import HOST_ENTRIES, place_images, tower_sizes
 from manyhands.data.image_probe import ProbeImages
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.families import find
+from manyhands.model.multimodal import multiply_patches
 from manyhands.model.structure import auto_class_of
 from manyhands.model.tower_attention import TOWER, attend_alike, attend_each, attend_tower
 from tests.support import vision
@@ -212,3 +213,12 @@ def test_the_host_never_waits_for_images(folders: dict[str, Path], family: str) 
             model.images.decoder_inputs(model.model, batch)["inputs_embeds"].sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_patches_times_a_kernel_are_their_convolution() -> None:
+    draw = torch.Generator().manual_seed(0)
+    patches, weight = (torch.randn(n, 3, 2, 4, 4, generator=draw, dtype=torch.float64) for n in (5, 7))
+    bias = torch.randn(7, generator=draw, dtype=torch.float64)
+    for given in (bias, None):
+        expected = torch.nn.functional.conv3d(patches, weight, given, stride=(2, 4, 4))
+        torch.testing.assert_close(multiply_patches(patches, weight, given), expected, rtol=1e-12, atol=1e-12)

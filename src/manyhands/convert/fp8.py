@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp
 from manyhands.convert.protocol import BaseConverter, Context, Finding, TrainedModel
@@ -310,13 +311,14 @@ def _compare_layer(
     errors: dict[str, torch.Tensor], name: str, layer: Fp8Linear, inputs: tuple[torch.Tensor, ...], _: torch.Tensor
 ) -> None:
     """The square of what fp8 changes in x W^T and that of the result, added up. Forward alone: the backward pass uses
-    the same fp8 values.
+    the same fp8 values. Unseen by selective activation checkpointing, which would keep every result of a matmul.
     """
-    weight, pair = layer.weight, torch.zeros(2, dtype=torch.float64, device=inputs[0].device)
-    for x in inputs[0].detach().flatten(0, -2).split(COMPARED_TOKENS):  # float64 of all results would take gigabytes
-        reference = F.linear(x, weight).double()
-        (result,) = fp8_linears(x, [Layer((layer.operand,))], layer.coded)
-        pair += torch.stack([(result.double() - reference).square().sum(), reference.square().sum()])
+    with _disable_current_modes():
+        weight, pair = layer.weight, torch.zeros(2, dtype=torch.float64, device=inputs[0].device)
+        for x in inputs[0].detach().flatten(0, -2).split(COMPARED_TOKENS):  # float64 of all would take gigabytes
+            reference = F.linear(x, weight).double()
+            (result,) = fp8_linears(x, [Layer((layer.operand,))], layer.coded)
+            pair += torch.stack([(result.double() - reference).square().sum(), reference.square().sum()])
     errors[name] = errors[name] + pair if name in errors else pair
 
 

@@ -66,6 +66,7 @@ def apply(
     if layout.compile:
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
         compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None)
+        compile_towers(loss_model.model)
 
     if layout.zero_stage and loss_model.images is not None:
         raise UserError(
@@ -137,6 +138,17 @@ def compile_blocks(model: nn.Module, *, dynamic: bool | None = True, **options: 
         shapes.use_duck_shape = False
     for block in find_blocks(model).values():
         block.compile(dynamic=dynamic, **options)  # type: ignore[operator]
+
+
+def compile_towers(model: nn.Module) -> None:
+    """The same for the repeated layers of frozen vision towers, whose attention over images end to end stays outside.
+
+    Their norms, rotary embeddings and activation functions read and write every value of a patch several times
+    otherwise.
+    """
+    for block in find_tower_blocks(model).values():
+        if not any(parameter.requires_grad for parameter in block.parameters()):
+            block.compile(dynamic=True)  # type: ignore[operator]
 
 
 def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:

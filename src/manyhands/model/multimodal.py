@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from manyhands import families
@@ -120,6 +121,7 @@ class Images:
         if self.layout.grid_inputs:
             for tower in family.towers:
                 use_varlen(model.get_submodule(tower))
+                embed_by_matmul(model.get_submodule(tower))
         for module in model.modules():
             if hasattr(module, "_deepstack_process"):
                 module._deepstack_process = functools.partial(_add_at, module._deepstack_process)
@@ -261,6 +263,30 @@ class Images:
         )  # as large as this canvas: itself, and its tiles
         squares = torch.ones(1 + (height // side) * (width // side), 3, side, side, device=device)
         return {"pixel_values": squares, "image_sizes": torch.tensor([[height, width]])}
+
+
+class PatchConvolution(nn.Conv3d):
+    """Over patches as large as its kernel, which is a matmul: on a GPU computed as one, as cuDNN's convolution takes an
+    H200 5.9 ms for 32,768 patches of Qwen3-VL.
+    """
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """(n, channels, T, H, W) -> (n, out, 1, 1, 1) where T, H and W are the kernel's."""
+        is_matmul = tuple(patches.shape[2:]) == self.kernel_size and not any(self.padding) and self.groups == 1
+        if patches.device.type == "cpu" or not is_matmul:
+            return super().forward(patches)
+        return multiply_patches(patches, self.weight, self.bias)
+
+
+def multiply_patches(patches: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """(n, channels, T, H, W), (out, channels, T, H, W) -> (n, out, 1, 1, 1)"""
+    return F.linear(patches.flatten(1), weight.flatten(1), bias)[..., None, None, None]
+
+
+def embed_by_matmul(tower: nn.Module) -> None:
+    for module in tower.modules():
+        if type(module) is nn.Conv3d:
+            module.__class__ = PatchConvolution
 
 
 def _add_at(own: Any, hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

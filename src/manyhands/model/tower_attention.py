@@ -38,6 +38,7 @@ def use_varlen(tower: nn.Module) -> None:
             config._attn_implementation = TOWER
 
 
+@torch.compiler.disable  # which kernel it takes depends on the number and sizes of images: a graph for each otherwise
 def attend_tower(
     module: nn.Module,
     query: torch.Tensor,

@@ -15,6 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.pack import padded_tokens
 from manyhands.facts.types import DataFacts
 
+ALIGNED_TOKENS = 16  # tokens of a micro-batch are a multiple of them, which is what fp8 matmuls ask
 AUTO_SAMPLES = 32
 SHORT_SAMPLE_TOKENS = 256  # packed samples shorter than this on average go 64 to a batch
 MIN_AUTO_STEPS = 10  # an automatic batch leaves at least so many steps in an epoch
@@ -155,12 +156,14 @@ def constant_pack_tokens(
 ) -> int | None:
     """Tokens of every micro-batch of the run, where samples of one length are packed by their number; else None.
 
-    As many samples a rank and micro-batch as the balanced layout of a whole step gives, padded to whole tiles.
+    As many samples a rank and micro-batch as the balanced layout of a whole step gives. Padded to whole tiles only their
+    number would suit no matmul: without padding, attention over rows takes and gives no copies.
     """
     if micro_tokens is None or batch_samples is None or not has_one_length(data):
         return None
     num_micro = ceil_div(batch_samples, num_ranks * (micro_tokens // data.max_length))
-    return padded_tokens(ceil_div(batch_samples, num_ranks * num_micro) * data.max_length)
+    filled = ceil_div(batch_samples, num_ranks * num_micro) * data.max_length
+    return filled if filled % ALIGNED_TOKENS == 0 else padded_tokens(filled)
 
 
 def _unpacked_splits(config: RunConfig, data: DataFacts, num_ranks: int, useful_tokens: int) -> list[BatchSplit]:

@@ -97,6 +97,7 @@ class EstimateInput:
     fuse_loss: bool = False  # cross-entropy fused with the head
     fuse_optimizer: bool = False  # AdamW takes gradients in the dtype of the copy that computes
     mixed_lengths: bool = False  # varlen, and samples differ in length or layers have windows
+    row_length: int | None = None  # tokens of every sample, where they have one length
     adapter_dora: bool = False
     images: ImageInput | None = None  # of a model whose tower is loaded
     snapshots: bool = False  # of every step, in host memory
@@ -108,6 +109,12 @@ class EstimateInput:
         """q, k and v are one matmul: the family's own, or that of fused modules in fp8."""
         merged = any(name.endswith("qkv_proj") for name in self.model.block_linear_shapes)
         return merged or (self.fp8_blocks and self.fuses_modules)
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether a micro-batch ends with padding, where attention works on rows of one length and leaves it out."""
+        packed = self.layout.pack_tokens
+        return packed is not None and self.row_length is not None and packed % self.row_length > 0
 
     @property
     def trains_everything(self) -> bool:

@@ -259,6 +259,7 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         fuse_loss="fused_loss" in converters,
         fuse_optimizer=fuses_optimizer(config, made.device) and config.parallel.offload == "none",
         mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
+        row_length=facts.data.max_length if has_one_length(facts.data) else None,
         adapter_dora=config.method.dora,
         snapshots=config.checkpoint.every_step_in_memory,
         copies_snapshots=config.checkpoint.every_step_in_memory and (count_nodes(facts) or 1) > 1,

@@ -40,19 +40,21 @@ def with_images(s: EstimateInput, standing: Moment, moments: tuple[Moment, ...])
         "weights": standing["weights"] + weights,
         "gathered": standing["gathered"] + outer_gathered(s),
     }
-    kept = kept_by_images(s)
-    later = tuple(moment | {"activations": moment["activations"] + kept} for moment in moments)
+    kept, own = kept_by_images(s), s.outer_trained * s.gradient_bytes // s.num_shards
     nothing = {"dequantized": 0, "logits": 0, "reduction": 0}
-    first, *_, last = moments  # the loss has what earlier micro-batches left, the end all gradients
-    forward = (
-        nothing
-        | {name: first[name] for name in ("gradients", "unreduced")}
-        | {"activations": kept + tower_at_work(s, s.images, backward=False)}
-    )
+    first, *between, last = moments  # the loss has what earlier micro-batches left, the end all gradients
+    before = {name: first[name] for name in ("gradients", "unreduced")}
+    after = {name: last[name] for name in ("gradients", "unreduced")}
+    # Gradients of tower and projector come when the decoder is through.
+    decoder = after | {"gradients": max(before["gradients"], after["gradients"] - own)}
+    later = tuple(moment | {"activations": moment["activations"] + kept} for moment in (first, *between, last | decoder))
+    forward = nothing | before | {"activations": kept + tower_at_work(s, s.images, backward=False)}
     if s.images.vision != "trained":
         return standing, (*later, forward)
-    backward = nothing | {name: last[name] for name in ("gradients", "unreduced")}
-    return standing, (*later, forward, backward | {"activations": kept + tower_at_work(s, s.images, backward=True)})
+    at_work = tower_at_work(s, s.images, backward=True)
+    begin = nothing | decoder | {"activations": kept + at_work}
+    end = nothing | after | {"activations": kept - kept_by_blocks(s, s.images.tower.num_layers - 1) + at_work}
+    return standing, (*later, forward, begin, end)
 
 
 def outer_weights(s: EstimateInput) -> int:
@@ -62,15 +64,19 @@ def outer_weights(s: EstimateInput) -> int:
 
 
 def outer_gathered(s: EstimateInput) -> int:
-    """Casts of trained parts, which autograd keeps, ``W c``; and of shards three blocks, or where they are not freed
-    all, as masters: ``min(3 B, W) m``. Where everything is trained, tower and projector are counted with the root.
+    """Casts of trained parts, which autograd keeps, ``W c``, of blocks that are computed again one's; and of shards
+    three blocks, or where they are not freed all, as masters: ``min(3 B, W) m``. Where everything is trained, tower and
+    projector are counted with the root.
     """
     if s.trains_everything or s.images is None or not s.outer_trained:
         return 0
-    casts = s.outer_trained * s.compute_bytes if s.compute_bytes != s.master_bytes else 0
+    tower, cast = s.images.tower, s.outer_trained
+    if s.images.vision == "trained" and s.layout.activation_checkpointing != "none":
+        cast -= (tower.num_layers - 1) * tower.num_block_parameters
+    casts = max(0, cast) * s.compute_bytes if s.compute_bytes != s.master_bytes else 0
     if s.num_shards == 1:
         return casts
-    blocks = GATHERED_BLOCKS * s.images.tower.num_block_parameters + s.images.tower.num_projector_parameters
+    blocks = GATHERED_BLOCKS * tower.num_block_parameters + tower.num_projector_parameters
     gathered = min(blocks, s.outer_trained) if s.layout.reshard_after_forward else s.outer_trained
     return casts + gathered * s.master_bytes
 
@@ -101,9 +107,16 @@ def kept_by_images(s: EstimateInput) -> int:
         kept += patches * c * images.tower.hidden_size + int(2 * features * c * s.model.hidden_size)
     kept += int(BATCHES_AHEAD * units * images.kept_bytes)
     if images.vision == "trained":
-        heavy = s.layout.activation_checkpointing
-        kept += images.tower.num_layers * patches * kept_bytes_per_patch(s, images.tower, heavy)
+        kept += kept_by_blocks(s, images.tower.num_layers)
     return kept
+
+
+def kept_by_blocks(s: EstimateInput, num_blocks: int) -> int:
+    """So many blocks of a trained tower."""
+    assert s.images is not None
+    tower = s.images.tower
+    patches = num_units(s) * tower.patches_per_unit
+    return num_blocks * patches * kept_bytes_per_patch(s, tower, s.layout.activation_checkpointing)
 
 
 def kept_bytes_per_patch(s: EstimateInput, tower: TowerFacts, mode: Checkpointing) -> int:
