@@ -209,10 +209,11 @@ def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, method: str, reco
 # ---- the gate --------------------------------------------------------------------------------------------------------
 
 
-def gate(model: nn.Module) -> Any:
+def gate(model: nn.Module, **options: Any) -> Any:
     ids = token_ids(1, 64)
     batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
-    return check_fp8(NativeEngine(LossModel(model), World(0, 0, 1, torch.device("cpu"))), model, batch, seed=0)
+    engine = NativeEngine(LossModel(model), World(0, 0, 1, torch.device("cpu")))
+    return check_fp8(engine, model, batch, seed=0, **options)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -233,12 +234,23 @@ def test_the_gate_refuses_codes_that_are_not_the_weights() -> None:
     assert "allowed are 5%, 34% and 6.2%" in refused.value.why and "kernels.linear: compute_dtype" in refused.value.fix
 
 
-def test_the_gate_refuses_what_is_no_number() -> None:
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_the_gate_refuses_what_is_no_number(random_weights: bool) -> None:
     model = in_fp8("llama", "full")
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = torch.inf
     with pytest.raises(UserError, match="not accurate enough"):
-        gate(model)
+        gate(model, random_weights=random_weights)
+
+
+def test_the_gate_asks_nothing_of_the_gradient_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.convert.fp8.GRADIENT_LIMIT", 1e-3)
+    with pytest.raises(UserError, match="not accurate enough"):
+        gate(in_fp8("llama", "lora"))
+    assert gate(in_fp8("llama", "lora"), random_weights=True).gradient > 1e-3
+    monkeypatch.setattr("manyhands.convert.fp8.LAYER_TOLERANCE", 1e-3)
+    with pytest.raises(UserError, match="not accurate enough"):
+        gate(in_fp8("llama", "lora"), random_weights=True)
 
 
 def test_the_gate_leaves_no_results_with_selective_checkpointing() -> None:

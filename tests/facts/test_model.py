@@ -98,6 +98,8 @@ def test_shapes_follow_from_a_config_that_says_no_more_than_it_must(name: str, t
     assert headers.tied_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
     assert headers.stored_dtype == "bfloat16"
     assert headers.head_dim == block.self_attn.head_dim
+    normed = [linear for linear in ("q_proj", "k_proj") if hasattr(block.self_attn, linear.replace("proj", "norm"))]
+    assert headers.head_norm_elements == sum(getattr(block.self_attn, name).out_features for name in normed)
 
 
 def test_a_familys_defaults_stand_in_for_keys_that_are_not_there():

@@ -8,6 +8,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.plan import memory
+from manyhands.plan.activations import block_bytes_per_token
 from manyhands.plan.search import plan
 from tests.plan.examples import facts, llama_1b, llama_8b, run_config
 from tests.support.plans import change_input, explain_why, make_input
@@ -70,3 +71,13 @@ def test_what_is_done_is_said() -> None:
     )
     on_cpu = plan(run_config(kernels__linear="fp8", parallel__device="cpu"), facts())
     assert any("emulated in float32" in line for line in explain_why(on_cpu))
+
+
+def test_what_norms_of_queries_and_keys_read_is_not_counted_twice() -> None:
+    """q, k and v are one result in fp8, which v keeps whole: the same tensor that the norms keep."""
+    normed = change_input(LORA, model=llama_8b().model_copy(update={"head_norm_elements": 4096 + 1024}))
+    plain, without = (
+        block_bytes_per_token(change_input(s, fp8_blocks=True, fuses_modules=True)) for s in (LORA, normed)
+    )
+    assert plain - without == 2 * (4096 + 1024)
+    assert block_bytes_per_token(LORA) == block_bytes_per_token(normed)

@@ -232,6 +232,8 @@ LAYER_TOLERANCE = 2**-4
 # forward and backward, 0.065 sqrt(4 L) of a gradient where errors of blocks do not cancel. Measured: 0.29 at 4
 # blocks, 0.46 at 8 and 0.88 at all 32 of an 8B shape with random weights, 0.39 at the 30 of a trained model of 135M
 # (the demo's); 0.07 there for bfloat16. Half as much again is allowed, but no error longer than the gradient itself.
+# Of random weights nothing is asked of the gradient, which is chaotic in a deep model: 1.31 at the 80 blocks of a 70B
+# shape, where no layer errs by more than 2.7 % and the loss by 0.3 %.
 SUBLAYER_ERROR, SLACK, GRADIENT_LIMIT = 0.065, 1.5, 1.0
 LOSS_TOLERANCE = 0.05  # measured: 0.15 % with random weights, 2 to 4 % of a few hundred tokens with the demo's model
 COMPARED_TOKENS = 1024  # at once
@@ -256,9 +258,11 @@ class Fp8Deviation:
         )
 
 
-def check_fp8(engine: TrainedModel, model: nn.Module, batch: Mapping[str, Any], seed: int) -> Fp8Deviation:
+def check_fp8(
+    engine: TrainedModel, model: nn.Module, batch: Mapping[str, Any], seed: int, *, random_weights: bool = False
+) -> Fp8Deviation:
     """Loss and gradients of ``batch`` (each rank its own), with matmuls in fp8 and in the compute dtype; UserError
-    where they are too far apart.
+    where they are too far apart; with ``random_weights`` only loss and layers count.
 
     Forward and backward both ways, as in training but uncompiled; of each gradient some elements are kept. In the pass
     in the compute dtype each layer computes in fp8 too, on the same inputs. Leaves the layers in fp8.
@@ -295,12 +299,15 @@ def check_fp8(engine: TrainedModel, model: nn.Module, batch: Mapping[str, Any], 
         num_loss_tokens=num_loss_tokens,
     )
     allowed = min(GRADIENT_LIMIT, SLACK * SUBLAYER_ERROR * math.sqrt(4 * len(find_blocks(model))))
+    if random_weights and math.isfinite(deviation.gradient):
+        allowed = math.inf
     # written so that it also refuses nan
     if not (deviation.loss <= LOSS_TOLERANCE and deviation.gradient <= allowed and deviation.layer <= LAYER_TOLERANCE):
+        bound = "any of random weights" if allowed == math.inf else f"{allowed:.0%}"
         raise UserError(
             f"matmuls in fp8 are not accurate enough for {type(model).__name__}",
             where="kernels.linear: fp8",
-            why=f"{deviation}; allowed are {LOSS_TOLERANCE:.0%}, {allowed:.0%} and {LAYER_TOLERANCE:.1%}",
+            why=f"{deviation}; allowed are {LOSS_TOLERANCE:.0%}, {bound} and {LAYER_TOLERANCE:.1%}",
             fix="set kernels.linear: compute_dtype",
         )
     return deviation
@@ -390,7 +397,8 @@ class Fp8Blocks(BaseConverter):
             self.lines.append(f"linear: frozen weights quantized once, {num_bytes / 2**30:.1f} GiB beside them")
 
     def before_first_step(self, model: nn.Module, trained: TrainedModel, batch: Mapping[str, Any]) -> Finding:
-        found = check_fp8(trained, model, batch, self.context.seed)
+        is_random = self.context.config.model.init == "random" and not self.context.resumes
+        found = check_fp8(trained, model, batch, self.context.seed, random_weights=is_random)
         measured = {"fp8_loss_deviation": found.loss, "fp8_gradient_deviation": found.gradient}
         return Finding(f"linear: {found}", measured)
 

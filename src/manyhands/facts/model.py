@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -90,6 +90,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_block_parameters=sum(map(math.prod, block.values())),
         block_linear_shapes=_linear_shapes(block),
         block_norm_elements=norm_elements(block, config),
+        head_norm_elements=norm_elements([name for name in block if is_head_norm(name)], config),
         parameter_shapes=shapes,
     )
 
@@ -187,7 +188,7 @@ def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes if is_tied(config) else shapes | {HEAD: embeddings}
 
 
-def norm_elements(block: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> int:
+def norm_elements(block: Iterable[str], config: Mapping[str, Any]) -> int:
     """Elements a token that a block's norms read: hidden_size each, and all heads for the norms of queries and keys."""
     dim, (heads, kv_heads) = families.head_dim(families.find(config), config), families.num_heads(config)
     widths = {"q_norm": heads * dim, "k_norm": kv_heads * dim}
@@ -203,6 +204,10 @@ def widest_head(config: Mapping[str, Any]) -> int:
 
 def is_tied(config: Mapping[str, Any]) -> bool:
     return families.is_tied(families.find(config), config)
+
+
+def is_head_norm(name: str) -> bool:
+    return name.endswith(("q_norm.weight", "k_norm.weight"))
 
 
 def _is_norm(name: str) -> bool:

@@ -110,7 +110,8 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     result of attention, padded     c q more where rows of one length leave padding at a micro-batch's end: what the
                                     kernel gives is kept beside what the output projection takes. Measured: 3.3 GiB of
                                     36 blocks and 12,416 tokens
-    q and k before they rotate      c (q + k) more where q, k and v are one matmul, whose result v keeps whole
+    q and k before they rotate      c (q + k) more where q, k and v are one matmul, whose result v keeps whole; it is
+                                    also the input of norms of q and k, where there are such, and not counted twice
     gate, up, product               3 c I compiled; eager 4 c I, with the activation's result apart
     of a frozen model               neither inputs of linear layers nor the MLP's product: gradients pass through alone
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
@@ -122,7 +123,7 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * own_gradient)
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + c * q * (s.mixed_lengths or s.pads_rows)
     mlp = c * m.intermediate_size * (3 if s.layout.compile else 4)
-    merged = c * (q + k) if s.merges_queries else 0
+    merged = c * max(0, q + k - m.head_norm_elements) if s.merges_queries else 0
     if s.freezes_text:
         return norms + attention + merged + mlp - c * m.intermediate_size
     return norms + 2 * c * m.hidden_size + attention + merged + mlp + adapter_bytes_per_token(s) - _kept_in_fp8(s)

@@ -156,8 +156,8 @@ def constant_pack_tokens(
 ) -> int | None:
     """Tokens of every micro-batch of the run, where samples of one length are packed by their number; else None.
 
-    As many samples a rank and micro-batch as the balanced layout of a whole step gives. Padded to whole tiles only their
-    number would suit no matmul: without padding, attention over rows takes and gives no copies.
+    As many samples a rank and micro-batch as the balanced layout of a whole step gives. Padded to whole tiles only
+    where matmuls would not take their number as it is: without padding, attention over rows takes and gives no copies.
     """
     if micro_tokens is None or batch_samples is None or not has_one_length(data):
         return None

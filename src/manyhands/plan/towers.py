@@ -26,7 +26,7 @@ ROUNDING = 1e-9  # of a quotient of whole numbers
 HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 BATCHES_AHEAD = 2  # micro-batches whose kept features are on the device before they are used
 READ_BYTES_S = 1e9  # assumed, of kept features: what one machine's disk gives all its ranks
-EAGER_PASSES = 3.0  # times that values of a block are read or written: towers are not compiled
+EAGER_PASSES, COMPILED_PASSES = 3.0, 1.5  # times that values of a block are read or written
 
 
 def with_images(s: EstimateInput, standing: Moment, moments: tuple[Moment, ...]) -> tuple[Moment, tuple[Moment, ...]]:
@@ -47,7 +47,9 @@ def with_images(s: EstimateInput, standing: Moment, moments: tuple[Moment, ...])
     after = {name: last[name] for name in ("gradients", "unreduced")}
     # Gradients of tower and projector come when the decoder is through.
     decoder = after | {"gradients": max(before["gradients"], after["gradients"] - own)}
-    later = tuple(moment | {"activations": moment["activations"] + kept} for moment in (first, *between, last | decoder))
+    later = tuple(
+        moment | {"activations": moment["activations"] + kept} for moment in (first, *between, last | decoder)
+    )
     forward = nothing | before | {"activations": kept + tower_at_work(s, s.images, backward=False)}
     if s.images.vision != "trained":
         return standing, (*later, forward)
@@ -177,8 +179,8 @@ def memory_by_part(s: EstimateInput) -> dict[str, dict[str, int]]:
 def towers_s(s: TimeInput) -> float:
     """Seconds of tower and projector in a mean step of a rank: ``2 N`` operations for each weight of the blocks'
     matrices, ``4 N n h`` of attention over images (or squares) of n patches, forward once; of a trained tower backward
-    twice more, and once more where its blocks are computed again. Values are read and written in passes of their own,
-    as towers are not compiled.
+    twice more, and once more where its blocks are computed again. Values of a trained tower, which is not compiled, are
+    read and written in passes of their own.
     """
     e, images = s.estimate, s.estimate.images
     if images is None:
@@ -193,8 +195,8 @@ def towers_s(s: TimeInput) -> float:
     forward = layers * patches * 2.0 * weights / s.rates.matmul
     forward += layers * patches * 4.0 * images.mean_patches * padded / s.rates.attention
     moved = e.compute_bytes * layers * patches * (8 * tower.hidden_size + 2 * inner)
-    forward += EAGER_PASSES * moved / s.rates.memory
     mode, trained = e.layout.activation_checkpointing, images.vision == "trained"
+    forward += (COMPILED_PASSES if e.layout.compile and not trained else EAGER_PASSES) * moved / s.rates.memory
     times = 1.0 + (2.0 if trained else 0.0) + (1.0 if trained and mode in ("full", "except_attention") else 0.0)
     projector = 2.0 * units * tower.tokens_per_unit * tower.num_projector_parameters / s.rates.matmul
     if images.kept_bytes:  # by the first pass alone
