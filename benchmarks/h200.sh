@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# The numbers of docs/results.md on a machine of two GPUs, under ten minutes; speed is measured by `python -m benchmarks`.
-#   benchmarks/h200.sh RESULTS MODEL DATA   the reference against Trainer and PEFT, real learning, equality in bfloat16
+# Numbers of docs/results.md on GPUs; the speed of one row beside its peers is measured by `python -m benchmarks`.
+#   benchmarks/h200.sh numbers RESULTS MODEL DATA   two GPUs, ten minutes: the reference against Trainer and PEFT, real
+#                                                   learning, equality in bfloat16
+#   benchmarks/h200.sh gsm8k RESULTS MODEL DATA     one GPU, seven minutes: exact match before and after, beside lm-eval
+#   benchmarks/h200.sh unmeasured RESULTS [NAME...]  one GPU: rows that were not measured yet, all or those named
 # RESULTS is a folder for raw rows; MODEL is SmolLM2-135M-Instruct; DATA is GSM8K's train.jsonl.
 # Each case has its own time limit, so one that hangs costs only itself.
 set -uo pipefail
-results=$1
+command=$1 results=$(mkdir -p "$2" && cd "$2" && pwd)
 root=$(cd "$(dirname "$0")/.." && pwd)
-export PYTHONPATH=$root/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONPATH=$root/src:$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-mkdir -p "$results" /tmp/logs
+mkdir -p /tmp/logs
 
 numbers() {
     local model=$1 data=$2 gpu method learn
@@ -37,4 +40,62 @@ numbers() {
         tail -n 20 /tmp/logs/equality.log
 }
 
-numbers "${@:2}"
+gsm8k() {
+    local model=$1 data=$2 folder
+    mkdir -p /tmp/gsm8k/tasks && cd /tmp/gsm8k || exit
+    head -n 6726 "$data" >train.jsonl
+    tail -n +6727 "$data" >test.jsonl
+    cat >tasks/held_out.yaml <<'TASK'
+task: gsm8k_held_out
+dataset_path: json
+dataset_kwargs: {data_files: {test: /tmp/gsm8k/test.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer.split('####')[-1].strip()}}"
+generation_kwargs: {until: [], max_gen_toks: 256, do_sample: false}
+filter_list: [{name: last-number, filter: [{function: regex, group_select: -1, regex_pattern: "(-?[$0-9.,]{2,})|(-?[0-9]+)"}, {function: take_first}]}]
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true, regexes_to_ignore: [",", "\\$", "\\.$"]}]
+TASK
+    timeout -k 10 200 python3 -m manyhands train "$root/examples/gsm8k-full.yaml" name=gsm8k model.name="$model" data.train=train.jsonl \
+        data.validation=test.jsonl data.validation_fraction=0 parallel.gpus=1 >"$results/train.log" 2>&1
+    timeout -k 10 240 python3 -m manyhands eval runs/gsm8k --data test.jsonl --metrics loss,exact_match --extract number \
+        --batch-size 256 --output "$results/eval" >"$results/eval.log" 2>&1
+    tail -n 4 "$results/eval.log"
+    for folder in "$model" runs/gsm8k/model; do
+        timeout -k 10 150 python3 -m lm_eval run --model hf --model_args "pretrained=$folder,dtype=bfloat16" --tasks gsm8k_held_out \
+            --include_path tasks --apply_chat_template --batch_size 256 >"$results/lm-eval-$(basename "$folder").log" 2>&1
+        grep exact_match "$results/lm-eval-$(basename "$folder").log"
+    done
+}
+
+unmeasured() {
+    local case="python3 -m manyhands.bench.case --output $results/rows.jsonl" vision="python3 -m benchmarks.vision --output $results/rows.jsonl"
+    measure 70b-fp8 200 $case --row 70b-lora --steps 8 --warm 3 --label fp8-alone kernels.linear=fp8 model.frozen_dtype=fp8
+    measure 8b-lora 60 $case --row 8b-lora --label today
+    measure 8b-fp8 60 $case --row 8b-lora --label fp8-alone kernels.linear=fp8 model.frozen_dtype=fp8
+    measure 8b-qlora 60 $case --row 8b-qlora --label today
+    measure trl-vision 90 python3 -m benchmarks.peer_trl_vision --output "$results/rows.jsonl"
+    measure vision 80 $vision --case qwen3vl4b-lora-images --label today
+    measure everything-recompute 80 $vision --case gemma4b-everything-recompute --label today
+    measure answers 240 python3 -m benchmarks.generate --shape llama8b --prompts 1024 --gpus 1 --output "$results/generate.jsonl"
+    mkdir -p /tmp/checkpoint
+    measure checkpoint 250 python3 -m benchmarks.checkpoint --gib 24 --device cuda --folder /tmp/checkpoint
+    measure foresight 560 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" \
+        --have "$root"/benchmarks/results/h200-foresight-*.jsonl --budget 540 --calibrate --only 1
+}
+
+measure() {
+    local name=$1 limit=$2 begin=$SECONDS
+    [[ -z ${names:-} || " $names " == *" $name "* ]] || return 0
+    timeout -k 10 "$limit" "${@:3}" >"$results/$name.log" 2>&1
+    echo "$name: exit code $?, $((SECONDS - begin)) s"
+    tail -n 2 "$results/$name.log" | cut -c1-300
+}
+
+cd "$root" || exit
+case $command in
+numbers | gsm8k) "$command" "${@:3}" ;;
+unmeasured) names="${*:3}" && unmeasured ;;
+*) echo "benchmarks/h200.sh: no command $command" >&2 && exit 2 ;;
+esac

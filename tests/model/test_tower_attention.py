@@ -18,7 +18,7 @@ from manyhands.data.image_probe import ProbeImages
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.families import find
 from manyhands.model.multimodal import multiply_patches
-from manyhands.model.structure import auto_class_of
+from manyhands.model.structure import auto_class_of, find_tower_blocks
 from manyhands.model.tower_attention import TOWER, attend_alike, attend_each, attend_tower
 from tests.support import vision
 from tests.support.building import on_meta
@@ -222,3 +222,23 @@ def test_patches_times_a_kernel_are_their_convolution() -> None:
     for given in (bias, None):
         expected = torch.nn.functional.conv3d(patches, weight, given, stride=(2, 4, 4))
         torch.testing.assert_close(multiply_patches(patches, weight, given), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_frozen_towers_compiled_give_the_same_features(folders: dict[str, Path], family: str) -> None:
+    """Of batches with other numbers of images, too; trained towers stay as they are."""
+    frozen = {"vision": "frozen", "projector": "frozen", "language": "trained"}
+    run = tiny_run(folders[family])
+    plain, compiled, trained = (
+        build(tiny_plan(folders[family], parts=parts, compile=compile_), run)
+        for parts, compile_ in ((frozen, False), (frozen, True), (TRAINED, True))
+    )
+    blocks = [list(find_tower_blocks(engine.model).values()) for engine in (plain, compiled, trained)]
+    are_compiled = [[block._compiled_call_impl is not None for block in each] for each in blocks]
+    assert [set(each) for each in are_compiled] == [{False}, {True}, {False}]
+    for counts in ((1, 2, 0, 1), (2,), (3, 1, 1)):
+        batch = collated(folders[family], family, counts)
+        (expected, deeper), (found, more) = (e.loss_model.images._features(e.model, batch) for e in (plain, compiled))
+        for ours, theirs in zip((found, *more), (expected, *deeper), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
