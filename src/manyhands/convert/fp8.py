@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp
-from manyhands.convert.protocol import BaseConverter, Context, Finding, TrainedModel
+from manyhands.convert.protocol import BaseConverter, Finding, TrainedModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import is_full, local
 from manyhands.kernels.fp8 import (
@@ -361,23 +361,12 @@ def _sample_gradients(
 class Fp8Weights(BaseConverter):
     """Frozen weights of the blocks' linear layers kept in fp8 alone (``model.frozen_dtype``)."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.lines: list[str] = []
-
     def on_meta(self, model: nn.Module) -> None:
         self.lines.append(f"frozen: {len(store_in_fp8(model))} layers are kept as fp8 values with a scale per output")
-
-    def describe(self) -> Sequence[str]:
-        return tuple(self.lines)
 
 
 class Fp8Blocks(BaseConverter):
     """Linear layers of the blocks in fp8 while they train; before the first step their accuracy is measured."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.lines: list[str] = []
 
     def on_meta(self, model: nn.Module) -> None:
         device = self.context.device
@@ -401,6 +390,3 @@ class Fp8Blocks(BaseConverter):
         found = check_fp8(trained, model, batch, self.context.seed, random_weights=is_random)
         measured = {"fp8_loss_deviation": found.loss, "fp8_gradient_deviation": found.gradient}
         return Finding(f"linear: {found}", measured)
-
-    def describe(self) -> Sequence[str]:
-        return tuple(self.lines)

@@ -95,6 +95,7 @@ class BaseConverter:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.lines: list[str] = []  # what it says of itself
 
     def on_meta(self, model: Any) -> None:
         pass
@@ -109,4 +110,4 @@ class BaseConverter:
         return None
 
     def describe(self) -> Sequence[str]:
-        return ()
+        return tuple(self.lines)
