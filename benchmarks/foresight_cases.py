@@ -14,10 +14,10 @@ from manyhands.bench.rows import BenchRow
 # By shape, of ``manyhands.bench.shapes``. Families of both kinds, and families that only the second kind has.
 FITTED = (
     *("tiny", "smollm135m", "llama1b", "llama8b", "llama70b", "qwen32b", "gemma27b", "phi3mini", "mistral7b"),
-    *("qwen2-7b", "olmo2-7b"),
+    *("qwen2-7b", "olmo2-7b", "qwen06b"),
 )
 HELD_OUT = (
-    *("smollm360m", "llama3b", "qwen06b", "qwen4b", "qwen14b", "gemma4b", "gemma12b", "phi4", "mistral24b"),
+    *("smollm360m", "llama3b", "qwen4b", "qwen14b", "gemma4b", "gemma12b", "phi4", "mistral24b"),
     *("qwen2-1.5b", "qwen2-72b", "granite8b", "smollm3-3b", "glm9b"),
 )
 

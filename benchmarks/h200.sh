@@ -41,14 +41,15 @@ numbers() {
 }
 
 gsm8k() {
-    local model=$1 data=$2 folder
-    mkdir -p /tmp/gsm8k/tasks && cd /tmp/gsm8k || exit
+    local model data work folder
+    model=$(realpath "$1") data=$(realpath "$2") work=$(mktemp -d)
+    mkdir "$work/tasks" && cd "$work" || exit
     head -n 6726 "$data" >train.jsonl
     tail -n +6727 "$data" >test.jsonl
     cat >tasks/held_out.yaml <<'TASK'
 task: gsm8k_held_out
 dataset_path: json
-dataset_kwargs: {data_files: {test: /tmp/gsm8k/test.jsonl}}
+dataset_kwargs: {data_files: {test: test.jsonl}}
 test_split: test
 output_type: generate_until
 doc_to_text: "{{question}}"
@@ -93,9 +94,8 @@ measure() {
     tail -n 2 "$results/$name.log" | cut -c1-300
 }
 
-cd "$root" || exit
 case $command in
 numbers | gsm8k) "$command" "${@:3}" ;;
-unmeasured) names="${*:3}" && unmeasured ;;
+unmeasured) cd "$root" && names="${*:3}" && unmeasured ;;
 *) echo "benchmarks/h200.sh: no command $command" >&2 && exit 2 ;;
 esac

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.plan.batch import auto_samples, pack_sizes, possible_splits
+from manyhands.plan.batch import auto_samples, constant_pack_tokens, pack_sizes, possible_splits
 from manyhands.plan.search import plan
 from tests.plan.examples import data_facts, facts, model_facts, run_config
 from tests.support.plans import explain_why
@@ -142,3 +142,13 @@ def test_a_step_of_packs_of_a_model_that_cannot_pack_is_carried_out_unpacked():
     assert made.layout.micro_samples >= 1 and made.layout.accumulation is None
     said = explain_why(made, "batch", "steps")
     assert said[0].startswith("batch: samples of 4 packs of 2,048 tokens over") and "of 4 packs" in said[1]
+
+
+def test_packs_of_one_length_are_padded_only_where_matmuls_would_not_take_them():
+    def packed(length: int) -> int | None:
+        data = data_facts(mean=length, longest=length, num_validation_samples=0, num_validation_tokens=0)
+        return constant_pack_tokens(16, 16384, data, 1)
+
+    assert packed(1540) == 8 * 1540  # a multiple of 16, not of 128
+    assert packed(1541) == 97 * 128 > 8 * 1541
+    assert packed(2048) == 8 * 2048

@@ -11,7 +11,7 @@ import pytest
 from manyhands.plan import memory
 from manyhands.plan.activations import block_bytes_per_token, kept_bytes_per_token, moved_bytes
 from manyhands.plan.estimate_input import EstimateInput
-from tests.plan.examples import model_facts
+from tests.plan.examples import llama_8b, model_facts
 from tests.support.plans import change_input, make_input
 
 TINY = model_facts()
@@ -266,3 +266,10 @@ def test_the_estimate_is_what_always_stands_and_the_worst_moment(setup, worst):
     assert terms["overhead"] == memory.overhead(setup)
     assert terms["pools"] == memory.pools(setup, terms) + math.ceil(0.012 * moving)
     assert all(isinstance(size, int) and size >= 0 for size in terms.values())
+
+
+def test_rows_of_one_length_that_leave_padding_keep_the_result_of_attention_twice():
+    plain = make_input(llama_8b(), pack_tokens=12416, row_length=None)
+    padded, whole = change_input(plain, row_length=1540), change_input(plain, row_length=1552)
+    assert block_bytes_per_token(padded) - block_bytes_per_token(plain) == 2 * 32 * 128
+    assert block_bytes_per_token(whole) == block_bytes_per_token(plain)

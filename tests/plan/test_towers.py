@@ -20,7 +20,15 @@ from manyhands.plan.memory import estimate_terms
 from manyhands.plan.rates import load_fitted, rates_of_kind
 from manyhands.plan.search import base_input, plan
 from manyhands.plan.time import TimeInput
-from manyhands.plan.towers import kept_by_images, memory_by_part, num_units, tower_at_work, towers_s
+from manyhands.plan.towers import (
+    kept_by_images,
+    memory_by_part,
+    num_units,
+    outer_gathered,
+    tower_at_work,
+    towers_s,
+    with_images,
+)
 from manyhands.plan.work import MeanStep, Micro
 from manyhands.worker.largest import largest_samples
 from tests.plan.examples import data_facts, facts, gemma_4b_with_images, model_facts, run_config, tower_facts
@@ -200,3 +208,18 @@ def test_the_plan_of_a_4b_model_says_what_each_part_takes() -> None:
     everything = plan(run_config(method__parts={"vision": "trained", "language": "full"}), given)
     assert everything.layout.trains_everything
     assert everything.memory.terms["optimizer"] == 8 * (given.model.num_parameters + given.model.num_tower_parameters)
+
+
+def test_gradients_of_a_tower_come_when_its_blocks_have_let_go_of_what_they_kept() -> None:
+    """Recomputed, the tower ends its backward pass with all gradients and one block; casts of the others are gone."""
+    s = change_input(estimated((TRAINED, TRAINED, FROZEN)), activation_checkpointing="full", compute_dtype="bfloat16")
+    tower, standing = s.images.tower, {"weights": 0, "gathered": 0}
+    moment = {"gradients": 0, "unreduced": 0, "dequantized": 0, "activations": 0, "logits": 0, "reduction": 0}
+    gradients = s.outer_trained * s.gradient_bytes
+    _, (loss, end_of_text, forward, begin, end) = with_images(s, standing, (moment, moment | {"gradients": gradients}))
+    assert (loss["gradients"], end_of_text["gradients"], forward["gradients"], begin["gradients"]) == (0, 0, 0, 0)
+    assert end["gradients"] == gradients
+    patches = num_units(s) * tower.patches_per_unit
+    assert begin["activations"] - end["activations"] == (tower.num_layers - 1) * patches * 2 * tower.hidden_size
+    kept = change_input(s, activation_checkpointing="none")
+    assert outer_gathered(kept) - outer_gathered(s) == 2 * (tower.num_layers - 1) * tower.num_block_parameters

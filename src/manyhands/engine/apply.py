@@ -7,7 +7,7 @@ the backward pass, so nothing is averaged here. Must not know data, the optimize
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,12 +132,7 @@ def compile_blocks(model: nn.Module, *, dynamic: bool | None = True, **options: 
     window; under adapters the first block, whose input needs no gradient; with masks (``sdpa``) also a pack of one
     single document, for which transformers builds none.
     """
-    if dynamic:
-        # Sizes that happen to be equal in the first micro-batch (tokens and hidden size, documents and head size) would
-        # share a symbol, and a weight would then fix both. Read while tracing, that is at the first micro-batch.
-        shapes.use_duck_shape = False
-    for block in find_blocks(model).values():
-        block.compile(dynamic=dynamic, **options)  # type: ignore[operator]
+    _compile(find_blocks(model).values(), dynamic, **options)
 
 
 def compile_towers(model: nn.Module) -> None:
@@ -146,9 +141,17 @@ def compile_towers(model: nn.Module) -> None:
     Their norms, rotary embeddings and activation functions read and write every value of a patch several times
     otherwise.
     """
-    for block in find_tower_blocks(model).values():
-        if not any(parameter.requires_grad for parameter in block.parameters()):
-            block.compile(dynamic=True)  # type: ignore[operator]
+    blocks = find_tower_blocks(model).values()
+    _compile([block for block in blocks if not any(p.requires_grad for p in block.parameters())], dynamic=True)
+
+
+def _compile(blocks: Iterable[nn.Module], dynamic: bool | None, **options: object) -> None:
+    if dynamic:
+        # Sizes that happen to be equal in the first micro-batch (tokens and hidden size, documents and head size) would
+        # share a symbol, and a weight would then fix both. Read while tracing, that is at the first micro-batch.
+        shapes.use_duck_shape = False
+    for block in blocks:
+        block.compile(dynamic=dynamic, **options)  # type: ignore[operator]
 
 
 def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:

@@ -30,6 +30,7 @@ TEXT_PREFIX = re.compile(
 )
 BARE_TENSOR = re.compile(r"^(?=(?:layers|embed_tokens|norm)\.)")  # of a text model that was saved without its head
 UNREAD = ".rotary_emb.inv_freq"  # older versions of transformers stored these frequencies; nothing loads them
+HEAD_NORMS = ("q_norm", "k_norm")  # of queries and of keys
 HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
 
 
@@ -90,7 +91,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_block_parameters=sum(map(math.prod, block.values())),
         block_linear_shapes=_linear_shapes(block),
         block_norm_elements=norm_elements(block, config),
-        head_norm_elements=norm_elements([name for name in block if is_head_norm(name)], config),
+        head_norm_elements=norm_elements([name for name in block if _norm_of(name) in HEAD_NORMS], config),
         parameter_shapes=shapes,
     )
 
@@ -191,8 +192,8 @@ def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def norm_elements(block: Iterable[str], config: Mapping[str, Any]) -> int:
     """Elements a token that a block's norms read: hidden_size each, and all heads for the norms of queries and keys."""
     dim, (heads, kv_heads) = families.head_dim(families.find(config), config), families.num_heads(config)
-    widths = {"q_norm": heads * dim, "k_norm": kv_heads * dim}
-    norms = [name.removesuffix(".weight").rsplit(".", 1)[-1] for name in block if _is_norm(name)]
+    widths = dict(zip(HEAD_NORMS, (heads * dim, kv_heads * dim), strict=True))
+    norms = [_norm_of(name) for name in block if _is_norm(name)]
     return sum(widths.get(norm, config["hidden_size"]) for norm in norms)
 
 
@@ -206,8 +207,8 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     return families.is_tied(families.find(config), config)
 
 
-def is_head_norm(name: str) -> bool:
-    return name.endswith(("q_norm.weight", "k_norm.weight"))
+def _norm_of(name: str) -> str:
+    return name.removesuffix(".weight").rsplit(".", 1)[-1]
 
 
 def _is_norm(name: str) -> bool:

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from manyhands import families
@@ -34,7 +33,7 @@ from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, att
 from manyhands.model.features import KeptFeatures
 from manyhands.model.inferred_images import check_structure, find_unused
 from manyhands.model.structure import text_parameters
-from manyhands.model.tower_attention import use_varlen
+from manyhands.model.towers import embed_by_matmul, use_varlen
 from manyhands.plan.types import Plan
 
 OUTER_PARTS = ("vision", "projector")  # what leads to the embeddings of the language model
@@ -52,7 +51,7 @@ def takes_images(plan: Plan) -> bool:
 
 def choose_attention(plan: Plan, model_config: Any) -> str | dict[str, str]:
     """transformers' ``attn_implementation``: the plan's for the text; towers, which know no documents, have ``sdpa``
-    to begin with (``tower_attention.py``).
+    to begin with (``towers.py``).
 
     Images that are read in both directions need a function of ours, since transformers' mask joins those of
     documents that touch.
@@ -263,30 +262,6 @@ class Images:
         )  # as large as this canvas: itself, and its tiles
         squares = torch.ones(1 + (height // side) * (width // side), 3, side, side, device=device)
         return {"pixel_values": squares, "image_sizes": torch.tensor([[height, width]])}
-
-
-class PatchConvolution(nn.Conv3d):
-    """Over patches as large as its kernel, which is a matmul: on a GPU computed as one, as cuDNN's convolution takes an
-    H200 5.9 ms for 32,768 patches of 16 x 16 pixels.
-    """
-
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """(n, channels, T, H, W) -> (n, out, 1, 1, 1) where T, H and W are the kernel's."""
-        is_matmul = tuple(patches.shape[2:]) == self.kernel_size and not any(self.padding) and self.groups == 1
-        if patches.device.type == "cpu" or not is_matmul:
-            return super().forward(patches)
-        return multiply_patches(patches, self.weight, self.bias)
-
-
-def multiply_patches(patches: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """(n, channels, T, H, W), (out, channels, T, H, W) -> (n, out, 1, 1, 1)"""
-    return F.linear(patches.flatten(1), weight.flatten(1), bias)[..., None, None, None]
-
-
-def embed_by_matmul(tower: nn.Module) -> None:
-    for module in tower.modules():
-        if type(module) is nn.Conv3d:
-            module.__class__ = PatchConvolution
 
 
 def _add_at(own: Any, hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.pack import padded_tokens
 from manyhands.facts.types import DataFacts
 
-ALIGNED_TOKENS = 16  # tokens of a micro-batch are a multiple of them, which is what fp8 matmuls ask
+ALIGNED_TOKENS = 16  # matmuls take a multiple of them as it is: in fp8, where tokens are summed over, others are padded
 AUTO_SAMPLES = 32
 SHORT_SAMPLE_TOKENS = 256  # packed samples shorter than this on average go 64 to a batch
 MIN_AUTO_STEPS = 10  # an automatic batch leaves at least so many steps in an epoch

@@ -17,9 +17,8 @@ from manyhands.data.image_places import HOST_ENTRIES, place_images, tower_sizes
 from manyhands.data.image_probe import ProbeImages
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.families import find
-from manyhands.model.multimodal import multiply_patches
 from manyhands.model.structure import auto_class_of, find_tower_blocks
-from manyhands.model.tower_attention import TOWER, attend_alike, attend_each, attend_tower
+from manyhands.model.towers import TOWER, attend_alike, attend_each, attend_tower, multiply_patches
 from tests.support import vision
 from tests.support.building import on_meta
 from tests.support.images import FAMILIES, IMAGE, QWEN, make_document, pack
