@@ -1,10 +1,11 @@
 """What vision towers whose images lie end to end compute otherwise than in transformers: attention, and the embedding
 of their patches.
 
-In attention each image is seen by itself alone, in both directions. Such towers of transformers cut their patches at cumulative lengths. They do so by ``Tensor.tolist`` in every layer,
-for which the host waits each time, unless the name of their attention has ``flash`` in it: then that is called once
-with the lengths. ``manyhands_flash_tower`` is such a name. On CUDA in half precision torch's kernel for packed
-documents computes it, or cuDNN where all images have one size; else, and as the reference, each image does by itself.
+In attention each image is seen by itself alone, in both directions. Such towers of transformers cut their patches at
+cumulative lengths. They do so by ``Tensor.tolist`` in every layer, for which the host waits each time, unless the name
+of their attention has ``flash`` in it: then that is called once with the lengths. ``manyhands_flash_tower`` is such a
+name. On CUDA in half precision torch's kernel for packed documents computes it, or cuDNN where all images have one
+size; else, and as the reference, each image does by itself.
 
 Shapes: n patches of all images, h heads, d dimensions a head.
 """
