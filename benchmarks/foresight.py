@@ -7,13 +7,14 @@
 
 Every case is a process group of its own with a time limit, so that one that hangs or runs out of memory costs itself;
 its row is appended as it comes. Cases that a file of ``--have`` or the output holds are not measured again. The cases
-of most GPUs come first; those of fewer then run side by side on GPUs of their own, and their rows say how many ran
-beside them (``beside``).
+of most GPUs come first; those of fewer run side by side on GPUs of their own, and their rows say how many ran beside
+them (``beside``). Cases of one GPU prepare all that needs none while others still hold the GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -88,6 +89,7 @@ def parse() -> argparse.Namespace:
     measure.add_argument("--only", type=int, nargs="+", help="cases of these numbers of GPUs alone")
     measure.add_argument("--case", nargs="+", choices=sorted(BY_NAME), metavar="CASE", help="these cases alone")
     measure.add_argument("--calibrate", action="store_true", help="first, half a minute: what the GPUs sustain")
+    measure.add_argument("--kept", action="store_true", help="also what is kept for the backward pass; compiles anew")
     measure.add_argument("--alone", action="store_true", help="never two cases side by side")
     return parser.parse_args()
 
@@ -104,6 +106,7 @@ class Schedule:
         self.on_cpu = on_cpu or num_gpus == 0
         self.lock, self.changed = threading.Lock(), threading.Condition()
         self.running = 0
+        self.staged: Case | None = None  # started, and waiting for a GPU
         self.failed: list[str] = []
         done = {
             row["case"]
@@ -131,17 +134,16 @@ class Schedule:
     def run(self) -> int:
         if not self.on_cpu and self.options.calibrate:
             self.calibrate()
-        threads = []
+        threads: list[threading.Thread] = []
         with self.changed:
             while True:
-                case = self.next_case()
-                if case is not None:
-                    gpus = [self.free.pop(0) for _ in range(case.gpus)]
+                if self.staged is None and (case := self.next_case()) is not None:
                     self.pending.remove(case)
-                    self.running += 1
+                    self.staged = case if case.gpus == 1 else None
+                    gpus = [] if case.gpus == 1 else self.take(case.gpus)
                     threads.append(threading.Thread(target=self.measure, args=(case, gpus), daemon=True))
                     threads[-1].start()
-                elif self.running:
+                elif self.running or self.staged is not None:
                     self.changed.wait(timeout=5)
                 else:
                     break
@@ -151,6 +153,24 @@ class Schedule:
             print(f"not begun: {case.name}", flush=True)
         return 1 if self.failed else 0
 
+    def take(self, num_gpus: int) -> list[int]:
+        self.running += 1
+        return [self.free.pop(0) for _ in range(num_gpus)]
+
+    def wait_for_gpu(self) -> list[int]:
+        """Of the staged case: until a GPU is free."""
+        with self.changed:
+            while not self.free or (self.options.alone and self.running):
+                self.changed.wait(timeout=5)
+            self.staged = None
+            self.changed.notify_all()
+            return self.take(1)
+
+    def variables(self, gpus: list[int]) -> dict[str, str]:
+        """Of the processes of a case that has begun on ``gpus``."""
+        visible = {} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, visible_gpus(gpus)))}
+        return visible | {"FORESIGHT_BESIDE": str(self.running - 1)}
+
     def calibrate(self) -> None:
         """What the GPUs sustain in this call, as ``manyhands doctor --calibrate`` has it: a row of its own."""
         output, found = start_processes("manyhands.bench.calibrate", [], 1, LIMIT_S)
@@ -159,34 +179,40 @@ class Schedule:
         print(f"{time.monotonic() - self.begin:5.0f} s  calibration: {found or row['failure']}", flush=True)
 
     def next_case(self) -> Case | None:
-        """The first that fits into the free GPUs and the time; None: wait, or end."""
-        if self.options.alone and self.running:
+        """The first that fits into the free GPUs and the time, or of one GPU, which may wait for it; None: wait, or
+        end."""
+        if self.options.alone and self.running and self.pending and self.pending[0].gpus > 1:
             return None
         room, left = len(self.free), self.left_s()
-        fitting = (case for case in self.pending if case.gpus <= room and case.cost_s <= left)
+        fitting = (case for case in self.pending if case.gpus <= max(room, 1) and case.cost_s <= left)
         found = next(fitting, None)
         # GPUs are kept free for larger cases as long as there are any that still fit in time
-        larger = any(case.gpus > room and case.cost_s <= left for case in self.pending)
+        larger = any(case.gpus > room and case.cost_s <= left and case.gpus > 1 for case in self.pending)
         return None if found is not None and larger and self.running and found.gpus < self.pending[0].gpus else found
 
     def measure(self, case: Case, gpus: list[int]) -> None:
-        start = time.monotonic()
-        beside = self.running - 1
-        print(f"{start - self.begin:5.0f} s  {case.name}: begins on {gpus}", flush=True)
-        visible = {} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, visible_gpus(gpus)))}
-        found, reason, output = None, "no time was left", ""
-        if (limit := min(LIMIT_S, self.left_s() - END_S)) > 0:
-            output, found = start_processes(
-                "benchmarks.foresight_case",
-                ["--case", case.name],
-                case.gpus,
-                limit,
-                visible | {"FORESIGHT_BESIDE": str(beside)},
-            )
-            reason = failure_of(output)
-            if found is None:
-                log = self.options.output.with_name(f"failed-{sorted(BY_NAME).index(case.name)}.log")
-                log.write_text(f"{case.name}\n{output[-20_000:]}")
+        """``gpus``: those that it has; empty where it is staged and takes one when one is free."""
+        start, is_staged = time.monotonic(), not gpus
+
+        def begin() -> tuple[str, float]:
+            nonlocal start, gpus
+            gpus = gpus or self.wait_for_gpu()
+            start = time.monotonic()
+            print(f"{start - self.begin:5.0f} s  {case.name}: begins on {gpus}", flush=True)
+            return f"{json.dumps(self.variables(gpus))}\n", max(1, min(LIMIT_S, self.left_s() - END_S))
+
+        module, arguments = (
+            "benchmarks.foresight_case",
+            ["--case", case.name, *(["--kept"] if self.options.kept else [])],
+        )
+        if is_staged:
+            output, found = start_processes(module, [*arguments, "--staged"], 1, LIMIT_S, wait=begin)
+        else:
+            output, found = start_processes(module, arguments, case.gpus, begin()[1], self.variables(gpus))
+        reason = failure_of(output)
+        if found is None:
+            log = self.options.output.with_name(f"failed-{sorted(BY_NAME).index(case.name)}.log")
+            log.write_text(f"{case.name}\n{output[-20_000:]}")
         seconds = round(time.monotonic() - start)
         row: dict[str, Any] = found or {
             "case": case.name,

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -69,6 +72,8 @@ class Watched(Observer):
         work = [work_of_step(rank, step) for step in range(len(results))]
         plan = rank.plan
         profiled = profile_step(lambda: more_steps(rank, loop, 1), rank.is_first)
+        if self.options.kept:
+            profiled["kept_gib"] = kept_for_backward(lambda: more_steps(rank, loop, 1))
         if not rank.is_first:
             return {}
         return {
@@ -142,6 +147,28 @@ def profile_step(step: Callable[[], None], is_first: bool) -> dict[str, Any]:
     }
 
 
+def kept_for_backward(step: Callable[[], None]) -> dict[str, tuple[float, int]]:
+    """What a step's graphs keep from forward to backward, by dtype and shape: GiB of all and how many; a storage counts
+    once, with the first tensor that is kept of it.
+    """
+    found: dict[str, tuple[float, int]] = {}
+    seen: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, torch.nn.Parameter) and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            name = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            size, count = found.get(name, (0.0, 0))
+            found[name] = (round(size + storage.nbytes() / GIB, 4), count + 1)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    largest = sorted(found, key=lambda name: -found[name][0])[:NUM_KERNELS]
+    return {name: found[name] for name in largest}
+
+
 def input_of(options: argparse.Namespace, case: Case, plan: Plan) -> dict[str, Any]:
     """All that the estimates are functions of, as JSON. The layout is the plan's."""
     row = case.as_row()
@@ -152,9 +179,23 @@ def input_of(options: argparse.Namespace, case: Case, plan: Plan) -> dict[str, A
     return {"model": model, "layout": asdict(plan.layout), "attention": plan.attention, **fields}
 
 
+def stage(options: argparse.Namespace, case: Case) -> None:
+    """What needs no GPU, while another case holds it: imports, the model's folder, the prepared samples. CUDA first
+    looks at which GPUs are visible after that.
+    """
+    row = case.as_row()
+    find_facts(folder_of(options.work, row), row, case.gpus, options.steps, [])
+    for module in ("torch._dynamo", "torch._inductor.compile_fx", "transformers.modeling_utils"):
+        importlib.import_module(module)
+    assert not torch.cuda.is_initialized()
+    os.environ.update(json.loads(sys.stdin.readline()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=sorted(BY_NAME), required=True)
+    parser.add_argument("--staged", action="store_true", help="prepare, read variables from standard input, run")
+    parser.add_argument("--kept", action="store_true", help="also what is kept for the backward pass; compiles anew")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-foresight")
     asked = parser.parse_args()
     case = BY_NAME[asked.case]
@@ -164,6 +205,7 @@ def main() -> None:
         steps=case.steps,
         warm=min(3, case.steps - 2),
         label="foresight",
+        kept=asked.kept,
         layers=None,
         lengths=None,
         limit=None,
@@ -173,6 +215,8 @@ def main() -> None:
         keys=[],
     )
     options.work.mkdir(parents=True, exist_ok=True)
+    if asked.staged:
+        stage(options, case)
     run(options, case.as_row(), Watched(case, options))
 
 

@@ -72,10 +72,14 @@ TASK
 
 unmeasured() {
     local case="python3 -m manyhands.bench.case --output $results/rows.jsonl" vision="python3 -m benchmarks.vision --output $results/rows.jsonl"
-    measure 70b-fp8 200 $case --row 70b-lora --steps 8 --warm 3 --label fp8-alone kernels.linear=fp8 model.frozen_dtype=fp8
+    measure 70b-fp8 200 $case --row 70b-lora --steps 8 --warm 3 --label fp8-alone --profile $results/70b-fp8.txt kernels.linear=fp8 model.frozen_dtype=fp8
     measure 8b-lora 60 $case --row 8b-lora --label today
     measure 8b-fp8 60 $case --row 8b-lora --label fp8-alone kernels.linear=fp8 model.frozen_dtype=fp8
     measure 8b-qlora 60 $case --row 8b-qlora --label today
+    local long="$case --row 8b-lora --rows 1 --warm 1"
+    measure 32k 90 $long --length 32768 --steps 6 --label today
+    measure 32k-fp8 90 $long --length 32768 --steps 6 --label fp8 kernels.linear=fp8
+    measure 128k-fp8 170 $long --length 131072 --steps 3 --label fp8 kernels.linear=fp8
     measure trl-vision 90 python3 -m benchmarks.peer_trl_vision --output "$results/rows.jsonl"
     measure vision 80 $vision --case qwen3vl4b-lora-images --label today
     measure everything-recompute 80 $vision --case gemma4b-everything-recompute --label today

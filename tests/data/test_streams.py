@@ -28,6 +28,7 @@ from manyhands.data.streams import (
     BatchEntry,
     Stream,
     check_streams,
+    cut_to_loss,
     describe_streams,
     make_sample,
     read_streams,
@@ -251,3 +252,18 @@ def test_contradicting_declarations_are_refused(case: str) -> None:
 def test_declarations_travel_as_json() -> None:
     assert read_streams(describe_streams(STREAMS)) == STREAMS
     assert describe_streams((TOKENS, MASK)) != describe_streams(TEXT)
+
+
+def test_a_long_sample_is_cut_where_it_has_a_loss() -> None:
+    """A self-test sees few tokens of a long sample, its last loss token and what lies along them; no fewer patches."""
+    ids, mask = np.arange(100, dtype=np.int32), np.zeros(100, dtype=bool)
+    mask[10:61] = True  # a prompt, an answer, and what follows it
+    sample = {**make_sample(ids, mask, mask * 0.5), "patches": np.zeros((7, 3)), "pitch": ids / 2}
+    streams = (*TEXT, PITCH, PATCHES)
+    cut = cut_to_loss(sample, streams, 16)
+    assert cut["tokens"].tolist() == list(range(45, 61))
+    assert cut["pitch"].tolist() == [number / 2 for number in range(45, 61)]
+    assert cut["mask"].all() and len(cut["weights"]) == 16 and len(cut["patches"]) == 7
+    assert cut_to_loss(sample, streams, 100) is sample
+    early = cut_to_loss(make_sample(ids, ids < 5), TEXT, 16)  # the loss ends before so many tokens
+    assert early["tokens"].tolist() == list(range(16)) and early["mask"].sum() == 5

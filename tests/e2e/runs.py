@@ -171,27 +171,28 @@ class Place:
         with self.start(*command, **options) as process:
             return self.wait(process, begin, limit_s)
 
-    def by_srun(self, *arguments: str, **options: Any) -> list[Ended]:
-        """Two ranks as srun starts them: no agent beside them, and rank 0 serves the store."""
+    def by_srun(self, *arguments: str, num_tasks: int = 2, **options: Any) -> list[Ended]:
+        """Ranks as srun starts them: no agent beside them, and rank 0 serves the store."""
         port, begin = free_port(), time.monotonic()
         with contextlib.ExitStack() as stack:
             processes = []
-            for rank in range(2):
+            for rank in range(num_tasks):
                 environment = {
                     "SLURM_PROCID": str(rank),
                     "SLURM_LOCALID": str(rank),
-                    "SLURM_NTASKS": "2",
+                    "SLURM_NTASKS": str(num_tasks),
                     "SLURM_STEP_ID": "0",  # a batch script has none
-                    "SLURM_STEP_NUM_TASKS": "2",
+                    "SLURM_STEP_NUM_TASKS": str(num_tasks),
                     "SLURM_STEP_NUM_NODES": "1",
                     "SLURM_JOB_NODELIST": "localhost",
                 }
-                environment |= {"SLURM_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                environment |= {"SLURM_TASKS_PER_NODE": str(num_tasks), "MASTER_ADDR": "127.0.0.1"}
+                environment["MASTER_PORT"] = str(port)
                 output = self.output.with_suffix(f".{rank}.txt")
                 start = self.start(*WORKER, *arguments, environment=environment, output=output, **options)
                 processes.append(stack.enter_context(start))
             codes = [process.wait(WAIT_S) for process in processes]
-        texts = [self.output.with_suffix(f".{rank}.txt").read_text() for rank in range(2)]
+        texts = [self.output.with_suffix(f".{rank}.txt").read_text() for rank in range(num_tasks)]
         return [Ended(code, text, time.monotonic() - begin) for code, text in zip(codes, texts, strict=True)]
 
     def train(

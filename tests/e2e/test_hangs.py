@@ -45,6 +45,24 @@ def test_a_stopped_rank_under_torchrun(place: Place, rank: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_stopped_process_that_has_no_peer(place: Place, launcher: str) -> None:
+    """Nobody but a process of its own can tell."""
+    name = f"alone-{launcher}"
+    plant = at_step(2, stamp(place, name) + "os.kill(os.getpid(), signal.SIGSTOP)") | NO_VERIFY
+    if launcher == "srun":
+        (ended,) = place.by_srun(f"name={name}", LIMIT, plant=plant, num_tasks=1)
+    else:
+        one = ("-m", "torch.distributed.run", "--nproc_per_node=1")
+        ended = place.call(*one, *WORKER, f"name={name}", LIMIT, plant=plant)
+    assert ended.code != 0 and seconds_since(place, name) < TIMEOUT_S + BOUND_S
+    assert ended.output.count("error: ") == 1 and "error: rank 0 made no progress for " in ended.output, ended.output
+    assert "its process is stopped (SIGSTOP)" in ended.output, ended.output
+    status = place.run(name).read("status.json")
+    assert status["state"] == "failed" and "rank 0 made no progress" in status["reason"]
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_code_of_the_users_under_srun(place: Place) -> None:
     act = stamp(place, "srun") + "def my_own_function(): time.sleep(900)\nmy_own_function()"
     tasks = place.by_srun("name=srun", LIMIT, plant=at_step(2, act, rank=1) | NO_VERIFY)

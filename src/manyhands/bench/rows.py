@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -120,9 +121,11 @@ def start_processes(
     world_size: int,
     limit_s: float,
     variables: dict[str, str] | None = None,
+    wait: Callable[[], tuple[str, float]] | None = None,
 ) -> tuple[str, dict[str, Any] | None]:
     """All that one process group wrote, and its result, if there is one. One that takes longer than ``limit_s`` is
-    ended. ``variables`` are added to its environment.
+    ended. ``variables`` are added to its environment. ``wait`` is called beside the process that was started, and gives
+    what this then reads from standard input, and ``limit_s`` from there.
     """
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
@@ -133,10 +136,17 @@ def start_processes(
         **(variables or {}),
     }
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        command,
+        stdin=subprocess.PIPE if wait else None,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
     try:
-        output = process.communicate(timeout=limit_s)[0]
+        read, limit_s = wait() if wait else (None, limit_s)
+        output = process.communicate(read, timeout=limit_s)[0]
     except subprocess.TimeoutExpired:
         return f"{end(process)}\nended after {limit_s} s", None
     except BaseException:

@@ -178,6 +178,16 @@ def weights_of(sample: Sample) -> np.ndarray:
     return sample.get(WEIGHTS.name, sample[MASK.name]).astype(np.float32)
 
 
+def cut_to_loss(sample: Sample, streams: Iterable[Stream], num_tokens: int) -> Sample:
+    """The last ``num_tokens`` tokens up to the last loss token, and what lies along them; a shorter sample as it is."""
+    if len(sample[PACKED_BY]) <= num_tokens:
+        return sample
+    found = np.flatnonzero(sample[MASK.name])
+    end = max(num_tokens, int(found[-1]) + 1 if len(found) else 0)
+    along = {stream.name for stream in streams if stream.owner == PACKED_BY}
+    return {name: values[end - num_tokens : end] if name in along else values for name, values in sample.items()}
+
+
 def prompt_of(sample: Sample) -> np.ndarray:
     """The ids before the first loss token; of a sample that is trained from its start, the first token."""
     return sample[TOKENS.name][: max(1, int(sample[MASK.name].argmax()))]

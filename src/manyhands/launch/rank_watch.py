@@ -3,17 +3,23 @@
 Each rank ends itself once another has failed or is gone, and waits in vain. The first two ranks of each machine also
 judge progress as ``manyhands train`` does; two, as one of them may be what hangs. The first to find that the run stands
 still writes the reason as the failure of the rank furthest behind, ends that rank if it is on this machine, and then
-itself: the others' collectives break off, or their own watch ends them.
+itself: the others' collectives break off, or their own watch ends them. A rank that has no peer is judged by a process
+beside it too (``start_beside``): a thread of its own is stopped with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from typing import TextIO
 
+from manyhands.checkpoint.shard_writer import end_with
 from manyhands.core.errors import EXIT_FAILED
-from manyhands.launch.failure import write_failure
+from manyhands.launch.failure import claim_terminal, first_failure, record_for_torch, write_failure
 from manyhands.launch.heartbeat import read_beat, this_host
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Watch, kill_group
@@ -45,6 +51,10 @@ class RankWatch(Watch):
     def start(self) -> None:
         self.__enter__()
         self._poll_s = max(self._poll_s, self.min_poll_s)
+
+    def wait(self) -> None:
+        """Until it has ended a rank, or is closed."""
+        self._thread.join()
 
     def close(self) -> None:
         """Nothing is judged or ended from here on."""
@@ -81,3 +91,36 @@ class RankWatch(Watch):
             return
         self.report()
         os._exit(EXIT_FAILED)
+
+
+BESIDE = -1  # in place of the number of a rank: this process is none
+
+
+def start_beside(folder: RunFolder, timeout_s: float, terminal: TextIO) -> None:
+    """A process that watches this one, the only rank, and ends with it."""
+    command = [sys.executable, "-m", "manyhands.launch.rank_watch", str(folder.path), str(timeout_s), str(os.getpid())]
+    # In the group of this process: Ctrl-Z stops both, and is nobody's fault.
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal)
+
+
+def main(path: str, timeout_s: str, parent: str) -> None:
+    end_with(int(parent))
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # meant for the rank
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    folder = RunFolder(path)
+
+    def report() -> None:
+        cause = first_failure(folder, {})
+        if claim_terminal(folder):
+            print(cause, flush=True)
+        record_for_torch(cause, "train", 0)
+        with contextlib.suppress(OSError):
+            folder.write_failed(cause, folder.read_plan())
+
+    watch = RankWatch(folder, 1, float(timeout_s), rank=BESIDE, local_rank=NUM_JUDGES - 1, report=report)
+    watch.start()
+    watch.wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

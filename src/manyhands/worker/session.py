@@ -27,7 +27,7 @@ from manyhands.launch.failure import (
     write_failure,
 )
 from manyhands.launch.heartbeat import Heartbeat
-from manyhands.launch.rank_watch import RankWatch
+from manyhands.launch.rank_watch import RankWatch, start_beside
 from manyhands.launch.run_folder import FolderLock, RunFolder
 from manyhands.launch.stacks import listen_for_signal
 from manyhands.worker.context import RankContext
@@ -78,6 +78,8 @@ class Session:
             report=self.show_end,
         )
         self.watch.start()
+        if self.launcher.world_size == 1:
+            start_beside(folder, self.context.config.parallel.timeout_s, self.context.terminal)
 
     def start_heartbeat(self, folder: RunFolder) -> None:
         if self.heartbeat is None:

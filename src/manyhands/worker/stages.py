@@ -23,7 +23,8 @@ from manyhands.data.collate import BatchShape
 from manyhands.data.image_features import FeatureFiles, FeatureWork, digest_of_pixels
 from manyhands.data.image_files import PixelBounds
 from manyhands.data.image_probe import ProbeImages
-from manyhands.data.store import TokenStore
+from manyhands.data.store import SampleSet, TokenStore
+from manyhands.data.streams import Sample, cut_to_loss
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
@@ -35,7 +36,7 @@ from manyhands.worker.batches import images_of, shape_of
 from manyhands.worker.context import RankContext
 from manyhands.worker.snapshots import find_snapshot
 
-PROBE_TOKENS = 2048  # of the micro-batch for self-tests, which run uncompiled; one sample at least
+PROBE_TOKENS = 2048  # of the micro-batch for self-tests, which run uncompiled and keep every activation
 
 
 def open_data(rank: RankContext) -> None:
@@ -134,6 +135,7 @@ def check_model(rank: RankContext) -> None:
             rank.measured |= found.measured
     rank.print(f"loss: {rank.loss_model.how_loss}")
     if rank.world.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the checks held, in pieces of other sizes than a step's
         torch.cuda.reset_peak_memory_stats(rank.world.device)
 
 
@@ -147,17 +149,28 @@ def resume(rank: RankContext) -> None:
         rank.print(f"resumed after step {rank.state.step} from {rank.checkpoint.name}")
 
 
+class ProbeSamples:
+    """Samples of which a longer one is cut to ``PROBE_TOKENS``, its last loss token among them."""
+
+    def __init__(self, samples: SampleSet) -> None:
+        self.samples, self.streams = samples, samples.streams
+
+    def sample(self, index: int) -> Sample:
+        return cut_to_loss(self.samples.sample(index), self.streams, PROBE_TOKENS)
+
+
 def probe_batch(rank: RankContext) -> dict[str, Any]:
     """This rank's samples of the first step, the shortest first, up to ``PROBE_TOKENS``; where there are more ranks
-    than samples they share.
+    than samples they share. One sample at least: cut where it is longer, or as it is where images may lie in it.
     """
-    samples, world, lengths = rank.order.samples(0, 0), rank.world, rank.store.train.lengths
+    samples, world, train = rank.order.samples(0, 0), rank.world, rank.store.train
     mine = samples[world.rank % len(samples) :: world.world_size]
-    mine = mine[np.argsort(lengths[mine], kind="stable")]
-    count = int(np.searchsorted(np.cumsum(lengths[mine]), PROBE_TOKENS, side="right"))
+    mine = mine[np.argsort(train.lengths[mine], kind="stable")]
+    count = int(np.searchsorted(np.cumsum(train.lengths[mine]), PROBE_TOKENS, side="right"))
+    images = images_of(rank)
     batch = collate(
-        rank.store.train,
+        ProbeSamples(train) if images is None else train,
         mine[: max(1, count)],
-        BatchShape(packed=rank.plan.packing, tile=shape_of(rank).tile, images=images_of(rank)),
+        BatchShape(packed=rank.plan.packing, tile=shape_of(rank).tile, images=images),
     )
     return {name: value.to(world.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
