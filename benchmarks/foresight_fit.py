@@ -27,6 +27,7 @@ from manyhands.plan.work import work_of_lengths
 
 GIB = 2**30
 PRIOR = 0.002  # how strongly a constant is drawn to its present value, where rows say little of it
+MAX_SHARE = 0.9  # of a datasheet's rate: no kernel alone was measured above 0.89
 TIME_FILE = Path(__file__).parents[1] / "src" / "manyhands" / "plan" / "time.toml"
 
 
@@ -36,9 +37,10 @@ INTRODUCTION = (
     "estimated anew by today's code. Planned memory is beside what the process held at most, reserved by "
     "torch's allocator and outside of it, on the rank that held most; of packs of mixed lengths at the largest "
     "pack that ran, as few steps were taken. Planned seconds, from datasheets and the constants of "
-    "`src/manyhands/plan/time.toml`, are beside the median of the timed steps (the mean where lengths are "
-    "mixed). Rows of one call ran side by side on GPUs of one machine where they say so (`beside`). An error "
-    "is planned over measured, less one: below zero the plan said too little."
+    "`src/manyhands/plan/time.toml`, are beside the median of the timed steps; where lengths are mixed, each step is "
+    "planned by itself, and the one whose error is the median counts. Rows of one call ran side by side on GPUs of "
+    "one machine where they say so (`beside`); beside those of `h200-foresight-4.jsonl`'s second call half of the "
+    "host's cores did other work. An error is planned over measured, less one: below zero the plan said too little."
 )
 
 
@@ -50,6 +52,7 @@ class Measured:
     estimate: EstimateInput
     time: TimeInput
     kind: GpuKind
+    steps: tuple[tuple[TimeInput, float], ...] = ()  # where lengths are mixed: each timed step, and its seconds
 
     @property
     def is_held_out(self) -> bool:
@@ -66,8 +69,16 @@ class Measured:
         terms = estimate_terms(self.estimate)
         return sum((keep_on_device(self.estimate, terms) if self.estimate.offloads else terms).values()) / GIB
 
-    def seconds(self, fitted: Fitted) -> dict[str, float]:
-        return estimate_step(replace(self.time, rates=rates_of_kind(self.kind, fitted), fitted=fitted))
+    def seconds(self, fitted: Fitted, time: TimeInput | None = None) -> dict[str, float]:
+        return estimate_step(replace(time or self.time, rates=rates_of_kind(self.kind, fitted), fitted=fitted))
+
+    def compare_seconds(self, fitted: Fitted) -> tuple[float, float]:
+        """Planned and measured: of the median of the timed steps, or where each has other lengths of the one whose
+        error is the median."""
+        if not self.steps:
+            return sum(self.seconds(fitted).values()), self.row["step_s"]
+        pairs = [(sum(self.seconds(fitted, time).values()), taken) for time, taken in self.steps]
+        return sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]
 
 
 def read_rows(files: Sequence[Path]) -> list[Measured]:
@@ -111,7 +122,12 @@ def rebuild(row: dict[str, Any]) -> Measured | None:
         num_local=row["gpus"],
         has_flash4=flash4,
     )
-    return Measured(row, estimate, time, kind)
+    one_by_one = ()
+    if len(row["work"]) > 1 and len(row.get("steps_s", ())) == len(steps):
+        layout, window = estimate.layout, model.sliding_window
+        works = (work_of_lengths([step], layout, window) for step in steps)
+        one_by_one = tuple((replace(time, work=work), taken) for work, taken in zip(works, row["steps_s"], strict=True))
+    return Measured(row, estimate, time, kind, one_by_one)
 
 
 def at_largest(estimate: EstimateInput, steps: list[list[list[np.ndarray]]]) -> EstimateInput:
@@ -133,13 +149,14 @@ def fit(rows: Sequence[Measured], fitted: Fitted, *, steps: int = 20) -> Fitted:
     """
     names = [part.name for part in fields(Fitted)]
     begin = np.log([getattr(fitted, name) for name in names])
+    most = np.log([MAX_SHARE if name.endswith("_share") else np.inf for name in names])
 
     def constants(point: np.ndarray) -> Fitted:
         return replace(fitted, **{name: float(np.exp(value)) for name, value in zip(names, point, strict=True)})
 
     def errors(point: np.ndarray) -> np.ndarray:
         now = constants(point)
-        return np.array([np.log(sum(row.seconds(now).values()) / row.row["step_s"]) for row in rows])
+        return np.array([np.log(planned / taken) for planned, taken in (row.compare_seconds(now) for row in rows)])
 
     def loss(point: np.ndarray) -> float:
         return float((np.abs(errors(point)) ** 1.5).sum() + PRIOR * len(rows) * ((point - begin) ** 2).sum())
@@ -152,7 +169,7 @@ def fit(rows: Sequence[Measured], fitted: Fitted, *, steps: int = 20) -> Fitted:
         normal = slopes.T @ (slopes * weights[:, None]) + PRIOR * len(rows) * np.eye(len(names))
         right = slopes.T @ (now * weights) + PRIOR * len(rows) * (point - begin)
         for _ in range(8):
-            tried = point - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), right)
+            tried = np.minimum(point - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), right), most)
             if (value := loss(tried)) < best:
                 point, best, damping = tried, value, damping / 3
                 break
@@ -173,7 +190,7 @@ def write_fitted(fitted: Fitted, file: Path = TIME_FILE) -> None:
 def errors_of(rows: Sequence[Measured], fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
     """Relative errors of memory and of seconds: (planned - measured) / measured."""
     memory = [row.planned_gib / row.held_gib - 1 for row in rows]
-    seconds = [sum(row.seconds(fitted).values()) / row.row["step_s"] - 1 for row in rows]
+    seconds = [planned / taken - 1 for planned, taken in (row.compare_seconds(fitted) for row in rows)]
     return np.array(memory), np.array(seconds)
 
 
@@ -191,14 +208,14 @@ def print_rows(rows: Sequence[Measured], fitted: Fitted) -> None:
     """Each row's errors and terms, beside the kernels' measured seconds by kind."""
     for row in rows:
         seconds, measured = row.seconds(fitted), row.row
-        total = sum(seconds.values())
+        total, taken = row.compare_seconds(fitted)
         shown = " ".join(f"{name[:7]} {1000 * value:.0f}" for name, value in seconds.items() if value > 5e-4)
         kernels = " ".join(f"{name[:7]} {value:.0f}" for name, value in measured.get("kernels_ms", {}).items())
         print(
             f"{'H' if row.is_held_out else ' '} {measured['case']:.100}\n"
             f"    memory {row.planned_gib:6.2f} of {row.held_gib:6.2f} GiB {row.planned_gib / row.held_gib - 1:+.1%}"
             f" (allocated {allocated_gib(row):.2f} of {measured['peak_allocated_gib']})"
-            f"   step {total:.4f} of {measured['step_s']:.4f} s {total / measured['step_s'] - 1:+.1%}\n"
+            f"   step {total:.4f} of {taken:.4f} s {total / taken - 1:+.1%}\n"
             f"    planned ms: {shown}\n    kernels ms: {kernels}"
         )
 
@@ -230,12 +247,12 @@ def report(rows: Sequence[Measured], fitted: Fitted) -> str:
     lines += ["", "| configuration | kind | GPUs | GiB planned, held | error | s planned, measured | error |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: (not row.is_held_out, row.row["gpus"], row.row["case"])):
-        total, measured = sum(row.seconds(fitted).values()), row.row
+        (total, taken), measured = row.compare_seconds(fitted), row.row
         lines.append(
             f"| {measured['case'].replace(',', ', ')} | {'held out' if row.is_held_out else 'fitted'} | "
             f"{measured['gpus']} x {measured['device'].removeprefix('NVIDIA ')} | {row.planned_gib:.2f}, "
-            f"{row.held_gib:.2f} | {row.planned_gib / row.held_gib - 1:+.1%} | {total:.4g}, {measured['step_s']:.4g} | "
-            f"{total / measured['step_s'] - 1:+.1%} |"
+            f"{row.held_gib:.2f} | {row.planned_gib / row.held_gib - 1:+.1%} | {total:.4g}, {taken:.4g} | "
+            f"{total / taken - 1:+.1%} |"
         )
     missing = [case.name for case in CASES if case.name not in {row.row["case"] for row in rows}]
     if missing:

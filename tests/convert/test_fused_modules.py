@@ -20,7 +20,10 @@ from tests.kernels.models import adapted, step, tiny, token_ids
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.ranks import Ranks
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma3", "olmo2"),
+    *("granite", "smollm3", "cohere", "phi3", "glm4"),
+)
 AROUND_IMAGES = ("gemma3", "llava", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl")
 
 
@@ -78,6 +81,16 @@ def test_single_modules_on_packed_and_empty_rows(family: str) -> None:
     ids, positions = token_ids(1, 12), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
     outputs = [model(input_ids=ids, position_ids=positions, use_cache=False).logits for model in (plain, fused)]
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+def test_merged_layers_in_four_bits_or_fp8_are_left() -> None:
+    """Their weights do not stand in one piece that could be halved."""
+    from manyhands.convert.fp8 import use_fp8
+
+    model = tiny("phi3").train()
+    use_fp8(model)
+    report = fuse_modules(adapted(model), known_modules())
+    assert set(report.left.values()) == {"qkv_proj is in fp8", "gate_up_proj is in fp8"} and not report.fused
 
 
 @pytest.mark.parametrize("family", AROUND_IMAGES)

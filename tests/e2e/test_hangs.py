@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import psutil
 import pytest
 
 from tests.e2e.runs import NO_VERIFY, WORKER, Place, at_step
@@ -82,6 +83,19 @@ def test_a_stopped_process_that_prepares_batches_is_named(place: Place) -> None:
     assert "error: rank 1 made no progress for " in ended.output, ended.output
     assert "which prepares batches for rank 1, is stopped (SIGSTOP)" in ended.output, ended.output
     assert "rank 0: stage 'train'" in ended.output and "hang-1.txt" in ended.output
+
+
+@pytest.mark.slow
+def test_a_stopped_process_that_prepares_batches_is_not_left_under_torchrun(place: Place) -> None:
+    """It would not see that its rank is gone."""
+    act = "import psutil\nfor child in psutil.Process().children(recursive=True):\n"
+    act += "    if 'spawn_main' in ' '.join(child.cmdline()):\n        child.suspend()\n"
+    act += f"        pathlib.Path({str(place.folder / 'stopped')!r}).write_text(str(child.pid))"
+    one = ("-m", "torch.distributed.run", "--nproc_per_node=1")
+    ended = place.call(*one, *WORKER, "name=left", LIMIT, "data.workers=1", plant=at_step(2, act) | NO_VERIFY)
+    assert ended.code != 0 and "error: rank 0 made no progress for " in ended.output, ended.output
+    pid = int((place.folder / "stopped").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow

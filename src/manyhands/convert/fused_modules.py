@@ -27,10 +27,8 @@ from manyhands.families import KnownModule, known_modules
 from manyhands.kernels.fp8.linear import QuantizedWeights, fp8_linears, fp8_mlp
 from manyhands.kernels.lora import Layer, activate, lora_linears, lora_mlp
 
-PROJECTIONS = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+INNER = {"attention": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}  # on one input
+OUTER = {"attention": "o_proj", "mlp": "down_proj"}
 ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -107,6 +105,9 @@ class FusedAttention(nn.Module):
             self._window = {"sliding_window": original.sliding_window}
         elif known.window_in_config:
             self._window = {"sliding_window": getattr(original.config, "sliding_window", None)}
+        self._norms_all_heads = known.norms_all_heads
+        self._rotates = bool(getattr(original, "use_rope", True))  # some families leave a few layers without
+        self._merged = known.merged
 
     def forward(
         self,
@@ -117,12 +118,15 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, length, _ = hidden_states.shape
-        projected = _compute(hidden_states, [self.q_proj, self.k_proj, self.v_proj], self.coded.get("q_proj"))
-        query, key, value = (states.view(rows, length, -1, self.head_dim) for states in projected)
-        if "q_norm" in self._modules:  # over the last dimension: the order of norm and transposition is free
+        query, key, value = self._project(hidden_states)
+        if "q_norm" in self._modules and self._norms_all_heads:
             query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (states.view(rows, length, -1, self.head_dim) for states in (query, key, value))
+        if "q_norm" in self._modules and not self._norms_all_heads:
+            query, key = self.q_norm(query), self.k_norm(key)  # over the last dimension, transposed or not
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        query, key = self._rotate(query, key, *position_embeddings)
+        if self._rotates:
+            query, key = self._rotate(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = self._functions.get_interface(self.config._attn_implementation, self._eager)
@@ -132,6 +136,14 @@ class FusedAttention(nn.Module):
         )
         (out,) = _compute(out.reshape(rows, length, -1), [self.o_proj], self.coded.get("o_proj"))
         return out, weights
+
+    def _project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Queries, keys and values, (b, t, e) -> (b, t, heads * head_dim) of each."""
+        if not self._merged:
+            return _compute(x, [self.q_proj, self.k_proj, self.v_proj], self.coded.get("q_proj"))
+        (states,) = _compute(x, [self._modules[self._merged]], None)
+        keys = self.config.num_key_value_heads * self.head_dim
+        return states.split([states.shape[-1] - 2 * keys, keys, keys], dim=-1)
 
 
 class FusedMlp(nn.Module):
@@ -148,8 +160,12 @@ class FusedMlp(nn.Module):
         _take_over(self, original)
         self.coded: dict[str, QuantizedWeights] = {}
         self._activation = ACTIVATION_NAMES[_activation_name(original, known)]
+        self._merged = known.merged
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._merged:
+            gate_layer, up_layer = halves_of(layer_of(self._modules[self._merged]))
+            return lora_mlp(x, gate_layer, up_layer, layer_of(self.down_proj), self._activation)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if getattr(gate, "in_fp8", False):
             coded, coded_down = self.coded.get("gate_proj"), self.coded.get("down_proj")
@@ -190,6 +206,14 @@ def layer_of(module: Any) -> Layer:
     return Layer(base, module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling, matmuls)
 
 
+def halves_of(layer: Layer) -> tuple[Layer, Layer]:
+    """Two layers on one input, of a merged one whose weight stands in one piece: views of it, and the same A."""
+    (weight,) = layer.base
+    pairs = [(None, None) if part is None else part.chunk(2) for part in (weight, layer.bias, layer.b)]
+    first, second = (Layer((w,), bias, layer.a, b, layer.scaling) for w, bias, b in zip(*pairs, strict=True))
+    return first, second
+
+
 def _take_over(new: nn.Module, original: nn.Module) -> None:
     """The children, parameters, buffers, mode and plain attributes of ``original``; its class's code is all that is
     left behind.
@@ -223,13 +247,17 @@ def _why_not(module: nn.Module, known: KnownModule | None) -> str:
         return f"{kind} has hooks"
     if known.kind == "mlp" and _activation_name(module, known) not in ACTIVATION_NAMES:
         return f"activation {_activation_name(module, known)}"
-    names = PROJECTIONS[known.kind]
+    names = (*((known.merged,) if known.merged else INNER[known.kind]), OUTER[known.kind])
     for name in names:
         reason = _why_not_layer(getattr(module, name, None))
         if reason:
             return f"{name} {reason}"
     if len({_has_fp8(getattr(module, name)) for name in names}) > 1:
         return "has layers in fp8 and others beside them"
+    if known.merged and _has_fp8(getattr(module, known.merged)):
+        return f"{known.merged} is in fp8"
+    if known.merged and known.kind == "mlp" and hasattr(getattr(module, known.merged), "fused_base"):
+        return f"{known.merged} is in 4 bits"
     if len({hasattr(getattr(module, name), "fused_base") for name in names}) > 1:
         return "has layers in 4 bits and others beside them"
     return ""

@@ -22,8 +22,9 @@ Shapes = dict[str, tuple[int, ...]]
 class KnownModule:
     """A module class whose forward pass manyhands knows line by line, so that a fused one may replace it.
 
-    Attention: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, optional ``q_norm`` and ``k_norm`` of one head each, and
-    rotary embeddings. MLP: ``down_proj(activation(gate_proj(x)) * up_proj(x))``.
+    Attention: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, optional ``q_norm`` and ``k_norm`` of one head each or of
+    all, and rotary embeddings. MLP: ``down_proj(activation(gate_proj(x)) * up_proj(x))``. The layers on one input may
+    be merged into one, whose outputs stand in this order.
     """
 
     kind: Literal["attention", "mlp"]
@@ -31,6 +32,8 @@ class KnownModule:
     package: str = "transformers.models."  # its module's name begins so: a class of the same name elsewhere is another
     activation_field: str = "hidden_act"  # of the configuration
     window_in_config: bool = False  # the attention module has no attribute ``sliding_window``, its configuration has
+    norms_all_heads: bool = False  # queries and keys are normed before they are split into heads
+    merged: str = ""  # the layer that stands for q, k and v, or for gate and up
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from manyhands.families.family import Family
+from manyhands.families.family import Family, KnownModule
 from manyhands.families.qwen2 import QWEN_IMAGES
 
 GLM4 = Family(
@@ -15,10 +15,21 @@ GLM4 = Family(
     norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
     merged={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
     packs=True,
+    known_modules=(
+        KnownModule("attention", "Glm4Attention"),
+        KnownModule("mlp", "Glm4MLP", merged="gate_up_proj"),
+    ),
 )
 
 GLM4V_TEXT = replace(
-    GLM4, name="GLM-4V", model_types=("glm4v_text",), head_dim=None, flags={}, qkv_bias=True, packs=None
+    GLM4,
+    name="GLM-4V",
+    model_types=("glm4v_text",),
+    head_dim=None,
+    flags={},
+    qkv_bias=True,
+    packs=None,
+    known_modules=(),
 )
 GLM4V = Family(
     name="GLM-4V",

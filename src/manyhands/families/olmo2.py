@@ -1,6 +1,6 @@
 """OLMo 2: norms behind attention and MLP, and of all heads of queries and keys at once."""
 
-from manyhands.families.family import Family
+from manyhands.families.family import Family, KnownModule
 
 OLMO2 = Family(
     name="OLMo 2",
@@ -9,6 +9,10 @@ OLMO2 = Family(
     mlp_bias=False,
     qk_norm="all heads",
     packs=True,
+    known_modules=(
+        KnownModule("attention", "Olmo2Attention", norms_all_heads=True),
+        KnownModule("mlp", "Olmo2MLP"),
+    ),
 )
 
 FAMILIES = (OLMO2,)

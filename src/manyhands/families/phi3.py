@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: queries, keys and values are one matrix, and so are gate and up projection."""
 
-from manyhands.families.family import Family
+from manyhands.families.family import Family, KnownModule
 
 PHI3 = Family(
     name="Phi-3",
@@ -13,6 +13,10 @@ PHI3 = Family(
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     },
     packs=True,
+    known_modules=(
+        KnownModule("attention", "Phi3Attention", window_in_config=True, merged="qkv_proj"),
+        KnownModule("mlp", "Phi3MLP", merged="gate_up_proj"),
+    ),
 )
 
 FAMILIES = (PHI3,)

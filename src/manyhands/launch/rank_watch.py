@@ -22,7 +22,7 @@ from manyhands.core.errors import EXIT_FAILED
 from manyhands.launch.failure import claim_terminal, first_failure, record_for_torch, write_failure
 from manyhands.launch.heartbeat import read_beat, this_host
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.watch import Watch, kill_group
+from manyhands.launch.watch import Watch, kill_descendants, kill_group
 
 NUM_JUDGES = 2  # ranks of a machine
 SECOND_S = 10.0  # so much later the second one judges, should the first be stuck
@@ -80,6 +80,7 @@ class RankWatch(Watch):
             if rank != self.rank and beat is not None and beat.host == this_host():
                 kill_group(beat.pid)
         if self.rank in culprits:
+            kill_descendants(os.getpid())
             os._exit(EXIT_FAILED)
 
     def _end_waiting(self, now: float) -> None:

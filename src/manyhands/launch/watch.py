@@ -274,12 +274,22 @@ def pid_of_rank(rank: int) -> int | None:
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL to the process and, where it leads its group, to all it has started."""
+    """SIGKILL to all that the process has started, itself and, where it leads its group, the rest of that."""
+    kill_descendants(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
         else:
             os.kill(pid, signal.SIGKILL)
+
+
+def kill_descendants(pid: int) -> None:
+    """Also those that are stopped, and would not see that the process is gone. Never this process itself."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            if child.pid != os.getpid():
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
 
 
 def end_all(pids: set[int]) -> None:

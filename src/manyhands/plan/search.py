@@ -264,8 +264,15 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         snapshots=config.checkpoint.every_step_in_memory,
         copies_snapshots=config.checkpoint.every_step_in_memory and (count_nodes(facts) or 1) > 1,
         images=describe_images(made.parts, facts.model, facts.data),
-        fuses_modules="fused_modules" in converters and bool(families.find(facts.model.model_type).known_modules),
+        fuses_modules=_fuses_modules(converters, facts.model.model_type),
     )
+
+
+def _fuses_modules(converters: tuple[str, ...], model_type: str) -> bool:
+    """Whether attention and MLP of every block are fused: merged layers in fp8 or 4 bits are left as they are."""
+    known = families.find(model_type).known_modules
+    is_split = {"fp8", "nf4"}.isdisjoint(converters) or not any(one.merged for one in known)
+    return "fused_modules" in converters and bool(known) and is_split
 
 
 def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, ...]:
