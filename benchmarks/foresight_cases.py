@@ -86,6 +86,7 @@ ONE_GPU = (
     Case("qwen4b", "full", 1, 8, 2048, keys=FULL | micro(8192), gib=110),
     Case("llama1b", "full", 1, 8, 4096, keys=NONE | micro(16384)),
     Case("qwen4b", "lora", 1, 16, 4096, "mix", keys=NONE, cost_s=80),
+    Case("qwen06b", "lora", 1, 16, 4096, "mix", keys=NONE, cost_s=80),
     Case("llama3b", "full", 1, 2, 4096, keys=NONE),
     Case("phi3mini", "lora", 1, 4, 2048, keys=NONE),
     Case("gemma12b", "lora", 1, 1, 4096, keys=NONE),

@@ -75,17 +75,23 @@ unmeasured() {
     measure 70b-fp8 200 $case --row 70b-lora --steps 8 --warm 3 --label fp8-alone --profile $results/70b-fp8.txt kernels.linear=fp8 model.frozen_dtype=fp8
     measure 8b-lora 60 $case --row 8b-lora --label today
     measure 8b-fp8 60 $case --row 8b-lora --label fp8-alone kernels.linear=fp8 model.frozen_dtype=fp8
-    measure 8b-qlora 60 $case --row 8b-qlora --label today
+    measure 8b-qlora 80 $case --row 8b-qlora --label today
+    measure 8b-lora-45 60 $case --row 8b-lora --limit 45 --label 45-GiB
+    measure 8b-lora-selective 60 $case --row 8b-lora --label selective parallel.activation_checkpointing=selective
+    measure 8b-qlora-65 80 $case --row 8b-qlora --limit 65 --label 65-GiB
+    measure 8b-qlora-selective 80 $case --row 8b-qlora --label selective parallel.activation_checkpointing=selective
     local long="$case --row 8b-lora --rows 1 --warm 1"
     measure 32k 90 $long --length 32768 --steps 6 --label today
     measure 32k-fp8 90 $long --length 32768 --steps 6 --label fp8 kernels.linear=fp8
-    measure 128k-fp8 170 $long --length 131072 --steps 3 --label fp8 kernels.linear=fp8
+    measure 128k-fp8 260 $long --length 131072 --steps 2 --label fp8 kernels.linear=fp8
     measure trl-vision 90 python3 -m benchmarks.peer_trl_vision --output "$results/rows.jsonl"
     measure vision 80 $vision --case qwen3vl4b-lora-images --label today
     measure everything-recompute 80 $vision --case gemma4b-everything-recompute --label today
     measure answers 240 python3 -m benchmarks.generate --shape llama8b --prompts 1024 --gpus 1 --output "$results/generate.jsonl"
     mkdir -p /tmp/checkpoint
     measure checkpoint 250 python3 -m benchmarks.checkpoint --gib 24 --device cuda --folder /tmp/checkpoint
+    measure kept 200 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" --budget 190 --kept \
+        --case qwen06b,lora,1x16x4096,mix,activation_checkpointing=none
     measure foresight 560 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" \
         --have "$root"/benchmarks/results/h200-foresight-*.jsonl --budget 540 --calibrate --only 1
 }

@@ -184,13 +184,22 @@ def test_compiled_blocks_share_graphs_as_before(activation_checkpointing: bool) 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "activation_checkpointing, compiled",
-    [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)],
+    "family, activation_checkpointing, compiled",
+    [
+        ("qwen3", False, False),
+        ("qwen3", True, False),
+        pytest.param("qwen3", False, True, marks=pytest.mark.slow),
+        ("phi3", False, False),  # halves of a merged weight are views of what is gathered
+        ("phi3", True, False),
+        pytest.param("phi3", False, True, marks=pytest.mark.slow),
+    ],
 )
-def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, activation_checkpointing: bool, compiled: bool) -> None:
-    expected = step(adapted(tiny("qwen3")), token_ids(2, 12))
+def test_sharded_ranks_give_the_gradients_of_one(
+    world: Ranks, family: str, activation_checkpointing: bool, compiled: bool
+) -> None:
+    expected = step(adapted(tiny(family)), token_ids(2, 12))
     found_by_rank = world.run(
-        "tests.kernels.models:sharded_step", "qwen3", activation_checkpointing, compiled, world_size=2
+        "tests.kernels.models:sharded_step", family, activation_checkpointing, compiled, world_size=2
     )
     for found in found_by_rank:
         assert found["fused"] == 6

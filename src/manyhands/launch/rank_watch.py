@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-from manyhands.checkpoint.shard_writer import end_with
 from manyhands.core.errors import EXIT_FAILED
+from manyhands.core.machine import end_with
 from manyhands.launch.failure import claim_terminal, first_failure, record_for_torch, write_failure
 from manyhands.launch.heartbeat import read_beat, this_host
 from manyhands.launch.run_folder import RunFolder
@@ -105,7 +105,8 @@ def start_beside(folder: RunFolder, timeout_s: float, terminal: TextIO) -> None:
 
 
 def main(path: str, timeout_s: str, parent: str) -> None:
-    end_with(int(parent))
+    if not end_with(int(parent), signal.SIGKILL):
+        return
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # meant for the rank
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     folder = RunFolder(path)

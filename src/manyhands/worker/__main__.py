@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
+from manyhands.core.machine import end_with
 from manyhands.launch.environment import LAUNCHER_PID, detect_launcher
 from manyhands.launch.slurm import block_save_signal, refuse_unknown_host
 
@@ -36,19 +36,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
 def end_with_parent() -> None:
     """SIGTERM, after which the run is saved, as soon as the agent that has started this rank is gone: an agent that is
     killed leaves its ranks, and those of other nodes, to train on.
     """
     if not os.environ.get("TORCHELASTIC_RUN_ID") or not sys.platform.startswith("linux"):
         return
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     launcher = int(os.environ.get(LAUNCHER_PID, 0))
-    if launcher and os.getppid() != launcher:  # it ended before it could be watched
+    if not end_with(launcher or os.getppid(), signal.SIGTERM):  # it ended before it could be watched
         os._exit(128 + signal.SIGTERM)
 
 
