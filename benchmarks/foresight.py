@@ -201,10 +201,8 @@ class Schedule:
             print(f"{start - self.begin:5.0f} s  {case.name}: begins on {gpus}", flush=True)
             return f"{json.dumps(self.variables(gpus))}\n", max(1, min(LIMIT_S, self.left_s() - END_S))
 
-        module, arguments = (
-            "benchmarks.foresight_case",
-            ["--case", case.name, *(["--kept"] if self.options.kept else [])],
-        )
+        module, arguments = "benchmarks.foresight_case", ["--case", case.name]
+        arguments += ["--kept"] if self.options.kept else []
         if is_staged:
             output, found = start_processes(module, [*arguments, "--staged"], 1, LIMIT_S, wait=begin)
         else:

@@ -34,6 +34,7 @@ from manyhands.data.streams import (
     read_streams,
 )
 from manyhands.model.loss import LossModel
+from manyhands.worker import stages
 
 # A value a token; one a label (that of the token which is predicted); patches of a picture, of any number.
 PITCH = Stream("pitch", "<f4", along="tokens", entries=(BatchEntry("pitch", "float32", fill=-1.0),))
@@ -267,3 +268,19 @@ def test_a_long_sample_is_cut_where_it_has_a_loss() -> None:
     assert cut_to_loss(sample, streams, 100) is sample
     early = cut_to_loss(make_sample(ids, ids < 5), TEXT, 16)  # the loss ends before so many tokens
     assert early["tokens"].tolist() == list(range(16)) and early["mask"].sum() == 5
+
+
+def test_the_batch_of_self_tests_is_small_however_long_samples_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run uncompiled: one sample of 32k tokens needed more memory there than its training."""
+    monkeypatch.setattr(stages, "PROBE_TOKENS", 64)
+    ids = np.arange(500, dtype=np.int32)
+    sample = make_sample(ids, ids >= 480, np.float32(ids >= 480))
+    train = SimpleNamespace(streams=TEXT, sample=lambda _: sample, lengths=np.array([500]), num_images=None)
+    rank: Any = SimpleNamespace(
+        order=SimpleNamespace(samples=lambda epoch, step: np.array([0])),
+        store=SimpleNamespace(train=train),
+        world=SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")),
+        plan=SimpleNamespace(packing=True, layout=SimpleNamespace(compile=False, device="cpu")),
+    )
+    batch = stages.probe_batch(rank)
+    assert batch["input_ids"].tolist() == [list(range(436, 500))] and int((batch["labels"] >= 0).sum()) == 20

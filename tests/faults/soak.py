@@ -9,7 +9,6 @@ while it starts, between two steps, in a step, while it saves.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import multiprocessing
 import os
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from manyhands.core.files import write_json
+from manyhands.core.machine import end_with
 from manyhands.worker import __main__ as worker
 from manyhands.worker import export_stages, rendezvous, run, training  # noqa: F401 - before the fork
 from tests.e2e.runs import Place, Run, free_port, write_place
@@ -38,7 +38,7 @@ START_SHARE = 0.1  # of the kills come before the first step
 def run_rank(rank: int, port: int, folder: Path, arguments: list[str], audit: Path, done: Any) -> None:
     """In a fork: one rank, from its start to its end; releases the semaphore ``done`` when a step is done."""
     os.setsid()
-    ctypes.CDLL(None).prctl(worker.PR_SET_PDEATHSIG, signal.SIGKILL)  # a soak that is ended leaves nobody who trains on
+    end_with(os.getppid(), signal.SIGKILL)  # a soak that is ended leaves nobody who trains on
     os.chdir(folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -265,7 +265,7 @@ def test_the_estimate_is_what_always_stands_and_the_worst_moment(setup, worst):
     assert sum(terms.values()) - terms["overhead"] - terms["pools"] == standing + moments[worst]
     moving = sum(terms[name] for name in ("gathered", "dequantized", "activations", "logits", "reduction"))
     assert terms["overhead"] == memory.overhead(setup)
-    share = 0.05 if setup.num_adapter_parameters else 0.012  # modules with adapters are not fused here
+    share = 0.06 if setup.num_adapter_parameters else 0.012  # modules with adapters are not fused here
     assert terms["pools"] == memory.pools(setup, terms) + math.ceil(share * moving)
     fused = dataclasses.replace(setup, fuses_modules=True)
     assert memory.estimate_terms(fused)["pools"] == memory.pools(fused, terms) + math.ceil(0.012 * moving)

@@ -207,7 +207,7 @@ def layer_of(module: Any) -> Layer:
 
 
 def halves_of(layer: Layer) -> tuple[Layer, Layer]:
-    """Two layers on one input, of a merged one whose weight stands in one piece: views of it, and the same A."""
+    """Gate and up projection from the merged layer that holds both: views of its weight, bias and B; they share A."""
     (weight,) = layer.base
     pairs = [(None, None) if part is None else part.chunk(2) for part in (weight, layer.bias, layer.b)]
     first, second = (Layer((w,), bias, layer.a, b, layer.scaling) for w, bias, b in zip(*pairs, strict=True))

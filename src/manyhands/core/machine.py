@@ -1,5 +1,5 @@
-"""What this machine lets this process have: cores and memory, as its container limits them, what the architecture of a
-GPU can do, and an end with the process that has started it. Knows neither drivers nor torch.
+"""What a process can learn of its machine: cores and memory, as its container limits them, what the architecture of a
+GPU can do, and when its parent is gone. Knows neither drivers nor torch.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _read(path: Path) -> str:
 
 
 def end_with(parent: int, number: int) -> bool:
-    """From now on this process gets the signal ``number`` as soon as the thread that has started it is gone; False
-    where ``parent`` is no longer its parent. Linux alone: elsewhere nothing is sent.
+    """Have the kernel send this process the signal ``number`` when the thread that started it ends; False where
+    ``parent`` has ended already. Only on Linux: elsewhere no signal is sent.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

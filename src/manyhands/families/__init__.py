@@ -89,7 +89,13 @@ def why_no_images(config: Config) -> str:
 
 def known_modules() -> dict[str, KnownModule]:
     """Module classes that may be replaced by fused ones, by name. A family may use another's."""
-    return {module.name: module for family in FAMILIES for module in family.known_modules}
+    return {module.name: _describe(module, family) for family in FAMILIES for module in family.known_modules}
+
+
+def _describe(module: KnownModule, family: Family) -> KnownModule:
+    parent = {"attention": "self_attn.", "mlp": "mlp."}[module.kind]
+    merged = (name.removeprefix(parent) for name in family.merged if name.startswith(parent))
+    return replace(module, norms_all_heads=family.qk_norm == "all heads", merged=next(merged, ""))
 
 
 def types_with_images() -> tuple[str, ...]:

@@ -32,8 +32,9 @@ class KnownModule:
     package: str = "transformers.models."  # its module's name begins so: a class of the same name elsewhere is another
     activation_field: str = "hidden_act"  # of the configuration
     window_in_config: bool = False  # the attention module has no attribute ``sliding_window``, its configuration has
+    # What the family says of its weights; ``known_modules()`` fills these in.
     norms_all_heads: bool = False  # queries and keys are normed before they are split into heads
-    merged: str = ""  # the layer that stands for q, k and v, or for gate and up
+    merged: str = ""  # the layer that holds q, k and v, or gate and up
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,7 @@ GLM4 = Family(
     norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
     merged={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
     packs=True,
-    known_modules=(
-        KnownModule("attention", "Glm4Attention"),
-        KnownModule("mlp", "Glm4MLP", merged="gate_up_proj"),
-    ),
+    known_modules=(KnownModule("attention", "Glm4Attention"), KnownModule("mlp", "Glm4MLP")),
 )
 
 GLM4V_TEXT = replace(

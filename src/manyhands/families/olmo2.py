@@ -9,10 +9,7 @@ OLMO2 = Family(
     mlp_bias=False,
     qk_norm="all heads",
     packs=True,
-    known_modules=(
-        KnownModule("attention", "Olmo2Attention", norms_all_heads=True),
-        KnownModule("mlp", "Olmo2MLP"),
-    ),
+    known_modules=(KnownModule("attention", "Olmo2Attention"), KnownModule("mlp", "Olmo2MLP")),
 )
 
 FAMILIES = (OLMO2,)

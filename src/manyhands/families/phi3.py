@@ -14,8 +14,8 @@ PHI3 = Family(
     },
     packs=True,
     known_modules=(
-        KnownModule("attention", "Phi3Attention", window_in_config=True, merged="qkv_proj"),
-        KnownModule("mlp", "Phi3MLP", merged="gate_up_proj"),
+        KnownModule("attention", "Phi3Attention", window_in_config=True),
+        KnownModule("mlp", "Phi3MLP"),
     ),
 )
 

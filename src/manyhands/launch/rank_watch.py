@@ -3,8 +3,8 @@
 Each rank ends itself once another has failed or is gone, and waits in vain. The first two ranks of each machine also
 judge progress as ``manyhands train`` does; two, as one of them may be what hangs. The first to find that the run stands
 still writes the reason as the failure of the rank furthest behind, ends that rank if it is on this machine, and then
-itself: the others' collectives break off, or their own watch ends them. A rank that has no peer is judged by a process
-beside it too (``start_beside``): a thread of its own is stopped with it.
+itself: the others' collectives break off, or their own watch ends them. A rank without peers is also watched by a
+separate process (``start_beside``), because SIGSTOP stops the rank's own watch thread as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TextIO
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.machine import end_with
 from manyhands.launch.failure import claim_terminal, first_failure, record_for_torch, write_failure
-from manyhands.launch.heartbeat import read_beat, this_host
+from manyhands.launch.heartbeat import START, read_beat, this_host
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Watch, kill_descendants, kill_group
 
@@ -94,13 +94,13 @@ class RankWatch(Watch):
         os._exit(EXIT_FAILED)
 
 
-BESIDE = -1  # in place of the number of a rank: this process is none
+NO_RANK = -1  # the watching process is none of the run's ranks
 
 
 def start_beside(folder: RunFolder, timeout_s: float, terminal: TextIO) -> None:
-    """A process that watches this one, the only rank, and ends with it."""
+    """Start a process that watches this one, the only rank, and ends when it ends."""
     command = [sys.executable, "-m", "manyhands.launch.rank_watch", str(folder.path), str(timeout_s), str(os.getpid())]
-    # In the group of this process: Ctrl-Z stops both, and is nobody's fault.
+    # In this process's group, so that Ctrl-Z suspends both and is not mistaken for a hang.
     subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal)
 
 
@@ -115,11 +115,12 @@ def main(path: str, timeout_s: str, parent: str) -> None:
         cause = first_failure(folder, {})
         if claim_terminal(folder):
             print(cause, flush=True)
-        record_for_torch(cause, "train", 0)
+        beat = read_beat(folder, 0)
+        record_for_torch(cause, beat.stage if beat else START, 0)
         with contextlib.suppress(OSError):
             folder.write_failed(cause, folder.read_plan())
 
-    watch = RankWatch(folder, 1, float(timeout_s), rank=BESIDE, local_rank=NUM_JUDGES - 1, report=report)
+    watch = RankWatch(folder, 1, float(timeout_s), rank=NO_RANK, local_rank=NUM_JUDGES - 1, report=report)
     watch.start()
     watch.wait()
 

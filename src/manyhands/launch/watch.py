@@ -274,7 +274,7 @@ def pid_of_rank(rank: int) -> int | None:
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL to all that the process has started, itself and, where it leads its group, the rest of that."""
+    """SIGKILL to a process and its descendants, and to its process group where it leads one."""
     kill_descendants(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgid(pid) == pid:
@@ -284,7 +284,7 @@ def kill_group(pid: int) -> None:
 
 
 def kill_descendants(pid: int) -> None:
-    """Also those that are stopped, and would not see that the process is gone. Never this process itself."""
+    """SIGKILL to all descendants of ``pid`` but this process. Stopped ones would not notice that their parent ended."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             if child.pid != os.getpid():

@@ -270,9 +270,9 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
 
 def _fuses_modules(converters: tuple[str, ...], model_type: str) -> bool:
     """Whether attention and MLP of every block are fused: merged layers in fp8 or 4 bits are left as they are."""
-    known = families.find(model_type).known_modules
-    is_split = {"fp8", "nf4"}.isdisjoint(converters) or not any(one.merged for one in known)
-    return "fused_modules" in converters and bool(known) and is_split
+    family = families.find(model_type)
+    fits = not family.merged or {"fp8", "nf4"}.isdisjoint(converters)
+    return "fused_modules" in converters and bool(family.known_modules) and fits
 
 
 def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, ...]:

@@ -382,7 +382,7 @@ def host(s: TimeInput) -> float:
     layer = s.fitted.host_layer_s * (1.0 if e.layout.compile else EAGER)
     layer *= 1 + 0.5 * sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
     if e.num_adapter_parameters:
-        layer *= 1.2 if e.fuses_modules else 1.6
+        layer *= 1.2 if e.fuses_modules else 1.6  # the first with ``host_layer_s`` from two small shapes
     if e.layout.wrapper == "fully_shard":
         layer += SHARD_LAYER_S
     once = s.fitted.host_step_s + CHUNK_S * e.model.num_layers * len(e.model.block_linear_shapes)
