@@ -75,6 +75,8 @@ unmeasured() {
     measure 70b-fp8 200 $case --row 70b-lora --steps 8 --warm 3 --label fp8-alone --profile $results/70b-fp8.txt kernels.linear=fp8 model.frozen_dtype=fp8
     measure 8b-lora 60 $case --row 8b-lora --label today
     measure 8b-fp8 60 $case --row 8b-lora --label fp8-alone kernels.linear=fp8 model.frozen_dtype=fp8
+    measure 8b-full-16 150 $case --row 8b-full --rows 3 --steps 4 --warm 1 --limit 16 --label 16-GiB \
+        model.master_dtype=bfloat16 parallel.offload=all batch.micro_tokens=24576
     measure 8b-qlora 80 $case --row 8b-qlora --label today
     measure 8b-lora-45 60 $case --row 8b-lora --limit 45 --label 45-GiB
     measure 8b-lora-selective 60 $case --row 8b-lora --label selective parallel.activation_checkpointing=selective

@@ -27,7 +27,8 @@ def train(
 ) -> dict[str, Any]:
     """``layout[micro][rank]``, as in ``tests/support/layouts.py``; every step has the same documents."""
     engine = build(plan, config)
-    make = partial(FusedAdamW, backend="eager", seed=config.seed, first_index=first_index)
+    streamed = {} if plan.layout.offload == "none" else {"stream_to": engine.world.device}
+    make = partial(FusedAdamW, backend="eager", seed=config.seed, first_index=first_index, **streamed)
     engine.optimizer = optimizer = make_optimizer(engine.model, config.optimizer, learning_rate, make_adamw=make)
     start = 0 if resume is None else int(engine.load(resume)["step"])
     rank, world_size = engine.world.rank, engine.world.world_size

@@ -23,6 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "world_size": 2},
     "fsdp": {"strategy": "fsdp", "world_size": 2, "reshard_after_forward": True},
     "fsdp, reduced once": {"strategy": "fsdp", "world_size": 2, "reduce_every": False},
+    "fsdp, offloaded": {"strategy": "fsdp", "world_size": 2, "reshard_after_forward": True, "offload": "all"},
     "hsdp": {"strategy": "hsdp", "world_size": 4, "shard_degree": 2},
 }
 
@@ -50,6 +51,19 @@ def test_micro_batches_are_summed_in_float32(folder: str) -> None:
     for name, p in engine.model.named_parameters():
         assert parts[0][name].dtype == torch.bfloat16 and p.grad.dtype == torch.float32
         assert torch.equal(p.grad, sum(part[name].float() for part in parts)), name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_what_is_in_host_memory_learns_the_same_bits(world: Ranks, folder: str, offload: str) -> None:
+    """One micro-batch a step, and several whose gradients are summed in float32 there."""
+    config, plan = tiny_run(folder), tiny_plan(folder, **NARROW, offload=offload)
+    assert plan.layout.wrapper == ("fully_shard" if offload == "all" else "none")
+    for layout in (merged(RAGGED)[:1], merged(RAGGED)):
+        plain = train(tiny_plan(folder, **NARROW), config, layout, 4)
+        (moved,) = world.run(TRAIN, plan, config, layout, 4, world_size=1)
+        assert moved["losses"] == plain["losses"] and moved["dtypes"] == {"torch.bfloat16"}
+        assert all(np.array_equal(moved["weights"][name], weight) for name, weight in plain["weights"].items())
 
 
 def test_float32_masters_learn_the_same_within_rounding(folder: str) -> None:
@@ -91,14 +105,19 @@ def test_shards_are_rounded_as_the_whole_is(world: Ranks, folder: str) -> None:
 
 
 @pytest.mark.distributed
-def test_a_resumed_run_has_the_same_bits_on_another_layout_too(world: Ranks, folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["fsdp", "fsdp, offloaded"])
+def test_a_resumed_run_has_the_same_bits_on_another_layout_too(
+    world: Ranks, folder: str, tmp_path: Path, way: str
+) -> None:
     config, layout = tiny_run(folder), [[documents(1, [9, 14], 0.8), []]]
-    plan = tiny_plan(folder, **{**NARROW, **WAYS["fsdp"]})
+    plan = tiny_plan(folder, **{**NARROW, **WAYS[way]})
     whole = train(tiny_plan(folder, **NARROW), config, layout, 4)
     world.run(TRAIN, plan, config, layout, 2, None, tmp_path / "step-2", world_size=2)
     resumed = train(tiny_plan(folder, **NARROW), config, layout, 2, tmp_path / "step-2")
     assert resumed["losses"] == whole["losses"][2:]
     assert all(np.array_equal(whole["weights"][name], weight) for name, weight in resumed["weights"].items())
+    back = world.run(TRAIN, plan, config, layout, 2, tmp_path / "step-2", world_size=2)[0]
+    assert back["losses"] == whole["losses"][2:]
 
 
 def test_steps_too_small_for_bfloat16_are_taken_on_average(folder: str) -> None:

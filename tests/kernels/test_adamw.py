@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from manyhands.kernels.adamw import FusedAdamW, choose_backend
+from manyhands.kernels.adamw import optimizer as adamw_optimizer
 from manyhands.kernels.adamw.reference import (
     AdamWTensors,
     Rates,
@@ -25,6 +27,7 @@ from manyhands.kernels.adamw.reference import (
     round_to_bfloat16,
     update_reference,
 )
+from manyhands.kernels.adamw.streamed import StreamedUpdate
 
 CPU = torch.device("cpu")
 BETAS, EPS, LR = (0.9, 0.95), 1e-8, 1e-2
@@ -251,3 +254,57 @@ def test_a_gpu_takes_triton() -> None:
 
 def test_a_cpu_takes_plain_torch() -> None:
     assert choose_backend(CPU).name == "eager" and "cpu" in choose_backend(CPU).reason
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("on_host", ["everything", "the states"])
+def test_what_is_in_host_memory_is_updated_a_slice_at_a_time_with_the_same_bits(
+    device: torch.device, on_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of one size, one that is left over, and a parameter shorter than a slice, clipped and rounded."""
+    monkeypatch.setattr(adamw_optimizer, "StreamedUpdate", partial(StreamedUpdate, slice_elements=700, num_slots=2))
+    home = CPU if on_host == "everything" else device
+    starts = [draw(seed, size, CPU, torch.bfloat16) for seed, size in enumerate((5003, 1400, 64))]
+
+    def make(where: torch.device, **options: Any) -> tuple[list[nn.Parameter], FusedAdamW]:
+        backend = "triton" if device.type == "cuda" else "eager"
+        weights = [nn.Parameter(place(start.clone(), where)) for start in starts]
+        groups = [{"params": weights, "weight_decay": 0.1}]
+        return weights, FusedAdamW(groups, backend=backend, lr=LR, betas=BETAS, eps=EPS, seed=3, **options)
+
+    def place(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+        return tensor.pin_memory() if where == CPU and device.type == "cuda" else tensor.to(where)
+
+    first_index = {"first_index": lambda _: 2**33 - 900}  # the slices' own indices pass a multiple of 2**32
+    plain, streamed = make(device, **first_index), make(home, stream_to=device, **first_index)
+    for step in range(4):
+        for where, (weights, optimizer) in ((device, plain), (home, streamed)):
+            for index, weight in enumerate(weights):
+                weight.grad = place(draw(100 * step + index, weight.numel(), CPU, torch.bfloat16), where)
+            optimizer.gradient_factor = torch.tensor(0.5, device=device)
+            optimizer.step()
+    for mine, other in zip(streamed[0], plain[0], strict=True):
+        assert mine.device == home and torch.equal(mine.cpu(), other.cpu())
+        for name in ("exp_avg", "exp_avg_sq"):
+            state = streamed[1].state[mine][name]
+            assert state.device == CPU and torch.equal(state, plain[1].state[other][name].cpu())
+            assert state.is_pinned() == (device.type == "cuda")
+    assert not torch.equal(plain[0][0].cpu(), starts[0])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_slices_pass_each_other_and_none_is_lost() -> None:
+    """Large enough that copies, updates and copies back really overlap."""
+    device, size = torch.device("cuda"), 3 * 2**24 + 5
+    start = draw(0, size, CPU, torch.bfloat16)
+    plain, streamed = (
+        FusedAdamW([nn.Parameter(weight)], backend="triton", lr=LR, betas=BETAS, eps=EPS, **options)
+        for weight, options in ((start.to(device), {}), (start.clone().pin_memory(), {"stream_to": device}))
+    )
+    for step in range(3):
+        gradient = draw(1 + step, size, CPU, torch.bfloat16)
+        for optimizer, placed in ((plain, gradient.to(device)), (streamed, gradient.pin_memory())):
+            optimizer.param_groups[0]["params"][0].grad = placed
+            optimizer.step()
+    mine, other = (optimizer.param_groups[0]["params"][0] for optimizer in (streamed, plain))
+    assert torch.equal(mine.to(device), other)

@@ -89,14 +89,17 @@ def master_dtype(lab: Lab) -> None:
         assert {str(tensor.dtype) for tensor in saved.values()} == {
             "torch.bfloat16" if asked == "bfloat16" else "torch.float32"
         }
+    narrow = {**full, "model.master_dtype": "bfloat16"}
+    alone = lab.run(narrow).losses
+    for offload in ("optimizer", "all"):  # updated from host memory, to the same bits
+        assert lab.run({**narrow, "parallel.offload": offload}).losses == alone
     for key, value in {
         "method.name": "lora",
         "model.dtype": "float32",
         "optimizer.name": "muon",
-        "parallel.offload": "optimizer",
     }.items():
         with pytest.raises(UserError, match=re.escape(f"{key} is {value}")):
-            lab.prepare({**full, "model.master_dtype": "bfloat16", key: value})
+            lab.prepare({**narrow, key: value})
 
 
 def chat_template(lab: Lab) -> None:

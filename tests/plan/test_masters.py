@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.plan import memory
+from manyhands.core.limits import GIB
+from manyhands.plan import host_memory, memory
 from manyhands.plan.search import plan
-from tests.plan.examples import facts, llama_1b, run_config
+from tests.plan.examples import data_facts, facts, llama_1b, llama_8b, run_config
 from tests.plan.test_memory import BLOCK, FULL, ROOT, sharded
 from tests.support.plans import change_input, explain_why
 
@@ -54,6 +55,36 @@ def test_the_plan_says_so_and_counts_it():
     assert sum(wide.memory.terms[name] for name in states) == 14 * llama_1b().num_parameters
 
 
+def test_what_is_offloaded_is_counted_on_the_host_and_gradients_stay_as_narrow():
+    """8B in full takes 64 GB of host memory so, half of what float32 masters do, and 24 GiB of a GPU are enough."""
+    model = llama_8b()
+    data = data_facts(num_samples=5000, mean=3000, longest=4096)
+    the_facts = facts(model, gpus=1, gpu_bytes=24 * GIB, host_bytes=128 * GIB, data=data)
+    keys = KEYS | {"parallel__offload": "all", "batch__micro_tokens": 4096, "batch__samples": 1}
+    made = plan(run_config(**keys), the_facts)
+    assert (made.layout.wrapper, made.layout.compute_copy) == ("fully_shard", "none")
+    size = model.num_parameters
+    rounded = {"weights": 2 * size, "gradients": 2 * size, "optimizer": 4 * size}
+    found = {name: made.memory.host_terms[name] for name in rounded}
+    assert found == {name: int(host_memory.PINNED * size) for name, size in rounded.items()}
+    assert [made.memory.terms[name] for name in rounded] == [0, 0, 0]
+    root = 2 * model.vocab_size * model.hidden_size * 2
+    assert made.memory.terms["gathered"] > root, "embeddings and head are whole on the GPU while a step runs"
+    with pytest.raises(UserError, match="host"):
+        plan(run_config(**keys | {"model__master_dtype": "float32"}), the_facts)
+
+
+def test_the_largest_moment_is_that_of_what_stays_on_the_gpu():
+    """Gradients in host memory weigh nothing there: not the end of the backward pass but its start is the worst."""
+    moved = change_input(FULL, full_micro_tokens=64, accumulates=False, offload="all", device="cuda")
+    terms = memory.estimate_terms(moved)
+    kept = host_memory.keep_on_device(moved, terms)
+    rest = sum(value for name, value in memory.in_the_backward_pass(moved).items() if name != "gradients")
+    passing = ("gathered", "dequantized", "activations", "logits", "reduction", "unreduced")
+    assert sum(kept[name] for name in passing) >= rest
+    assert host_memory.estimate_host_terms(moved, terms)["gradients"] == memory.gradients(moved) > 0
+
+
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
@@ -61,7 +92,6 @@ def test_the_plan_says_so_and_counts_it():
         ({"method__name": "patterns", "method__train": ["*mlp*"]}, "method.name is patterns"),
         ({"model__dtype": "float32"}, "computes in float32"),
         ({"optimizer__name": "adafactor"}, "adafactor"),
-        ({"parallel__offload": "all"}, "parallel.offload is all"),
     ],
 )
 def test_what_they_do_not_go_with_is_refused(keys: dict[str, Any], why: str):

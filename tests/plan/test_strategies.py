@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.config.checks import check
 from manyhands.core.errors import UserError
-from manyhands.plan import memory
+from manyhands.plan import host_memory, memory
 from manyhands.plan.activations import linear_bytes_per_token
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import explain
@@ -176,9 +176,9 @@ def test_of_states_in_host_memory_two_chunks_are_on_the_gpu(ranks, chunk):
     one = change_input(FULL, model=model, offload="optimizer")
     setup = one if ranks == 1 else change_input(one, strategy="fsdp", world_size=ranks)
     terms = {"weights": 1, "gradients": 2, "optimizer": 8 * model.num_parameters // ranks}
-    assert memory.keep_on_device(setup, terms) == {"weights": 1, "gradients": 2, "optimizer": 2 * 2 * chunk}
+    assert host_memory.keep_on_device(setup, terms) == {"weights": 1, "gradients": 2, "optimizer": 2 * 2 * chunk}
     few = terms | {"optimizer": 100}  # never more than there are
-    assert memory.keep_on_device(change_input(setup, model=model_facts()), few)["optimizer"] == 100
+    assert host_memory.keep_on_device(change_input(setup, model=model_facts()), few)["optimizer"] == 100
 
 
 def test_what_does_not_fit_into_host_memory_is_refused():
@@ -194,7 +194,7 @@ def test_activations_move_but_for_what_passes():
     kept, moved = (plan(run_config(parallel__offload_activations=on, **keys), the_facts).memory for on in (False, True))
     inputs = 64 * 16384 * 2 * 5120
     assert kept.terms["activations"] - moved.terms["activations"] == inputs - (4 + 1) * inputs // 64
-    assert moved.host_terms["activations"] == int(memory.PINNED * inputs)
+    assert moved.host_terms["activations"] == int(host_memory.PINNED * inputs)
 
 
 def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():

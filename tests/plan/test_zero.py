@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.config.checks import check
-from manyhands.plan import memory
+from manyhands.plan import host_memory, memory
 from manyhands.plan.search import plan
 from tests.config.builders import config
 from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
@@ -51,13 +51,13 @@ def test_what_is_offloaded_is_in_host_memory_and_checkpoints_pass_through_it():
     for stage, kept in ((2, P), (3, 0)):
         setup = of_stage(stage, offload="optimizer")
         terms = memory.estimate_terms(setup)
-        host, device = memory.estimate_host_terms(setup, terms), memory.keep_on_device(setup, terms)
-        assert host["optimizer"] == int(memory.PINNED * 3 * P) and host["checkpoint"] == 3 * P
-        assert host["gradients"] == int(memory.PINNED * P) and device["optimizer"] == 0
+        host, device = host_memory.estimate_host_terms(setup, terms), host_memory.keep_on_device(setup, terms)
+        assert host["optimizer"] == int(host_memory.PINNED * 3 * P) and host["checkpoint"] == 3 * P
+        assert host["gradients"] == int(host_memory.PINNED * P) and device["optimizer"] == 0
         assert device["gradients"] == kept, "stage 2 sums them on the GPU"
         assert device["weights"] == terms["weights"]
     setup = of_stage(3, offload="all")
-    assert memory.keep_on_device(setup, memory.estimate_terms(setup))["weights"] == 0
+    assert host_memory.keep_on_device(setup, memory.estimate_terms(setup))["weights"] == 0
 
 
 def test_a_stage_is_taken_where_it_is_asked_for_alone():

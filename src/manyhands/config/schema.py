@@ -52,7 +52,8 @@ class ModelSection(Section):
     master_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="full: dtype of trained weights and optimizer states. bfloat16 takes 8 bytes per parameter, "
-        "not 16 or more, with stochastic rounding (different numerics); it needs optimizer adamw.",
+        "not 16 or more, with stochastic rounding (different numerics); it needs optimizer adamw. With "
+        "parallel.offload they are in host memory, and the GPU updates them.",
     )
     frozen_dtype: Literal["auto", "fp8"] = Field(
         "auto",

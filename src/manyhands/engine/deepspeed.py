@@ -71,7 +71,7 @@ class ZeroEngine(RankEngine):
         ranks.
         """
         if self._norm is None:
-            norms = tensor_norms([part.flatten() for part in gradient_parts(self._inner.optimizer)])
+            norms = tensor_norms([part.flatten() for part in gradient_parts(self._inner.optimizer)], self.world.device)
             total = torch.stack(norms).square().sum() if norms else torch.zeros(())
             total = total.to(self.world.device, torch.float64)
             dist.all_reduce(total)

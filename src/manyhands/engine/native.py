@@ -20,6 +20,7 @@ from manyhands.checkpoint.save import save_checkpoint
 from manyhands.checkpoint.tensors import checkpoint_tensors
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import local
+from manyhands.core.limits import UPDATE_SLICE
 from manyhands.core.world import World
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.optimizers import make_engine_optimizer
@@ -184,15 +185,14 @@ class NativeEngine(RankEngine):
         """The 2-norm of all gradients, 0-d float64. Summed over shards only: replicas hold the same gradients already.
 
         In float64, because float32 norms of different layouts differ in the last digit, and clipping spreads that
-        digit. Gradients in host memory are summed there.
+        digit.
         """
-        norms = tensor_norms([local(p.grad) for p in self.model.parameters() if p.grad is not None])
+        norms = tensor_norms([local(p.grad) for p in self.model.parameters() if p.grad is not None], self.world.device)
         total = (
             torch.stack(norms).square().sum()
             if norms
             else torch.zeros((), dtype=torch.float64, device=self.world.device)
         )
-        total = total.to(self.world.device)
         if self._shard_group is not None:
             dist.all_reduce(total, group=self._shard_group)
         self._norm = total.sqrt()
@@ -258,16 +258,21 @@ class NativeEngine(RankEngine):
             unit.reshard()
 
 
-def tensor_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, 0-d float64, in any order.
+def tensor_norms(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """2-norms on ``device``, 0-d float64, in any order: of each tensor there, and of each slice of those elsewhere.
 
     Widened as they are read: ``torch.linalg.vector_norm`` would write full float64 copies first, 20 bytes a float32
     value in place of 4. Apart by dtype, because the kernel that sums many tensors at once takes one.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    norms: list[torch.Tensor] = []
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    return [norm for alike in by_dtype.values() for norm in torch._foreach_norm(alike, 2, dtype=torch.float64)]
+        if tensor.device.type == device.type:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+            continue
+        for piece in tensor.reshape(-1).split(UPDATE_SLICE):  # in host memory
+            norms += torch._foreach_norm([piece.to(device, non_blocking=True)], 2, dtype=torch.float64)
+    return norms + [norm for alike in by_dtype.values() for norm in torch._foreach_norm(alike, 2, dtype=torch.float64)]
 
 
 @runtime_checkable
@@ -276,7 +281,7 @@ class ScalesGradients(Protocol):
     them.
     """
 
-    gradient_factor: torch.Tensor | None  # 0-d float32, on the gradients' device
+    gradient_factor: torch.Tensor | None  # 0-d float32, on the device that updates
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, max_norm: float) -> None:
@@ -291,7 +296,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, ma
         return
     factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     if isinstance(optimizer, ScalesGradients):
-        optimizer.gradient_factor = factor.to(parts[0].device, torch.float32)
+        optimizer.gradient_factor = factor.to(torch.float32)
     else:
         torch._foreach_mul_(parts, factor.to(parts[0]))  # which may lie in host memory
 

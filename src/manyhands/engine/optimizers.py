@@ -30,10 +30,11 @@ def make_engine_optimizer(
 ) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer of the plan; which kernels run AdamW, and why, or "".
 
-    Fused AdamW runs where weights have a ``copy`` that computes, and for weights in bfloat16.
+    Fused AdamW runs where weights have a ``copy`` that computes, and for weights in bfloat16, which it streams itself.
     """
     optimizer, note = _make_optimizer(model, plan, config, device, copy)
-    return (StreamedOptimizer(optimizer, device) if plan.layout.offload == "optimizer" else optimizer), note
+    streams = plan.layout.offload == "optimizer" and not isinstance(optimizer, FusedAdamW)  # which does so by itself
+    return (StreamedOptimizer(optimizer, device) if streams else optimizer), note
 
 
 def _make_optimizer(
@@ -52,6 +53,8 @@ def _make_optimizer(
     make_adamw = partial(FusedAdamW, backend=backend.name, seed=config.seed, first_index=first_index)
     if copy is not None:
         make_adamw = partial(make_adamw, copies=copy.share_copies(), written=copy.mark_written)
+    if plan.layout.offload != "none":
+        make_adamw = partial(make_adamw, stream_to=device)
     parts = "clipping, update and casts" if copy else "clipping and update"
     return make(make_adamw=make_adamw), f"optimizer: fused AdamW ({parts} in one kernel), {backend.name}{why}"
 

@@ -19,8 +19,9 @@ from manyhands.plan.choices import Decisions
 from manyhands.plan.clock import Clock
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.hardware import ranks_per_machine
+from manyhands.plan.host_memory import estimate_host_terms, keep_on_device
 from manyhands.plan.layout import LIGHTER, ZERO_STAGES, Checkpointing, Layout, Strategy, change, mesh_of
-from manyhands.plan.memory import estimate_host_terms, estimate_terms, keep_on_device
+from manyhands.plan.memory import estimate_terms
 from manyhands.plan.types import Candidate, MemoryEstimate, RanOut, Reason, reason
 
 SAME_SPEED = 0.002  # share of a step that the estimate cannot tell apart

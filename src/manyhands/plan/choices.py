@@ -139,8 +139,6 @@ def choose_master_dtype(
         f"model.dtype is {config.model.dtype}: the model computes in {compute}": compute != "bfloat16",
         f"optimizer.name is {config.optimizer.name}, which does not round stochastically": config.optimizer.name
         != "adamw",
-        f"parallel.offload is {config.parallel.offload}, whose update is torch's own": config.parallel.offload
-        != "none",
     }
     found = [text for text, stands in obstacles.items() if stands]
     if found:
@@ -148,8 +146,7 @@ def choose_master_dtype(
             "model.master_dtype: bfloat16 cannot be combined with other keys",
             where="model.master_dtype",
             why="; ".join(found),
-            fix="remove model.master_dtype,"
-            " or train in full with model.dtype=bfloat16, optimizer.name=adamw and parallel.offload=none",
+            fix="remove model.master_dtype, or train in full with model.dtype=bfloat16 and optimizer.name=adamw",
         )
     return "bfloat16", (reason("masters"),)
 

@@ -235,6 +235,11 @@ class EstimateInput:
         """Whether anything is in host memory; with ZeRO checkpoints pass through it."""
         return self.layout.offload != "none" or self.layout.offload_activations or self.layout.zero_stage > 0
 
+    @property
+    def streams_update(self) -> bool:
+        """Masters in bfloat16 of which something is in host memory: a GPU updates them, a slice at a time."""
+        return self.layout.offload != "none" and self.layout.master_dtype == "bfloat16"
+
     def snapshot_bytes(self, optimizer: int) -> int:
         """``2 (masters + states)`` of a rank, and as much for a rank of another node where these are copied;
         ``optimizer``: its states. Replicas keep one a machine: not counted, and not copied.

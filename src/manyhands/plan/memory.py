@@ -1,7 +1,7 @@
 """Bytes a rank holds at its worst moment: one small function a term. Pure arithmetic; knows no torch and reads nothing.
 
-Its input is an ``EstimateInput`` (estimate_input.py); what blocks keep and need is in ``activations.py``. What is
-offloaded is counted in the machine's memory instead; on a CPU the device is the machine, and nothing moves.
+Its input is an ``EstimateInput`` (estimate_input.py); what blocks keep and need is in ``activations.py``, and what is
+offloaded in ``host_memory.py``; on a CPU the device is the machine, and nothing moves.
 
 Notation, here and there: P parameters, A trained parameters of adapters, B parameters of one block, R of the rest
 (embeddings, last norm, head), L blocks, T tokens of a micro-batch, H hidden size, I inner size of the MLP, V
@@ -26,8 +26,6 @@ from manyhands.core.limits import (
     MAX_LOGITS_FROZEN,
     MAX_LOGITS_TRAINED,
     MIN_CHUNK_TOKENS,
-    STATE_CHUNK_BYTES,
-    STATE_CHUNKS_ON_DEVICE,
     ZERO_BUCKET,
     ZERO_LIVE,
     ZERO_PREFETCH,
@@ -38,7 +36,6 @@ from manyhands.plan.activations import (
     block_scores,
     kept_activations,
     kept_bytes_per_token,
-    moved_bytes,
 )
 from manyhands.plan.estimate_input import EstimateInput, TrainedWeights, count_state_bytes
 from manyhands.plan.towers import with_images
@@ -60,13 +57,19 @@ def estimate_terms(setup: EstimateInput) -> dict[str, int]:
     standing = {"weights": weights(setup), "optimizer": optimizer(setup), "gathered": gathered(setup) + fetched(setup)}
     moments: tuple[dict[str, int], ...] = (at_the_loss(setup), in_the_backward_pass(setup), at_its_end(setup))
     standing, moments = with_images(setup, standing, moments)
-    terms = standing | max(moments, key=lambda moment: sum(moment.values()))
+    worst = max(moments, key=lambda moment: sum(moment.values()) - gradients_on_host(setup, moment))
+    terms = standing | worst
     passing = ("gathered", "dequantized", "activations", "logits", "reduction")
     terms["pools"] = pools(setup, terms) + math.ceil(fragmentation(setup) * sum(terms[name] for name in passing))
     terms["overhead"] = overhead(setup)
     if setup.layout.device == "cpu":
         terms["snapshots"] = setup.snapshot_bytes(terms["optimizer"])
     return terms
+
+
+def gradients_on_host(s: EstimateInput, moment: dict[str, int]) -> int:
+    """Of the gradients of a moment, what is in the machine's memory and not on a GPU: all that are offloaded."""
+    return moment["gradients"] if s.layout.offload == "all" and s.layout.device == "cuda" else 0
 
 
 def at_the_loss(s: EstimateInput) -> dict[str, int]:
@@ -282,7 +285,7 @@ def reduction(s: EstimateInput) -> int:
         return head * c + (largest * c if s.num_shards == 1 else BLOCKS_IN_FLIGHT * largest * (c + m))
     if not s.trains_everything:
         return 0
-    if not s.is_cast and s.num_shards == 1:
+    if not s.gathers_whole and s.num_shards == 1:
         return head * c
     if s.keeps_copy:
         narrow = s.gradient_bytes == c
@@ -300,7 +303,7 @@ def root_reduction(s: EstimateInput) -> int:
         return zero_buckets(s)
     if s.partially_trained is not None:
         return s.partially_trained.num_in_root * (s.compute_bytes + (s.sum_bytes if s.num_shards > 1 else 0))
-    if not s.trains_everything or (not s.is_cast and s.num_shards == 1):
+    if not s.trains_everything or (not s.gathers_whole and s.num_shards == 1):
         return 0
     return (
         s.head_elements * s.compute_bytes if s.keeps_copy else s.num_root_parameters * (s.compute_bytes + s.sum_bytes)
@@ -350,51 +353,3 @@ def zero_live(s: EstimateInput) -> int:
 def zero_buckets(s: EstimateInput) -> int:
     """DeepSpeed's buckets of gradients, two in the weights' dtype that fill in turn and one of float32 that travels."""
     return min(s.num_trained, ZERO_BUCKET) * (2 * s.held_bytes + 4)
-
-
-PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
-
-
-def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
-    """By name, what a rank holds in host memory; ``terms`` are the device's before anything moves.
-
-    ``all``: shards of weights (pinned), gradients and optimizer states. ``optimizer``: the states, pinned. Activations:
-    see ``moved_bytes``, pinned. ZeRO's ``optimizer`` holds masters, states and gradients, and while a checkpoint is
-    written or read its masters and states pass through host memory.
-    """
-    host: dict[str, int] = {}
-    if s.layout.offload == "all":
-        host |= {
-            "weights": int(PINNED * terms["weights"]),
-            "gradients": terms["gradients"],
-            "optimizer": terms["optimizer"],
-        }
-    elif s.layout.offload == "optimizer":
-        host["optimizer"] = int(PINNED * terms["optimizer"])
-        if s.layout.zero_stage:
-            host["gradients"] = int(PINNED * s.num_trained * s.sum_bytes // s.num_shards)
-    if s.layout.zero_stage:
-        host["checkpoint"] = terms["optimizer"]
-    if s.layout.offload_activations:
-        host["activations"] = int(PINNED * moved_bytes(s))
-    return host | ({"snapshots": s.snapshot_bytes(terms["optimizer"])} if s.snapshots else {})
-
-
-def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
-    """The device's terms without what has moved. Activations have been counted so already.
-
-    Of optimizer states two chunks are there while it steps: ``2 states/parameters max(2**28, largest parameter)``.
-    """
-    kept = dict(terms)
-    if s.layout.offload == "all":
-        kept |= {"weights": 0, "gradients": 0, "optimizer": 0}
-    elif s.layout.offload == "optimizer" and s.layout.zero_stage:
-        kept |= {"optimizer": 0} | ({"gradients": 0} if s.layout.zero_stage == 3 else {})
-    elif s.layout.offload == "optimizer":
-        largest = (
-            max(s.head_elements, *(out * into for out, into in s.model.block_linear_shapes.values())) * s.master_bytes
-        )
-        parameters = max(1, s.num_trained * s.master_bytes // s.num_shards)
-        chunk = max(STATE_CHUNK_BYTES, min(largest // s.num_shards, parameters))
-        kept["optimizer"] = min(terms["optimizer"], STATE_CHUNKS_ON_DEVICE * chunk * terms["optimizer"] // parameters)
-    return kept

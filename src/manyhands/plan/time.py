@@ -301,7 +301,10 @@ def optimizer(s: TimeInput) -> float:
         sides = e.model.block_linear_shapes.values()
         flops = sum(30.0 * min(side) ** 2 * max(side) for side in sides) * e.model.num_layers
         seconds += flops / s.rates.matmul / max(1, e.num_shards)
-    if e.layout.offload != "none":  # states travel to the device and back, or are updated on the host
+    if e.streams_update:  # gradients for their norm, then all that is on the host, in and out at the same time
+        on_host = 2 * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
+        seconds += trained * on_host / s.rates.pcie
+    elif e.layout.offload != "none":  # states travel to the device and back, or are updated on the host
         seconds += trained * 2 * (state - 4) / s.rates.pcie
     return seconds
 

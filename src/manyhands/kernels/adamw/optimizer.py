@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from manyhands.core.holding import local
-from manyhands.kernels.adamw.reference import AdamWTensors, Rates, make_key, make_rows
+from manyhands.kernels.adamw.reference import AdamWTensors, Rates, Update, make_key, make_rows
 from manyhands.kernels.adamw.select import find_update
+from manyhands.kernels.adamw.streamed import StreamedUpdate
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -31,6 +32,7 @@ class FusedAdamW(torch.optim.AdamW):
     it is forgotten afterwards. ``copies`` maps a weight to its copy for computing, ``written`` is told when all are.
     Gradients may be narrower than their weights (``grad_dtype``). Weights in bfloat16 have states in bfloat16; ``seed``
     is that of their rounding and ``first_index`` says where this rank's part begins in the whole, counted in elements.
+    ``stream_to``: states are made in host memory, and what is there is updated on this device (``StreamedUpdate``).
     """
 
     def __init__(
@@ -42,12 +44,15 @@ class FusedAdamW(torch.optim.AdamW):
         written: Callable[[], None] = lambda: None,
         seed: int = 0,
         first_index: Callable[[torch.Tensor], int] = lambda _: 0,
+        stream_to: torch.device | None = None,
         **options: Any,
     ) -> None:
         super().__init__(groups, fused=True, **options)
         self.gradient_factor: torch.Tensor | None = None
         self._copies, self._written = copies or {}, written
-        self._update = find_update(backend)
+        self._update: Update = find_update(backend)
+        self._streamed = None if stream_to is None else StreamedUpdate(self._update, stream_to)
+        self._device = stream_to
         self._keys: dict[torch.Tensor, torch.Tensor] = {}
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -55,14 +60,23 @@ class FusedAdamW(torch.optim.AdamW):
                 key = make_key(seed, index, first_index(parameter))
                 self._keys[parameter] = torch.tensor(key, dtype=torch.int32, device=parameter.device)
 
+    @property
+    def state_options(self) -> dict[str, Any]:
+        """How states are made, also those that a checkpoint loads into."""
+        if self._device is None:
+            return {}
+        return {"device": torch.device("cpu"), "pin_memory": self._device.type == "cuda"}
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. Waits for nothing."""
+        """One update of every parameter that has a gradient. Waits for nothing but what is streamed."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 self._step_group(group, parameters)
         self.gradient_factor = None
+        if self._streamed is not None:
+            self._streamed.finish()
         self._written()
 
     def _step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
@@ -73,8 +87,9 @@ class FusedAdamW(torch.optim.AdamW):
         counts = [state["step"] for state in states]
         torch._foreach_add_(counts, 1)
         rates = Rates(beta1, beta2, group["eps"], lr * group["weight_decay"])
-        rows = make_rows(torch.stack(counts), lr, beta1, beta2).unbind(0)
-        for parameter, state, row in zip(parameters, states, rows, strict=True):
+        rows, update = make_rows(torch.stack(counts), lr, beta1, beta2), self._streamed or self._update
+        rows = rows if self._device is None else rows.to(self._device)
+        for parameter, state, row in zip(parameters, states, rows.unbind(0), strict=True):
             assert parameter.grad is not None
             copy = self._copies.get(parameter)
             part = AdamWTensors(
@@ -87,13 +102,14 @@ class FusedAdamW(torch.optim.AdamW):
                 key=self._keys.get(parameter),
             )
             if part.weight.numel():
-                self._update(part, rates, self.gradient_factor)
+                update(part, rates, self.gradient_factor)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, requires_grad=False, **self.state_options)
         return state
 
 

@@ -1,0 +1,62 @@
+"""What a rank holds in host memory, and what is left of it on the device. Pure arithmetic, as in ``memory.py``."""
+
+from __future__ import annotations
+
+import math
+
+from manyhands.core.limits import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_DEVICE, UPDATE_SLICE, UPDATE_SLICES_ON_DEVICE
+from manyhands.plan.activations import moved_bytes
+from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.memory import gradients
+
+PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
+
+
+def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
+    """By name, what a rank holds in host memory; ``terms`` are the device's before anything moves.
+
+    ``all``: shards of weights (pinned), gradients and optimizer states, which are pinned where bfloat16 masters are
+    updated on the GPU. ``optimizer``: the states, pinned. Activations: see ``moved_bytes``, pinned. ZeRO's
+    ``optimizer`` holds masters, states and gradients, and while a checkpoint is written or read its masters and states
+    pass through host memory.
+    """
+    host: dict[str, int] = {}
+    if s.layout.offload == "all":
+        states = PINNED if s.streams_update else 1.0
+        host |= {
+            "weights": int(PINNED * terms["weights"]),
+            "gradients": int(states * gradients(s)),
+            "optimizer": int(states * terms["optimizer"]),
+        }
+    elif s.layout.offload == "optimizer":
+        host["optimizer"] = int(PINNED * terms["optimizer"])
+        if s.layout.zero_stage:
+            host["gradients"] = int(PINNED * s.num_trained * s.sum_bytes // s.num_shards)
+    if s.layout.zero_stage:
+        host["checkpoint"] = terms["optimizer"]
+    if s.layout.offload_activations:
+        host["activations"] = int(PINNED * moved_bytes(s))
+    return host | ({"snapshots": s.snapshot_bytes(terms["optimizer"])} if s.snapshots else {})
+
+
+def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
+    """The device's terms without what has moved. Activations have been counted so already.
+
+    Of optimizer states two chunks are there while it steps: ``2 states/parameters max(2**28, largest parameter)``. Of
+    masters in bfloat16 three slices are, in whatever is streamed; where that is all, activations are gone by then.
+    """
+    kept = dict(terms)
+    if s.layout.offload == "all":
+        kept |= {"weights": 0, "gradients": 0, "optimizer": 0}
+    elif s.layout.offload == "optimizer" and s.layout.zero_stage:
+        kept |= {"optimizer": 0} | ({"gradients": 0} if s.layout.zero_stage == 3 else {})
+    elif s.layout.offload == "optimizer" and s.streams_update:
+        kept["optimizer"] = min(terms["optimizer"], UPDATE_SLICES_ON_DEVICE * UPDATE_SLICE * 2 * s.master_bytes)
+    elif s.layout.offload == "optimizer":
+        largest = (
+            max(s.head_elements, *(out * into for out, into in s.model.block_linear_shapes.values())) * s.master_bytes
+        )
+        parameters = max(1, s.num_trained * s.master_bytes // s.num_shards)
+        chunk = max(STATE_CHUNK_BYTES, min(largest // s.num_shards, parameters))
+        kept["optimizer"] = min(terms["optimizer"], STATE_CHUNKS_ON_DEVICE * chunk * terms["optimizer"] // parameters)
+    return kept
