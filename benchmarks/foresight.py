@@ -6,9 +6,9 @@
     python -m benchmarks.foresight list
 
 Every case is a process group of its own with a time limit, so that one that hangs or runs out of memory costs itself;
-its row is appended as it comes. Cases that a file of ``--have`` or the output holds are not measured again. The cases
-of most GPUs come first; those of fewer run side by side on GPUs of their own, and their rows say how many ran beside
-them (``beside``). Cases of one GPU prepare all that needs none while others still hold the GPUs.
+its row is appended as it comes. Cases that a file of ``--have`` or the output holds, from GPUs of this kind, are not
+measured again. The cases of most GPUs come first; those of fewer run side by side on GPUs of their own, and their rows
+say how many ran beside them (``beside``). Cases of one GPU prepare all that needs none while others hold the GPUs.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def main() -> int:
 
 
 def fit_rows(options: argparse.Namespace) -> int:
-    from benchmarks.foresight_fit import describe_errors, errors_of, fit, print_rows, read_rows, write_fitted
+    from benchmarks.foresight_fit import by_group, describe_errors, errors_of, fit, print_rows, read_rows, write_fitted
     from manyhands.plan.rates import load_fitted
 
     rows = read_rows(options.rows)
-    seen = [row for row in rows if not row.is_held_out]
+    seen = [row for row in rows if row.group == "fitted"]
     fitted = fit(seen, load_fitted()) if seen and not options.check else load_fitted()
     print_rows(rows, fitted)
-    for name, some in (("fitted", seen), ("held out", [row for row in rows if row.is_held_out])):
+    for name, some in by_group(rows).items():
         memory, seconds = errors_of(some, fitted)
         print(f"{name}: memory {describe_errors(memory)}; seconds {describe_errors(seconds)}")
     print(fitted)
@@ -101,7 +101,9 @@ class Schedule:
         self.options, self.begin, self.run_name = options, time.monotonic(), new_run()
         on_cpu = options.gpus == 0
         num_gpus = count_gpus() if options.gpus is None else options.gpus
-        gib = min((gpu.memory_bytes / 2**30 for gpu in read_host_facts().gpus), default=0.0)
+        gpus = read_host_facts().gpus
+        gib = min((gpu.memory_bytes / 2**30 for gpu in gpus), default=0.0)
+        device = gpus[0].name if gpus and not on_cpu else "cpu"
         self.free = list(range(num_gpus)) or [0, 0]  # on a CPU: no GPU, two processes
         self.on_cpu = on_cpu or num_gpus == 0
         self.lock, self.changed = threading.Lock(), threading.Condition()
@@ -112,7 +114,7 @@ class Schedule:
             row["case"]
             for file in [*options.have, options.output]
             for row in read(file)
-            if "case" in row and "failure" not in row
+            if "case" in row and "failure" not in row and row.get("device", device) == device
         }
         asked = [BY_NAME[name] for name in options.case or []]
         cases = asked or (list(TRIALS) if self.on_cpu else list(CASES))

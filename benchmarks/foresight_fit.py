@@ -19,9 +19,10 @@ from manyhands import families
 from manyhands.facts.gpu_kinds import kind_of
 from manyhands.facts.types import GpuKind, ModelFacts
 from manyhands.plan.estimate_input import EstimateInput, TrainedWeights
+from manyhands.plan.host_memory import keep_on_device
 from manyhands.plan.layout import Layout, Mesh
-from manyhands.plan.memory import estimate_terms, keep_on_device
-from manyhands.plan.rates import Fitted, load_fitted, rates_of_kind
+from manyhands.plan.memory import estimate_terms
+from manyhands.plan.rates import REFERENCE_KIND, Fitted, load_fitted, rates_of_kind
 from manyhands.plan.time import TimeInput, estimate_step
 from manyhands.plan.work import work_of_lengths
 
@@ -55,8 +56,11 @@ class Measured:
     steps: tuple[tuple[TimeInput, float], ...] = ()  # where lengths are mixed: each timed step, and its seconds
 
     @property
-    def is_held_out(self) -> bool:
-        return self.row["shape"] in HELD_OUT
+    def group(self) -> str:
+        """What its error says: of shapes or of a kind of GPU that nothing was fitted to, or of the fit itself."""
+        if self.kind.name != REFERENCE_KIND:
+            return f"{self.kind.name}, datasheet alone"
+        return "held out" if self.row["shape"] in HELD_OUT else "fitted"
 
     @property
     def held_gib(self) -> float:
@@ -194,6 +198,13 @@ def errors_of(rows: Sequence[Measured], fitted: Fitted) -> tuple[np.ndarray, np.
     return np.array(memory), np.array(seconds)
 
 
+def by_group(rows: Sequence[Measured]) -> dict[str, list[Measured]]:
+    """Held-out shapes, other GPUs, and what was fitted to; within a group by number of GPUs and name."""
+    ordered = sorted(rows, key=lambda row: (row.row["gpus"], row.row["case"]))
+    groups = sorted({row.group for row in rows}, key=lambda name: (name != "held out", name == "fitted", name))
+    return {name: [row for row in ordered if row.group == name] for name in groups}
+
+
 def describe_errors(errors: np.ndarray) -> str:
     if not len(errors):
         return "none"
@@ -212,7 +223,7 @@ def print_rows(rows: Sequence[Measured], fitted: Fitted) -> None:
         shown = " ".join(f"{name[:7]} {1000 * value:.0f}" for name, value in seconds.items() if value > 5e-4)
         kernels = " ".join(f"{name[:7]} {value:.0f}" for name, value in measured.get("kernels_ms", {}).items())
         print(
-            f"{'H' if row.is_held_out else ' '} {measured['case']:.100}\n"
+            f"{row.group}: {measured['case']:.100}\n"
             f"    memory {row.planned_gib:6.2f} of {row.held_gib:6.2f} GiB {row.planned_gib / row.held_gib - 1:+.1%}"
             f" (allocated {allocated_gib(row):.2f} of {measured['peak_allocated_gib']})"
             f"   step {total:.4f} of {taken:.4f} s {total / taken - 1:+.1%}\n"
@@ -228,28 +239,27 @@ def allocated_gib(row: Measured) -> float:
 
 def report(rows: Sequence[Measured], fitted: Fitted) -> str:
     """``docs/planner-accuracy.md``."""
-    held_out, seen = ([row for row in rows if row.is_held_out is kind] for kind in (True, False))
     lines = [
         "# How near plans come",
         "",
         INTRODUCTION,
         "",
-        f"{len(rows)} configurations of {len({row.row['shape'] for row in rows})} shapes and "
-        f"{len({row.estimate.model.model_type for row in rows})} families were measured, of {len(CASES)} in "
-        "`benchmarks/foresight_cases.py`; nothing was fitted to shapes that are held out.",
+        f"{len({row.row['case'] for row in rows})} configurations of {len({row.row['shape'] for row in rows})} shapes "
+        f"and {len({row.estimate.model.model_type for row in rows})} families were measured, of {len(CASES)} in "
+        f"`benchmarks/foresight_cases.py`; constants were fitted on {REFERENCE_KIND}s, to no shape that is held out.",
         "",
         "| | memory | seconds a step |",
         "|---|---|---|",
     ]
-    for name, some in (("held out", held_out), ("fitted to", seen)):
+    for name, some in by_group(rows).items():
         memory, seconds = errors_of(some, fitted)
         lines.append(f"| {name} | {describe_errors(memory)} | {describe_errors(seconds)} |")
     lines += ["", "| configuration | kind | GPUs | GiB planned, held | error | s planned, measured | error |"]
     lines += ["|---|---|---|---|---|---|---|"]
-    for row in sorted(rows, key=lambda row: (not row.is_held_out, row.row["gpus"], row.row["case"])):
+    for row in (row for some in by_group(rows).values() for row in some):
         (total, taken), measured = row.compare_seconds(fitted), row.row
         lines.append(
-            f"| {measured['case'].replace(',', ', ')} | {'held out' if row.is_held_out else 'fitted'} | "
+            f"| {measured['case'].replace(',', ', ')} | {row.group} | "
             f"{measured['gpus']} x {measured['device'].removeprefix('NVIDIA ')} | {row.planned_gib:.2f}, "
             f"{row.held_gib:.2f} | {row.planned_gib / row.held_gib - 1:+.1%} | {total:.4g}, {taken:.4g} | "
             f"{total / taken - 1:+.1%} |"
