@@ -107,6 +107,40 @@ def test_where_it_is_allowed_the_others_go_on_without_machines_that_are_lost(pla
     assert run.losses() == pytest.approx(place.run("nodes-left-alone").losses(), rel=1e-5)
 
 
+@pytest.mark.parametrize("bed", [3], indirect=True)
+@pytest.mark.parametrize("fate", ["dies", "is cut off"])
+def test_without_node_0_the_others_go_on_at_the_next(place: Place, bed: Bed, fate: str) -> None:
+    """Node 0 dies, and then the node in its place: the last one ends the run alone. Or it is cut off: with one GPU of
+    the two that are asked for it ends, and the others go on. All samples are as on one.
+    """
+    dies = fate == "dies"
+    name, keys = f"without-0-{dies}", (f"parallel.timeout_s={TIMEOUT_S}", "method.dropout=0", "launch.restarts=3")
+    keys += (f"launch.min_gpus={1 if dies else 2}",)
+    marks = [place.folder / f"{name}-{world_size}" for world_size in (3, 2)]
+    at = ((6, 3), (9, 2)) if dies else ((6, 3),)
+    act = f"if (state.step, self.rank.world.world_size) in {at}:\n{pause(place.folder / name)}"
+    act = act.replace("self.rank.world.rank", "self.rank.world.world_size").replace("\n", "\n    ")
+    nodes = [start(place, bed, name, *keys, rank=rank, plant=NO_VERIFY | at_any_step(act)) for rank in range(3)]
+    for number, mark in enumerate(marks if dies else marks[:1]):
+        wait_for(mark, nodes[number:])
+        if dies:
+            command = nodes[number].command
+            nodes[number].process.kill()
+            command.kill()
+        else:
+            bed.cut(0)
+    left = nodes[2:] if dies else nodes[1:]
+    assert [node.wait() for node in left] == [0] * len(left), "\n=====\n".join(node.text for node in nodes)
+    assert dies or nodes[0].wait() == 1, nodes[0].text
+    run = place.run(name)
+    assert "node 0 (mh0) is lost; the run goes on with 2 of 3 nodes; restarting from step" in nodes[2].text
+    assert [planned_ranks(run, number) for number in ((1, 2, 3) if dies else (1, 2))] == ([3, 2, 1] if dies else [3, 2])
+    assert len((run.folder / "restarts.jsonl").read_text().splitlines()) == (2 if dies else 1)
+    alone = place.train(f"{name}-alone", "method.dropout=0", plant=NO_VERIFY)
+    assert alone.code == 0, alone.output
+    assert run.losses() == pytest.approx(place.run(f"{name}-alone").losses(), rel=1e-5)
+
+
 @pytest.mark.timeout(1800)
 def test_a_machine_that_dies_and_comes_back_empty_gets_its_state_from_the_others_memory(place: Place, bed: Bed) -> None:
     """Nothing is on the disk before the end: what it held of the shards is in the memory of the other node alone."""

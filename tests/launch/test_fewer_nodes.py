@@ -21,7 +21,7 @@ from manyhands.launch.fewer_nodes import (
     nodes_there,
     place_among,
 )
-from manyhands.launch.nodes import NodeGroup, explain_missing
+from manyhands.launch.nodes import NodeGroup, explain_missing, explain_unreachable
 from manyhands.launch.team import LaunchEnd, Team
 from tests.launch.builders import make_config
 from tests.launch.test_channel import Meeting, at_once, hello, meeting, until, vanish
@@ -89,8 +89,10 @@ def test_what_is_said_can_be_given_to_the_command_line(tmp_path: Path, monkeypat
 
 def test_those_that_are_left_are_numbered_anew_and_the_last_one_is_alone() -> None:
     place = Place(3, 4, Address("gpu0", 29400))
-    assert place_among(place, [0, 3]) == Place(1, 2, Address("gpu0", 29400))
-    assert place_among(Place(0, 4, Address("gpu0", 29400)), [0]) is None
+    assert place_among(place, [0, 3], HELLOS) == Place(1, 2, Address("gpu0", 29400))
+    assert place_among(place, [2, 3], HELLOS) == Place(1, 2, Address("10.0.0.2", 29400)), "node 2 is in node 0's place"
+    assert place_among(place, [2, 3], HELLOS | {2: {"host": "gpu2", "address": None}}).rendezvous.host == "gpu2"
+    assert place_among(Place(0, 4, Address("gpu0", 29400)), [0], HELLOS) is None
     config = make_config(**{"parallel.nodes": 4, "parallel.gpus": 32, "seed": 3})
     fewer = config_for(config, 4, 2)
     assert (fewer.parallel.nodes, fewer.parallel.gpus, fewer.seed) == (2, 16, 3)
@@ -104,6 +106,8 @@ def test_who_is_there_is_read_from_the_error_that_names_who_is_not() -> None:
     assert nodes_there(missing, place) == [0, 2]
     assert nodes_there(missing, replace(place, node=3)) == [], "it came too late: the others go on without it"
     assert nodes_there(UserError("another"), place) == []
+    silent = UserError.from_json(explain_unreachable("node 2 (c)", "gpu0:29400", 15, OSError("timed out")).to_json())
+    assert nodes_there(silent, place) == [1, 2, 3], "node 0 does not answer: the others may come together"
 
 
 def teams(meeting: Meeting, num: int) -> list[Team]:
@@ -125,11 +129,14 @@ def test_the_nodes_left_agree_to_go_on_if_they_have_enough_gpus(
     assert at_once(*(lambda node=node: found[node].agree_on_left(least) for node in (0, 2))) == [left, left]
 
 
-def test_without_node_0_nobody_goes_on(meeting: Meeting) -> None:
+@pytest.mark.parametrize(("least", "left"), [(4, [1, 2]), (5, []), (None, [])])
+def test_without_node_0_the_others_go_on_if_they_have_enough_gpus(
+    meeting: Meeting, least: int | None, left: list[int]
+) -> None:
     found = teams(meeting, 3)
     vanish(found[0].channel)
     until(lambda: all(0 in found[node].channel.lost for node in (1, 2)))
-    assert at_once(*(lambda node=node: found[node].agree_on_left(1) for node in (1, 2))) == [[], []]
+    assert at_once(*(lambda node=node: found[node].agree_on_left(least) for node in (1, 2))) == [left, left]
 
 
 def test_what_drivers_report_on_any_node_is_known_to_all(meeting: Meeting) -> None:

@@ -335,7 +335,7 @@ def test_a_resume_on_another_base_model_names_the_file(world, now, keeps_base, n
 def test_two_launches_at_once_are_refused_and_the_holder_named(world):
     held = prepare_run(make_config())
     code = (
-        "import sys; from manyhands.launch.run_folder import FolderLock, RunFolder\n"
+        "import sys; from manyhands.launch.folder_lock import FolderLock, RunFolder\n"
         "try: FolderLock(RunFolder(sys.argv[1]))\n"
         "except Exception as error: print(error)"
     )

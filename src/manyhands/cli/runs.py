@@ -112,7 +112,7 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete a run's folder with its checkpoints and results."""
-    from manyhands.launch.run_folder import FolderLock
+    from manyhands.launch.folder_lock import FolderLock
 
     found = open_run(run, folder)
     lock = FolderLock(found)  # UserError where it is running

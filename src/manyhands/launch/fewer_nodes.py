@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.launch.address import Address
-from manyhands.launch.nodes import FIX_OF_LOST, MISSING
+from manyhands.launch.nodes import FIX_OF_LOST, MISSING, UNREACHABLE
 
 MAX_COMMANDS = 8  # of a run on hundreds of nodes the others follow from these
 _OF_THE_PLACE = ("--nodes", "--node-rank", "--rendezvous", "parallel.nodes", "--parallel.nodes")
@@ -42,16 +42,26 @@ class NodesLeft(Exception):
 
 
 def nodes_there(error: UserError, place: Place) -> list[int]:
-    """Those that had come where ``error`` says that others have not; none where it says something else, or that this
-    one has not.
+    """Those that had come where ``error`` says that others have not; all others where it says that node 0 does not
+    answer; none where it says something else, or that this one has not come.
     """
-    missing = set(error.data.values()) if error.kind == MISSING else set(range(place.num_nodes))
+    missing = {MISSING: set(error.data.values()), UNREACHABLE: {0}}.get(error.kind, set(range(place.num_nodes)))
     return [node for node in range(place.num_nodes) if node not in missing] if place.node not in missing else []
 
 
-def place_among(place: Place, left: Sequence[int]) -> Place | None:
-    """This node's among those that are left, node 0 still being the first; None where it is the only one."""
-    return replace(place, node=left.index(place.node), num_nodes=len(left)) if len(left) > 1 else None
+def place_among(place: Place, left: Sequence[int], hellos: Mapping[int, Mapping[str, Any]]) -> Place | None:
+    """This node's among those that are left, the first of which is node 0 of them; None where it is the only one."""
+    if len(left) == 1:
+        return None
+    return Place(left.index(place.node), len(left), rendezvous_of(place, left, hellos), place.words, place.by_srun)
+
+
+def rendezvous_of(place: Place, left: Sequence[int], hellos: Mapping[int, Mapping[str, Any]]) -> Address:
+    """Where the nodes that are left come together: at node 0, or without it at the first of them, on the same port."""
+    if 0 in left:
+        return place.rendezvous
+    first = hellos[left[0]]
+    return Address(first.get("address") or str(first["host"]), place.rendezvous.port)
 
 
 def config_for(config: RunConfig, num_nodes: int, num_left: int) -> RunConfig:
@@ -108,10 +118,7 @@ def commands_to_go_on(
         return [shlex.join(["srun", f"--nodes={len(left)}", "--ntasks-per-node=1", f"--exclude={lost}", *words])]
     if len(left) == 1:
         return [f"on {names[left[0]]}: {shlex.join([*words, '--nodes', '1'])}"]
-    first = place.rendezvous
-    if 0 not in left:
-        first = Address(hellos[left[0]].get("address") or names[left[0]], first.port)
-    found = []
+    first, found = rendezvous_of(place, left, hellos), []
     for number, node in enumerate(left[:MAX_COMMANDS]):
         options = ["--nodes", str(len(left)), "--node-rank", str(number), "--rendezvous", str(first)]
         found.append(f"on {names[node]}: {shlex.join([*words, *options])}")

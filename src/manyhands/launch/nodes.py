@@ -27,6 +27,7 @@ PACKAGES = ("manyhands", "torch", "transformers", "safetensors")
 MAX_SHOWN = 12  # keys that differ
 FIX_OF_LOST = "see what became of that machine or process; the same command on every node resumes"
 MISSING = "missing"  # UserError.kind where nodes have not come; ``data`` has their numbers
+UNREACHABLE = "unreachable"  # UserError.kind where node 0 has not answered
 LATER = "later"  # UserError.kind of a node that is to come again soon
 Hello = dict[str, Any]
 
@@ -141,6 +142,7 @@ def explain_unreachable(node: str, address: str, waited_s: float, error: OSError
         why=error.strerror or str(error),
         fix="start node 0 there, and see that this machine can reach that address and port",
         exit_code=EXIT_FAILED,
+        kind=UNREACHABLE,
     )
 
 

@@ -30,9 +30,10 @@ from manyhands.facts.model_config import judge_packing
 from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
 from manyhands.launch.environment import apply_variables
 from manyhands.launch.fetch import fetch_run, is_taken
+from manyhands.launch.folder_lock import FolderLock, TakeLock
 from manyhands.launch.nodes import NodeGroup, join_hosts
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name, refuse_other_course
-from manyhands.launch.run_folder import FolderLock, RunFolder, refuse_unusable
+from manyhands.launch.run_folder import RunFolder, refuse_unusable
 from manyhands.launch.watch import raise_when_stopped
 from manyhands.plan.types import Cause, Plan
 
@@ -109,6 +110,7 @@ def prepare_run(
     host: HostFacts | None = None,
     group: NodeGroup | None = None,
     num_left: int | None = None,
+    take_lock: TakeLock = FolderLock,
     report: Callable[[str], None] = print,
 ) -> Prepared:
     """Plans one launch and writes run.json and plan into the run's folder, which stays locked.
@@ -116,8 +118,8 @@ def prepare_run(
     ``world_size``, and ``local_world_size`` of one machine, are given where another launcher started the processes. A
     dry run writes the same two files and nothing else, and may be for another machine, ``host``, as long as the run was
     not started. ``group``: all nodes, where there are several. ``origin``: the run as it was read, if its file is
-    another tool's, which is kept beside run.json. ``num_left``: ranks that a fault has left of a run with more. A start
-    that fails here leaves no new folder behind.
+    another tool's, which is kept beside run.json. ``num_left``: ranks that a fault has left of a run with more.
+    ``take_lock``: how the folder is locked. A start that fails here leaves no new folder behind.
     Raises UserError: another run stands in the folder, it is running, or anything that facts and plan refuse;
     ``Stopped`` after Ctrl-C or SIGTERM.
     """
@@ -135,7 +137,7 @@ def prepare_run(
             return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
         was_there = folder.path.exists()
         folder.path.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder, report)
+        lock = take_lock(folder, report)
     try:
         if not (fresh or dry_run):
             fetch_run(folder, config, report)

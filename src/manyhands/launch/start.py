@@ -19,6 +19,7 @@ from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
 from manyhands.launch.environment import detect_launcher, refuse_alone
 from manyhands.launch.fewer_nodes import NodesLeft, Place, config_for, how_to_go_on_without, nodes_there, place_among
+from manyhands.launch.folder_lock import FolderLock, take_over
 from manyhands.launch.lost_gpus import DriverReports, LaunchGpus, Lost, find_lost, restored_environment
 from manyhands.launch.neighbors import NodeMemory, copying
 from manyhands.launch.nodes import Hello, host_name
@@ -63,7 +64,9 @@ def start(
     with contextlib.closing(Lasting()) as lasting:
         while place is not None:
             try:
-                with joined(origin, place, fresh=fresh, dry_run=dry_run, num_left=lasting.num_left) as found:
+                with joined(
+                    origin, place, fresh=fresh, dry_run=dry_run, num_left=lasting.num_left, take_lock=lasting.take_lock
+                ) as found:
                     return _carry_out(found, dry_run, beside if place.node == 0 else None, arguments, lasting)
             except NodeLost:
                 pass
@@ -75,8 +78,15 @@ def start(
                     raise lasting.explain(error, origin.config, place, left) from error.__cause__
                 origin, place = lasting.go_on(origin, place, left)
             origin, fresh = lasting.resumed(origin), False
-        num_left = lasting.num_left
-        prepared = prepare_run(origin.config, fresh=fresh, dry_run=dry_run, host=host, origin=origin, num_left=num_left)
+        prepared = prepare_run(
+            origin.config,
+            fresh=fresh,
+            dry_run=dry_run,
+            host=host,
+            origin=origin,
+            num_left=lasting.num_left,
+            take_lock=lasting.take_lock,
+        )
         return _carry_out(Joined(prepared, None), dry_run, beside, arguments, lasting)
 
 
@@ -86,7 +96,8 @@ class NodeLost(Exception):
 
 class Lasting:
     """What stays from one attempt of a launch to the next. ``num_ranks``: of each node, once one is lost; ``num_left``:
-    of all that are left, once they go on without it; ``name``: the run's, which a fresh start chooses.
+    of all that are left, once they go on without it; ``name``: the run's, which a fresh start chooses. ``lock``: that
+    of its folder, not for a moment another's; ``succeeds``: it was that of node 0, which is lost.
     """
 
     def __init__(self) -> None:
@@ -96,11 +107,16 @@ class Lasting:
         self.num_left: int | None = None
         self.hellos: dict[int, Hello] = {}
         self.name = ""
+        self.lock: FolderLock | None = None
+        self.succeeds = False
+        self.timeout_s = 0.0
+        self.restart: Restart | None = None  # which nobody has written down yet
 
     def lose(self, found: Joined) -> None:
         assert found.team is not None
         self.num_ranks, self.hellos = found.team.group.num_ranks, found.team.channel.hellos
-        self.name = found.prepared.config.name
+        self.name, self.timeout_s = found.prepared.config.name, found.prepared.config.parallel.timeout_s
+        self.lock = found.prepared.lock
 
     def explain(self, error: UserError, config: RunConfig, place: Place, left: Sequence[int]) -> UserError:
         """``error``, with the commands that go on with the nodes ``left`` where one that was lost has not come back."""
@@ -112,9 +128,9 @@ class Lasting:
         return replace(origin, config=origin.config.model_copy(update={"name": self.name}))
 
     def may_go_on(self, config: RunConfig, left: Sequence[int]) -> bool:
-        """Whether ``launch.min_gpus`` allows to go on with these nodes, node 0 among them, after one was lost."""
+        """Whether ``launch.min_gpus`` allows to go on with these nodes after one was lost."""
         least = config.launch.min_gpus
-        if self.num_ranks is None or least is None or 0 not in left:
+        if self.num_ranks is None or least is None:
             return False
         return sum(self.num_ranks[node] for node in left) >= least
 
@@ -124,12 +140,29 @@ class Lasting:
         num_ranks = tuple(self.num_ranks[node] for node in left)
         self.memory.close()
         self.num_ranks, self.num_left = num_ranks, sum(num_ranks)
+        among = place_among(place, left, self.hellos)
+        self.succeeds = self.succeeds or 0 not in left
         self.hellos = {number: self.hellos[node] for number, node in enumerate(left)}
         config = config_for(origin.config, place.num_nodes, len(left))
-        return replace(origin, config=config), place_among(place, left)
+        return replace(origin, config=config), among
+
+    def take_lock(self, folder: RunFolder, report: Callable[[str], None]) -> FolderLock:
+        """The one that this launcher has kept, or that of a node which is lost, or a new one."""
+        kept, self.lock = self.lock, None
+        if kept is not None:
+            return kept
+        if not self.succeeds:
+            return FolderLock(folder, report)
+        lock, self.succeeds = take_over(folder, self.timeout_s, report), False
+        if self.restart is not None:
+            folder.add_restart(self.restart.to_json())
+            _keep(str(self.restart), folder)
+        return lock
 
     def close(self) -> None:
         self.memory.close()
+        if self.lock is not None:
+            self.lock.release()
 
 
 def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: Sequence[str], lasting: Lasting) -> int:
@@ -156,7 +189,8 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: S
             _keep(str(error), folder)
         raise
     finally:
-        prepared.release()
+        if lasting.lock is None or lasting.lock is not prepared.lock:
+            prepared.release()
 
 
 def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
@@ -190,6 +224,7 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
             prepared.folder.add_restart(restart.to_json())
             _report(str(restart), prepared.folder)
         else:
+            lasting.restart = restart
             print(restart, flush=True)
         received = wait_unless_asked(restart.wait_s)
         if received is not None:

@@ -19,6 +19,7 @@ from manyhands.facts.types import HostFacts
 from manyhands.launch.channel import Channel
 from manyhands.launch.environment import PLACES, apply_variables
 from manyhands.launch.fewer_nodes import Place
+from manyhands.launch.folder_lock import FolderLock, TakeLock
 from manyhands.launch.nodes import count_ranks
 from manyhands.launch.preflight import explain_unexpected, find_group, named
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
@@ -70,10 +71,11 @@ def joined(
     fresh: bool,
     dry_run: bool,
     num_left: int | None = None,
+    take_lock: TakeLock = FolderLock,
     report: Callable[[str], None] = print,
 ) -> Iterator[Joined]:
     """The run, prepared on all nodes. UserError, the same on each, where one cannot take part. ``num_left``: ranks that
-    a fault has left on them of a run with more.
+    a fault has left on them of a run with more. ``take_lock``: how node 0 locks the run's folder.
     """
     config, notes = apply_variables(origin.config)
     for note in notes:
@@ -87,7 +89,7 @@ def joined(
             if place.node == 0:
                 report(f"{place.num_nodes} nodes: {', '.join(channel.names)}")
             origin = replace(origin, config=config)
-            result = _prepare(channel, origin, place, hosts, fresh, dry_run, num_left, report)
+            result = _prepare(channel, origin, place, hosts, fresh, dry_run, num_left, take_lock, report)
         yield result
     finally:
         channel.close()
@@ -119,6 +121,7 @@ def _prepare(
     fresh: bool,
     dry_run: bool,
     num_left: int | None,
+    take_lock: TakeLock,
     report: Callable[[str], None],
 ) -> Joined:
     config = origin.config
@@ -132,7 +135,11 @@ def _prepare(
     if channel.node != 0:
         return Joined(_received(channel.gather("plan", None)[0], config), team)
     origin = replace(origin, config=config)
-    prepared = prepare_run(config, group=group, dry_run=dry_run, origin=origin, num_left=num_left, report=report)
+    prepared = prepare_run(
+        config, group=group, dry_run=dry_run, origin=origin, num_left=num_left, take_lock=take_lock, report=report
+    )
+    if prepared.lock is not None:
+        prepared.lock.show_life()
     try:
         channel.gather("plan", _sent(prepared))
     except BaseException:

@@ -204,10 +204,14 @@ class Team:
 
     def agree_on_left(self, least: int | None) -> list[int]:
         """The nodes that go on without those that are lost, as node 0 sees it; none where they have fewer than
-        ``least`` ranks, or that is None, or where node 0 is lost: of a network that is cut in two only the part with
-        node 0, which holds the run's folder, goes on.
+        ``least`` ranks, or that is None.
+
+        Where node 0 is lost, all others, as this one sees it. Of a network that is cut in two both parts may find so:
+        one alone gets the lock of the run's folder.
         """
         seen = self.channel.gather(f"left {self.attempt}", self.left, partial=True, timeout_s=SETTLE_S)[0]
+        if 0 in self.channel.lost:
+            seen = self.left
         if least is None or seen is None or self.node not in seen:
             return []
         return list(seen) if sum(len(self._ranks[node]) for node in seen) >= least else []

@@ -26,9 +26,10 @@ from manyhands.launch.failure import (
     wait_for_cause,
     write_failure,
 )
+from manyhands.launch.folder_lock import FolderLock
 from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.rank_watch import RankWatch, start_beside
-from manyhands.launch.run_folder import FolderLock, RunFolder
+from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.stacks import listen_for_signal
 from manyhands.worker.context import RankContext
 

@@ -1,0 +1,60 @@
+"""The lock of a run's folder where another machine had it: one launch at a time, whatever the file system knows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.launch import folder_lock
+from manyhands.launch.folder_lock import FolderLock, take_over
+from manyhands.launch.run_folder import RunFolder
+
+HOLD = """
+import sys, time
+from manyhands.launch.folder_lock import FolderLock
+from manyhands.launch.run_folder import RunFolder
+lock = FolderLock(RunFolder(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(folder_lock, "TOUCH_S", 0.1)
+    monkeypatch.setattr(folder_lock, "QUIET_S", 1.0)
+    return RunFolder(tmp_path)
+
+
+def test_the_lock_of_a_process_that_is_gone_is_taken_after_a_while(folder: RunFolder) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match="goes on without it") as refused:
+        take_over(folder, 2.0)
+    assert f"process {holder.pid}" in refused.value.why and refused.value.exit_code == 1
+    holder.kill()
+    holder.wait()
+    begin = time.monotonic()
+    take_over(folder, 30.0).release()
+    assert 1.0 <= time.monotonic() - begin < 20
+
+
+def test_a_holder_that_shows_life_keeps_it_where_the_file_system_has_no_locks(folder: RunFolder) -> None:
+    lock = FolderLock(folder)
+    lock.show_life()
+    assert lock._fd is not None
+    folder_lock.fcntl.flock(lock._fd, folder_lock.fcntl.LOCK_UN)  # as if it were known on the other machine alone
+    with pytest.raises(UserError, match="goes on without it") as refused:
+        take_over(folder, 3.0)
+    assert "signs of life" in refused.value.why
+    lock.release()
+    before = os.stat(folder.lock_file).st_mtime_ns
+    time.sleep(0.5)
+    assert os.stat(folder.lock_file).st_mtime_ns == before, "released: nothing touches it any more"
+    take_over(folder, 30.0).release()
