@@ -26,7 +26,7 @@ class FolderLock:
 
     def __init__(self, folder: RunFolder, report: Callable[[str], None] = print) -> None:
         """Takes the lock. UserError naming the holder's pid if another launch has it."""
-        self._released = threading.Event()
+        self._released, self._shows_life = threading.Event(), False
         self._fd: int | None = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +53,9 @@ class FolderLock:
         """From now on the file's time changes every ``TOUCH_S``, until ``release``: other machines see so that this
         process lives, also where their file systems know nothing of its lock.
         """
-        threading.Thread(target=self._touch, name="lock", daemon=True).start()
+        if not self._shows_life:
+            self._shows_life = True
+            threading.Thread(target=self._touch, name="lock", daemon=True).start()
 
     def _touch(self) -> None:
         while not self._released.wait(TOUCH_S):
