@@ -148,4 +148,6 @@ def _in_order(layout: str, launcher: str) -> Iterator[Cell]:
             continue
         if act == "kill_rank" and launcher != OURS:  # under another launcher rank 0 prepares
             moments = ("preparation", *moments)
+        if "ZeRO" in layout:  # whose checkpoints the ranks write themselves, while training waits
+            moments = () if "writer" in act else tuple(moment for moment in moments if moment != "staging")
         yield from (Cell(fault, moment, layout, launcher) for moment in moments)

@@ -40,6 +40,13 @@ def test_cells_are_told_apart_by_the_names_of_their_runs() -> None:
     assert Cell("SIGKILL of one rank", "step", "LoRA, DDP x2") in every
 
 
+def test_no_cell_asks_for_what_its_runs_do_not_have() -> None:
+    """A plant waits for the process that it is to kill: where there is none, it would itself be what hangs."""
+    of_zero = [cell for cell in cells() if "ZeRO" in cell.layout]
+    assert of_zero and not any(cell.moment == "staging" or "writer" in cell.fault for cell in of_zero)
+    assert {cell.moment for cell in of_zero} >= {"saving", "export", "step"}
+
+
 def test_steps_lost_are_those_that_any_rank_began_again(tmp_path: Path) -> None:
     """One that was in flight too, though its rank did not get all of its batches."""
     attempts = {1: (10, range(5, 9)), 2: (11, range(5, 10)), 3: (20, range(7, 13)), 4: (21, range(7, 13))}
