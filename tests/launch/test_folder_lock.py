@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 def test_the_lock_of_a_process_that_is_gone_is_taken_after_a_while(folder: RunFolder) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match="goes on without it") as refused:
+    with pytest.raises(UserError, match="continues without it") as refused:
         take_over(folder, 4.0)
     assert f"process {holder.pid}" in refused.value.why and refused.value.exit_code == 1
     holder.kill()
@@ -45,14 +45,14 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_after_a_while(folder: RunFo
     assert 2.0 <= time.monotonic() - begin < 20
 
 
-def test_a_holder_that_shows_life_keeps_it_where_the_file_system_has_no_locks(folder: RunFolder) -> None:
+def test_a_holder_that_beats_keeps_it_where_the_file_system_has_no_locks(folder: RunFolder) -> None:
     lock = FolderLock(folder)
-    lock.show_life()
+    lock.start_heartbeat()
     assert lock._fd is not None
     folder_lock.fcntl.flock(lock._fd, folder_lock.fcntl.LOCK_UN)  # as if it were known on the other machine alone
-    with pytest.raises(UserError, match="goes on without it") as refused:
+    with pytest.raises(UserError, match="continues without it") as refused:
         take_over(folder, 5.0)
-    assert "signs of life" in refused.value.why
+    assert "still updates it" in refused.value.why
     lock.release()
     before = os.stat(folder.lock_file).st_mtime_ns
     time.sleep(0.5)

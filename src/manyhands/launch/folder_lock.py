@@ -18,7 +18,7 @@ from manyhands.core.files import read_json
 from manyhands.launch.run_folder import RunFolder
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-TOUCH_S, QUIET_S = 2.0, 10.0  # between two signs of life of a lock's holder; without one it is taken for gone
+TOUCH_S, QUIET_S = 2.0, 10.0  # between two heartbeats of a lock's holder; without one for so long it is gone
 
 
 class FolderLock:
@@ -26,7 +26,7 @@ class FolderLock:
 
     def __init__(self, folder: RunFolder, report: Callable[[str], None] = print) -> None:
         """Takes the lock. UserError naming the holder's pid if another launch has it."""
-        self._released, self._shows_life = threading.Event(), False
+        self._released, self._beats = threading.Event(), False
         self._fd: int | None = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,12 +49,12 @@ class FolderLock:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
-    def show_life(self) -> None:
-        """From now on the file's time changes every ``TOUCH_S``, until ``release``: other machines see so that this
-        process lives, also where their file systems know nothing of its lock.
+    def start_heartbeat(self) -> None:
+        """Touch the file every ``TOUCH_S`` until ``release``, so that other machines can tell that this process is
+        alive even if their file systems do not share its lock.
         """
-        if not self._shows_life:
-            self._shows_life = True
+        if not self._beats:
+            self._beats = True
             threading.Thread(target=self._touch, name="lock", daemon=True).start()
 
     def _touch(self) -> None:
@@ -74,10 +74,10 @@ TakeLock = Callable[[RunFolder, Callable[[str], None]], FolderLock]
 
 
 def take_over(folder: RunFolder, wait_s: float, report: Callable[[str], None] = print) -> FolderLock:
-    """The lock of a launch whose first node is lost to this one: free, and without a sign of life for ``QUIET_S``.
+    """Take the lock of a launch whose node 0 is lost, once it is free and its heartbeat has stopped for ``QUIET_S``.
 
-    UserError where that is not so within ``wait_s``, which a file server may need to notice that a machine is gone: the
-    holder lives, and goes on without this node.
+    Retries for ``wait_s``, because a file server may take a while to notice that a machine is gone. UserError if the
+    lock is still held after that: node 0 is alive, and the run continues there.
     """
     deadline, quiet_since, newest = time.monotonic() + wait_s, time.monotonic(), -1
     while True:
@@ -92,7 +92,7 @@ def take_over(folder: RunFolder, wait_s: float, report: Callable[[str], None] = 
                 if now >= deadline:
                     raise _left_out(folder, error.why) from None
         elif now >= deadline:
-            raise _left_out(folder, "the process that holds it shows signs of life")
+            raise _left_out(folder, "the process that holds its lock still updates it")
         time.sleep(0.5)
 
 
@@ -107,7 +107,7 @@ def _touched_at(file: Path) -> int:
 
 def _left_out(folder: RunFolder, why: str) -> UserError:
     return UserError(
-        "the other nodes are lost to this one, and the run goes on without it",
+        "this node has lost contact with the others, and the run continues without it",
         where=str(folder.path),
         why=why,
         fix="see why this machine cannot reach node 0; once the run has ended, the same command on every node resumes",

@@ -119,8 +119,8 @@ def prepare_run(
     dry run writes the same two files and nothing else, and may be for another machine, ``host``, as long as the run was
     not started. ``group``: all nodes, where there are several. ``origin``: the run as it was read, if its file is
     another tool's, which is kept beside run.json. ``num_left``: ranks that a fault has left of a run with more.
-    ``take_lock``: how the folder is locked. A start that fails here leaves no new folder behind. UserError: another run
-    stands in the folder, it is running, or anything that facts and plan refuse; ``Stopped`` after Ctrl-C or SIGTERM.
+    ``take_lock``: how the folder is locked. A start that fails here leaves no new folder behind. UserError if the
+    folder holds another run, if it is running, or if facts or plan refuse it; ``Stopped`` after Ctrl-C or SIGTERM.
     """
     _refuse_missing_trackers(config)
     config, notes = apply_variables(config)

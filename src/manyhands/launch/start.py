@@ -97,7 +97,7 @@ class NodeLost(Exception):
 class Lasting:
     """What stays from one attempt of a launch to the next. ``num_ranks``: of each node, once one is lost; ``num_left``:
     of all that are left, once they go on without it; ``name``: the run's, which a fresh start chooses. ``lock``: that
-    of its folder, not for a moment another's; ``succeeds``: it was that of node 0, which is lost.
+    of its folder, not for a moment another's; ``takes_over``: it was that of node 0, which is lost.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Lasting:
         self.hellos: dict[int, Hello] = {}
         self.name = ""
         self.lock: FolderLock | None = None
-        self.succeeds = False
+        self.takes_over = False
         self.timeout_s = 0.0
         self.restart: Restart | None = None  # which nobody has written down yet
 
@@ -141,7 +141,7 @@ class Lasting:
         self.memory.close()
         self.num_ranks, self.num_left = num_ranks, sum(num_ranks)
         among = place_among(place, left, self.hellos)
-        self.succeeds = self.succeeds or 0 not in left
+        self.takes_over = self.takes_over or 0 not in left
         self.hellos = {number: self.hellos[node] for number, node in enumerate(left)}
         config = config_for(origin.config, place.num_nodes, len(left))
         return replace(origin, config=config), among
@@ -151,9 +151,9 @@ class Lasting:
         kept, self.lock = self.lock, None
         if kept is not None:
             return kept
-        if not self.succeeds:
+        if not self.takes_over:
             return FolderLock(folder, report)
-        lock, self.succeeds = take_over(folder, self.timeout_s, report), False
+        lock, self.takes_over = take_over(folder, self.timeout_s, report), False
         if self.restart is not None:
             folder.add_restart(self.restart.to_json())
             _keep(str(self.restart), folder)

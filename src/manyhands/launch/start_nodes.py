@@ -139,7 +139,7 @@ def _prepare(
         config, group=group, dry_run=dry_run, origin=origin, num_left=num_left, take_lock=take_lock, report=report
     )
     if prepared.lock is not None:
-        prepared.lock.show_life()
+        prepared.lock.start_heartbeat()
     try:
         channel.gather("plan", _sent(prepared))
     except BaseException:
