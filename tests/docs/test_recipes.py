@@ -56,6 +56,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     write_tiny_model(folder / "base")
     tiny_tokenizer(("<|endoftext|>",)).save_pretrained(folder / "base")
     (folder / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    command = folder / "bin" / "manyhands"  # written once: a program that is being written cannot be started
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m manyhands "$@"\n')
+    command.chmod(0o755)
     subprocess.run([sys.executable, str(RECIPES / "make_data.py"), str(folder / "data")], check=True)
     return Place(folder)
 
@@ -88,11 +92,7 @@ def test_files_train_and_save_what_they_say(trained: Place) -> None:
 
 def with_command(place: Place, **variables: str) -> dict[str, str]:
     """The environment of a reader who has installed the command and has no GPU."""
-    command = place.folder / "bin" / "manyhands"
-    command.parent.mkdir(exist_ok=True)
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m manyhands "$@"\n')
-    command.chmod(0o755)
-    path = os.pathsep.join((str(command.parent), os.environ["PATH"]))
+    path = os.pathsep.join((str(place.folder / "bin"), os.environ["PATH"]))
     return {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
