@@ -75,8 +75,9 @@ unmeasured() {
     measure 70b-fp8 200 $case --row 70b-lora --steps 8 --warm 3 --label fp8-alone --profile $results/70b-fp8.txt kernels.linear=fp8 model.frozen_dtype=fp8
     measure 8b-lora 60 $case --row 8b-lora --label today
     measure 8b-fp8 60 $case --row 8b-lora --label fp8-alone kernels.linear=fp8 model.frozen_dtype=fp8
-    measure 8b-full-16 150 $case --row 8b-full --rows 3 --steps 4 --warm 1 --limit 16 --label 16-GiB \
-        model.master_dtype=bfloat16 parallel.offload=all batch.micro_tokens=24576
+    local host="$case --row 8b-full --warm 1 --limit 16 model.master_dtype=bfloat16 parallel.offload=all"  # pins 80 GiB first
+    measure 8b-full-16 200 $host --rows 3 --steps 4 --label 16-GiB batch.micro_tokens=24576
+    measure 8b-full-16-accumulated 280 $host --rows 8 --steps 3 --label 16-GiB-accumulated batch.micro_tokens=32768
     measure 8b-qlora 80 $case --row 8b-qlora --label today
     measure 8b-lora-45 60 $case --row 8b-lora --limit 45 --label 45-GiB
     measure 8b-lora-selective 60 $case --row 8b-lora --label selective parallel.activation_checkpointing=selective
@@ -101,7 +102,7 @@ unmeasured() {
 measure() {
     local name=$1 limit=$2 begin=$SECONDS
     [[ -z ${names:-} || " $names " == *" $name "* ]] || return 0
-    timeout -k 10 "$limit" "${@:3}" >"$results/$name.log" 2>&1
+    PYTHONFAULTHANDLER=1 timeout -s ABRT -k 10 "$limit" "${@:3}" >"$results/$name.log" 2>&1  # says where it was
     echo "$name: exit code $?, $((SECONDS - begin)) s"
     tail -n 2 "$results/$name.log" | cut -c1-300
 }

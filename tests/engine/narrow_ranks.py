@@ -55,3 +55,18 @@ def train(
         "weights": {name: gather(p).float().numpy() for name, p in engine.model.named_parameters()},
         "shares": {local(p).numel() / p.numel() for p in engine.model.parameters()},
     }
+
+
+def sum_alike(plan: Plan, config: RunConfig, documents: Documents, times: int) -> dict[str, tuple[Any, Any]]:
+    """By parameter the gradient of ``documents``, which rank 0 alone has, and that of a step of ``times`` such
+    micro-batches.
+    """
+    engine = build(plan, config)
+    batch = pack(documents if engine.world.rank == 0 else [])
+    found = []
+    for num_micro in (1, times):
+        for index in range(num_micro):
+            engine.backward(engine.forward(batch)["lm"][0], last=index == num_micro - 1)
+        found.append({name: gather(p.grad).float().numpy() for name, p in engine.model.named_parameters()})
+        engine.model.zero_grad()
+    return {name: (found[0][name], found[1][name]) for name in found[0]}

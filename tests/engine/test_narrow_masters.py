@@ -66,6 +66,18 @@ def test_what_is_in_host_memory_learns_the_same_bits(world: Ranks, folder: str, 
         assert all(np.array_equal(moved["weights"][name], weight) for name, weight in plain["weights"].items())
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("keys", [*WAYS.values(), {"offload": "all"}], ids=[*WAYS, "single, offloaded"])
+def test_micro_batches_are_summed_in_float32_on_every_layout(world: Ranks, folder: str, keys: dict[str, Any]) -> None:
+    """Thirty times one gradient of 8 significant bits is exact in float32; summed in bfloat16 it is not."""
+    plan = tiny_plan(folder, **{**NARROW, **keys})
+    arguments = (plan, tiny_run(folder), documents(1, [9, 14], 0.8), 30)
+    found = world.run("tests.engine.narrow_ranks:sum_alike", *arguments, world_size=plan.layout.world_size)[0]
+    for name, (one, many) in found.items():
+        assert np.abs(one).max() > 0
+        np.testing.assert_allclose(many, 30 * one, rtol=2**-8, err_msg=name)  # rounded once
+
+
 def test_float32_masters_learn_the_same_within_rounding(folder: str) -> None:
     config = tiny_run(folder)
     narrow, wide = (

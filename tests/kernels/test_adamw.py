@@ -284,7 +284,7 @@ def test_what_is_in_host_memory_is_updated_a_slice_at_a_time_with_the_same_bits(
             optimizer.gradient_factor = torch.tensor(0.5, device=device)
             optimizer.step()
     for mine, other in zip(streamed[0], plain[0], strict=True):
-        assert mine.device == home and torch.equal(mine.cpu(), other.cpu())
+        assert mine.device.type == home.type and torch.equal(mine.cpu(), other.cpu())
         for name in ("exp_avg", "exp_avg_sq"):
             state = streamed[1].state[mine][name]
             assert state.device == CPU and torch.equal(state, plain[1].state[other][name].cpu())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,10 +103,13 @@ def shard_degree(lab: Lab) -> None:
 
 
 def offload(lab: Lab) -> None:
-    """all: shards by FSDP2's own policy; optimizer: a step in chunks; the losses are those of neither."""
+    """all: shards by FSDP2's own policy, without a sum over copies, as there are none; optimizer: a step in chunks; the
+    losses are those of neither.
+    """
     rank = lab.start({"parallel.offload": "all"})
     groups = [fsdp_group(unit) for unit in rank.loss_model.modules() if isinstance(unit, FSDPModule)]
     assert groups and all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+    assert not any(isinstance(group.mesh_info, DDPMeshInfo) for group in groups)
     streams = {
         asked: isinstance(lab.start({"parallel.offload": asked}).engine.optimizer, StreamedOptimizer)
         for asked in ("none", "optimizer")

@@ -118,6 +118,24 @@ def test_random_weights_follow_the_family_and_the_seed(tmp_path: Path) -> None:
     assert first["model.norm.weight"].abs().max() == 0  # gemma multiplies by 1 + weight
 
 
+@pytest.mark.gpu
+def test_random_weights_in_host_memory_begin_as_those_on_the_gpu(tmp_path: Path) -> None:
+    """``parallel.offload`` places the weights, and changes no loss."""
+    gpu = torch.device("cuda", 0)
+    plan = tiny_plan(write_tiny_model(tmp_path, "llama", with_tokenizer=False))
+    config = tiny_run(tmp_path)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})
+
+    def draw(home: torch.device) -> dict[str, torch.Tensor]:
+        loss_model, load = on_meta(plan, config, device=gpu)
+        load(loss_model.model, home)
+        return dict(loss_model.model.named_parameters())
+
+    offloaded, plain = draw(CPU), draw(gpu)
+    assert {p.device.type for p in offloaded.values()} == {"cpu"}
+    assert all(torch.equal(offloaded[name], weight.cpu()) for name, weight in plain.items())
+
+
 def test_attention_dropout_comes_from_the_run_only(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "llama", with_tokenizer=False, attention_dropout=0.1)
     assert load(folder).config.attention_dropout == 0

@@ -127,3 +127,18 @@ def test_the_plan_says_how_long_a_step_and_the_run_take(method, gpus):
 def test_nothing_is_said_of_a_cpu():
     made = plan(run_config(), facts())
     assert made.step_s is None and made.time is None
+
+
+def test_one_gpu_waits_for_weights_in_host_memory_and_several_fetch_ahead():
+    """FSDP2 on one rank copies a block's weights as its forward pass begins; on several while the last one computes."""
+    one = change_input(FULL, offload="all", device="cuda", reshard_after_forward=True)
+    two = change_input(one, strategy="fsdp", world_size=2)
+    compute = 1e3  # seconds: enough to hide any copy
+    alone, ahead = (time.offload(asked(setup), compute) for setup in (one, two))
+    assert alone > 2 * 2 * one.model.num_parameters / RATES.pcie > 5 * ahead
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("H200", 50), ("A100-80GB", 25), ("T4", 12.5)])
+def test_copies_to_host_memory_take_what_the_kinds_pcie_moves(name: str, gigabytes: float):
+    kind = next(kind for kind in load_kinds() if kind.name == name)
+    assert rates_of_kind(kind, FITTED).pcie == gigabytes * 1e9

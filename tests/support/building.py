@@ -17,6 +17,7 @@ from manyhands.model.loss import LossModel
 from manyhands.plan.layout import choose_converters
 from manyhands.plan.types import Plan
 
+CPU = torch.device("cpu")
 Load = Callable[[nn.Module, torch.device], None]
 
 
@@ -38,10 +39,15 @@ def with_converters(plan: Plan, config: RunConfig) -> Plan:
 
 
 def on_meta(
-    plan: Plan, config: RunConfig, report: Callable[[str], object] = lambda _: None, *, resumes: bool = False
+    plan: Plan,
+    config: RunConfig,
+    report: Callable[[str], object] = lambda _: None,
+    *,
+    resumes: bool = False,
+    device: torch.device = CPU,
 ) -> tuple[LossModel, Load]:
-    """The model of ``plan`` on meta with its loss around it, and what gives it its weights."""
-    context = Context(config, with_converters(plan, config), torch.device("cpu"), resumes)
+    """The model of ``plan`` on meta with its loss around it, to train on ``device``, and what gives it its weights."""
+    context = Context(config, with_converters(plan, config), device, resumes)
     converters = make_all(context)
     loss_model = build_on_meta(context, converters, report)
     for line in describe_new(converters, set()):

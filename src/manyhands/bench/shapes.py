@@ -366,14 +366,16 @@ def write_model_folder(folder: Path, shape: str, num_layers: int | None = None) 
 
 
 def write_rows(file: Path, lengths: list[int], seed: int = 1) -> None:
-    """Rows of random words with exactly these numbers of tokens, the closing <eos> included."""
+    """Rows of random ids with exactly these numbers of tokens, the closing <eos> included.
+
+    Ids, not words: of some model types transformers takes a tokenizer class of its own, whatever the folder's.
+    """
     import random
 
     choose = random.Random(seed)
-    words = [f"w{i}" for i in range(2, NUM_WORDS)]
     with file.open("w") as out:
         for length in lengths:
-            out.write(json.dumps({"text": " ".join(choose.choices(words, k=length - 1))}) + "\n")
+            out.write(json.dumps({"input_ids": [*choose.choices(range(2, NUM_WORDS), k=length - 1), 1]}) + "\n")
 
 
 def flops_per_token(shape: str, length: int, *, full: bool) -> float:

@@ -91,7 +91,7 @@ def load_weights(context: Context, converters: Sequence[Converter], module: nn.M
     """Give ``module``, the loss model or the transformers model, memory on ``device`` and its weights; then converters
     fill what no file holds.
     """
-    materialize(module, context.plan, context.config, device)
+    materialize(module, context.plan, context.config, device, draw_on=context.device)
     for converter in converters:
         converter.after_load(hugging_face_model(module))
 

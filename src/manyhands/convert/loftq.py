@@ -96,12 +96,12 @@ def set_lora_weights(layer: LoraNf4Linear, b: torch.Tensor, a: torch.Tensor) -> 
     fill_from(layer.lora_B.weight, up)
 
 
-def weight_reader(model: Any, plan: Plan, config: RunConfig) -> Callable[[str], torch.Tensor]:
+def weight_reader(model: Any, plan: Plan, config: RunConfig, device: torch.device) -> Callable[[str], torch.Tensor]:
     """A function from a layer's name to its full weight (o, i), read from the files or drawn anew, as the model was
     filled.
     """
     if config.model.init == "random":
-        return draw_weights(model, config.seed)
+        return draw_weights(model, config.seed, device)
     checkpoint = match_checkpoint(model, plan.model_folder, plan.new_tokens)
     conversions = {name: conversion for conversion in checkpoint.conversions for name in conversion.shapes}
 
@@ -124,7 +124,7 @@ def initialize_with_loftq(model: Any, plan: Plan, config: RunConfig, device: tor
     rank alone, computed on ``device``; and A and B are sent to all in float32.
     """
     rank, world_size = this_rank()
-    layers, weight_of = list(nf4_adapters(model).items()), weight_reader(model, plan, config)
+    layers, weight_of = list(nf4_adapters(model).items()), weight_reader(model, plan, config, device)
     square = residual = 0.0
     for begin in range(0, len(layers), world_size):
         batch = layers[begin : begin + world_size]

@@ -19,6 +19,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Vendor = Literal["nvidia", "amd"]
 # MI100 and newer, RDNA 3 and 4. RDNA 1 and 2 (gfx10) compute bfloat16 as float32.
 AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+AMD_WITH_PCIE_5 = ("gfx94", "gfx95", "gfx12")  # MI300 and newer, RDNA 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class GpuArchitecture:
     def multiplies_fp8(self) -> bool:
         """In the formats that are used here, e4m3fn and e5m2. AMD's gfx94x has others (e4m3fnuz, e5m2fnuz)."""
         return self.vendor == "nvidia" and self._is_at_least((8, 9))
+
+    @property
+    def pcie_generation(self) -> int:
+        """Of the link to the host that GPUs of this architecture have; the older one where they differ."""
+        if self.vendor == "amd":
+            return 5 if self.gfx.startswith(AMD_WITH_PCIE_5) else 4
+        return 5 if self._is_at_least((9, 0)) else 4 if self._is_at_least((8, 0)) else 3
 
     def __str__(self) -> str:
         if self.vendor == "amd":

@@ -172,6 +172,10 @@ class GpuKind(Fact):
     memory_gb_s: Figure
     link_gb_s: Figure
 
+    @property
+    def architecture(self) -> GpuArchitecture:
+        return GpuArchitecture(self.vendor, self.compute_capability, self.gfx)
+
 
 class Calibration(Fact):
     """Rates that ``manyhands doctor --calibrate`` measured (``bench/calibrate.py``)."""

@@ -78,6 +78,7 @@ class LossModel(nn.Module):
         self.model = model
         object.__setattr__(self, "_head", None)
         self._head_agrees = False
+        self._computes: tuple[torch.device, torch.dtype] | None = None  # where and in what hidden states came
         self.why_chunked = "not fused by the plan"
         if fuse:
             self.fuse_head()
@@ -94,8 +95,8 @@ class LossModel(nn.Module):
         """Which path computes the loss, and why not a faster one; known after the first micro-batch."""
         if self._head is None:
             return f"in chunks, recomputed in the backward pass ({self.why_chunked})"
-        weight = self._head.module.weight
-        backend = choose_backend(weight.device, torch.bfloat16 if weight.device.type == "cuda" else weight.dtype)
+        weight = self._head.module.weight  # may lie in host memory between two steps
+        backend = choose_backend(*(self._computes or (weight.device, weight.dtype)))
         return f"fused with the head, {backend.name}" + (f" ({backend.reason})" if backend.reason else "")
 
     def forward(self, batch: Mapping[str, Any], metrics: bool = False) -> Terms:
@@ -167,6 +168,7 @@ class LossModel(nn.Module):
         """The head to fuse with; once, on a few rows, its logits are compared with the model's own (waits for the
         device).
         """
+        self._computes = hidden.device, hidden.dtype
         if self._head is not None and not self._head_agrees:
             few = hidden[:PROBE_ROWS].detach()
             with torch.no_grad():

@@ -7,7 +7,7 @@ import math
 from manyhands.core.limits import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_DEVICE, UPDATE_SLICE, UPDATE_SLICES_ON_DEVICE
 from manyhands.plan.activations import moved_bytes
 from manyhands.plan.estimate_input import EstimateInput
-from manyhands.plan.memory import gradients
+from manyhands.plan.memory import gradients, gradients_on_host
 
 PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
 
@@ -22,11 +22,11 @@ def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, in
     """
     host: dict[str, int] = {}
     if s.layout.offload == "all":
-        states = PINNED if s.streams_update else 1.0
+        values = s.master_bytes if s.trains_everything else s.frozen_bytes
         host |= {
-            "weights": int(PINNED * terms["weights"]),
-            "gradients": int(states * gradients(s)),
-            "optimizer": int(states * terms["optimizer"]),
+            "weights": int(pinned(s, values) * terms["weights"]),
+            "gradients": int((pinned(s, s.gradient_bytes) if s.streams_update else 1.0) * gradients(s)),
+            "optimizer": int((pinned(s, s.master_bytes) if s.streams_update else 1.0) * terms["optimizer"]),
         }
     elif s.layout.offload == "optimizer":
         host["optimizer"] = int(PINNED * terms["optimizer"])
@@ -39,6 +39,18 @@ def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, in
     return host | ({"snapshots": s.snapshot_bytes(terms["optimizer"])} if s.snapshots else {})
 
 
+def pinned(s: EstimateInput, value_bytes: int) -> float:
+    """What blocks of pinned memory take, over what they hold, where each holds a rank's shard of one weight: of those
+    in blocks and of the embeddings, ``value_bytes`` a value.
+    """
+    if s.nf4_blocks or s.fp8_weights:
+        return PINNED
+    sizes = [out * into for out, into in s.model.block_linear_shapes.values()] * s.model.num_layers
+    sizes += [s.head_elements] * (1 if s.model.tied_embeddings else 2)
+    shards = [max(1, size // s.num_shards) * value_bytes for size in sizes]
+    return sum(2 ** math.ceil(math.log2(size)) for size in shards) / sum(shards)
+
+
 def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
     """The device's terms without what has moved. Activations have been counted so already.
 
@@ -47,7 +59,7 @@ def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
     """
     kept = dict(terms)
     if s.layout.offload == "all":
-        kept |= {"weights": 0, "gradients": 0, "optimizer": 0}
+        kept |= {"weights": 0, "optimizer": 0, "gradients": terms["gradients"] - gradients_on_host(s, terms)}
     elif s.layout.offload == "optimizer" and s.layout.zero_stage:
         kept |= {"optimizer": 0} | ({"gradients": 0} if s.layout.zero_stage == 3 else {})
     elif s.layout.offload == "optimizer" and s.streams_update:

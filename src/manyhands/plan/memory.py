@@ -68,8 +68,11 @@ def estimate_terms(setup: EstimateInput) -> dict[str, int]:
 
 
 def gradients_on_host(s: EstimateInput, moment: dict[str, int]) -> int:
-    """Of the gradients of a moment, what is in the machine's memory and not on a GPU: all that are offloaded."""
-    return moment["gradients"] if s.layout.offload == "all" and s.layout.device == "cuda" else 0
+    """Of the gradients of a moment, what is in the machine's memory and not on a GPU: all that are offloaded, but
+    ``hsdp``'s, which FSDP2 holds there as well until the backward pass ends.
+    """
+    leaves = s.layout.offload == "all" and s.layout.device == "cuda" and s.layout.strategy != "hsdp"
+    return moment["gradients"] if leaves else 0
 
 
 def at_the_loss(s: EstimateInput) -> dict[str, int]:
@@ -194,9 +197,9 @@ def gathered(s: EstimateInput) -> int:
     """Whole weights in compute dtype that FSDP2, or engine/masters.py, makes from shards or masters.
 
     ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass,
-    else ``L B c``. Frozen weights are gathered as they are kept. Nothing where the weights are whole and in compute
-    dtype already. Weights trained by patterns are gathered as masters, and cast where they are used: see
-    ``_gathered_partially_trained``.
+    else ``L B c``; of a single shard one block's, as FSDP2 gathers none ahead then. Frozen weights are gathered as they
+    are kept. Nothing where the weights are whole and in compute dtype already. Weights trained by patterns are gathered
+    as masters, and cast where they are used: see ``_gathered_partially_trained``.
     """
     if s.partially_trained is not None and not s.layout.zero_stage:
         return _gathered_partially_trained(s, s.partially_trained)
@@ -204,7 +207,8 @@ def gathered(s: EstimateInput) -> int:
         return zero_live(s)
     if s.num_shards == 1 and not s.gathers_whole:
         return 0
-    num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
+    ahead = 1 if s.num_shards == 1 else GATHERED_BLOCKS
+    num_blocks = min(ahead, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
     if s.trains_everything:
         return (s.num_root_parameters + num_blocks * s.model.num_block_parameters) * s.compute_bytes
     return s.num_root_parameters * s.frozen_bytes + num_blocks * s.frozen_block_bytes
@@ -212,10 +216,13 @@ def gathered(s: EstimateInput) -> int:
 
 def fetched(s: EstimateInput) -> int:
     """Shards of two blocks that come from host memory, before they are gathered: ``2 B m / S``, or as frozen ones are
-    kept.
+    kept. Of a single shard one weight at a time: the largest.
     """
     if s.layout.offload != "all" or s.layout.zero_stage:
         return 0
+    if s.num_shards == 1:
+        held = s.master_bytes if s.trains_everything else s.frozen_bytes
+        return max(out * into for out, into in s.model.block_linear_shapes.values()) * held
     block = s.model.num_block_parameters * s.master_bytes if s.trains_everything else s.frozen_block_bytes
     return min(BLOCKS_IN_FLIGHT, s.model.num_layers) * block // s.num_shards
 
@@ -275,9 +282,10 @@ def reduction(s: EstimateInput) -> int:
     and the head's, which waits for the rest of the root: ``V H c``. A kept copy's go into the masters' as they come: a
     compiled block's, ``B (c + m)``, and the head's, ``V H c`` where it waits for the embeddings that it is tied to,
     else ``V H m``; where the optimizer takes them as they are, ``B c`` and ``V H c``. Plain ones are those that are
-    kept. By patterns the same of what is trained. Adapters' gradients are too small to count.
+    kept. By patterns the same of what is trained. Adapters' gradients are too small to count. Where weights compute in
+    the dtype they have, ``m`` is ``c``: nothing is summed over ranks.
     """
-    c, m, head = s.compute_bytes, s.sum_bytes, s.num_trained_in_head
+    c, m, head = s.compute_bytes, s.sum_bytes if s.is_cast else s.master_bytes, s.num_trained_in_head
     if s.layout.zero_stage:
         return zero_buckets(s)
     if s.partially_trained is not None:
@@ -305,9 +313,9 @@ def root_reduction(s: EstimateInput) -> int:
         return s.partially_trained.num_in_root * (s.compute_bytes + (s.sum_bytes if s.num_shards > 1 else 0))
     if not s.trains_everything or (not s.gathers_whole and s.num_shards == 1):
         return 0
-    return (
-        s.head_elements * s.compute_bytes if s.keeps_copy else s.num_root_parameters * (s.compute_bytes + s.sum_bytes)
-    )
+    if s.keeps_copy:
+        return s.head_elements * s.compute_bytes
+    return s.num_root_parameters * (s.compute_bytes + (s.sum_bytes if s.is_cast else s.master_bytes))
 
 
 def pools(s: EstimateInput, terms: dict[str, int]) -> int:

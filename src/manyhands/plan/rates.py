@@ -16,7 +16,9 @@ from manyhands.facts.types import Calibration, GpuKind
 
 REFERENCE_KIND = "H200"
 UNKNOWN_KIND = {"bf16_tflops": 100.0, "memory_gb_s": 1000.0, "link_gb_s": 64.0}  # a GPU that is in no list
-PCIE_BYTES_S = 25e9  # to host memory and back, pinned: some of PCIe 4's 32 GB/s
+# To host memory and back, pinned, by generation of PCIe: an H200 was seen to move 50 of the fifth's 64 GB/s; of the
+# fourth's 32 and the third's 16 as large a share is assumed.
+PCIE_BYTES_S = {5: 50e9, 4: 25e9, 3: 12.5e9}
 NODE_LINK_BYTES_S = 40e9  # a rank's share of the network between machines: InfiniBand of 400 Gbit/s, four fifths of it
 LATENCY_S = 30e-6  # of one collective, within a machine
 NODE_LATENCY_S = 80e-6  # and across machines
@@ -145,6 +147,6 @@ def rates_of_kind(kind: GpuKind | None, fitted: Fitted) -> GpuRates:
         memory=fitted.memory_share * 1e9 * figure("memory_gb_s"),
         link=fitted.link_share * 1e9 * figure("link_gb_s") / 2,
         node_link=NODE_LINK_BYTES_S,
-        pcie=PCIE_BYTES_S,
+        pcie=PCIE_BYTES_S[kind.architecture.pcie_generation if kind is not None else 4],
         source="datasheet" if kind else "assumed",
     )
