@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import zlib
@@ -15,6 +16,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.data.batches import collate
 from manyhands.data.image_fetch import FetchedImages
+from manyhands.data.image_processor import family_of, open_processor
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from tests.data.test_images import draw, image, open_store, shape, text, turns
@@ -241,6 +243,15 @@ def test_a_model_of_text_is_given_no_images(model_folder: Path, write_rows, make
     assert asked.what == "this model cannot be trained with images" and asked.where == "data.images"
     mapped = refuse(make_config(column, validation_fraction=0, fields={"images": "images"}), model_folder)
     assert mapped.where == "data.fields: images"
+
+
+@pytest.mark.parametrize("values", [{"patch_size": []}, {"patch_size": 0}, {"merge_size": "x"}, {"size": "x"}])
+def test_values_that_a_processor_cannot_use_are_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_tiny_processor(tmp_path / "qwen", "qwen2_5_vl")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(UserError, match=r"the image processor cannot be (loaded|used)"):
+        open_processor(folder, family_of(folder).images)
 
 
 def test_images_may_be_refused(folder: Path, tmp_path: Path, write_rows, make_config) -> None:

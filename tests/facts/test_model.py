@@ -356,6 +356,7 @@ def test_headers_of_the_wrong_kind(entries: object, folder: Path):
         '{"weight_map": {"a": 3}}',
         '{"weight_map": {"a": ["b"]}}',
         '{"weight_map": {"a": "\\u0000"}}',
+        json.dumps({"weight_map": {"a": "x" * 5000}}),  # longer than a file's name may be
     ],
 )
 def test_an_index_of_the_wrong_kind(index: str, folder: Path):

@@ -225,6 +225,32 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     AnswerFile(tmp_path / "notes", {"seed": 1}, 1).close()
 
 
+def test_half_of_a_surrogate_pair_is_named_by_its_line(model: Path, tmp_path: Path) -> None:
+    from manyhands.infer.prompts import encode_rows
+
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "\\ud800"}\n{"prompt": "a", "tools": "["}\n')
+    with pytest.raises(UserError, match="2 of 3 prompts cannot be answered") as caught:
+        encode_rows(file, open_answerer(model).tokenizer, {}, PromptOptions())
+    assert "line 2" in caught.value.details[0] and "surrogate pair" in caught.value.details[0]
+
+
+@pytest.mark.parametrize(
+    "line", [b'"x"', b"3", b"{}", b'{"number": "0"}', b'{"number": []}', b'{"number": 9}', b"[" * 5000]
+)
+def test_answers_behind_a_damaged_line_are_made_again(tmp_path: Path, line: bytes) -> None:
+    partial = tmp_path / "a.jsonl.partial"
+    partial.write_bytes(
+        b'{"identity": {"model": 1}, "num_prompts": 3}\n{"number": 0, "answer": "a"}\n%s\n{"number": 1}\n' % line
+    )
+    file = AnswerFile(tmp_path / "a.jsonl", {"model": 1}, 3)
+    assert file.answered == {0}
+    file.close()
+    partial.write_bytes(b'{"identity": 3, "num_prompts": 3}\n')
+    with pytest.raises(UserError, match="answers so far are to something else"):
+        AnswerFile(tmp_path / "a.jsonl", {"model": 1}, 3)
+
+
 def test_prompts_that_change_on_the_way_get_no_answers_of_others(model: Path, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", make_rows(3))
 

@@ -202,7 +202,9 @@ def test_a_resumed_run_shows_what_was_measured_before_its_first_launch(tmp_path)
     sink = JsonlSink(metrics)
     sink.after_evaluation(TrainState(), evaluation(0, loss=3.0))
     sink.close()
-    metrics.write_text(metrics.read_text() + '{"kind": "evalu')  # killed while it wrote
+    damaged = [{"loss": "x"}, {"samples": [{"prompt": "a"}]}, {"samples": ["a"]}, {"sets": {"a": 1}}, {"terms": [1]}]
+    lines = "".join(json.dumps({"kind": "evaluation", "step": 1, **fields}) + "\n" for fields in damaged)
+    metrics.write_text(metrics.read_text() + lines + '{"kind": "evalu')  # killed while it wrote
     (first,) = read_evaluations(metrics)
     assert (first.step, first.loss, first.samples) == (0, 3.0, evaluation(0, loss=3.0).samples)
     out = io.StringIO()

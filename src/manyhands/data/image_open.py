@@ -57,8 +57,8 @@ class ImageOpener:
         self.processor = open_processor(model_folder, layout)
         self._words = self.processor.words(tokenizer)
         self.placeholder, self._token = self._words[layout.placeholder], self._words[layout.token]
-        self.token_id = int(read_json(Path(model_folder) / "config.json").get(layout.token_field, -1))
-        if tokenizer.convert_tokens_to_ids(self._token) != self.token_id:
+        self.token_id = read_json(Path(model_folder) / "config.json").get(layout.token_field, -1)
+        if not isinstance(self.token_id, int) or tokenizer.convert_tokens_to_ids(self._token) != self.token_id:
             raise UserError(
                 f"{self._token} is not the token that the model puts images in place of",
                 where=str(model_folder),
@@ -82,11 +82,11 @@ class ImageOpener:
         content, size, raw = self._look(place, ref.data)
         try:
             shape = self.processor.shape_of(size, alone)
-        except (ValueError, ArithmeticError, IndexError, MemoryError) as error:
+            text = self.processor.expand(shape, self._words)
+        except Exception as error:  # a library's code, on sizes and values from outside: it raises many kinds
             raise BadImage(
                 f"{name_of(place)} of {size[1]} x {size[0]} pixels is refused by the processor: {error}"
             ) from None
-        text = self.processor.expand(shape, self._words)
         stored = StoredImage(bool(raw), raw or place.encode(), content, size, shape.units, text.count(self._token))
         return OpenedImage(stored, text)
 

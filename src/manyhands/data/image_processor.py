@@ -28,6 +28,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_SHAPES = 4096  # sizes of images that are remembered
 NOT_ARGUMENTS = ("image_processor_type", "processor_class", "auto_map", "feature_extractor_type")
 PIXELS = "pixel_values"  # the entry whose values are pixels
+TRIED_SIZE = (336, 448)  # height and width in pixels of an image that every processor takes
 NO_FLOATS = {"do_rescale": False, "do_normalize": False, "return_tensors": None}
 
 
@@ -57,11 +58,24 @@ def processor_digest(model_folder: str | Path) -> str:
 
 def open_processor(model_folder: str | Path, layout: ImageLayout) -> ImageProcessor:
     """The processor of the model in a folder. Raises UserError where it cannot be used."""
-    if not layout.inferred:
-        return ImageProcessor(model_folder, layout)
-    from manyhands.data.image_inferred import InferredProcessor
+    try:
+        if layout.inferred:
+            from manyhands.data.image_inferred import InferredProcessor
 
-    return InferredProcessor(model_folder, layout)
+            processor: ImageProcessor = InferredProcessor(model_folder, layout)
+        else:
+            processor = ImageProcessor(model_folder, layout)
+        processor.shape_of(TRIED_SIZE)
+        return processor
+    except UserError:
+        raise
+    except Exception as error:  # values that its class has taken as they are
+        raise UserError(
+            "the image processor cannot be used",
+            where=str(model_folder),
+            why=f"an image of {TRIED_SIZE[1]} x {TRIED_SIZE[0]} pixels ends in {type(error).__name__}: {error}",
+            fix="compare the values of preprocessor_config.json with those of the original model",
+        ) from error
 
 
 class ImageProcessor:

@@ -16,6 +16,7 @@ from typing import Any
 from manyhands.config.keys import nearest_name
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
+from manyhands.core.files import parse_json
 from manyhands.data.named_templates import TEMPLATES, NamedTemplate
 from manyhands.data.tekken import FILE, NAME, is_tekken_only, load_tekken, tekken_template
 
@@ -40,6 +41,8 @@ TOKENIZER_FILES = (
 MORE_PATTERNS = ("*.bpe.model", "*.tiktoken", "additional_chat_templates/*.jinja", "*.py")
 TOWER_CONFIGS = ("vision_config", "audio_config")
 CACHED_WORDS = 1 << 16  # some 200 bytes each
+MAX_ID = 10_000_000
+LONG_NUMBER = re.compile(rb":\s*\d{8}")
 MEDIA_TOKEN = re.compile(r"(?<![a-z])(?:image|img|video|audio|vision|media|speech)s?(?![a-z])", re.IGNORECASE)
 MEDIA_TOKEN_KEY = re.compile(r"(?:image|video|audio|vision|media|speech|bo[ia]|eo[ia])\w*_token_(?:id|index)")
 MARKER = re.compile(
@@ -86,16 +89,43 @@ def load_tokenizer(
 def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
+    check_ids(folder / "tokenizer.json")
     # where mistral-common is installed, transformers would take its own wrapper, which has no character offsets
     plain: dict[str, Any] = {"mistral_format": False} if (folder / FILE).is_file() else {}
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **plain
         )
+        tokenizer.encode("a")  # reads what loading has taken as it is, such as the longest text
+        return tokenizer
     except Exception as error:  # whatever the files hold: transformers raises many kinds
         raise UserError(
             "the tokenizer cannot be loaded", where=str(folder), why=f"{type(error).__name__}: {error}"
         ) from error
+
+
+def check_ids(path: Path) -> None:
+    """UserError for a token's id that no vocabulary reaches: tokenizers keeps a list of all ids below the highest, some
+    GiB of it, and a process that has no room for it ends without an error.
+    """
+    raw = path.read_bytes() if path.is_file() else b""
+    if not LONG_NUMBER.search(raw):
+        return  # most files: no need to read them twice
+    try:
+        fields = parse_json(raw)
+        vocabulary = fields["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+        ids += [token["id"] for token in fields.get("added_tokens") or ()]
+        highest = max(number for number in ids if isinstance(number, int))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return  # which is said when it is loaded
+    if highest > MAX_ID:
+        raise UserError(
+            "the tokenizer cannot be loaded",
+            where=str(path),
+            why=f"a token has the id {highest:,}, and no vocabulary has more than {MAX_ID:,} tokens",
+            fix="replace the file by that of the original model",
+        )
 
 
 def open_tokenizer(model_folder: str | Path, model: ModelSection) -> Any:

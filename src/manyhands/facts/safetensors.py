@@ -80,11 +80,11 @@ def _shards(index: Path) -> list[Path]:
         names = sorted(set(weight_map.values()))
         if not names or any(not isinstance(name, str) or Path(name).name != name or "\0" in name for name in names):
             raise ValueError("weight_map must name files of this folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = [name for name in names if not (index.parent / name).is_file()]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:  # the last: a name that is too long
         raise UserError(
             "the index of the model's weights cannot be read", where=str(index), why=_say(error), fix=_DOWNLOAD_AGAIN
         ) from error
-    missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise UserError(
             f"{len(missing)} of {len(names)} weight files are missing",

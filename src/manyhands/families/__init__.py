@@ -68,7 +68,7 @@ def find(config: Config | str) -> Family:
     inferred from it. Of a multimodal model's config.json the family around its text: ask for the text's own with the
     text's config.
     """
-    model_type = config if isinstance(config, str) else config.get("model_type")
+    model_type = str(config if isinstance(config, str) else config.get("model_type"))
     for family in FAMILIES:
         if model_type in family.model_types:
             return family

@@ -67,23 +67,21 @@ class AnswerFile:
                     why="answers so far are kept under this name",
                     fix=f"move {self.partial.name} away, or choose another --output",
                 )
-            try:
-                value = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                value = None
-            if value is None:
-                break
-            if number == 0:
+            value = _read_line(line)
+            if number == 0 and value is not None:
                 self._compare(value)
-            else:
+            elif value is not None and value.get("number") in range(self._num_prompts):
                 self._places[value["number"]] = end
+            else:
+                break
             end += len(line)
         self._file.truncate(end)
         if end == 0:
             self._write(self._header)
 
     def _compare(self, header: Mapping[str, Any]) -> None:
-        before, now = header.get("identity", {}), self._header["identity"]
+        before, now = header.get("identity"), self._header["identity"]
+        before = before if isinstance(before, dict) else {}
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if changed or header.get("num_prompts") != self._num_prompts:
             raise UserError(
@@ -143,6 +141,15 @@ class AnswerFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _read_line(line: bytes) -> dict[str, Any] | None:
+    """The object of a line that is whole; None for any other."""
+    try:
+        value = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _shorten(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,8 +57,10 @@ def encode_prompt(
     if tokenizer.chat_template:
         template = ChatTemplate(tokenizer, chat_template_kwargs)
         text = template.render([template.prepare(message) for message in messages], tools or None, generation=True)
+        _check_characters(text)
         ids = tokenizer.encode(finish(text), add_special_tokens=False)  # the template writes its own
     elif len(messages) == 1 and not tools:
+        _check_characters(messages[0]["content"])
         ids = tokenizer.encode(messages[0]["content"])
     else:
         raise UserError(
@@ -70,6 +71,16 @@ def encode_prompt(
     if not ids:
         raise UserError("the prompt is empty", fix="give --prompt some text")
     return ids
+
+
+def _check_characters(text: str) -> None:
+    """RowRefused for half of a surrogate pair, as JSON can name one: tokenizers take none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowRefused(
+            f"character {error.start + 1} of the prompt is half of a surrogate pair: no character"
+        ) from None
 
 
 def prompt_of(
@@ -144,7 +155,7 @@ def messages_of(
         messages = [{"role": "system", "content": options.system}, *messages]
     tools = row.get("tools") or list(options.tools)
     if isinstance(tools, str):
-        tools = json.loads(tools)
+        tools = parse_json(tools)
     if not isinstance(tools, list):
         raise RowRefused("tools must be a list of functions")
     return messages, tools

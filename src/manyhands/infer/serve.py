@@ -181,6 +181,11 @@ async def _read_body(request: Any) -> dict[str, Any]:
         raw += part
         if len(raw) > MAX_BODY_BYTES:
             raise BadRequest("the request is too long", status=413)
+    return parse_body(raw)
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The object in a request's body. Raises BadRequest."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:

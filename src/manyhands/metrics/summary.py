@@ -95,18 +95,28 @@ def name_time(seconds: float) -> str:
 
 
 def read_evaluations(metrics: Path) -> list[Evaluation]:
-    """The evaluations that metrics.jsonl holds, in order."""
-    found = []
-    for row in read_rows(metrics, "evaluation"):
-        values: dict[str, Any] = {
-            field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)
-        }
-        values["samples"] = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples", []))
-        values["terms"] = row.get("terms") or {}
-        values["metrics"] = row.get("metrics") or {}
-        values["sets"] = row.get("sets") or {}
-        found.append(Evaluation(**values))
-    return found
+    """The evaluations that metrics.jsonl holds, in order; a damaged one is left out, as a line that was cut off is."""
+    found = (_read_evaluation(row) for row in read_rows(metrics, "evaluation"))
+    return [evaluation for evaluation in found if evaluation is not None]
+
+
+def _read_evaluation(row: Mapping[str, Any]) -> Evaluation | None:
+    values: dict[str, Any] = {
+        field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)
+    }
+    groups = {name: row.get(name) or {} for name in ("sets", "terms", "metrics")}
+    try:
+        samples = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples") or ())
+    except (TypeError, KeyError):
+        return None
+    numbers = [value for name, value in values.items() if name not in {"samples", *groups}]
+    if not all(isinstance(value, int | float) for value in numbers):
+        return None
+    if not all(isinstance(group, dict) for group in groups.values()):
+        return None
+    if not all(isinstance(one, dict) for one in groups["sets"].values()):
+        return None
+    return Evaluation(**(values | groups | {"samples": samples}))
 
 
 def make_curve(rows: Sequence[Mapping[str, Any]], num_points: int = CURVE_POINTS) -> list[dict[str, Any]]:

@@ -1,0 +1,52 @@
+"""Tokenizer files with values that no publisher writes: a message, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.data.tokenizer import load_tokenizer
+from tests.support.tiny import tiny_tokenizer
+
+
+def change(folder: Path, name: str, act: Callable[[dict[str, Any]], object]) -> None:
+    fields = json.loads((folder / name).read_text())
+    act(fields)
+    (folder / name).write_text(json.dumps(fields))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda fields: fields["model"]["vocab"].update(a=2**31),
+        lambda fields: fields["added_tokens"][0].update(id=2**32 - 1),
+    ],
+)
+def test_an_id_that_would_take_gigabytes_is_refused(folder: Path, act: Callable[[dict[str, Any]], object]) -> None:
+    change(folder, "tokenizer.json", act)
+    with pytest.raises(UserError, match="tokenizer cannot be loaded") as caught:
+        load_tokenizer(folder)
+    assert "a token has the id" in caught.value.why
+
+
+def test_long_numbers_that_are_no_ids_are_fine(folder: Path) -> None:
+    change(folder, "tokenizer.json", lambda fields: fields["model"]["vocab"].update({": 12345678": 300}))
+    assert load_tokenizer(folder).get_vocab()[": 12345678"] == 300
+
+
+@pytest.mark.parametrize("value", ["2048", [], {"a": 1}])
+def test_a_length_that_is_no_number_is_refused_before_any_row(folder: Path, value: Any) -> None:
+    change(folder, "tokenizer_config.json", lambda fields: fields.update(model_max_length=value))
+    with pytest.raises(UserError, match="tokenizer cannot be loaded"):
+        load_tokenizer(folder)
