@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from manyhands.config.guards_schema import GuardsSection
+from manyhands.config.section_schemas import GuardsSection
 from manyhands.train.faults import RollBack, StepGuard, find_deviating, fingerprint, is_spike
 from manyhands.train.guards import Diverged
 from manyhands.train.loop import train

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
-from manyhands.config.split import parse_split
+from manyhands.config.sources import parse_split
 from manyhands.core.errors import UserError
 from manyhands.core.files import sync
 from manyhands.core.hashing import hash_files
