@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.core.hashing import hash_in_pieces
+from manyhands.core.files import hash_in_pieces
 from manyhands.data.image_streams import IMAGES, TOKENS_OF_IMAGE, UNITS
 from manyhands.data.order import EVALUATION_STREAM, SampleOrder, permute
 from manyhands.data.streams import PACKED_BY, Stream, is_weighted, read_streams

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
-from manyhands.core.files import refuse_outside_links
-from manyhands.core.hashing import hash_files
+from manyhands.core.files import hash_files, refuse_outside_links
 from manyhands.infer.answer_file import AnswerFile
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import open_images

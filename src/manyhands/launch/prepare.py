@@ -17,8 +17,7 @@ from typing import Any
 
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import ModelSection, RunConfig
-from manyhands.core.errors import UserError
-from manyhands.core.extras import require_extras
+from manyhands.core.errors import UserError, require_extras
 from manyhands.core.units import describe_ranks, format_gib
 from manyhands.data.summary import PreparedData
 from manyhands.facts.adapter import find_adapter

@@ -19,7 +19,7 @@ from manyhands.config.sources import list_sources
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.facts.types import GpuKind, HostFacts
-from manyhands.plan.saving import STAGING
+from manyhands.plan.host_memory import STAGING
 from manyhands.plan.types import Plan
 
 Target = Literal["slurm", "kubernetes", "skypilot"]
