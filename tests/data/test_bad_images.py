@@ -14,7 +14,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data.batches import collate
-from manyhands.data.image_fetch import FetchedImages
+from manyhands.data.image_open import FetchedImages
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from tests.data.test_images import draw, image, open_store, shape, text, turns

@@ -12,7 +12,7 @@ In a run with images every batch has (I: images of all documents, U: units, see 
 | rope_positions | (3, B, L) int64 like position_ids, by time, row and column, where the family rotates by these |
 | image_places, ... | see ``image_places.py`` |
 | pixel_table, pixel_repeats | what turns bytes into floats: ``batches.scale_pixels`` takes them out |
-| named_images, or kept_... | where features are kept: see ``image_features.py`` |
+| named_images, or kept_... | where features are kept: see ``image_cache.py`` |
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.data.image_cache import ImageCache
-from manyhands.data.image_features import NAMED, FeatureFiles, FeatureWork, NamedImage
+from manyhands.data.image_cache import NAMED, FeatureFiles, FeatureWork, ImageCache, NamedImage
 from manyhands.data.image_files import BadImage, PixelBounds, content_of, decode, name_of, read_bytes
 from manyhands.data.image_places import place_images, read_tower_sizes
 from manyhands.data.image_processor import PIXELS, family_of, open_processor, processor_digest, read_json

@@ -24,8 +24,8 @@ from torch import nn
 
 from manyhands import families
 from manyhands.core.errors import UserError
-from manyhands.data.image_features import ENTRIES as OF_FEATURES
-from manyhands.data.image_features import KEPT, NAMED
+from manyhands.data.image_cache import ENTRIES as OF_FEATURES
+from manyhands.data.image_cache import KEPT, NAMED
 from manyhands.data.image_places import GRID_ENTRIES, PLACES, ROWS, find_rows, grid_inputs, tower_sizes
 from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
