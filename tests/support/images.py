@@ -13,8 +13,7 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import gather
-from manyhands.data.image_batch import ImageWork
-from manyhands.data.image_cache import FeatureFiles
+from manyhands.data.image_batch import FeatureFiles, ImageWork
 from manyhands.data.image_files import PixelBounds
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.model.image_checks import ImageVerdict, ProbeImages, check_images

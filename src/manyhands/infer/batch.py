@@ -17,9 +17,8 @@ from manyhands.infer.answer_file import AnswerFile
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import open_images
 from manyhands.infer.load import Answerer, Found, find_parts, load_answerer, open_found_tokenizer
-from manyhands.infer.placement import ALL_GPUS, Placement, count_weight_bytes
 from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions, encode_rows, read_rows
-from manyhands.infer.replicas import Seat, describe_seat, run_tasks
+from manyhands.infer.replicas import ALL_GPUS, Placement, Seat, count_weight_bytes, describe_seat, run_tasks
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.worker import PromptQueue, Worker
 

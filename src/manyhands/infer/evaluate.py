@@ -30,9 +30,8 @@ from manyhands.infer.batch import load_at, report_aside
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import PromptImages, image_token_of, refuse_images
 from manyhands.infer.load import Answerer, Found
-from manyhands.infer.placement import ALL_GPUS, Placement, count_weight_bytes
 from manyhands.infer.prompts import PromptTokens
-from manyhands.infer.replicas import Seat, run_tasks
+from manyhands.infer.replicas import ALL_GPUS, Placement, Seat, count_weight_bytes, run_tasks
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.text_metrics import LOSS_METRICS, Extractor, check_metrics, make_extractor, score
 from manyhands.infer.worker import PromptQueue, Worker

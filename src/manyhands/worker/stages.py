@@ -20,7 +20,7 @@ from manyhands.core.holding import full_numel
 from manyhands.core.limits import FEATURES_FOLDER
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
-from manyhands.data.image_cache import FeatureFiles, FeatureWork, digest_of_pixels
+from manyhands.data.image_batch import FeatureFiles, FeatureWork, digest_of_pixels
 from manyhands.data.image_files import PixelBounds
 from manyhands.data.store import SampleSet, TokenStore
 from manyhands.data.streams import Sample, cut_to_loss
