@@ -47,8 +47,7 @@ from manyhands.data.image_processor import (
     processor_digest,
     read_json,
 )
-from manyhands.data.image_streams import StoredImage, from_streams
-from manyhands.data.streams import PACKED_BY, Sample
+from manyhands.data.streams import PACKED_BY, Sample, StoredImage, from_streams
 
 PIXEL_TABLE, PIXEL_REPEATS = "pixel_table", "pixel_repeats"
 Arrays = dict[str, Any]

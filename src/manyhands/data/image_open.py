@@ -35,7 +35,7 @@ from manyhands.data.image_files import (
 )
 from manyhands.data.image_processor import family_of, open_processor, read_json
 from manyhands.data.image_rows import ImageRef
-from manyhands.data.image_streams import StoredImage
+from manyhands.data.streams import StoredImage
 
 MAX_KNOWN = 65_536  # images that several rows may name, which are decoded once
 MAX_COPIES_BYTES = 16 << 30  # on disk, by all processes

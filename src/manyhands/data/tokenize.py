@@ -29,14 +29,23 @@ from manyhands.data.formats import (
 from manyhands.data.image_files import BadImage
 from manyhands.data.image_open import ImageOpener
 from manyhands.data.image_rows import parts_of
-from manyhands.data.image_streams import IMAGE_SOURCES, IMAGES, WITH_IMAGES, StoredImage, to_streams
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.ready_rows import Ready, ReadyTokens, Segments, take_ids
 from manyhands.data.render import MAX_WEIGHT, Renderer
 from manyhands.data.rendered import Rendered, finish
 from manyhands.data.segment import SegmentWriter
 from manyhands.data.sources import FilePart, Row, Source, read_part, take_rows
-from manyhands.data.streams import TEXT, TOKENS, Sample, make_sample
+from manyhands.data.streams import (
+    IMAGE_SOURCES,
+    IMAGES,
+    TEXT,
+    TOKENS,
+    WITH_IMAGES,
+    Sample,
+    StoredImage,
+    make_sample,
+    to_streams,
+)
 from manyhands.data.summary import Outcome
 from manyhands.data.tokenizer import find_placeholders
 from manyhands.data.work_queue import count_characters

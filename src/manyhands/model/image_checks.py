@@ -30,8 +30,7 @@ from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork
 from manyhands.data.image_open import ImageOpener, OpenedImage
 from manyhands.data.image_rows import ImageRef
-from manyhands.data.image_streams import IMAGE_SOURCES, IMAGES, to_streams
-from manyhands.data.streams import MASK, TOKENS, Sample, Stream, make_sample
+from manyhands.data.streams import IMAGE_SOURCES, IMAGES, MASK, TOKENS, Sample, Stream, make_sample, to_streams
 from manyhands.model.checks import (
     PROBE_LENGTHS,
     PROBE_SEED,

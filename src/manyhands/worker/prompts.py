@@ -14,8 +14,7 @@ import torch.distributed as dist
 from manyhands.data.batches import Batch, collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork, open_batcher
-from manyhands.data.image_streams import StoredImage, from_streams, to_streams
-from manyhands.data.streams import make_sample, prompt_of
+from manyhands.data.streams import StoredImage, from_streams, make_sample, prompt_of, to_streams
 from manyhands.data.template import chat_template_kwargs_of
 from manyhands.infer.decode import complete
 from manyhands.infer.generate import end_token_ids, greedy
