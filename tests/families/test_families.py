@@ -32,7 +32,7 @@ EXEMPT = {
     "demo/model.py": "the demo's model",
     "facts/hub.py": "the demo's model",
     "cli/init.py": "the demo's model",
-    "cli/import_file.py": "LLaMA-Factory is a tool",
+    "cli/config.py": "LLaMA-Factory is a tool",
     "cli/export.py": "llama.cpp is a tool",
     "export/__main__.py": "llama.cpp is a tool",
     "export/gguf_file.py": "llama.cpp is a tool",

@@ -11,9 +11,8 @@ from typer.core import TyperGroup
 
 from manyhands import __version__
 from manyhands.cli.accelerate import setup_accelerate
-from manyhands.cli.config import config
+from manyhands.cli.config import config, import_file
 from manyhands.cli.export import export, push
-from manyhands.cli.import_file import import_file
 from manyhands.cli.infer import chat, evaluate, generate, serve
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
