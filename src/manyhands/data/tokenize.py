@@ -18,14 +18,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.choose import check_format
 from manyhands.data.columns import PLACEHOLDERS, Columns
 from manyhands.data.files import Findings
-from manyhands.data.formats import (
-    Conversation,
-    Format,
-    RowRefused,
-    detect_format,
-    row_weight,
-    to_conversation,
-)
+from manyhands.data.formats import Conversation, Format, RowRefused, detect_format, row_weight, to_conversation
 from manyhands.data.image_files import BadImage
 from manyhands.data.image_open import ImageOpener
 from manyhands.data.image_rows import parts_of
@@ -51,9 +44,8 @@ from manyhands.data.tokenizer import find_placeholders
 from manyhands.data.work_queue import count_characters
 
 CHUNK_ROWS = 1000
-MAX_CONVERSATION_CHARACTERS = (
-    8 << 20
-)  # some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once
+# Some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once.
+MAX_CONVERSATION_CHARACTERS = 8 << 20
 
 
 @dataclass(frozen=True)
