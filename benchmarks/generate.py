@@ -28,9 +28,8 @@ from manyhands.export.adapter import export_adapter
 from manyhands.infer.batch import load_at, open_copy
 from manyhands.infer.decode import Completion, complete
 from manyhands.infer.load import Found
-from manyhands.infer.placement import Placement
 from manyhands.infer.prompts import PromptTokens
-from manyhands.infer.replicas import Seat, run_tasks
+from manyhands.infer.replicas import Placement, Seat, run_tasks
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.worker import PromptQueue
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import manyhands as mh
-from manyhands.api.names import name_object
+from manyhands.api.callbacks import name_object
 from manyhands.train.types import Evaluation, Hook, TrainState
 from manyhands.worker.hooks import find, read_hooks
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from manyhands.checkpoint.copies import copy_checkpoint, prune_copies
+from manyhands.checkpoint.manifest import copy_checkpoint, prune_copies
 from manyhands.core.errors import UserError
 from manyhands.core.remote import RemoteError, RemoteFolder
-from manyhands.launch.fetch import fetch_run, is_taken
-from manyhands.launch.resume_rules import folder_of, fresh_name
+from manyhands.launch.resume_rules import fetch_run, folder_of, fresh_name, is_taken
 from manyhands.launch.run_folder import RunFolder
 from tests.config.builders import config
 

@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manyhands.config.keys import all_keys, explain, source_table, table
+from manyhands.config.keys import (
+    RENAMED_KEYS,
+    RENAMED_SOURCE_KEYS,
+    RENAMED_VALUES,
+    all_keys,
+    explain,
+    source_table,
+    table,
+)
 from manyhands.config.load import load_config
-from manyhands.config.renamed import RENAMED_KEYS, RENAMED_SOURCE_KEYS, RENAMED_VALUES
 from manyhands.core.errors import UserError
 from tests.config.builders import minimal
 

@@ -15,7 +15,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data.batches import collate
-from manyhands.data.image_fetch import FetchedImages
+from manyhands.data.image_open import FetchedImages
 from manyhands.data.image_processor import family_of, open_processor
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore

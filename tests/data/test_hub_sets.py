@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from manyhands.config.schema import Source
-from manyhands.config.split import parse_split
+from manyhands.config.sources import parse_split
 from manyhands.core.errors import UserError
 from manyhands.data import hub_sets, sources
 from manyhands.data.sources import list_files, read_part, read_rows, split_source

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from manyhands.checkpoint.manifest import read_manifest
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import UserError
-from manyhands.core.extras import require_extras
+from manyhands.core.errors import UserError, require_extras
 from manyhands.core.world import World
 from manyhands.engine import deepspeed_compat
 from manyhands.facts.types import NewTokens
@@ -208,7 +207,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(UserError) as caught:
         deepspeed_compat.open_deepspeed(World(0, 0, 1, torch.device("cpu")))
-    monkeypatch.setattr("manyhands.core.extras.has_deepspeed", lambda: False)
+    monkeypatch.setattr("manyhands.core.errors.has_deepspeed", lambda: False)
     require_extras("fsdp")
     with pytest.raises(UserError, match="need DeepSpeed"):
         require_extras("zero2")

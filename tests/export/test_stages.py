@@ -18,7 +18,7 @@ from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.infer.evaluate import EvaluationData, measure
 from manyhands.infer.load import find_parts, open_answerer
-from manyhands.infer.placement import Placement
+from manyhands.infer.replicas import Placement
 from manyhands.infer.settings import GenerationSettings
 from tests.keys.lab import Lab, Ran, open_lab
 from tests.support.vision import write_tiny_vision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from manyhands.facts.calibration import read_calibration, save_calibration
+from manyhands.facts.gpu_kinds import read_calibration, save_calibration
 from manyhands.facts.types import GpuFacts
 
 RATES = {

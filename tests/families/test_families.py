@@ -41,9 +41,9 @@ EXEMPT = {
         (
             f"config/dialects/{name}.py"
             for name in (
-                *("axolotl_data", "axolotl_keys", "axolotl_templates", "llamafactory", "llamafactory_data"),
-                *("llamafactory_keys", "llamafactory_method", "llamafactory_templates", "llamafactory_v1"),
-                *("theworld", "transformers", "axolotl_images", "llamafactory_images"),
+                *("axolotl_data", "axolotl_keys", "axolotl_model", "axolotl_templates"),
+                *("llamafactory", "llamafactory_data", "llamafactory_keys", "llamafactory_method"),
+                *("llamafactory_templates", "llamafactory_v1", "theworld", "transformers"),
             )
         ),
         "keys and chat formats of another tool, and its name",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.core.extras import has_deepspeed
+from manyhands.core.errors import has_deepspeed
 from tests.e2e.runs import free_port
 from tests.guides.conftest import FAST, call, make
 

@@ -18,8 +18,8 @@ from manyhands.infer import batch as batch_module
 from manyhands.infer.answer_file import AnswerFile
 from manyhands.infer.batch import answer_file
 from manyhands.infer.load import open_answerer
-from manyhands.infer.placement import Placement, group_size
 from manyhands.infer.prompts import PromptOptions, PromptTokens
+from manyhands.infer.replicas import Placement, group_size
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.worker import PromptQueue, Room, Worker
 from tests.export.tiny import make_model, save_source

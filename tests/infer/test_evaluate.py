@@ -17,8 +17,7 @@ from manyhands.export.adapter import export_adapter
 from manyhands.infer.compare import _recorded, compare, describe, output_folder, render_page, to_json, write_files
 from manyhands.infer.evaluate import _open_judge, last_turn, sum_losses
 from manyhands.infer.load import find_parts, open_answerer
-from manyhands.infer.placement import Placement
-from manyhands.infer.replicas import Seat
+from manyhands.infer.replicas import Placement, Seat
 from manyhands.infer.settings import GenerationSettings
 from manyhands.launch.run_folder import RunFolder
 from tests.export.tiny import METHOD, adapt

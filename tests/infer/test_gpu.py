@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.export.adapter import export_adapter
 from manyhands.infer.batch import answer_file
-from manyhands.infer.placement import Placement
+from manyhands.infer.replicas import Placement
 from manyhands.infer.settings import GenerationSettings
 from tests.export.tiny import METHOD, adapt, make_model, save_source
 from tests.infer.test_batch import make_rows, write_rows

@@ -17,8 +17,8 @@ from manyhands.core.errors import UserError
 from manyhands.infer.batch import answer_file
 from manyhands.infer.chat import chat
 from manyhands.infer.load import open_answerer
-from manyhands.infer.placement import Placement
 from manyhands.infer.prompts import prompt_of
+from manyhands.infer.replicas import Placement
 from manyhands.infer.settings import GenerationSettings
 from manyhands.launch.run_folder import RunFolder
 from manyhands.model.structure import auto_class_of

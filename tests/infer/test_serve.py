@@ -14,7 +14,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, Found, open_answerer
-from manyhands.infer.placement import Placement
+from manyhands.infer.replicas import Placement
 from manyhands.infer.scheduler import AnswerRequest, Scheduler
 from manyhands.infer.serve import _Asked, make_app, refuse_missing_server
 from manyhands.infer.settings import GenerationSettings

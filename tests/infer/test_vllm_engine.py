@@ -15,7 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.infer.batch import answer_file
 from manyhands.infer.load import Found
-from manyhands.infer.placement import Placement
+from manyhands.infer.replicas import Placement
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.vllm import refuse_adapter
 from tests.export.tiny import METHOD, adapt

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from manyhands.cli.submit import _host
-from manyhands.submit.client import submit_command
 from manyhands.submit.job import ClusterJob, Target, describe_job
 from manyhands.submit.kubernetes import write_manifest
+from manyhands.submit.prepare import submit_command
 from manyhands.submit.skypilot import write_task
 from manyhands.submit.slurm import write_script
 from tests.keys.lab import Lab

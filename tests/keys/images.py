@@ -93,8 +93,8 @@ def enlarge_images_below(lab: Lab) -> None:
 
 def _size_of(lab: Lab, **keys: int) -> tuple[int, int]:
     """Of an image of 30 x 30 pixels, as the processor gets it."""
-    from manyhands.data.image_streams import from_streams
     from manyhands.data.store import TokenStore
+    from manyhands.data.streams import from_streams
 
     facts = facts_of(lab, [draw(lab.folder / "drawn" / "a.png")], **keys)
     return from_streams(TokenStore.open(facts.folder).train.sample(0))[0].size
@@ -105,8 +105,8 @@ def kept(lab: Lab, **keys: Any) -> tuple[list[Path], int]:
     from types import SimpleNamespace
 
     from manyhands.data.image_batch import ImageBatcher
-    from manyhands.data.image_streams import from_streams
     from manyhands.data.store import TokenStore
+    from manyhands.data.streams import from_streams
     from manyhands.worker.batches import images_of
 
     place = draw(lab.folder / "drawn" / "a.png")

@@ -16,8 +16,8 @@ from manyhands.core.errors import UserError
 from manyhands.launch import channel as channel_module
 from manyhands.launch.address import Address, open_listener
 from manyhands.launch.channel import SILENT, Channel
-from manyhands.launch.fewer_nodes import Place
 from manyhands.launch.nodes import LATER, check_hello
+from manyhands.launch.restarts import Place
 from manyhands.launch.start_nodes import failing_together
 from manyhands.launch.team import open_channel
 from tests.launch.builders import make_config

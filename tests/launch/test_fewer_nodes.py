@@ -13,7 +13,8 @@ from manyhands.core.errors import FAULT, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.launch.address import Address
 from manyhands.launch.failure import FoundCause
-from manyhands.launch.fewer_nodes import (
+from manyhands.launch.nodes import NodeGroup, explain_missing, explain_unreachable
+from manyhands.launch.restarts import (
     Place,
     command_without_place,
     commands_to_go_on,
@@ -21,7 +22,6 @@ from manyhands.launch.fewer_nodes import (
     nodes_there,
     place_among,
 )
-from manyhands.launch.nodes import NodeGroup, explain_missing, explain_unreachable
 from manyhands.launch.team import LaunchEnd, Team
 from tests.launch.builders import make_config
 from tests.launch.test_channel import Meeting, at_once, hello, meeting, until, vanish

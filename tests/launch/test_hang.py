@@ -178,7 +178,7 @@ def test_a_live_run_is_examined_without_being_ended(planned) -> None:
     from typer.testing import CliRunner
 
     from manyhands.cli.main import app
-    from manyhands.launch import examine
+    from manyhands.launch.hang import examine
 
     folder, _ = planned("wait", "end")
     call = CliRunner().invoke
@@ -189,9 +189,9 @@ def test_a_live_run_is_examined_without_being_ended(planned) -> None:
     try:
         ahead.beat("train", 8)
         behind.beat("train", 7)
-        told = examine.examine(folder, look_s=0.0, still_s=3600.0)
+        told = examine(folder, look_s=0.0, still_s=3600.0)
         assert not told.stands_still and "goes on: stage 'train', step 7" in told.lines[0]
-        told = examine.examine(folder, look_s=1.2, still_s=1.0)
+        told = examine(folder, look_s=1.2, still_s=1.0)
         text = "\n".join(told.lines)
         assert told.stands_still and "rank 1 has made no progress for " in text and "likely cause: it hangs" in text
         assert "test_a_live_run_is_examined" in text, "the stack of this very process"

@@ -14,8 +14,8 @@ from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.launch import preflight
 from manyhands.launch.address import Address, interface_of, own_address
 from manyhands.launch.environment import localize, refuse_alone
-from manyhands.launch.fewer_nodes import Place
 from manyhands.launch.nodes import count_ranks, digest_of_code, read_versions
+from manyhands.launch.restarts import Place
 from tests.launch.builders import make_config, make_plan
 from tests.launch.fake_nodes import Node, on_all
 

@@ -13,7 +13,7 @@ from manyhands.core.errors import UserError
 from manyhands.launch import team as team_module
 from manyhands.launch.address import Address
 from manyhands.launch.failure import FoundCause
-from manyhands.launch.fewer_nodes import Place
+from manyhands.launch.restarts import Place
 from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.workers import _open_store
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from manyhands.metrics.charts import Line, format_tick, line_chart
+from manyhands.metrics.page import Line, format_tick, line_chart
 from manyhands.metrics.report import write_report
 from manyhands.train.types import TrainState
 from tests.metrics.test_report import CONFIG, MEASURED, make_plan, write_metrics

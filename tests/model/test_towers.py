@@ -14,9 +14,9 @@ from manyhands.core.errors import UserError
 from manyhands.data.image_batch import ImageWork
 from manyhands.data.image_files import PixelBounds
 from manyhands.data.image_places import HOST_ENTRIES, place_images, tower_sizes
-from manyhands.data.image_probe import ProbeImages
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.families import find
+from manyhands.model.image_checks import ProbeImages
 from manyhands.model.structure import auto_class_of, find_tower_blocks
 from manyhands.model.towers import TOWER, attend_alike, attend_each, attend_tower, multiply_patches
 from tests.support import vision

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.launch.run_folder import RunFolder
-from manyhands.plan.compare import compare
+from manyhands.plan.explain import compare
 from manyhands.plan.phrases import describe_cost
 from manyhands.plan.search import plan
 from tests.plan.examples import GIB, facts, llama_8b, run_config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def test_the_job_is_made_from_the_plan(run_file, tmp_path, site, monkeypatch):
     assert find_run(folder_of(config), config) == "new", "the job finds the run's folder as good as empty"
 
 
-def test_a_dry_run_prints_the_file_and_submits_nothing(run_file, tmp_path, site):
+def test_a_dry_run_prints_the_file_and_submits_nothing(run_file, tmp_path, site, monkeypatch):
     site("sbatch", "sbatch: Job 7 to start")
     site("kubectl")
     site("sky")
@@ -83,7 +82,7 @@ def test_a_dry_run_prints_the_file_and_submits_nothing(run_file, tmp_path, site)
     assert asked(tmp_path) == [f"sbatch --test-only {script}"]
     volume = ("submit.volumes={/mnt/runs: claim}", "output.dir=/mnt/runs", "submit.image=image")
     on_hub = ("model.name=org/model", "data.train=hub:org/rows")
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for to in ("kubernetes", "skypilot"):
         assert call(run_file, "--to", to, "--dry-run", "--no-plan", *volume, *on_hub).exit_code == 0
     assert len(asked(tmp_path)) == 1

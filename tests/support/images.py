@@ -13,12 +13,10 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import gather
-from manyhands.data.image_batch import ImageWork
-from manyhands.data.image_features import FeatureFiles
+from manyhands.data.image_batch import FeatureFiles, ImageWork
 from manyhands.data.image_files import PixelBounds
-from manyhands.data.image_probe import ProbeImages
 from manyhands.data.tokenizer import load_tokenizer
-from manyhands.model.image_checks import ImageVerdict, check_images
+from manyhands.model.image_checks import ImageVerdict, ProbeImages, check_images
 from manyhands.model.loss import IGNORED
 from manyhands.plan.types import Plan
 from tests.support import layouts

@@ -23,8 +23,7 @@ from manyhands.config.schema import OptimizerSection
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, gather
 from manyhands.core.seeds import named_generator
-from manyhands.train.adamw_8bit import MOMENTS
-from manyhands.train.blocks_8bit import blocks_in
+from manyhands.train.adamw_8bit import MOMENTS, blocks_in
 from manyhands.train.optimizer import make_optimizer, set_learning_rate
 
 PEAK = 1e-2

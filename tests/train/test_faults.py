@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from manyhands.config.guards_schema import GuardsSection
+from manyhands.config.section_schemas import GuardsSection
 from manyhands.train.faults import RollBack, StepGuard, find_deviating, fingerprint, is_spike
-from manyhands.train.guards import Diverged
+from manyhands.train.guards import Diverged, StragglerHook
 from manyhands.train.loop import train
-from manyhands.train.stragglers import StragglerHook
 from manyhands.train.types import StepResult, TrainState
 from tests.train.test_loop import Keep, make_loop
 from tests.train.test_step import Plain

@@ -165,7 +165,7 @@ class LanguageModel:
 
         from manyhands.infer.batch import open_placed
         from manyhands.infer.load import find_parts, load_answerer, open_answerer
-        from manyhands.infer.placement import Placement
+        from manyhands.infer.replicas import Placement
         from manyhands.launch.environment import detect_launcher
 
         launcher = detect_launcher()
@@ -191,7 +191,7 @@ class LanguageModel:
 
 
 def _placement_of(device_map: str | dict[str, Any] | None) -> str:
-    """By the names of ``infer.placement``."""
+    """By the names of ``infer.replicas``."""
     if isinstance(device_map, dict):
         raise UserError(
             "a device_map by modules is of one copy of the model",

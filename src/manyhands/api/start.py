@@ -19,9 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manyhands.api.callbacks import Callbacks, Follower
+from manyhands.api.callbacks import Callbacks, Follower, name_object
 from manyhands.api.display import PIPE_VARIABLES, TERMINAL_VARIABLES, Display, open_display
-from manyhands.api.names import name_object
 from manyhands.config.load import LoadedRun
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.launch.environment import LAUNCHER_PID, detect_launcher

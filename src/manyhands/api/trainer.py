@@ -1,4 +1,6 @@
-"""``FastLanguageModel`` and ``Trainer``: the form that Unsloth's and TRL's quick starts have. Imports no torch."""
+"""``FastLanguageModel`` and ``Trainer``: the form that Unsloth's and TRL's quick starts have; and what a tokenizer that
+the caller has changed means for a run. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -224,9 +226,7 @@ class Trainer:
         return lambda: ({"text": _check_text(function(row), name)} for row in list_rows(data, name))
 
     def _read_tokenizer(self) -> dict[str, Any]:
-        from manyhands.api.tokenizer import differences
-
-        return {} if self.tokenizer is None else differences(self.tokenizer, self.model)
+        return {} if self.tokenizer is None else tokenizer_differences(self.tokenizer, self.model)
 
 
 PEFT_FIELDS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None, "modules_to_save": None,
@@ -297,3 +297,47 @@ def _check_text(text: Any, name: str) -> str:
         where=name,
         fix="return the text of one row: it is called for each row, not for batches",
     )
+
+
+def tokenizer_differences(tokenizer: Any, model: LanguageModel) -> dict[str, Any]:
+    """``chat_template``, ``eos_token`` and ``new_tokens`` where they are not those of the model's own tokenizer.
+
+    UserError where the run would train other token ids than ``tokenizer`` makes. The padding token does not matter:
+    padding is not trained.
+    """
+    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.facts.hub import locate_model
+
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    given = model.given
+    folder = locate_model(given["model_name"], given.get("revision"), False)
+    own = load_tokenizer(Path(folder), trust_remote_code=bool(given.get("trust_remote_code")))
+    found: dict[str, Any] = {}
+    if tokenizer.chat_template != own.chat_template:
+        found["chat_template"] = tokenizer.chat_template
+    if tokenizer.eos_token != own.eos_token:
+        found["eos_token"] = tokenizer.eos_token
+    before, now = own.get_vocab(), tokenizer.get_vocab()
+    added = sorted((token for token in now.keys() - before.keys()), key=now.__getitem__)
+    if any(now.get(token) != number for token, number in before.items()):
+        raise UserError(
+            "the tokenizer is not the model's",
+            where=str(getattr(tokenizer, "name_or_path", "")),
+            why=f"tokens have other numbers than in {folder}",
+            fix="give the tokenizer that from_pretrained returned, or leave it out",
+        )
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if plain := [token for token in added if token not in special]:
+        raise UserError(
+            f"the tokenizer has {len(plain)} added tokens that are not special",
+            why=f"such as {plain[0]!r}; a run adds special tokens only",
+            fix="add them with tokenizer.add_tokens([...], special_tokens=True)",
+        )
+    if tokenizer.bos_token != own.bos_token:
+        raise UserError(
+            f"the tokenizer begins texts with {tokenizer.bos_token!r}, the model's own with {own.bos_token!r}",
+            fix="leave bos_token as it is",
+        )
+    if added:
+        found["new_tokens"] = added
+    return found

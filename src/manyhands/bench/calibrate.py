@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from manyhands.bench.rows import count_gpus, start_processes
-from manyhands.facts.calibration import save_calibration
+from manyhands.facts.gpu_kinds import save_calibration
 from manyhands.kernels.fp8 import has_scaled_mm
 
 LIMIT_S = 120

@@ -1,6 +1,8 @@
-"""Checkpoints as folders: the manifest (what one consists of, file by file and tensor by tensor), names, retention.
+"""Checkpoints as folders: the manifest (what one consists of, file by file and tensor by tensor), names, retention; and
+copies of complete ones in another place, with what a start on another machine needs beside them.
 
-A checkpoint exists when its manifest does, which is written last. Knows no tensors.
+A checkpoint exists when its manifest does, which is written last; and so does a copy, whose manifest is removed first.
+Knows no tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import hashlib
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from manyhands.core.errors import DAMAGED, EXIT_FAILED, UserError
 from manyhands.core.files import write_json
 from manyhands.core.progress import advance
+from manyhands.core.remote import RemoteFolder
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
@@ -27,6 +30,7 @@ PARTIAL = ".tmp"  # being written, or being deleted
 REPLACED = ".old"  # the same step saved again; complete, but a newer one takes its place
 SET_ASIDE = ".damaged"  # does not count, and is kept
 STEP_NAME = re.compile(r"step-(\d+)")
+FOLDER = "checkpoints"
 
 
 class _FrozenModel(BaseModel):
@@ -206,3 +210,28 @@ def prune(checkpoints: Path, keep_last: int, keep: Collection[int] = ()) -> list
         shutil.rmtree(partial)
         advance()
     return [step for step, _ in doomed]
+
+
+def copy_checkpoint(
+    remote: RemoteFolder, folder: Path, beside: Sequence[Path], run: Path, moved: Callable[[int], object]
+) -> None:
+    """Copies the complete checkpoint ``folder``, and before it the files ``beside`` of the run's folder ``run``.
+    RemoteError. OSError.
+    """
+    for path in beside:
+        remote.put(path, path.relative_to(run).as_posix(), moved)
+    files = sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name))
+    for path in files:
+        remote.put(path, f"{FOLDER}/{folder.name}/{path.name}", moved)
+
+
+def prune_copies(remote: RemoteFolder, keep_last: int, keep: Collection[str]) -> None:
+    """Removes all complete copies but the newest ``keep_last`` and those named in ``keep``, and what is left of
+    incomplete ones that are older than the newest complete one. RemoteError.
+    """
+    steps = {int(match[1]): name for name in remote.list(FOLDER) if (match := STEP_NAME.fullmatch(name))}
+    complete = [step for step in sorted(steps) if MANIFEST in remote.list(f"{FOLDER}/{steps[step]}")]
+    kept = complete[-keep_last:] if keep_last else []
+    for step in sorted(steps):
+        if complete and step <= complete[-1] and step not in kept and steps[step] not in keep:
+            remote.remove(f"{FOLDER}/{steps[step]}", MANIFEST)

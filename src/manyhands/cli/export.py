@@ -1,4 +1,6 @@
-"""``manyhands export``: a folder or a GGUF file of what a run trained."""
+"""``manyhands export``: a folder or a GGUF file of what a run trained; and ``manyhands push``: a verified folder to the
+hub. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +74,35 @@ def default_output(source: Path, merge: bool, gguf: str | None = None) -> Path:
     if (source / "config.json").is_file():
         return source.with_name(f"{source.name}-{kind}")
     return source.parent.parent / f"{kind}-{source.name}"
+
+
+def push(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_FOLDER",
+            help="A finished run (its adapter, else its model), or a folder that was exported.",
+            show_default=False,
+        ),
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="OWNER/NAME", help="The model's name on the hub.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Upload; without it, show what would be uploaded.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="A public repository; without it, a private one.")] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", help="The base model's name on the hub, for an adapter trained on a folder.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Upload a verified model, adapter or GGUF file to the Hugging Face hub; the token is HF_TOKEN of the environment.
+
+    Without --yes nothing is sent. The repository is private unless --public is given."""
+    from manyhands.export.push import plan_upload, upload
+
+    planned = plan_upload(find_run_folder(source), to, private=not public, base=base)
+    print(planned.describe())
+    if not yes:
+        print("nothing was sent; add --yes to upload")
+        return
+    print(f"uploaded: {upload(planned, public=public)}")

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from manyhands import __version__
 from manyhands.cli.accelerate import setup_accelerate
 from manyhands.cli.config import config
-from manyhands.cli.export import export
+from manyhands.cli.export import export, push
 from manyhands.cli.import_file import import_file
 from manyhands.cli.infer import chat, evaluate, generate, serve
 from manyhands.cli.init import init
@@ -20,7 +20,6 @@ from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
 from manyhands.cli.process import bench, tensorboard
 from manyhands.cli.prove import prove
-from manyhands.cli.push import push
 from manyhands.cli.run_file import data, plan, train
 from manyhands.cli.runs import app as runs
 from manyhands.cli.submit import submit

@@ -231,7 +231,7 @@ def _compare(folder: Path) -> None:
 
     from manyhands.core.files import read_json
     from manyhands.launch.run_folder import RunFolder
-    from manyhands.plan.compare import compare
+    from manyhands.plan.explain import compare
 
     place = RunFolder(folder)
     report = read_json(place.report_json)

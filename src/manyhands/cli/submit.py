@@ -75,9 +75,8 @@ def submit(
 
 
 def _submit(config: RunConfig, target: Target, host: HostFacts, *, dry_run: bool, with_plan: bool) -> None:
-    from manyhands.submit.client import check_file, submit_file
     from manyhands.submit.job import unread_keys
-    from manyhands.submit.prepare import log_submission, write_job
+    from manyhands.submit.prepare import check_file, log_submission, submit_file, write_job
 
     for key in unread_keys(config.submit, target):
         report_aside(f"note: {key} has no effect with --to {target}")

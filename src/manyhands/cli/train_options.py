@@ -63,7 +63,7 @@ def choose_place(
     """What ``start`` takes for a run on several machines; nothing for one. ``accelerate``: a file that may
     say it in their place. UserError where an option is missing."""
     from manyhands.launch.address import Address
-    from manyhands.launch.fewer_nodes import Place, command_without_place
+    from manyhands.launch.restarts import Place, command_without_place
 
     nodes = config.parallel.nodes
     if accelerate is not None and nodes not in ("auto", 1) and node_rank is None and rendezvous is None:
@@ -98,7 +98,7 @@ def choose_place(
 def _place_in_step(config: RunConfig) -> dict[str, Any]:
     """The same for a task of SLURM's srun, where there is one on each node."""
     from manyhands.launch.address import Address
-    from manyhands.launch.fewer_nodes import Place, command_without_place
+    from manyhands.launch.restarts import Place, command_without_place
     from manyhands.launch.slurm import read_place, refuse_unknown_host
 
     found = read_place()

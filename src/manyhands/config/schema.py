@@ -1,9 +1,9 @@
 """The schema of a run file. Knows no torch, reads no file, has no validator with a side effect.
 
 Every key has a description with its unit; unknown keys are refused. Sources, ``data`` and ``batch`` are in
-``data_schema.py``, ``method`` in ``method_schema.py``, ``checkpoint`` and ``log`` in ``save_schema.py``. Checks that
-involve more than one key are in ``checks.py``. A value ``auto`` is decided by the plan and stays ``auto`` here: the
-config is what was asked for.
+``data_schema.py``, ``method``, ``checkpoint``, ``log``, ``guards`` and ``submit`` in ``section_schemas.py``. Checks
+that involve more than one key are in ``checks.py``. A value ``auto`` is decided by the plan and stays ``auto`` here:
+the config is what was asked for.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ from manyhands.config.data_schema import (
     Share,
 )
 from manyhands.config.data_schema import Source as Source
-from manyhands.config.guards_schema import GuardsSection
-from manyhands.config.method_schema import MethodSection, PartName
-from manyhands.config.save_schema import CheckpointSection, LogSection, PartOfRun
-from manyhands.config.submit_schema import SubmitSection
+from manyhands.config.section_schemas import (
+    CheckpointSection,
+    GuardsSection,
+    LogSection,
+    MethodSection,
+    PartName,
+    PartOfRun,
+    SubmitSection,
+)
 
 
 class ModelSection(Section):

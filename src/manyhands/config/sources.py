@@ -1,5 +1,5 @@
-"""``data.train`` and ``data.validation``: a path, or a list of paths and sources; what contradicts itself in them; and
-the fields of a row in each format (``data.format``).
+"""``data.train`` and ``data.validation``: a path, or a list of paths and sources; what contradicts itself in them;
+``Source.split`` and its slices of rows; and the fields of a row in each format (``data.format``).
 
 Some functions work on the mapping of a run file before it is validated, so that every error names its place
 (``data.train[1].weight``), others on a ``RunConfig``, as ``checks`` does. Reads no file.
@@ -7,7 +7,9 @@ Some functions work on the mapping of a run file before it is validated, so that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,10 +17,11 @@ from pydantic import ValidationError
 
 from manyhands.config.keys import SOURCE_LISTS, hint_in_source, nearest_name, show, source_table, wrong_value
 from manyhands.config.schema import RunConfig, Source
-from manyhands.config.split import parse_split
 
 PLACEHOLDER = "placeholder"  # in place of what was wrong, while the rest is checked
 FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")
+_BOUND = r"-?\d+(?:\.\d+)?%|-?\d+"
+_PIECE = re.compile(rf"([^\[\]+:]+?)\s*(?:\[\s*({_BOUND})?\s*:\s*({_BOUND})?\s*\])?")
 
 
 def list_paths(mapping: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -296,3 +299,50 @@ def known_fields(format: str) -> tuple[str, ...]:
     names = [name for one in formats for group in (REQUIRED, OPTIONAL, INNER) for name in group.get(one, ())]
     names += IMAGES if set(formats) - {"text", *READY} else ()
     return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class SplitSlice:
+    """Rows ``start`` to ``stop`` of a split, as written: a number, percents (``20%``), negative from the end, or
+    empty."""
+
+    name: str
+    start: str = ""
+    stop: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.start and not self.stop
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether the bounds follow from the number of rows."""
+        return any(bound.endswith("%") or bound.startswith("-") for bound in (self.start, self.stop))
+
+    def bounds(self, num_rows: int) -> tuple[int, int]:
+        """(first row, row behind the last one), counted from 0. Percents are rounded to the nearest row, as
+        ``datasets`` does; what is beyond the end is cut."""
+        start, stop = _place(self.start or "0", num_rows), _place(self.stop or str(num_rows), num_rows)
+        return start, max(start, stop)
+
+
+def parse_split(text: str) -> tuple[SplitSlice, ...]:
+    """The slices of a split that are joined by ``+``, in their order. ValueError says what is wrong."""
+    slices = []
+    for piece in text.split("+"):
+        match = _PIECE.fullmatch(piece.strip())
+        if match is None:
+            raise ValueError(
+                f"{piece.strip()!r} is no split: write a name, or a slice such as train[:20%], "
+                "train[100:200] or train[-50:]"
+            )
+        slices.append(SplitSlice(match[1], match[2] or "", match[3] or ""))
+    names = [part.name for part in slices]
+    if twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
+        raise ValueError(f"the split {twice} is named twice: write one slice of it, or two sources")
+    return tuple(slices)
+
+
+def _place(bound: str, num_rows: int) -> int:
+    value = round(float(bound[:-1]) * num_rows / 100) if bound.endswith("%") else int(bound)
+    return min(max(0, num_rows + value) if bound.startswith("-") else value, num_rows)

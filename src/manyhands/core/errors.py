@@ -1,4 +1,4 @@
-"""Errors for the user. Knows neither torch nor files.
+"""Errors for the user, and those of packages that only some runs need. Knows neither torch nor files.
 
 A ``UserError`` is printed in a few short lines (what, where, why, fix) and ends the program with its exit code. Any
 other exception is a bug and keeps its traceback.
@@ -6,6 +6,7 @@ other exception is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 
@@ -86,3 +87,24 @@ class UserError(Exception):
 
     def __reduce__(self):  # keyword arguments do not survive the default pickling between processes
         return (UserError.from_json, (self.to_json(),))
+
+
+def has_deepspeed() -> bool:
+    """Whether DeepSpeed is installed; it is not imported."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def missing_deepspeed(why: str = "the package deepspeed is not installed") -> UserError:
+    """What is said where a strategy needs it and it is not there."""
+    return UserError(
+        "parallel.strategy: zero1, zero2 and zero3 need DeepSpeed",
+        where="parallel.strategy",
+        why=why,
+        fix="pip install 'manyhands[deepspeed]', or use parallel.strategy=fsdp, which shards what zero3 shards",
+    )
+
+
+def require_extras(strategy: str) -> None:
+    """UserError where a run's strategy needs a package that is not installed."""
+    if strategy.startswith("zero") and not has_deepspeed():
+        raise missing_deepspeed()

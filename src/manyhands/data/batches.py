@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from manyhands.data.collate import Arrays, BatchShape, Samples, collate_samples
-from manyhands.data.image_batch import PIXEL_REPEATS, PIXEL_TABLE
-from manyhands.data.image_features import KEPT
+from manyhands.data.image_batch import KEPT, PIXEL_REPEATS, PIXEL_TABLE
 from manyhands.data.image_places import HOST_ENTRIES
 from manyhands.data.pack import StepLayout
 

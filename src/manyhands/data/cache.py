@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
-from manyhands.config.split import parse_split
+from manyhands.config.sources import parse_split
 from manyhands.core.errors import UserError
-from manyhands.core.files import sync
-from manyhands.core.hashing import hash_files
+from manyhands.core.files import hash_files, sync
 from manyhands.data.files import kind_of
 from manyhands.data.image_processor import family_of, processor_digest
 from manyhands.data.segment import link_tokens

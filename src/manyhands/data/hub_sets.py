@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import Source
-from manyhands.config.split import SplitSlice
+from manyhands.config.sources import SplitSlice
 from manyhands.core.errors import UserError
 
 PREFIX = "hub:"

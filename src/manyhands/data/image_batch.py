@@ -1,5 +1,6 @@
-"""The images of a micro-batch: from what a store says of them to the inputs of the model's forward pass. Knows no torch
-but through the family's image processor, which loads once in a process and where the first image is prepared.
+"""The images of a micro-batch: from what a store says of them to the inputs of the model's forward pass, or to the
+features that are kept of them. Knows no torch but through the family's image processor, which loads once in a process
+and where the first image is prepared, and no tower.
 
 In a run with images every batch has (I: images of all documents, U: units, see ``families.ImageLayout``):
 
@@ -12,31 +13,48 @@ In a run with images every batch has (I: images of all documents, U: units, see 
 | rope_positions | (3, B, L) int64 like position_ids, by time, row and column, where the family rotates by these |
 | image_places, ... | see ``image_places.py`` |
 | pixel_table, pixel_repeats | what turns bytes into floats: ``batches.scale_pixels`` takes them out |
-| named_images, or kept_... | where features are kept: see ``image_features.py`` |
+| named_images | where features are kept: a ``NamedImage`` for each image whose features have to be computed, in order |
+| kept_features | else bytes (n) uint8 of all arrays of features, each of all images end to end |
+| kept_shapes, kept_rows | beside these: (dtype, shape) of each array; rows of the first that belong to each image |
+
+Features are what a frozen vision tower makes of each image, computed once and kept on disk. An image's name is a digest
+of its encoded bytes, of how pixels are prepared, and of the model that computes (``FeatureWork.model``). A file appears
+by one rename and is checked as it is read: what is torn or damaged is computed again. All models share one folder and
+its bound; what was not used for the longest time goes first.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.data.image_cache import ImageCache
-from manyhands.data.image_features import NAMED, FeatureFiles, FeatureWork, NamedImage
+from manyhands.data.image_cache import Entries, ImageCache
 from manyhands.data.image_files import BadImage, PixelBounds, content_of, decode, name_of, read_bytes
 from manyhands.data.image_places import place_images, read_tower_sizes
-from manyhands.data.image_processor import PIXELS, family_of, open_processor, processor_digest, read_json
-from manyhands.data.image_streams import StoredImage, from_streams
-from manyhands.data.streams import PACKED_BY, Sample
+from manyhands.data.image_processor import (
+    PIXELS,
+    PROCESSOR_FILES,
+    family_of,
+    open_processor,
+    processor_digest,
+    read_json,
+)
+from manyhands.data.streams import PACKED_BY, Sample, StoredImage, from_streams
 
 PIXEL_TABLE, PIXEL_REPEATS = "pixel_table", "pixel_repeats"
 Arrays = dict[str, Any]
+NAMED, KEPT, KEPT_SHAPES, KEPT_ROWS = "named_images", "kept_features", "kept_shapes", "kept_rows"
+FEATURE_ENTRIES = frozenset({NAMED, KEPT, KEPT_SHAPES, KEPT_ROWS})
+_ARRAY, _SIZE = "array.", "size."  # prefixes of a file's entries: arrays of features in order, and what else is known
+FEATURE_LAYOUT = b"1"  # of a file
 
 
 @dataclass(frozen=True)
@@ -213,3 +231,69 @@ def rotary_positions(is_image: np.ndarray, grids: np.ndarray) -> np.ndarray:
         first += max(rows, columns)
     positions[:, place:] = np.arange(first, first + len(is_image) - place)
     return positions
+
+
+@dataclass(frozen=True)
+class FeatureWork:
+    """``folder`` and how many bytes are kept there; ``model`` names all that makes features of pixels."""
+
+    folder: str
+    model: str
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
+class NamedImage:
+    """An image of a batch. ``sizes``: its entries beside pixels; ``alone``: as ``ImageProcessor.prepare`` has it."""
+
+    name: bytes
+    num_units: int
+    alone: bool
+    sizes: Mapping[str, np.ndarray]
+
+
+def digest_of_pixels(model_folder: str | Path, bounds: PixelBounds) -> str:
+    """64 hex digits of all that decides what an image's pixels become. Of a model that was trained on, the same: unlike
+    ``processor_digest``, which knows placeholders too.
+    """
+    digest = hashlib.sha256(FEATURE_LAYOUT + f"{bounds.shrink_above} {bounds.enlarge_below}".encode())
+    for name in PROCESSOR_FILES:
+        path = Path(model_folder) / name
+        digest.update(f"\0{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))
+    digest.update(" ".join(f"{name} {version(name)}" for name in ("transformers", "pillow", "numpy")).encode())
+    return digest.hexdigest()
+
+
+class FeatureFiles:
+    """The features of a model's images, on disk alone: the system keeps in memory what there is room for."""
+
+    def __init__(self, work: FeatureWork) -> None:
+        self._model = bytes.fromhex(work.model)
+        preparation = hashlib.sha256(self._model).hexdigest()[:16]
+        self._cache = ImageCache(Path(work.folder), preparation, 0, work.disk_bytes)
+
+    def name_of(self, image: StoredImage, alone: bool) -> bytes:
+        return hashlib.sha256(self._model + image.content + bytes([alone])).digest()
+
+    def find(self, names: Sequence[bytes]) -> tuple[list[Entries], dict[str, Any]] | None:
+        """(sizes of each image, the batch's entries) where all of them are kept, else None."""
+        found: list[Entries] = []
+        for name in names:
+            entries = self._cache.find(name)
+            if entries is None:
+                return None
+            found.append(entries)
+        count = sum(key.startswith(_ARRAY) for key in found[0])
+        arrays = [[entries[f"{_ARRAY}{number}"] for entries in found] for number in range(count)]
+        shapes = tuple((parts[0].dtype.name, (sum(map(len, parts)), *parts[0].shape[1:])) for parts in arrays)
+        raw = np.concatenate([part.reshape(-1).view(np.uint8) for parts in arrays for part in parts])
+        sizes = [
+            {key.removeprefix(_SIZE): value for key, value in entries.items() if key.startswith(_SIZE)}
+            for entries in found
+        ]
+        return sizes, {KEPT: raw, KEPT_SHAPES: shapes, KEPT_ROWS: tuple(map(len, arrays[0]))}
+
+    def put(self, image: NamedImage, arrays: Sequence[np.ndarray]) -> None:
+        """Keeps the features of an image: arrays whose first dimension counts its rows."""
+        entries = {f"{_ARRAY}{number}": values for number, values in enumerate(arrays)}
+        self._cache.put(image.name, entries | {f"{_SIZE}{key}": value for key, value in image.sizes.items()})

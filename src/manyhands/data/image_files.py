@@ -24,7 +24,7 @@ import numpy as np
 from manyhands.config.data_schema import MOST_PIXELS, DataSection
 from manyhands.core.errors import UserError
 from manyhands.data.image_rows import ImageRef
-from manyhands.data.image_streams import IMAGE_SOURCES, IMAGES
+from manyhands.data.streams import IMAGE_SOURCES, IMAGES
 
 MAX_BYTES = 256 << 20  # of one encoded image
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")  # that start no program

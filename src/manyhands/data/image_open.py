@@ -1,12 +1,19 @@
 """Opens the images of rows while their text is prepared: finds and decodes each once, so that an error names its row,
 and gives the text that replaces its placeholder. Knows no batch.
+
+Each address is asked once, whatever number of rows name it, by all processes of the preparation together. Copies lie in
+its folder, within a bound, and go with it: the next preparation asks again.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
+import tempfile
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +22,6 @@ import numpy as np
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
-from manyhands.data.image_fetch import FetchedImages
 from manyhands.data.image_files import (
     BadImage,
     PixelBounds,
@@ -29,9 +35,11 @@ from manyhands.data.image_files import (
 )
 from manyhands.data.image_processor import family_of, open_processor, read_json
 from manyhands.data.image_rows import ImageRef
-from manyhands.data.image_streams import StoredImage
+from manyhands.data.streams import StoredImage
 
 MAX_KNOWN = 65_536  # images that several rows may name, which are decoded once
+MAX_COPIES_BYTES = 16 << 30  # on disk, by all processes
+MAX_FAILED = 65_536  # addresses that gave no image, which each process remembers
 
 
 @dataclass(frozen=True)
@@ -118,3 +126,57 @@ def _stamp(place: str) -> tuple[str, int, int] | None:
     except (OSError, ValueError):
         return None
     return place, status.st_size, status.st_mtime_ns
+
+
+class FetchedImages:
+    """Encoded images by address. ``folder``: of the preparation; None: one of this object's own.
+
+    ``max_bytes``: of copies that are written; what is beyond that is fetched for each row.
+    """
+
+    def __init__(self, folder: Path | None = None, max_bytes: int = MAX_COPIES_BYTES) -> None:
+        self._given, self._max_bytes = folder, max_bytes
+        self._failed: OrderedDict[str, str] = OrderedDict()
+
+    @cached_property
+    def _folder(self) -> Path:
+        if self._given is None:
+            self._own = tempfile.TemporaryDirectory(prefix="manyhands-images-")  # goes with this object
+            return Path(self._own.name)
+        self._given.mkdir(parents=True, exist_ok=True)
+        return self._given
+
+    def read(self, address: str) -> bytes:
+        """The encoded image at an address. Raises BadImage, for each row that names it."""
+        if address in self._failed:
+            raise BadImage(self._failed[address])
+        copy = self._folder / hashlib.blake2b(address.encode(), digest_size=16).hexdigest()
+        try:
+            with copy.open("ab+", buffering=0) as file:  # others wait for whoever fetches it
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.seek(0)
+                raw = file.readall()
+                if not raw:
+                    raw = read_bytes(address)
+                    if self._claim(len(raw)) and file.write(raw) != len(raw):
+                        file.truncate(0)  # the disk is full
+                return raw
+        except BadImage as bad:
+            self._failed[address] = str(bad)
+            if len(self._failed) > MAX_FAILED:
+                self._failed.popitem(last=False)
+            raise
+        except OSError:  # a disk that is full or cannot be written keeps nothing
+            return read_bytes(address)
+
+    def _claim(self, num_bytes: int) -> bool:
+        """Whether so many bytes more are within the bound; then they count."""
+        with (self._folder / "bytes").open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            total = int(file.read() or b"0") + num_bytes
+            if total > self._max_bytes:
+                return False
+            file.truncate(0)
+            file.write(str(total).encode())
+        return True

@@ -34,11 +34,10 @@ from manyhands.data.cache import (
 from manyhands.data.divide import Division, divide_samples, find_repeated
 from manyhands.data.files import unpacked_bytes
 from manyhands.data.image_files import find_changed
-from manyhands.data.image_streams import WITH_IMAGES
 from manyhands.data.segment import finish_store, join_segments
 from manyhands.data.sources import list_files, resolve_sets, resolve_sources
 from manyhands.data.store import TokenStore
-from manyhands.data.streams import PACKED_BY
+from manyhands.data.streams import PACKED_BY, WITH_IMAGES
 from manyhands.data.summary import Outcome, PreparedData, count_left_out, summarize
 from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenize_parts
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from manyhands.core.hashing import hash_in_pieces
+from manyhands.core.files import hash_in_pieces
 from manyhands.data.store import FORMAT_VERSION, digest_of
 from manyhands.data.streams import TEXT, Sample, Stream, count_loss_tokens, describe_streams, sum_loss_weights
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.config.schema import DataSection, RunConfig, Source
-from manyhands.config.split import SplitSlice, parse_split
+from manyhands.config.sources import SplitSlice, parse_split
 from manyhands.core.errors import UserError
 from manyhands.data.arrow_files import read_arrow, read_parquet, split_arrow, split_parquet
 from manyhands.data.files import (

@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.core.hashing import hash_in_pieces
-from manyhands.data.image_streams import IMAGES, TOKENS_OF_IMAGE, UNITS
+from manyhands.core.files import hash_in_pieces
 from manyhands.data.order import EVALUATION_STREAM, SampleOrder, permute
-from manyhands.data.streams import PACKED_BY, Stream, is_weighted, read_streams
+from manyhands.data.streams import IMAGES, PACKED_BY, TOKENS_OF_IMAGE, UNITS, Stream, is_weighted, read_streams
 
 FORMAT_VERSION = 6
 SAMPLE_TABLES = ("num_loss_tokens", "loss_weights", "sources", "train", "validation")  # that a process reads

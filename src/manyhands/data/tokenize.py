@@ -18,33 +18,34 @@ from manyhands.core.errors import UserError
 from manyhands.data.choose import check_format
 from manyhands.data.columns import PLACEHOLDERS, Columns
 from manyhands.data.files import Findings
-from manyhands.data.formats import (
-    Conversation,
-    Format,
-    RowRefused,
-    detect_format,
-    row_weight,
-    to_conversation,
-)
+from manyhands.data.formats import Conversation, Format, RowRefused, detect_format, row_weight, to_conversation
 from manyhands.data.image_files import BadImage
 from manyhands.data.image_open import ImageOpener
 from manyhands.data.image_rows import parts_of
-from manyhands.data.image_streams import IMAGE_SOURCES, IMAGES, WITH_IMAGES, StoredImage, to_streams
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.ready_rows import Ready, ReadyTokens, Segments, take_ids
 from manyhands.data.render import MAX_WEIGHT, Renderer
 from manyhands.data.rendered import Rendered, finish
 from manyhands.data.segment import SegmentWriter
 from manyhands.data.sources import FilePart, Row, Source, read_part, take_rows
-from manyhands.data.streams import TEXT, TOKENS, Sample, make_sample
+from manyhands.data.streams import (
+    IMAGE_SOURCES,
+    IMAGES,
+    TEXT,
+    TOKENS,
+    WITH_IMAGES,
+    Sample,
+    StoredImage,
+    make_sample,
+    to_streams,
+)
 from manyhands.data.summary import Outcome
 from manyhands.data.tokenizer import find_placeholders
 from manyhands.data.work_queue import count_characters
 
 CHUNK_ROWS = 1000
-MAX_CONVERSATION_CHARACTERS = (
-    8 << 20
-)  # some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once
+# Some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once.
+MAX_CONVERSATION_CHARACTERS = 8 << 20
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from manyhands.core.limits import ZERO_BUCKET, ZERO_LIVE, ZERO_PREFETCH
 from manyhands.core.world import World
 from manyhands.engine.deepspeed_compat import copy_masters, drop_gradients, gradient_parts, open_deepspeed, quiet
 from manyhands.engine.native import RankEngine, tensor_norms
-from manyhands.engine.zero_checkpoint import load_fragments, save_fragments
-from manyhands.engine.zero_holding import register_fragments
+from manyhands.engine.zero_partitions import load_fragments, register_fragments, save_fragments
 from manyhands.model.load import hugging_face_model
 from manyhands.model.loss import LossModel, Terms
 from manyhands.model.structure import find_blocks

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from manyhands.core.extras import missing_deepspeed
+from manyhands.core.errors import missing_deepspeed
 from manyhands.core.world import World
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from manyhands.core.files import read_json, write_json
-from manyhands.core.hashing import hash_files
+from manyhands.core.files import hash_files, read_json, write_json
 
 RECORD = "manyhands.json"
 CARD = "README.md"

@@ -1,21 +1,27 @@
 """GPUs by kind: those that ``--gpus`` asks a plan for, and what is known of those that are here. The figures stand in
-``gpus.toml``.
+``gpus.toml``; rates of this machine's GPUs as ``manyhands doctor --calibrate`` measured them in one JSON file, an entry
+for each kind and number of GPUs. What cannot be read counts as not measured.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_json, write_json
 from manyhands.core.limits import GIB
-from manyhands.facts.types import GpuFacts, GpuKind, HostFacts
+from manyhands.facts.types import Calibration, GpuFacts, GpuKind, HostFacts
 
 MIB = 2**20
 MAX_GPUS = 4096  # of a plan: more is a slip of the finger
@@ -23,6 +29,7 @@ EXAMPLES = "8xH200, 2x4xH100-80GB (2 machines of 4), H100-4x or MI300X"
 
 # Vendors and brands, which drivers write and people leave out.
 _BRANDS = re.compile(r"nvidia|amd|instinct|geforce|tesla")
+CALIBRATION_FILE = "~/.cache/manyhands/calibration.json"
 
 
 @dataclass(frozen=True)
@@ -180,3 +187,39 @@ def _without_memory(name: str) -> str:
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s_-]", "", _BRANDS.sub("", name.lower()))
+
+
+def read_calibration(gpus: Sequence[GpuFacts], file: str | Path = CALIBRATION_FILE) -> Calibration | None:
+    """Of these GPUs; of fewer or more of their kind where as many were not measured."""
+    known = _read_calibrations(Path(file).expanduser())
+    if not gpus or any(gpu.name != gpus[0].name for gpu in gpus):
+        return None
+    for count in (len(gpus), *sorted(range(1, 17), reverse=True)):
+        entry = known.get(_calibration_key(gpus[0].name, count))
+        try:
+            found = Calibration.model_validate(entry) if entry is not None else None
+        except ValidationError:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def save_calibration(
+    gpu_name: str, num_gpus: int, rates: dict[str, Any], file: str | Path = CALIBRATION_FILE
+) -> Calibration:
+    """Adds or replaces the entry. OSError where the file cannot be written."""
+    path = Path(file).expanduser()
+    found = Calibration.model_validate(rates | {"when": time.strftime("%Y-%m-%d %H:%M")})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, _read_calibrations(path) | {_calibration_key(gpu_name, num_gpus): found.model_dump()})
+    return found
+
+
+def _calibration_key(gpu_name: str, num_gpus: int) -> str:
+    return f"{num_gpus} x {gpu_name}"
+
+
+def _read_calibrations(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    return found if isinstance(found, dict) else {}

@@ -17,8 +17,7 @@ from manyhands.core.files import nearest_folder
 from manyhands.core.limits import FEATURES_FOLDER
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.facts.amd import AmdSearch, find_amd_gpus, find_amd_nodes
-from manyhands.facts.calibration import read_calibration
-from manyhands.facts.gpu_kinds import kind_of_all
+from manyhands.facts.gpu_kinds import kind_of_all, read_calibration
 from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
 from manyhands.facts.visible import AMD_VARIABLES, hides_all, select_visible
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.files import read_json, write_json
-from manyhands.core.hashing import Progress, hash_files
+from manyhands.core.files import Progress, hash_files, read_json, write_json
 from manyhands.core.limits import GIB
 from manyhands.facts.safetensors import find_weight_files
 

@@ -82,7 +82,7 @@ def serve(
     settings: Mapping[str, Any] | None = None,
     placement: Mapping[str, Any] | None = None,
 ) -> int:
-    from manyhands.infer.placement import Placement
+    from manyhands.infer.replicas import Placement
     from manyhands.infer.serve import serve as serve_model
 
     return serve_model(
@@ -107,7 +107,7 @@ def evaluate(
     **chosen: Any,
 ) -> int:
     from manyhands.infer import compare
-    from manyhands.infer.placement import Placement
+    from manyhands.infer.replicas import Placement
 
     found = compare.compare(
         Path(folder),

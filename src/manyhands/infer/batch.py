@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
-from manyhands.core.files import refuse_outside_links
-from manyhands.core.hashing import hash_files
+from manyhands.core.files import hash_files, refuse_outside_links
 from manyhands.infer.answer_file import AnswerFile
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import open_images
 from manyhands.infer.load import Answerer, Found, find_parts, load_answerer, open_found_tokenizer
-from manyhands.infer.placement import ALL_GPUS, Placement, count_weight_bytes
 from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions, encode_rows, read_rows
-from manyhands.infer.replicas import Seat, describe_seat, run_tasks
+from manyhands.infer.replicas import ALL_GPUS, Placement, Seat, count_weight_bytes, describe_seat, run_tasks
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.worker import PromptQueue, Worker
 

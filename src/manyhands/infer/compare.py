@@ -20,7 +20,7 @@ from manyhands.data.store import TokenStore
 from manyhands.infer.batch import report_aside
 from manyhands.infer.evaluate import EvaluationData, Scores, measure
 from manyhands.infer.load import Found, find_parts
-from manyhands.infer.placement import ALL_GPUS, Placement
+from manyhands.infer.replicas import ALL_GPUS, Placement
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
 from manyhands.launch.run_folder import RunFolder

@@ -23,16 +23,14 @@ from torch.nn.functional import cross_entropy
 from manyhands.core.errors import UserError
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
-from manyhands.data.image_streams import StoredImage, from_streams
 from manyhands.data.store import SampleSet, TokenStore
-from manyhands.data.streams import MASK, TOKENS, Sample, weights_of
+from manyhands.data.streams import MASK, TOKENS, Sample, StoredImage, from_streams, weights_of
 from manyhands.infer.batch import load_at, report_aside
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import PromptImages, image_token_of, refuse_images
 from manyhands.infer.load import Answerer, Found
-from manyhands.infer.placement import ALL_GPUS, Placement, count_weight_bytes
 from manyhands.infer.prompts import PromptTokens
-from manyhands.infer.replicas import Seat, run_tasks
+from manyhands.infer.replicas import ALL_GPUS, Placement, Seat, count_weight_bytes, run_tasks
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.text_metrics import LOSS_METRICS, Extractor, check_metrics, make_extractor, score
 from manyhands.infer.worker import PromptQueue, Worker

@@ -21,9 +21,9 @@ from manyhands.data.image_files import BadImage, PixelBounds
 from manyhands.data.image_open import ImageOpener, OpenedImage
 from manyhands.data.image_processor import PROCESSOR_FILES, family_of, read_json
 from manyhands.data.image_rows import parts_of, place_images, read_column
-from manyhands.data.image_streams import StoredImage
 from manyhands.data.messages import RowRefused
 from manyhands.data.rendered import Text, put_images
+from manyhands.data.streams import StoredImage
 
 Message = dict[str, Any]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
-from manyhands.data.image_streams import StoredImage
 from manyhands.data.messages import RowRefused, check_messages
+from manyhands.data.streams import StoredImage
 from manyhands.data.template import ChatTemplate
 from manyhands.infer.images import PromptImages, has_images, refuse_images
 

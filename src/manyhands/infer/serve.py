@@ -23,7 +23,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.messages import RowRefused, check_messages
 from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, find_parts
-from manyhands.infer.placement import ALL_GPUS, Placement
+from manyhands.infer.replicas import ALL_GPUS, Placement
 from manyhands.infer.scheduler import AnswerRequest, Scheduler
 from manyhands.infer.settings import SERVED, GenerationSettings
 

@@ -12,9 +12,8 @@ from manyhands.facts.adapter import read_adapter_config
 from manyhands.infer.decode import Completion
 from manyhands.infer.generate import end_token_ids
 from manyhands.infer.load import Found, open_found_tokenizer
-from manyhands.infer.placement import ALL_GPUS, Placement
 from manyhands.infer.prompts import PromptTokens
-from manyhands.infer.replicas import Seat
+from manyhands.infer.replicas import ALL_GPUS, Placement, Seat
 from manyhands.infer.settings import SERVED, GenerationSettings
 from manyhands.infer.worker import Room
 

@@ -19,10 +19,9 @@ from manyhands.facts.adapter import find_adapter
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import differing_files, identify_files
 from manyhands.facts.types import HostFacts
-from manyhands.launch.fetch import is_taken
 from manyhands.launch.links import measure_links
 from manyhands.launch.nodes import Exchange, NodeGroup
-from manyhands.launch.resume_rules import find_run, folder_of, fresh_name
+from manyhands.launch.resume_rules import find_run, folder_of, fresh_name, is_taken
 
 SEEN_S = 10.0  # a network file system may show a new file so much later
 POLL_S = 0.1

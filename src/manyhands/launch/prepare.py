@@ -17,8 +17,7 @@ from typing import Any
 
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import ModelSection, RunConfig
-from manyhands.core.errors import UserError
-from manyhands.core.extras import require_extras
+from manyhands.core.errors import UserError, require_extras
 from manyhands.core.units import describe_ranks, format_gib
 from manyhands.data.summary import PreparedData
 from manyhands.facts.adapter import find_adapter
@@ -29,10 +28,9 @@ from manyhands.facts.model import read_model_facts, resize_vocabulary
 from manyhands.facts.model_config import judge_packing
 from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
 from manyhands.launch.environment import apply_variables
-from manyhands.launch.fetch import fetch_run, is_taken
 from manyhands.launch.folder_lock import FolderLock, TakeLock
 from manyhands.launch.nodes import NodeGroup, join_hosts
-from manyhands.launch.resume_rules import find_run, folder_of, fresh_name, refuse_other_course
+from manyhands.launch.resume_rules import fetch_run, find_run, folder_of, fresh_name, is_taken, refuse_other_course
 from manyhands.launch.run_folder import RunFolder, refuse_unusable
 from manyhands.launch.watch import raise_when_stopped
 from manyhands.plan.types import Cause, Plan

@@ -14,8 +14,7 @@ from manyhands.config.dialects.translation import Around, Translation
 from manyhands.config.load import LoadedRun, load_run
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import Source
-from manyhands.core.errors import UserError
-from manyhands.core.extras import has_deepspeed
+from manyhands.core.errors import UserError, has_deepspeed
 from manyhands.core.files import read_json
 from manyhands.data.hub_sets import fetch_file
 from manyhands.data.sources import is_hub, read_rows

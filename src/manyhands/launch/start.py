@@ -18,13 +18,21 @@ from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
 from manyhands.launch.environment import detect_launcher, refuse_alone
-from manyhands.launch.fewer_nodes import NodesLeft, Place, config_for, how_to_go_on_without, nodes_there, place_among
 from manyhands.launch.folder_lock import FolderLock, take_over
 from manyhands.launch.lost_gpus import DriverReports, LaunchGpus, Lost, find_lost, restored_environment
 from manyhands.launch.neighbors import NodeMemory, copying
 from manyhands.launch.nodes import Hello, host_name
 from manyhands.launch.prepare import Prepared, plan_fewer, plan_smaller, prepare_run, summarize_start
-from manyhands.launch.restarts import Restart, Restarts
+from manyhands.launch.restarts import (
+    NodesLeft,
+    Place,
+    Restart,
+    Restarts,
+    config_for,
+    how_to_go_on_without,
+    nodes_there,
+    place_among,
+)
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.slurm import block_save_signal, refuse_outside_step
 from manyhands.launch.start_nodes import Joined, joined

@@ -18,12 +18,11 @@ from manyhands.core.errors import UserError
 from manyhands.facts.types import HostFacts
 from manyhands.launch.channel import Channel
 from manyhands.launch.environment import PLACES, apply_variables
-from manyhands.launch.fewer_nodes import Place
 from manyhands.launch.folder_lock import FolderLock, TakeLock
 from manyhands.launch.nodes import count_ranks
 from manyhands.launch.preflight import explain_unexpected, find_group, named
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
-from manyhands.launch.restarts import Restart
+from manyhands.launch.restarts import Place, Restart
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.team import Team, open_channel
 from manyhands.launch.watch import raise_when_stopped

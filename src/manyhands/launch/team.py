@@ -21,7 +21,6 @@ from manyhands.facts.host import read_host_facts
 from manyhands.launch.address import address_among, interface_of, own_address
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.failure import ENDED_BY_OTHERS, FoundCause
-from manyhands.launch.fewer_nodes import Place, how_to_go_on_without
 from manyhands.launch.nodes import (
     LATER,
     NodeGroup,
@@ -30,6 +29,7 @@ from manyhands.launch.nodes import (
     host_name,
     say_hello,
 )
+from manyhands.launch.restarts import Place, how_to_go_on_without
 from manyhands.launch.watch import Watch
 
 SETTLE_S = 60.0  # longer than any node takes to end its workers; a node that is lost is not waited for

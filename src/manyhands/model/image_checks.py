@@ -7,20 +7,30 @@ documents around one drawn image each, as the run's own processor and collation 
 3. *packing*: documents side by side (or in rows of one length) have the logits of each alone;
 4. *leak*: another image changes the logits of its document, and of a pack none beside it.
 
-Every rank runs the same probes in the same order, so they work where weights are sharded. Must not know how.
+Every rank runs the same probes in the same order, so they work where weights are sharded. Must not know how. The drawn
+images are opened, expanded and collated as those of rows, and as small as the model's processor allows, which enlarges
+most to the size that its tower wants.
 """
 
 from __future__ import annotations
 
+import io
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data.image_probe import ProbeImages
+from manyhands.data.batches import Batch, collate
+from manyhands.data.collate import BatchShape
+from manyhands.data.image_batch import ImageWork
+from manyhands.data.image_open import ImageOpener, OpenedImage
+from manyhands.data.image_rows import ImageRef
+from manyhands.data.streams import IMAGE_SOURCES, IMAGES, MASK, TOKENS, Sample, Stream, make_sample, to_streams
 from manyhands.model.checks import (
     PROBE_LENGTHS,
     PROBE_SEED,
@@ -35,6 +45,8 @@ from manyhands.model.multimodal import BY_OWN_FORWARD
 from manyhands.model.structure import set_attention
 
 FIX = "leave the images out with data.images: false, or use a model whose images are known (docs/vision.md)"
+SIDE = 32  # pixels of a drawn image
+NUM_BEFORE = 5  # tokens of a document that stand before its image
 
 
 @dataclass(frozen=True)
@@ -128,3 +140,51 @@ def _draw_texts(config: Any) -> list[np.ndarray]:
     ids = np.setdiff1d(np.arange(config.get_text_config().vocab_size), sorted(meant))
     draw = np.random.default_rng(PROBE_SEED)
     return [ids[draw.integers(0, len(ids), length)] for length in PROBE_LENGTHS]
+
+
+class ProbeImages:
+    """Documents of text around one drawn image each, as batches. Raises UserError where the processor takes none."""
+
+    def __init__(self, config: RunConfig, work: ImageWork, tokenizer: Any) -> None:
+        self._opener = ImageOpener(config, work.model_folder, tokenizer)
+        self._work, self._tokenizer = replace(work, cache="", disk_bytes=0, memory_bytes=0, features=None), tokenizer
+        self._drawn: dict[int, OpenedImage] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholders that stand for one image."""
+        return self._draw(0).stored.num_tokens
+
+    def batch(self, documents: Sequence[tuple[np.ndarray, int]], packed: bool) -> tuple[Batch, list[int]]:
+        """A micro-batch of documents, each its text's token ids and the number of the image in it; and their
+        lengths."""
+        samples = [self._sample(*document) for document in documents]
+        shape = BatchShape(packed, images=self._work)
+        lengths = [len(sample[TOKENS.name]) for sample in samples]
+        return collate(HeldSamples(samples), np.arange(len(samples)), shape), lengths
+
+    def _sample(self, text: np.ndarray, number: int) -> Sample:
+        image = self._draw(number)
+        shown = self._tokenizer.encode(image.text, add_special_tokens=False)
+        ids = np.concatenate([text[:NUM_BEFORE], shown, text[NUM_BEFORE:]]).astype(np.int32)
+        return {**make_sample(ids, np.ones(len(ids), np.bool_)), **to_streams([image.stored])}
+
+    def _draw(self, number: int) -> OpenedImage:
+        """An image of random pixels, another for each number."""
+        if number not in self._drawn:
+            from PIL import Image
+
+            pixels = np.random.default_rng(number).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "png")
+            self._drawn[number] = self._opener.open_ref(ImageRef(data=file.getvalue()))
+        return self._drawn[number]
+
+
+class HeldSamples:
+    """Samples in memory, where ``collate`` looks for those of a store."""
+
+    streams: tuple[Stream, ...] = (TOKENS, MASK, IMAGES, IMAGE_SOURCES)
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.sample = samples.__getitem__

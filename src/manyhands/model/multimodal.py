@@ -1,13 +1,15 @@
 """Images on their way into a language model: features of tower and projector, put in the place of their tokens.
 
-The forward pass is split. The family's own ``get_image_features`` gets nothing of the text (which would hand the
-text's document bounds to the attention of the tower); its features replace the embeddings of the image tokens; the text
+The forward pass is split. The family's own ``get_image_features`` gets nothing of the text (which would hand the text's
+document bounds to the attention of the tower); its features replace the embeddings of the image tokens; the text
 decoder gets these with its positions. So documents that lie side by side stay apart, whatever attention computes them.
-Knows no files and no ranks; an engine that shards a trained tower sets ``Images.always_runs``.
+What is taken for granted of a model whose images are inferred (``families.infer_images``) is asked of its structure on
+meta; what only numbers show, ``image_checks.py`` asks of the loaded model. Knows no files and no ranks; an engine that
+shards a trained tower sets ``Images.always_runs``.
 
 In a batch the items (patches, squares) of all images of all documents lie end to end, as ``families/family.py``
-declares them; ``rope_positions`` (3, b, t) stand beside ``position_ids`` where positions have three axes.
-Shapes: b samples or 1 pack, t positions, n image tokens, e hidden size.
+declares them; ``rope_positions`` (3, b, t) stand beside ``position_ids`` where positions have three axes. Shapes: b
+samples or 1 pack, t positions, n image tokens, e hidden size.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +26,12 @@ from torch import nn
 
 from manyhands import families
 from manyhands.core.errors import UserError
-from manyhands.data.image_features import ENTRIES as OF_FEATURES
-from manyhands.data.image_features import KEPT, NAMED
+from manyhands.data.image_batch import FEATURE_ENTRIES, KEPT, NAMED
 from manyhands.data.image_places import GRID_ENTRIES, PLACES, ROWS, find_rows, grid_inputs, tower_sizes
 from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
 from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, attention_kwargs, count_positions
 from manyhands.model.features import KeptFeatures
-from manyhands.model.inferred_images import check_structure, find_unused
 from manyhands.model.structure import text_parameters
 from manyhands.model.towers import embed_by_matmul, use_varlen
 from manyhands.plan.types import Plan
@@ -136,7 +136,7 @@ class Images:
         bounds = (f"cu_{name}" for name in self.layout.names)
         rows = (f"{ROWS}{name}" for name in ImageRows._fields)
         others = (PLACES, ROPE_POSITIONS, HAS_IMAGES, BY_OWN_FORWARD)
-        return GRID_ENTRIES | OF_FEATURES | {*self.layout.names, *bounds, *rows, *others}
+        return GRID_ENTRIES | FEATURE_ENTRIES | {*self.layout.names, *bounds, *rows, *others}
 
     def are_in(self, batch: Mapping[str, Any]) -> bool:
         """Whether ``batch`` is of a data set with images, be there one in it or none."""
@@ -322,3 +322,41 @@ def _to_tensors(arrays: Mapping[str, Any], device: torch.device) -> dict[str, An
     return {
         name: value if isinstance(value, int) else torch.from_numpy(value).to(device) for name, value in arrays.items()
     }
+
+
+def check_structure(model: Any) -> None:
+    """UserError where images reach a model in another way than ``families.infer_images`` takes for granted."""
+    base = getattr(model, model.base_model_prefix, model)
+    vision = getattr(model.config, "vision_config", None)
+    why = ""
+    if not hasattr(base, "get_image_features"):
+        why = f"{type(base).__name__} has no get_image_features"
+    elif needed := [
+        name
+        for name, parameter in inspect.signature(base.get_image_features).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ][1:]:
+        why = f"features of images need {', '.join(needed)} beside pixel_values"
+    elif count_positions(model.config) > 1 or hasattr(base, "get_rope_index"):
+        why = "tokens of an image have positions by row and column"
+    elif not getattr(vision, "image_size", None):
+        why = "its vision_config does not say the size of an image"
+    if why:
+        raise UserError(
+            f"images cannot be trained with models of type {model.config.model_type}",
+            where="model.name",
+            why=why,
+            fix="leave the images out of the data, or use a model of a type in the table of docs/vision.md",
+        )
+
+
+def find_unused(
+    model: Any, names: Iterable[str], features: Callable[[], tuple[torch.Tensor, Sequence[torch.Tensor]]]
+) -> set[str]:
+    """Those of the parameters ``names`` that ``features`` of one image on meta do not depend on."""
+    outer = {name: model.get_parameter(name) for name in names}
+    with torch.enable_grad():
+        first, deeper = features()
+        total = torch.stack([values.sum() for values in (first, *deeper)]).sum()
+        found = torch.autograd.grad(total, list(outer.values()), allow_unused=True)
+    return {name for name, gradient in zip(outer, found, strict=True) if gradient is None}

@@ -21,8 +21,8 @@ from manyhands.facts.types import DataFacts, Facts
 from manyhands.plan.batch import ceil_div, constant_pack_tokens
 from manyhands.plan.clock import lay_out
 from manyhands.plan.layout import change, mesh_of
-from manyhands.plan.sampling import sample_steps
 from manyhands.plan.types import Plan, reason
+from manyhands.plan.work import sample_steps
 
 MAX_STEPS, MAX_SAMPLES = 20, 16_384  # laid out, spread over the epoch; one step in any case
 GOOD_SHARE = 0.9

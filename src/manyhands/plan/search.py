@@ -24,8 +24,7 @@ from manyhands.plan.candidates import (
 )
 from manyhands.plan.checks import check_disk, estimate_disk, explain_samples, nothing_fits, warn_of_values
 from manyhands.plan.choices import Decisions, decide, fuses_optimizer
-from manyhands.plan.clock import explain_links, make_clock
-from manyhands.plan.duration import estimate_time
+from manyhands.plan.clock import estimate_time, explain_links, make_clock
 from manyhands.plan.efficiency import with_efficiency
 from manyhands.plan.estimate_input import (
     EstimateInput,
@@ -36,9 +35,9 @@ from manyhands.plan.estimate_input import (
 )
 from manyhands.plan.features import Features, choose_features, explain_features, why_not_kept, with_features
 from manyhands.plan.hardware import choose_environment, count_nodes, ranks_per_machine
+from manyhands.plan.host_memory import Saving, choose_saving
 from manyhands.plan.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
 from manyhands.plan.parts import explain_images, price_images, rate_parts
-from manyhands.plan.saving import Saving, choose_saving
 from manyhands.plan.settle import settle
 from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller

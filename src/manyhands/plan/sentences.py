@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manyhands.core.units import describe_counts, describe_ranks, format_gib, format_share, format_size
-from manyhands.plan.image_sentences import IMAGE_SENTENCES
-from manyhands.plan.machine_sentences import MACHINE_SENTENCES
+from manyhands.plan.fact_sentences import IMAGE_SENTENCES, MACHINE_SENTENCES
 from manyhands.plan.phrases import (
     Values,
     describe_disk,

@@ -11,9 +11,9 @@ from manyhands.core.units import format_gib
 from manyhands.plan.candidates import USABLE_SHARE, Limits, choose_candidate, is_alike
 from manyhands.plan.choices import Decisions
 from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.host_memory import STAGING
 from manyhands.plan.layout import Layout
 from manyhands.plan.phrases import describe_layout
-from manyhands.plan.saving import STAGING
 from manyhands.plan.types import Candidate, Cause, MemoryFound, Plan, RanOut, Reason, reason
 
 STEP = 0.9  # of the estimate that was too low, at most, if what was measured does not say less

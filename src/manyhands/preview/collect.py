@@ -1,24 +1,30 @@
-"""Collects what a preview shows: rows, the plan's batch, counts, faults. Writes nothing that outlives it but the token
-cache.
+"""Collects what a preview shows: rows, the plan's batch, counts, faults; of images sizes for the terminal, thumbnails
+for the page. Writes nothing that outlives it but the token cache.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from manyhands.config.data_schema import MOST_PIXELS
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
 from manyhands.data.cache import UNFINISHED
+from manyhands.data.image_files import BadImage, PixelBounds, decode, read_bytes
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import list_files, resolve_sources
 from manyhands.data.store import TokenStore
-from manyhands.data.streams import TOKENS, weights_of
+from manyhands.data.streams import TOKENS, Sample, StoredImage, from_streams, weights_of
 from manyhands.data.summary import PreparedData, summarize
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.facts.hub import locate_model
@@ -29,20 +35,23 @@ from manyhands.preview.contents import (
     Preview,
     Refused,
     ShownBatch,
+    ShownImage,
     ShownSample,
     SourceCounts,
+    Span,
     bin_lengths,
     decode_spans,
     describe_lengths,
     harmless,
 )
-from manyhands.preview.pictures import shorten, show_images
 from manyhands.preview.usable import prepare_usable
 
 SHOWN_ELSEWHERE = ("source ", "left out by ")  # notes that the preview has in other words
 PROGRESS = ("token", "the token cache")  # what preparing says beside the notes that the preview has
 
 Report = Callable[[str], Any]
+RUN = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
+THUMBNAIL = 160  # pixels of the longer side
 
 
 def collect(config: RunConfig, *, step: int = 1, max_samples: int | None = 3, report: Report = print) -> Preview:
@@ -271,3 +280,37 @@ def _harmless(refused: Sequence[Refused]) -> tuple[Refused, ...]:
         )
         for entry in refused
     )
+
+
+def show_images(sample: Sample) -> tuple[ShownImage, ...]:
+    """The images of a sample in the order of their tokens; () where it has none."""
+    return tuple(
+        ShownImage(
+            harmless(image.place or "of the row"),
+            image.size[1],
+            image.size[0],
+            image.num_tokens,
+            _draw_thumbnail(image),
+        )
+        for image in from_streams(sample)
+    )
+
+
+def shorten(span: Span) -> Span:
+    """The span with runs of one marker, such as an image's placeholders, as one and their number."""
+    return replace(span, text=RUN.sub(lambda found: f"{found[1]} × {len(found[0]) // len(found[1])}", span.text))
+
+
+def _draw_thumbnail(image: StoredImage) -> str:
+    """A data URL; "" where the image cannot be read. What is shown was made of pixels: nothing foreign is copied."""
+    from PIL import Image
+
+    try:
+        raw = read_bytes(image.place) if image.place else image.source
+        picture = Image.fromarray(decode(raw, "", PixelBounds(MOST_PIXELS)))
+    except BadImage:
+        return ""
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    picture.save(file, "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

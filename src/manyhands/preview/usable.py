@@ -21,11 +21,11 @@ from manyhands.data.columns import Columns
 from manyhands.data.files import FilePart, Findings, Row
 from manyhands.data.formats import detect_format
 from manyhands.data.image_open import ImageOpener
-from manyhands.data.image_streams import WITH_IMAGES
 from manyhands.data.prepare import Inputs, finish
 from manyhands.data.segment import join_segments
 from manyhands.data.sources import list_files, read_part, resolve_sets, resolve_sources, split_source
 from manyhands.data.store import TokenStore
+from manyhands.data.streams import WITH_IMAGES
 from manyhands.data.summary import Outcome
 from manyhands.data.tokenize import PartTokenizer
 from manyhands.data.tokenize_parallel import CHUNK_CHARACTERS_HERE

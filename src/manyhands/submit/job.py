@@ -14,12 +14,12 @@ import yaml
 
 from manyhands import __version__
 from manyhands.config.schema import RunConfig
+from manyhands.config.section_schemas import SubmitSection
 from manyhands.config.sources import list_sources
-from manyhands.config.submit_schema import SubmitSection
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.facts.types import GpuKind, HostFacts
-from manyhands.plan.saving import STAGING
+from manyhands.plan.host_memory import STAGING
 from manyhands.plan.types import Plan
 
 Target = Literal["slurm", "kubernetes", "skypilot"]

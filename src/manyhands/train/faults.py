@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from manyhands.config.guards_schema import GuardsSection
+from manyhands.config.section_schemas import GuardsSection
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.holding import computed_part
 from manyhands.train.guards import Diverged, explain_nonfinite

@@ -1,12 +1,20 @@
-"""What ends a run: limits that were asked for, numbers that are no longer numbers, a loss that only rises.
+"""What ends a run: limits that were asked for, numbers that are no longer numbers, a loss that only rises; and ranks
+that are slower than the others, step after step.
 
 Everything here reads numbers that each step's one gather has already brought to all ranks: nothing waits for a device,
 and all ranks decide alike.
+
+The time of a rank counts until its own work of a step is done and only the last backward pass is left, which waits for
+the others' gradients. What that sees: a slow processor, slow data, a hook, a launch of kernels that is held up; on CPUs
+the computation too. Work of a GPU is not waited for, so a slow GPU shows in the check before the first step
+(``worker/health.py``). Under fsdp on CPUs the forward pass waits for other ranks, and evens the times out.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable
 
 from manyhands.config.schema import StopSection
@@ -15,6 +23,9 @@ from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
 
 LEVEL_STEPS = 3  # the best loss is one that so many steps in a row reach: a single easy batch sets no mark
 MIN_RISE = 1.0  # nats: where the loss is small already, a few times as much is noise
+STRAGGLER_WINDOW = 50  # steps
+STRAGGLER_SHARE = 0.1  # of the step's time, over the median of all ranks
+FIRST_STEPS = 5  # of a launch: compilation, caches
 
 
 def stop_reason(stop: StopSection, num_steps: int, state: TrainState, next_tokens: int) -> str:
@@ -149,3 +160,40 @@ class DivergenceGuard(Hook):
 
 def _when(evaluation: Evaluation) -> str:
     return "before training" if evaluation.step == 0 else f"after step {evaluation.step}"
+
+
+class StragglerHook(Hook):
+    """Names each slow rank once, in the log and by ``note``, for the report."""
+
+    def __init__(self, log: Callable[[str], None], note: Callable[[str], None], window: int = STRAGGLER_WINDOW) -> None:
+        self.log, self.note = log, note
+        self.named: set[int] = set()
+        self._left_out = FIRST_STEPS
+        self._excess: deque[list[float]] = deque(maxlen=window)  # by step and rank, as shares of the step
+        self._seconds: deque[float] = deque(maxlen=window)
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        if len(result.rank_seconds) < 2 or result.seconds <= 0:
+            return
+        if self._left_out:
+            self._left_out -= 1
+            return
+        # Of two, the faster one is what the other is compared with.
+        usual = statistics.median_low(result.rank_seconds)
+        self._excess.append([(own - usual) / result.seconds for own in result.rank_seconds])
+        self._seconds.append(result.seconds)
+        if len(self._excess) == self._excess.maxlen and result.step % 10 == 0:
+            self._judge(result.step)
+
+    def _judge(self, step: int) -> None:
+        for rank, shares in enumerate(zip(*self._excess, strict=True)):
+            share = statistics.median(shares)
+            if share > STRAGGLER_SHARE and rank not in self.named:
+                self.named.add(rank)
+                lost_s = share * statistics.median(self._seconds)
+                text = (
+                    f"rank {rank} is slower than the others: by {lost_s:.3g} s a step ({share:.0%}) in the"
+                    f" {len(self._excess)} steps before step {step}; every step waits for it"
+                )
+                self.log(f"warning: {text}")
+                self.note(text)

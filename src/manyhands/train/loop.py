@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from manyhands.config.guards_schema import GuardsSection
 from manyhands.config.schema import StopSection
+from manyhands.config.section_schemas import GuardsSection
 from manyhands.core.errors import UserError
 from manyhands.train.faults import Replicas, StepGuard
 from manyhands.train.guards import stop_reason

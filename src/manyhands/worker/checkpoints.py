@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from manyhands.checkpoint.background import BackgroundSave, BackgroundSaver, Status
-from manyhands.checkpoint.copies import copy_checkpoint, prune_copies
-from manyhands.checkpoint.manifest import checkpoint_folder, prune
+from manyhands.checkpoint.manifest import checkpoint_folder, copy_checkpoint, prune, prune_copies
 from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
 from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteError
-from manyhands.launch.fetch import remote_of
+from manyhands.launch.resume_rules import remote_of
 from manyhands.train.types import Hook, TrainState
 from manyhands.worker.context import RankContext, StagesCheckpoints
 

@@ -18,7 +18,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.protocol import Converter
 from manyhands.core.world import World
 from manyhands.data.collate import BatchWorkers
-from manyhands.data.image_features import FeatureWork
+from manyhands.data.image_batch import FeatureWork
 from manyhands.data.order import SampleOrder
 from manyhands.data.store import TokenStore
 from manyhands.launch.run_folder import RunFolder

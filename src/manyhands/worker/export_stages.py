@@ -12,8 +12,7 @@ from manyhands.checkpoint.manifest import checkpoint_folder
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
-from manyhands.data.image_streams import from_streams
-from manyhands.data.streams import TOKENS
+from manyhands.data.streams import TOKENS, from_streams
 from manyhands.export.card import make_card
 from manyhands.export.outputs import Output, base_of, choose_output_dtype, list_outputs, write_output
 from manyhands.export.record import mark_verified

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from manyhands.data.batches import Batch, collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork, open_batcher
-from manyhands.data.image_probe import HeldSamples
-from manyhands.data.image_streams import StoredImage, from_streams, to_streams
-from manyhands.data.streams import make_sample, prompt_of
+from manyhands.data.streams import StoredImage, from_streams, make_sample, prompt_of, to_streams
 from manyhands.data.template import chat_template_kwargs_of
 from manyhands.infer.decode import complete
 from manyhands.infer.generate import end_token_ids, greedy
 from manyhands.infer.images import image_inputs
 from manyhands.infer.settings import GenerationSettings
+from manyhands.model.image_checks import HeldSamples
 from manyhands.worker.batches import images_of
 from manyhands.worker.context import RankContext
 

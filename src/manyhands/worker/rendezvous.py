@@ -40,11 +40,15 @@ from manyhands.launch.watch import Stopped
 from manyhands.plan.types import Plan
 from manyhands.worker.collectives import count_collectives, read_collectives
 from manyhands.worker.context import RankContext
-from manyhands.worker.first_rank import POLL_S, FirstRankFailed, from_first_rank, is_there, leave_together
 from manyhands.worker.nodes import (
+    POLL_S,
+    FirstRankFailed,
     NodeMap,
     describe_rank,
     find_group_over_store,
+    from_first_rank,
+    is_there,
+    leave_together,
     raise_failure,
     read_map,
     refuse_second_claim,

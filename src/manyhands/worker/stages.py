@@ -20,9 +20,8 @@ from manyhands.core.holding import full_numel
 from manyhands.core.limits import FEATURES_FOLDER
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
-from manyhands.data.image_features import FeatureFiles, FeatureWork, digest_of_pixels
+from manyhands.data.image_batch import FeatureFiles, FeatureWork, digest_of_pixels
 from manyhands.data.image_files import PixelBounds
-from manyhands.data.image_probe import ProbeImages
 from manyhands.data.store import SampleSet, TokenStore
 from manyhands.data.streams import Sample, cut_to_loss
 from manyhands.data.tokenizer import open_tokenizer
@@ -30,7 +29,7 @@ from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.features import KeptFeatures, digest_of_weights
-from manyhands.model.image_checks import check_images
+from manyhands.model.image_checks import ProbeImages, check_images
 from manyhands.train.types import TrainState
 from manyhands.worker.batches import images_of, shape_of
 from manyhands.worker.context import RankContext

@@ -12,8 +12,7 @@ import math
 
 from manyhands.config.dialects import axolotl_keys as keys
 from manyhands.config.dialects.axolotl_data import limit_stream, map_data
-from manyhands.config.dialects.axolotl_images import map_images
-from manyhands.config.dialects.axolotl_model import map_method, map_model
+from manyhands.config.dialects.axolotl_model import map_images, map_method, map_model
 from manyhands.config.dialects.axolotl_parallel import count_mesh, map_precision, map_sharding
 from manyhands.config.dialects.transformers import OPTIMIZERS, choose_optimizer
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, clean_name

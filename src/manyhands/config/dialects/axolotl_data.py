@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.dialects import axolotl_keys as keys
-from manyhands.config.dialects.axolotl_prompts import JEOPARDY, read_own_prompt
-from manyhands.config.dialects.axolotl_templates import map_template
+from manyhands.config.dialects.axolotl_templates import JEOPARDY, map_template, read_own_prompt
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import nearest_name, show
 

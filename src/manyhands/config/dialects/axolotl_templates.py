@@ -1,18 +1,23 @@
-"""Chat templates of an Axolotl run, by name, and which tokens of a conversation are trained. Part of the dialect
-``axolotl.py``.
+"""Chat templates of an Axolotl run, by name; prompts of a data set as a chat template, those of a `type` by name and
+those that a file writes itself (`type: {format: ...}`); and which tokens of a conversation are trained. Part of the
+dialect ``axolotl.py``.
 
-Names stand for templates of ours of the same effect on text, or for the model's own template.
+Names stand for templates of ours of the same effect on text, or for the model's own template. A row of a prompt has an
+instruction, perhaps an input and a system prompt, and an answer, which the end-of-text token ends.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from string import Formatter
 from types import MappingProxyType
+from typing import Any
 
-from manyhands.config.dialects.axolotl_images import TEMPLATES as OF_IMAGES
+from manyhands.config.dialects.axolotl_model import IMAGE_TEMPLATES
 from manyhands.config.dialects.translation import Translator
-from manyhands.config.keys import show
+from manyhands.config.keys import nearest_name, show
 
 # Chat templates by Axolotl's name: ours of the same effect on conversations (rendered with both and compared).
 TEMPLATES = MappingProxyType(
@@ -73,6 +78,24 @@ ENDS = MappingProxyType(
         "llama4": "<|eot|>",
     }
 )
+# `type: {...}`: keys and defaults.
+OWN_PROMPT = MappingProxyType(
+    {
+        "system_prompt": "",
+        "system_format": "{system}",
+        "field_system": "system",
+        "field_instruction": "instruction",
+        "field_input": "input",
+        "field_output": "output",
+        "format": "{instruction} {input} ",
+        "no_input_format": "{instruction} ",
+    }
+)
+_FIELDS = MappingProxyType({"format": ("instruction", "input"), "no_input_format": ("instruction",),
+                            "system_format": ("system",)})  # fmt: skip
+_COLUMNS = ("instruction", "input", "output", "system")
+_INSTRUCT = "### Instruction:\n{instruction}\n\n"
+_TASK = "Below is an instruction that describes a task"
 
 
 def map_template(t: Translator, entries: Mapping[str, list[str]]) -> None:
@@ -119,7 +142,7 @@ def _name_template(t: Translator, key: str, name: str, text_key: str) -> None:
             t.refuse(key, f"the template's text is missing: write it in `{text_key}`")
     elif name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_"):
         t.already(key, "the tokenizer's own template")
-    elif t.has("processor_type") and name in OF_IMAGES:
+    elif t.has("processor_type") and name in IMAGE_TEMPLATES:
         t.substitute(key, {}, f"the model's own template is used, which {name} was made after and which places images")
     elif t.has("processor_type"):
         t.refuse(key, f"{show(name)} has no place for images: write tokenizer_default")
@@ -145,3 +168,92 @@ def _check_ends(t: Translator, chats: list[str]) -> None:
         t.refuse("eot_tokens", f"{show(asked)}: turns of {name} end with {end}, which is trained: remove it")
     else:
         t.already("eot_tokens", "the end that the template writes after a trained turn is trained")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is written around the fields of a row, in Python's format language. ``answer`` precedes each answer."""
+
+    with_input: str
+    without_input: str
+    system: str = "{system}"
+    default_system: str = ""
+    default_without_input: str | None = None
+    answer: str = ""
+
+    def template(self) -> str:
+        """Jinja text of the same effect."""
+        plain = self.default_system if self.default_without_input is None else self.default_without_input
+        given = "(message.input is defined and message.input)"
+        both = {"instruction": "message.instruction", "input": "message.input"}
+        return (
+            "{%- if bos_token and bos_token != eos_token %}{{- bos_token }}{% endif -%}"
+            "{%- for message in messages %}{%- if message.role == 'system' %}"
+            f"{{{{- {_expression(self.system, {'system': 'message.content'})} }}}}"
+            "{%- elif message.role == 'user' %}{%- if loop.first %}"
+            f"{{{{- {self._default(self.default_system)} if {given} else {self._default(plain)} }}}}"
+            "{% endif -%}"
+            f"{{%- if {given} %}}"
+            f"{{{{- {_expression(self.with_input, both)} }}}}"
+            "{%- else %}"
+            f"{{{{- {_expression(self.without_input, {'instruction': 'message.content'})} }}}}"
+            "{% endif -%}{%- elif message.role == 'assistant' %}"
+            f"{{{{- {_quote(self.answer)} ~ message.content ~ eos_token }}}}"
+            "{%- else %}{{- raise_exception('these prompts have no role ' ~ message.role) }}"
+            "{%- endif %}{%- endfor %}"
+        )
+
+    def _default(self, text: str) -> str:
+        return f"({_expression(self.system, {'system': _quote(text)})})" if text else "''"
+
+
+# The text of Axolotl's `jeopardy` is that of alpaca; each answer begins with "what is".
+JEOPARDY = Prompt(
+    _INSTRUCT + "### Input:\n{input}\n\n### Response:\n",
+    _INSTRUCT + "### Response:\n",
+    "{system}\n\n",
+    f"{_TASK}, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.",
+    f"{_TASK}. Write a response that appropriately completes the request.",
+    "what is ",
+)
+
+
+def read_own_prompt(asked: Mapping[str, Any]) -> tuple[Prompt, dict[str, str]]:
+    """The prompt and the renamed columns of `type: {...}`. ValueError says what is wrong."""
+    for name, value in asked.items():
+        if name not in OWN_PROMPT:
+            near = nearest_name(str(name), OWN_PROMPT)
+            raise ValueError(f"there is no `{name}` among prompts of one's own" + (f": did you mean `{near}`?" if near
+                             else f": they have {', '.join(OWN_PROMPT)}"))  # fmt: skip
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"`{name}`: got {show(value)}, allowed: a text")
+    given = {**OWN_PROMPT, **{str(name): value for name, value in asked.items() if value is not None}}
+    for name, allowed in _FIELDS.items():
+        _check_format(name, given[name], allowed)
+    prompt = Prompt(given["format"], given["no_input_format"], given["system_format"], given["system_prompt"])
+    columns = {field: given[f"field_{field}"] for field in _COLUMNS if given[f"field_{field}"] != field}
+    return prompt, columns
+
+
+def _check_format(name: str, text: str, allowed: tuple[str, ...]) -> None:
+    try:
+        parts = list(Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(f"`{name}: {text}`: {error}") from None
+    for _, field, spec, conversion in parts:
+        if field is not None and (field not in allowed or spec or conversion):
+            raise ValueError(f"`{name}`: it may hold {' and '.join(f'{{{one}}}' for one in allowed)}, not {{{field}}}")
+
+
+def _expression(text: str, variables: Mapping[str, str]) -> str:
+    """A format text as a Jinja expression."""
+    parts = []
+    for literal, field, _, _ in Formatter().parse(text):
+        parts += [_quote(literal)] if literal else []
+        parts += [variables[field]] if field is not None else []
+    return " ~ ".join(parts) or "''"
+
+
+def _quote(text: str) -> str:
+    return "'" + text.encode("unicode_escape").decode("ascii").replace("'", "\\'") + "'"

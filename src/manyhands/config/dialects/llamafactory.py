@@ -13,8 +13,7 @@ from pathlib import Path
 from manyhands.config.dialects import llamafactory_keys as keys
 from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.llamafactory_data import Sources, Wanted, make_sources, read_info
-from manyhands.config.dialects.llamafactory_images import map_images
-from manyhands.config.dialects.llamafactory_method import map_method, map_model
+from manyhands.config.dialects.llamafactory_method import map_images, map_method, map_model
 from manyhands.config.dialects.llamafactory_templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
 from manyhands.config.dialects.translation import Translator, clean_name
 from manyhands.config.keys import nearest_name, show

@@ -1,4 +1,6 @@
-"""Sentences of the reasons about the machine: local GPUs, GPUs planned for, processes and their variables."""
+"""Sentences of the reasons that follow from what a run finds: local GPUs, GPUs planned for, processes and their
+variables; of images, the parts of the model, what they take, and features that are kept.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.core.units import describe_ranks, format_gib
+from manyhands.core.units import describe_ranks, format_duration, format_gib, format_size
 from manyhands.plan.phrases import Values
 from manyhands.plan.types import Code
 
@@ -116,4 +118,40 @@ MACHINE_SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "node_links": ("between nodes", _node_links),
     "data_workers": ("data workers", _data_workers),
     "environment": ("environment", _environment),
+}
+
+
+def _images(v: Values) -> str:
+    units = f" ({v['patches'] // v['squares']:,} squares of {v['squares']:,})" if v["squares"] > 1 else ""
+    terms = (
+        f"{part} {', '.join(f'{name} {format_gib(size)}' for name, size in sizes.items())}"
+        for part, sizes in v["parts"].items()
+    )
+    return f"up to {v['patches']:,} patches{units} per micro-batch; {'; '.join(terms)}"
+
+
+def _features(v: Values) -> str:
+    size = f"{format_size(v['bytes'])} of {v['images']:,} images"
+    obstacles = {
+        "configured": "computed in every epoch, as configured",
+        "trained": "computed in every epoch, as the vision tower is trained",
+        "unknown": "computed in every epoch, as where they leave the tower of this model is not described",
+        "one_pass": "computed once, as there is one epoch; they are not kept for later runs",
+        "bound": f"computed in every epoch, as {size} do not fit into data.feature_cache_gb ({v['bound_gb']:g} GB)",
+        "disk": f"computed in every epoch, as {size} do not fit on the disk of data.cache",
+        "slower": f"computed in every epoch, as reading {size} would take longer",
+    }
+    if v["obstacle"]:
+        return obstacles[v["obstacle"]]
+    saved = f", which saves about {format_duration(v['saved_s'])} on each rank" if v["saved_s"] else ""
+    read = "read by later epochs" if v["passes"] > 1 else "read by later runs"
+    asked = ", as configured" if v["asked"] else ""
+    return f"computed once and kept in data.cache, {size}, {read}{saved}{asked}; the vision tower stays in memory"
+
+
+IMAGE_SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
+    "images": ("images", _images),
+    "features": ("features", _features),
+    "towers": ("towers", lambda v: f"{v['parameters']:,} parameters are not loaded, as training is on text only"),
+    "parts": ("parts", lambda v: ", ".join(f"{part} {state}" for part, state in v["parts"].items())),
 }
