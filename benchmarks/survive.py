@@ -19,7 +19,6 @@ equal steps compare bit for bit. It is ended by SIGKILL when enough is measured,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -47,7 +46,7 @@ from benchmarks.survive_figures import (
     course_of,
     medians,
     percent_slower,
-    rate_between,
+    rate_after,
     recoveries,
     speed,
     stalls,
@@ -171,7 +170,11 @@ class Survival:
         self.work = BenchRow("survive", "", options.shape, options.method, options.gpus, length=options.length)
         self.file, self.runs = write_place(options, self.work)
         with ProcessPoolExecutor(1) as other:  # CUDA starts in no process that lasts
-            self.shared: dict[str, Any] = {"run": options.run, **other.submit(lease).result(), "torch": torch.__version__}
+            self.shared: dict[str, Any] = {
+                "run": options.run,
+                **other.submit(lease).result(),
+                "torch": torch.__version__,
+            }
         self.shared |= {name: getattr(options, name) for name in ("shape", "layers", "method", "gpus", "length")}
         self.shared |= {"samples": options.samples, "by_hand": options.keys, "seed": options.seed}
         self.course: Course = {}  # of the parts so far: the first one to do a step counts
@@ -224,9 +227,8 @@ class Survival:
             run.follow(lambda: time.monotonic() >= begin + options.seconds and run.step is not None)
         finally:
             run.end()
-        rows, end = run.rows(), max(wall + options.seconds, *(kill.at for kill in run.kills))
-        found = recoveries(run.kills, read_rows(run.folder.restarts), run.entered, rows)
-        rate = rate_between(rows, wall, max([end, *(one["time"] for one in rows[-1:])]))
+        found = recoveries(run.kills, read_rows(run.folder.restarts), run.entered, run.rows())
+        rate = rate_after(run.rows(), wall)
         before = self.undisturbed_speed.get("tokens_per_s")
         return {
             "every_s": options.every,

@@ -174,7 +174,7 @@ def medians(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {key: round(statistics.median(one[key] for one in found if key in one), 3) for key in keys}
 
 
-def rate_between(rows: Rows, begin: float, end: float) -> float:
-    """Tokens of distinct steps a second of wall time, from ``begin`` to the last step before ``end``."""
-    steps = [row for row in step_rows(rows) if begin < row["time"] <= end]
+def rate_after(rows: Rows, begin: float) -> float:
+    """Tokens of distinct steps a second of wall time, from ``begin`` to the last step."""
+    steps = [row for row in step_rows(rows) if row["time"] > begin]
     return sum(row["num_tokens"] for row in steps) / (steps[-1]["time"] - begin) if steps else 0.0
