@@ -19,6 +19,7 @@ equal steps compare bit for bit. It is ended by SIGKILL when enough is measured,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -85,14 +86,15 @@ class LiveRun:
     beats: dict[int, Beat] = field(default_factory=dict)
     entered: list[Entered] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
-    old: set[int] = field(default_factory=set)  # processes of attempts that a kill has ended
+    old: set[int] = field(default_factory=set)  # processes of attempts that have ended
+
+    def __post_init__(self) -> None:
+        self.old |= {beat.pid for beat in read_beats(self.folder).values()}  # of a start that was stopped
 
     def look(self) -> None:
         self.beats = read_beats(self.folder)
-        first = self.beats.get(0)
-        if first is not None and (
-            not self.entered or (first.pid, first.stage) != (self.entered[-1].pid, self.entered[-1].stage)
-        ):
+        first, last = self.beats.get(0), self.entered[-1:]
+        if first is not None and [(first.pid, first.stage)] != [(one.pid, one.stage) for one in last]:
             self.entered.append(Entered(first.pid, first.stage, time.time()))
         if self.kills and self.kills[-1].gone is None and not any(is_alive(pid) for pid in self.old):
             self.kills[-1].gone = time.time()
@@ -120,6 +122,10 @@ class LiveRun:
     def reach(self, step: int) -> None:
         self.follow(lambda: (self.step or 0) >= step)
 
+    def train_until(self, at: float) -> None:
+        """Until this time, in seconds since 1970, and then until all ranks have done a step since the last kill."""
+        self.follow(lambda: time.time() >= at and self.step is not None)
+
     def kill(self, rank: int) -> None:
         """SIGKILL to one rank that trains."""
         self.look()
@@ -141,9 +147,10 @@ class LiveRun:
     def end(self) -> None:
         """SIGKILL to the launcher and all that it has started; nothing is saved."""
         if self.process.poll() is None:
-            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+            launcher = psutil.Process(self.process.pid)
+            family = [launcher, *launcher.children(recursive=True)]  # psutil kills none that has got another's number
             for process in family:
-                if process.is_running():  # not another process that has got its number
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(family[1:], SETTLE_S)
         self.process.wait()
@@ -216,23 +223,26 @@ class Survival:
     def kills(self) -> dict[str, Any]:
         options = self.options
         keys = (SNAPSHOTS, f"checkpoint.every_minutes={MINUTES_BETWEEN_SAVES}", KEEP_LAST, "launch.restarts=1000")
-        run = self.start("kills", *keys)
+        run, failed = self.start("kills", *keys), {}
         try:
             run.reach(options.warm)
-            begin, wall = time.monotonic(), time.time()
+            begin = time.time()
             for offset, rank in choose_kills(options.gpus, options.every, options.seconds, options.seed):
-                run.follow(lambda offset=offset: time.monotonic() >= begin + offset and run.step is not None)
-                if time.monotonic() < begin + options.seconds:
+                run.train_until(begin + offset)
+                if time.time() < begin + options.seconds:
                     run.kill(rank)
-            run.follow(lambda: time.monotonic() >= begin + options.seconds and run.step is not None)
+            run.train_until(begin + options.seconds)
+        except RunFailed as error:
+            if not run.kills:
+                raise
+            failed = {"failed": str(error)}
         finally:
             run.end()
         found = recoveries(run.kills, read_rows(run.folder.restarts), run.entered, run.rows())
-        rate = rate_after(run.rows(), wall)
-        before = self.undisturbed_speed.get("tokens_per_s")
-        return {
+        rate, before = rate_after(run.rows(), begin), self.undisturbed_speed.get("tokens_per_s")
+        return failed | {
             "every_s": options.every,
-            "seconds": round(time.monotonic() - begin, 1),
+            "seconds": round(run.rows()[-1]["time"] - begin, 1),
             "num_kills": len(run.kills),
             "num_recovered": len(found),
             "lost_steps": [one.lost_steps for one in found],
@@ -246,18 +256,19 @@ class Survival:
         }
 
     def resize(self) -> dict[str, Any]:
-        options, stops = self.options, []
+        options, stops, resized_at = self.options, [], []
         sizes, run = (options.gpus, max(1, options.gpus // 2), options.gpus), None
         for number, num_ranks in enumerate(sizes):
-            run = self.start("resize", num_ranks=num_ranks)
+            run = self.start("resize", num_ranks=num_ranks, resumes=number > 0)
             try:
                 run.reach(options.steps * (number + 1) // len(sizes))
                 if number + 1 < len(sizes):
                     stops.append(round(run.stop(), 1))
+                    resized_at.append(run.folder.newest_step())
             finally:
                 run.end()
         assert run is not None
-        return {"sizes": sizes, "stop_s": stops, **self.about(run)}
+        return {"sizes": sizes, "stop_s": stops, "resized_at": resized_at, **self.about(run)}
 
     # What they have in common.
 
@@ -270,11 +281,13 @@ class Survival:
             run.end()
         return run
 
-    def start(self, name: str, *keys: str, num_ranks: int | None = None) -> LiveRun:
+    def start(self, name: str, *keys: str, num_ranks: int | None = None, resumes: bool = False) -> LiveRun:
+        """Starts a run with further keys, in a new folder unless it ``resumes``."""
         num_ranks = num_ranks or self.options.gpus
         output, folder = self.runs / f"{name}.log", RunFolder(self.runs / name)
-        if num_ranks == self.options.gpus and not (name == "resize" and folder.checkpoints.exists()):
+        if not resumes:
             shutil.rmtree(folder.path, ignore_errors=True)
+            output.unlink(missing_ok=True)
         command = [sys.executable, "-m", "manyhands", "train", str(self.file), f"name={name}"]
         parent = os.getpid()
         with output.open("ab") as file:

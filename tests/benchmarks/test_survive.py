@@ -135,5 +135,8 @@ def test_a_killed_rank_costs_the_step_in_flight_and_losses_stay_the_same(tmp_pat
     assert max(kills["lost_steps"]) <= 1
     assert kills["compared_steps"] > 20 and kills["first_different"] is None
     for recovery in kills["recoveries"]:
-        assert recovery["in_memory"] and {"import", "join", "resume", "first step"} <= recovery["stages"].keys()
+        assert (
+            recovery["in_memory"]
+            and {"import", "join", "build model", "train", "first step"} <= recovery["stages"].keys()
+        )
         assert sum(recovery["stages"].values()) == pytest.approx(recovery["seconds"], abs=0.1)
