@@ -95,7 +95,7 @@ unmeasured() {
     mkdir -p /tmp/checkpoint
     measure checkpoint 250 python3 -m benchmarks.checkpoint --gib 24 --device cuda --folder /tmp/checkpoint
     local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder /tmp/survive --every 60"
-    measure survive-1b 530 $survive --shape llama1b --steps 60 --save-every 20 --seconds 180
+    measure survive-1b 530 $survive --shape llama1b --steps 60 --undisturbed-steps 240 --save-every 20 --seconds 150
     measure survive-3b 530 $survive --shape llama3b --samples 4 --steps 40 --seconds 180 --parts undisturbed,snapshots,kills
     measure kept 200 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" --budget 190 --kept \
         --case qwen06b,lora,1x16x4096,mix,activation_checkpointing=none
@@ -105,7 +105,7 @@ unmeasured() {
 
 survive() {  # a checkpoint of 3B full takes 39 GB of the disk, of 8B full 96 GB; snapshots twice that of host memory
     local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder ${SURVIVE_FOLDER:-/tmp/survive} --every 60"
-    local kills="--parts undisturbed,snapshots,kills --seconds 240"
+    local kills="--parts undisturbed,snapshots,kills --undisturbed-steps 90 --seconds 180"
     measure 8b-lora-x2 530 $survive --gpus 2 --shape llama8b --method lora --steps 40 --save-every 15 --seconds 180
     measure 3b-full-x2 530 $survive --gpus 2 --shape llama3b --steps 40 $kills
     measure 8b-full-x4 530 $survive --gpus 4 --shape llama8b --samples 16 --steps 40 $kills

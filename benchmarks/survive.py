@@ -10,8 +10,8 @@ equal steps compare bit for bit. It is ended by SIGKILL when enough is measured,
 - ``undisturbed``: saves nothing while it trains. The others are compared with it.
 - ``checkpoint``: saves every ``--save-every`` steps, as ``checkpoint.asynchronous`` does by default.
 - ``snapshots``: ``checkpoint.every_step_in_memory``.
-- ``kills``: a rank that is drawn is killed in the middle of each ``--every`` seconds, for ``--seconds``; with
-  snapshots, and a checkpoint each five minutes. How many steps are lost, how long it takes until another step is done,
+- ``kills``: a rank that is drawn is killed early in each ``--every`` seconds, for ``--seconds``; with snapshots, and a
+  checkpoint each five minutes. How many steps are lost, how long it takes until another step is done,
   where the seconds go, and the rate beside the undisturbed one.
 - ``resize``: from all GPUs to half of them and back, each time stopped by the file STOP.
 """
@@ -201,7 +201,7 @@ class Survival:
     # The parts. Each returns the fields of its row.
 
     def undisturbed(self) -> dict[str, Any]:
-        run = self.train("undisturbed")
+        run = self.train("undisturbed", num_steps=max(self.options.steps, self.options.undisturbed_steps))
         self.undisturbed_speed = speed(run.rows(), self.options.warm)
         return self.undisturbed_speed | self.about(run)
 
@@ -240,11 +240,13 @@ class Survival:
             run.end()
         found = recoveries(run.kills, read_rows(run.folder.restarts), run.entered, run.rows())
         rate, before = rate_after(run.rows(), begin), self.undisturbed_speed.get("tokens_per_s")
+        known = max(self.course, default=0)
         return failed | {
             "every_s": options.every,
             "seconds": round(run.rows()[-1]["time"] - begin, 1),
             "num_kills": len(run.kills),
             "num_recovered": len(found),
+            "num_compared": sum((one.from_step or 0) < known for one in found),  # with losses of a part before
             "lost_steps": [one.lost_steps for one in found],
             "recovery_s": [one.seconds for one in found],
             "median_recovery_s": round(statistics.median(one.seconds for one in found), 2) if found else None,
@@ -272,11 +274,11 @@ class Survival:
 
     # What they have in common.
 
-    def train(self, name: str, *keys: str) -> LiveRun:
-        """Starts a run and ends it after ``--steps``."""
+    def train(self, name: str, *keys: str, num_steps: int = 0) -> LiveRun:
+        """Starts a run and ends it after ``num_steps``, else ``--steps``."""
         run = self.start(name, *keys)
         try:
-            run.reach(self.options.steps)
+            run.reach(num_steps or self.options.steps)
         finally:
             run.end()
         return run
@@ -349,6 +351,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="samples a step, of all GPUs together")
     parser.add_argument("--parts", default=",".join(PARTS[:-1]), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--steps", type=int, default=60, help="of each part but kills")
+    parser.add_argument(
+        "--undisturbed-steps", type=int, default=0, help="of undisturbed, if more: as far as kills are to be compared"
+    )
     parser.add_argument("--warm", type=int, default=5, help="first steps that no figure contains")
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints of the part checkpoint")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")

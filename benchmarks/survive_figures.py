@@ -130,9 +130,12 @@ def compare(course: Course, other: Course) -> dict[str, Any]:
 
 
 def choose_kills(num_ranks: int, every_s: float, seconds: float, seed: int) -> list[tuple[float, int]]:
-    """When, in seconds after the first step, and which rank: one in the middle of each ``every_s`` seconds."""
+    """When, in seconds after the first steps, and which rank: one in the first tenth of each ``every_s`` seconds, so
+    that steps after a kill are compared even where the undisturbed run is short.
+    """
     draw = random.Random(seed)
-    return [((number + 0.5) * every_s, draw.randrange(num_ranks)) for number in range(int(seconds / every_s))]
+    starts = [number * every_s for number in range(int(seconds / every_s))]
+    return [(start + draw.uniform(0.0, every_s / 10), draw.randrange(num_ranks)) for start in starts]
 
 
 def recoveries(kills: Sequence[Kill], restarts: Rows, entered: Sequence[Entered], rows: Rows) -> list[Recovery]:

@@ -81,9 +81,10 @@ def test_losses_are_compared_bit_for_bit_at_the_steps_that_both_have() -> None:
     assert compare(course, {})["max_loss_difference"] is None
 
 
-def test_kills_lie_in_the_middle_of_their_seconds_and_are_drawn_by_the_seed() -> None:
+def test_kills_come_early_in_their_seconds_and_are_drawn_by_the_seed() -> None:
     kills = choose_kills(num_ranks=4, every_s=60.0, seconds=600.0, seed=3)
-    assert [offset for offset, _ in kills] == [30.0 + 60.0 * number for number in range(10)]
+    assert [offset // 60.0 for offset, _ in kills] == list(range(10))
+    assert all(offset % 60.0 <= 6.0 for offset, _ in kills)
     assert {rank for _, rank in kills} <= set(range(4)) and len({rank for _, rank in kills}) > 1
     assert kills == choose_kills(4, 60.0, 600.0, seed=3) != choose_kills(4, 60.0, 600.0, seed=4)
 
@@ -127,13 +128,13 @@ def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_killed_rank_costs_the_step_in_flight_and_losses_stay_the_same(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     command = ["--shape", "tiny", "--gpus", "2", "--length", "64", "--samples", "4", "--folder", str(tmp_path)]
-    command += ["--parts", "undisturbed,kills", "--steps", "300", "--every", "4", "--seconds", "8"]
+    command += ["--parts", "undisturbed,kills", "--steps", "300", "--every", "12", "--seconds", "24"]
     Survival(parse([*command, "--output", str(output)])).run_all()
     undisturbed, kills = (json.loads(line) for line in output.read_text().splitlines())
     assert undisturbed["last_step"] >= 300 and undisturbed["tokens_per_s"] > 0
     assert kills["num_kills"] >= 1 and kills["num_recovered"] == kills["num_kills"], kills
     assert max(kills["lost_steps"]) <= 1
-    assert kills["compared_steps"] > 20 and kills["first_different"] is None
+    assert kills["num_compared"] >= 1 and kills["first_different"] is None
     for recovery in kills["recoveries"]:
         assert (
             recovery["in_memory"]
