@@ -4,6 +4,7 @@
 #                                                   learning, equality in bfloat16
 #   benchmarks/h200.sh gsm8k RESULTS MODEL DATA     one GPU, seven minutes: exact match before and after, beside lm-eval
 #   benchmarks/h200.sh unmeasured RESULTS [NAME...]  one GPU: rows that were not measured yet, all or those named
+#   benchmarks/h200.sh survive RESULTS NAME...       two or four GPUs, nine minutes each: what saving and faults cost
 # RESULTS is a folder for raw rows; MODEL is SmolLM2-135M-Instruct; DATA is GSM8K's train.jsonl.
 # Each case has its own time limit, so one that hangs costs only itself.
 set -uo pipefail
@@ -93,10 +94,23 @@ unmeasured() {
     measure answers 240 python3 -m benchmarks.generate --shape llama8b --prompts 1024 --gpus 1 --output "$results/generate.jsonl"
     mkdir -p /tmp/checkpoint
     measure checkpoint 250 python3 -m benchmarks.checkpoint --gib 24 --device cuda --folder /tmp/checkpoint
+    local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder /tmp/survive --every 60"
+    measure survive-1b 530 $survive --shape llama1b --steps 60 --undisturbed-steps 240 --save-every 20 --seconds 150
+    measure survive-3b 530 $survive --shape llama3b --samples 4 --steps 40 --seconds 180 --parts undisturbed,snapshots,kills
     measure kept 200 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" --budget 190 --kept \
         --case qwen06b,lora,1x16x4096,mix,activation_checkpointing=none
     measure foresight 560 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" \
         --have "$root"/benchmarks/results/h200-foresight-*.jsonl --budget 540 --calibrate --only 1
+}
+
+survive() {  # a checkpoint of 3B full takes 39 GB of the disk, of 8B full 96 GB; snapshots twice that of host memory
+    local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder ${SURVIVE_FOLDER:-/tmp/survive} --every 60"
+    local kills="--parts undisturbed,snapshots,kills --undisturbed-steps 90 --seconds 180"
+    measure 8b-lora-x2 530 $survive --gpus 2 --shape llama8b --method lora --steps 40 --save-every 15 --seconds 180
+    measure 3b-full-x2 530 $survive --gpus 2 --shape llama3b --steps 40 $kills
+    measure 8b-full-x4 530 $survive --gpus 4 --shape llama8b --samples 16 --steps 40 $kills
+    measure 8b-full-x4-saved 530 $survive --gpus 4 --shape llama8b --samples 16 --steps 150 --save-every 70 --parts undisturbed,checkpoint
+    measure 3b-full-x4-resized 530 $survive --gpus 4 --shape llama3b --samples 16 --steps 45 --parts undisturbed,resize
 }
 
 measure() {
@@ -109,6 +123,6 @@ measure() {
 
 case $command in
 numbers | gsm8k) "$command" "${@:3}" ;;
-unmeasured) cd "$root" && names="${*:3}" && unmeasured ;;
+unmeasured | survive) cd "$root" && names="${*:3}" && "$command" ;;
 *) echo "benchmarks/h200.sh: no command $command" >&2 && exit 2 ;;
 esac
