@@ -11,6 +11,8 @@ import gzip
 import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -294,3 +296,13 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_refusal_or_a_right_result(name: str, many_parts: None, tmp_path: Path) -> None:
     run(name, NUM_CASES, tmp_path)
+
+
+def test_a_column_whose_description_is_damaged_ends_no_process() -> None:
+    """pyarrow ends the process where the description of such a column is asked for (``levels.parquet``: a histogram of
+    levels with a value too many).
+    """
+    file = Path(__file__).parent / "damaged" / "levels.parquet"
+    code = "import sys; from manyhands.data.sources import read_rows; list(read_rows(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and f"{file.name}" in done.stderr and "data file cannot be read" in done.stderr

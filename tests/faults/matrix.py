@@ -40,7 +40,7 @@ from tests.faults.cells import (
     Cell,
     cells,
 )
-from tests.faults.page import ROWS, Found, read_rows, read_soaked, write_page
+from tests.faults.page import ROWS, Found, read_hostile, read_rows, read_soaked, write_page
 from tests.faults.plants import SMALL_DISK, module_of
 from tests.faults.starts import Outcome, Start, Starter, small_disk, two_nodes
 
@@ -319,7 +319,8 @@ def main(argv: Sequence[str]) -> None:
     else:
         measure_all(arguments)
     if arguments.output is not None and arguments.share[1] == 1:
-        arguments.output.write_text(write_page(read_rows(arguments.rows), read_soaked()), encoding="utf-8")
+        page = write_page(read_rows(arguments.rows), read_soaked(), read_hostile())
+        arguments.output.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

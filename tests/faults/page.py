@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from tests.faults.cells import FAULTS, NEXT_START, NODE_FAULTS, Cell, cells
 
 ROWS = ROOT / "benchmarks/results/faults.jsonl"
 SOAKED = ROOT / "benchmarks/results/soak.json"
+HOSTILE = ROOT / "benchmarks/results/hostile.jsonl"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ def read_soaked(path: Path = SOAKED) -> Mapping[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def read_hostile(path: Path = HOSTILE) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def found_in(row: Mapping[str, Any]) -> Found:
     return Found(**{name: row[name] for name in Found.__dataclass_fields__ if name in row})
 
@@ -65,7 +70,7 @@ transformers already, except where *training again* is marked with a star: those
 20 to 40 s of a busy core, as a user's do."""
 
 
-def write_page(rows: Rows, soaked: Mapping[str, Any] | None = None) -> str:
+def write_page(rows: Rows, soaked: Mapping[str, Any] | None = None, hostile: Sequence[Mapping[str, Any]] = ()) -> str:
     """docs/faults.md."""
     every = list(cells())
     measured = [cell for cell in every if cell in rows]
@@ -88,7 +93,8 @@ def write_page(rows: Rows, soaked: Mapping[str, Any] | None = None) -> str:
         said = f"`{found.said}`" if found.said else ""
         values = [cell.fault, cell.moment, cell.layout, cell.launcher, str(found.lost), _seconds(found.detected_s)]
         lines.append(_row([*values, _seconds(found.again_s) + star, found.end, said]))
-    return "\n".join([*lines, "", *SOAK.splitlines(), "", _soaked(soaked), "", *LOST_GPUS.splitlines()]) + "\n"
+    lines += ["", *SOAK.splitlines(), "", _soaked(soaked), "", *HOSTILE_FILES.splitlines(), "", *_hostile(hostile)]
+    return "\n".join([*lines, "", *LOST_GPUS.splitlines()]) + "\n"
 
 
 def _kind(cell: Cell) -> str:
@@ -125,6 +131,15 @@ SOAK = """## Soak
 audit of samples and every bit of the adapter with a run left alone."""
 
 
+HOSTILE_FILES = """## Hostile files
+
+`python -m tests.hostile --count 1000000 --jobs 2` puts random faults into files that a run reads: bits, bytes and lines
+that are changed, missing, moved or foreign, values and keys of JSON and YAML, statements of templates. A case holds if
+it ends in a result or in an error that names what is wrong, within 10 s of CPU time and 3 GiB of memory, and writes
+nothing outside of its folder. Each reader is tried on a valid file first. Rows of data are also made up by hypothesis
+(`MANYHANDS_EXAMPLES=100000 pytest tests/data/test_broken.py`)."""
+
+
 LOST_GPUS = """## A GPU that is lost
 
 The launcher listens for errors that NVIDIA's driver reports of a run's GPUs (Xids); the cause of a rank's end names
@@ -152,6 +167,21 @@ def _soaked(soaked: Mapping[str, Any] | None) -> str:
     if soaked["is_same"]:
         return f"{text} Losses, gradient norms, samples and the adapter are those of the run left alone."
     return f"{text} The run was not finished, and so not compared."
+
+
+def _hostile(hostile: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What benchmarks/results/hostile.jsonl says, by kind of file."""
+    if not hostile:
+        return ["It was not run."]
+    days = sorted({row["when"] for row in hostile})
+    cases, failed = (sum(row[name] for row in hostile) for name in ("cases", "failed"))
+    lines = [f"Measured on {days[-1]}: {cases:,} cases, {failed:,} of them did not hold.", ""]
+    lines += ["| file | cases | did not hold | ms a case |", "|---|---|---|---|"]
+    for kind in dict.fromkeys(row["kind"] for row in hostile):
+        own = [row for row in hostile if row["kind"] == kind]
+        cases, failed, seconds = (sum(row[name] for row in own) for name in ("cases", "failed", "seconds"))
+        lines.append(_row([kind, f"{cases:,}", str(failed), f"{1000 * seconds / cases:.1f}"]))
+    return lines
 
 
 def _row(values: list[str]) -> str:

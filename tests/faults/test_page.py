@@ -8,14 +8,15 @@ from pathlib import Path
 from tests.conftest import ROOT
 from tests.faults.audit import Audit
 from tests.faults.cells import Cell, cells
-from tests.faults.page import ROWS, read_rows, read_soaked, write_page
+from tests.faults.page import ROWS, read_hostile, read_rows, read_soaked, write_page
 
 ROW = {"exits": [0], "lost": 2, "detected_s": 0.5, "again_s": None, "said": "a | b", "wrong": "", "forked": True}
 
 
 def test_the_page_is_what_the_results_make_of_it() -> None:
     page = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
-    assert page == write_page(read_rows(ROWS), read_soaked()), "make faults ARGS='--limit-s 0' writes it again"
+    written = write_page(read_rows(ROWS), read_soaked(), read_hostile())
+    assert page == written, "make faults ARGS='--limit-s 0' writes it again"
 
 
 def test_every_row_is_of_a_cell() -> None:
@@ -32,6 +33,14 @@ def test_the_page_has_a_row_for_what_was_measured_alone_and_counts_the_rest() ->
         _, _, missing = page.partition(f"Not measured under {launcher}: ")
         for layout in {cell.layout for cell in others if cell.launcher == launcher}:
             assert layout in missing.partition(".")[0]
+
+
+def test_hostile_files_are_counted_by_kind() -> None:
+    rows = [{"kind": "run", "cases": 500, "failed": 0, "seconds": 2, "when": "2026-01-02"} for _ in range(2)]
+    rows.append({"kind": "image", "cases": 10, "failed": 1, "seconds": 0, "when": "2026-01-03"})
+    page = write_page({}, None, rows)
+    assert "Measured on 2026-01-03: 1,010 cases, 1 of them did not hold." in page
+    assert "| run | 1,000 | 0 | 4.0 |" in page and "| image | 10 | 1 | 0.0 |" in page
 
 
 def test_cells_are_told_apart_by_the_names_of_their_runs() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import faulthandler
 import io
 import json
 import os
@@ -127,6 +128,7 @@ def try_all(asked: argparse.Namespace, place: Path, work: Path) -> bool:
     """Whether any case of this process's part failed."""
     signal.signal(signal.SIGALRM, _too_slow)
     signal.signal(signal.SIGPROF, _too_slow)
+    faulthandler.enable()
     sys.addaudithook(_audit)
     found: Counter[str] = Counter()
     shares = sum(KINDS[name].share for name in asked.names)
@@ -140,6 +142,7 @@ def try_all(asked: argparse.Namespace, place: Path, work: Path) -> bool:
         numbers = range(asked.part, round(asked.count * kind.share / shares), asked.jobs)
         failed = 0
         for number in numbers if asked.case is None else [asked.case]:
+            (work.parent / "last").write_text(f"{name} {number}")  # a case that ends the process leaves it there
             error = try_case(kind, arrange(place, kind, name, asked.seed, number, work))
             if error is None:
                 continue

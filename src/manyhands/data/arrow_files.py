@@ -30,9 +30,7 @@ def read_parquet(part: FilePart, findings: Findings) -> Iterator[Row]:
     with _open_parquet(Path(part.file)) as file:
         groups = list(range(part.start, file.num_row_groups if part.stop is None else part.stop))
         batches = chain.from_iterable(
-            file.iter_batches(
-                batch_size=_count_batch_rows(file.metadata.row_group(group)), row_groups=[group], use_threads=False
-            )
+            file.iter_batches(batch_size=_count_batch_rows(file, group), row_groups=[group], use_threads=False)
             for group in groups
         )
         num_rows, promised = 0, sum(file.metadata.row_group(group).num_rows for group in groups)
@@ -68,8 +66,15 @@ def _validate(batch: Any) -> Any:
     return batch
 
 
-def _count_batch_rows(group: Any) -> int:
-    """Rows to decode at once. Values are repeated in memory that a column holds once: then a batch has few of them."""
+def _count_batch_rows(file: Any, index: int) -> int:
+    """Rows of a row group to decode at once. Values are repeated in memory that a column holds once: then a batch has
+    few of them.
+
+    A row is read first: that raises what is wrong with what the file says of its columns. To ask for it ends the
+    process (pyarrow 26), as ``RowGroupMetaData.column`` lets C++'s exceptions through.
+    """
+    next(file.iter_batches(batch_size=1, row_groups=[index], use_threads=False), None)
+    group = file.metadata.row_group(index)
     columns = [group.column(index) for index in range(group.num_columns)]
     repeated = [
         column.total_uncompressed_size
