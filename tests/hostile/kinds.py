@@ -17,6 +17,7 @@ from typing import Any
 
 from manyhands.config.dialects.translation import Around
 from manyhands.config.load import config_from_mapping, load_run
+from manyhands.core.errors import UserError
 from tests.hostile.faults import (
     change_bytes,
     change_header,
@@ -120,15 +121,18 @@ def read_run_folder(path: Path) -> Any:
 
 
 def read_listed(path: Path) -> Any:
-    """What `manyhands list`, `show` and `compare` read of runs."""
+    """What `manyhands runs list`, `show` and `compare` read."""
     from typer.testing import CliRunner
 
     from manyhands.cli.main import app
 
-    for command in (["list", str(path.parent)], ["show", str(path)], ["compare", str(path), str(path)]):
-        done = CliRunner().invoke(app, command)
+    for command in (["list", "--dir", str(path.parent)], ["show", str(path)], ["compare", str(path), str(path)]):
+        done = CliRunner().invoke(app, ["runs", *command])
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception
+        if done.exit_code:
+            assert done.stderr.startswith("error: "), done.output
+            raise UserError(done.stderr)
 
 
 def read_curves(path: Path) -> Any:

@@ -76,7 +76,7 @@ def show(run: Name, folder: Folder = RUNS) -> None:
     status = read_status(found)
     if reason := status.get("reason") or status.get("error"):
         print(f"  {reason}")
-    losses = [row["loss"] for row in read_rows(found.metrics, "step")]
+    losses = [row.get("loss") for row in read_rows(found.metrics, "step")]
     if losses:
         from manyhands.core.units import draw_line
 
@@ -101,7 +101,7 @@ def compare(first: Name, second: Name, folder: Folder = RUNS) -> None:
     rows += [(label, *(one[label] for one in measured)) for label in measured[0]]
     print("\n".join(format_table(rows)))
     for name, run in zip(names, runs, strict=True):
-        if losses := [row["loss"] for row in read_rows(run.metrics, "step")]:
+        if losses := [row.get("loss") for row in read_rows(run.metrics, "step")]:
             print(f"training loss of {name}: {draw_line(_thin(losses))}")
 
 
@@ -165,7 +165,7 @@ def summarize(run: RunFolder) -> Summary:
         model=Path(config.model.name).name,
         method=config.method.name,
         step=steps[-1]["step"] if steps else None,
-        num_steps=report.get("planned", {}).get("steps") or _planned_steps(run),
+        num_steps=_find(report, "planned", "steps", int) or _planned_steps(run),
         loss=newest[-1].get("loss") if newest else None,
         held_out=bool(evaluations),
         changed=changed,
@@ -176,8 +176,10 @@ def measure(run: RunFolder) -> dict[str, str]:
     """What a run has measured, as text: '-' for what it has not."""
     steps, evaluations = read_rows(run.metrics, "step"), read_rows(run.metrics, "evaluation")
     report = _read_json(run.report_json)
-    done = report.get("measured", {})
-    peaks = done.get("peak_memory_bytes_by_rank")
+    tokens_per_s = _find(report, "measured", "tokens_per_s", int | float)
+    training_s = _find(report, "measured", "training_s", int | float)
+    peaks = _find(report, "measured", "peak_memory_bytes_by_rank", list) or []
+    peak = max((size for size in peaks if isinstance(size, int | float)), default=None)
     losses = [row["loss"] for row in evaluations if row.get("loss") is not None]
     return {
         "state": str(read_status(run).get("state", "planned")),
@@ -185,9 +187,9 @@ def measure(run: RunFolder) -> dict[str, str]:
         "training loss, last step": _number(steps[-1].get("loss") if steps else None),
         "held-out loss, last": _number(losses[-1] if losses else None),
         "held-out loss, best": _number(min(losses) if losses else None),
-        "tokens/s": f"{done['tokens_per_s']:,.0f}" if done.get("tokens_per_s") else "-",
-        "peak memory of a rank": f"{max(peaks) / 2**30:.2f} GiB" if peaks else "-",
-        "training time": f"{done['training_s']:.0f} s" if "training_s" in done else "-",
+        "tokens/s": f"{tokens_per_s:,.0f}" if tokens_per_s else "-",
+        "peak memory of a rank": f"{peak / 2**30:.2f} GiB" if peak is not None else "-",
+        "training time": f"{training_s:.0f} s" if training_s is not None else "-",
     }
 
 
@@ -219,11 +221,19 @@ def _planned_steps(run: RunFolder) -> int | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is none, or where it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _find(report: Mapping[str, Any], section: str, name: str, kind: Any) -> Any:
+    """A value of a report, None where it is not there or of another kind."""
+    values = report.get(section)
+    value = values.get(name) if isinstance(values, dict) else None
+    return value if isinstance(value, kind) else None
 
 
 def _thin(values: list[float | None], most: int = 60) -> list[float | None]:

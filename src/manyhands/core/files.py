@@ -135,17 +135,24 @@ def read_json(path: Path) -> Any | None:
 
 def read_rows(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, of one ``kind`` or all, in order; those of earlier launches too. A line that was cut
-    off is skipped, a file that is not there has none.
+    off or damaged is skipped, a file that is not there has none.
     """
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and kind in (None, row.get("kind")):
+        if isinstance(row, dict) and kind in (None, row.get("kind")) and _is_measured(row):
             found.append(row)
     return found
+
+
+def _is_measured(row: dict[str, Any]) -> bool:
+    """Whether step and loss of a step or an evaluation are numbers; a loss that was none is null."""
+    if row.get("kind") not in ("step", "evaluation"):
+        return True
+    return isinstance(row.get("step"), int) and isinstance(row.get("loss"), int | float | None)
 
 
 def parse_json(text: str | bytes) -> Any:
