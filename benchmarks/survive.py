@@ -64,6 +64,7 @@ from manyhands.launch.run_folder import RunFolder
 
 LOOK_S = 0.02  # between two looks at the ranks
 TAIL_LINES = 12  # of what a failed run wrote, for its row
+BETWEEN_KILLS = 3  # steps
 SETTLE_S = 60.0  # for processes to be gone after SIGKILL: those of large models take seconds
 MANY_STEPS = 10**6  # no part ends by itself
 SNAPSHOTS = "checkpoint.every_step_in_memory=true"
@@ -87,6 +88,7 @@ class LiveRun:
     entered: list[Entered] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     old: set[int] = field(default_factory=set)  # processes of attempts that have ended
+    next_kill: int = 1  # the step that is to be done before it
 
     def __post_init__(self) -> None:
         self.old |= {beat.pid for beat in read_beats(self.folder).values()}  # of a start that was stopped
@@ -123,12 +125,15 @@ class LiveRun:
         self.follow(lambda: (self.step or 0) >= step)
 
     def train_until(self, at: float) -> None:
-        """Until this time, in seconds since 1970, and then until all ranks have done a step since the last kill."""
-        self.follow(lambda: time.time() >= at and self.step is not None)
+        """Until this time, in seconds since 1970, and until ``BETWEEN_KILLS`` steps follow that of the last kill: a
+        launcher that sees the same end at the same step twice takes it for a fault of the run.
+        """
+        self.follow(lambda: time.time() >= at and (self.step or 0) >= self.next_kill)
 
     def kill(self, rank: int) -> None:
         """SIGKILL to one rank that trains."""
         self.look()
+        self.next_kill = (self.step or 0) + BETWEEN_KILLS
         pids = {beat.pid for beat in self.beats.values()}
         self.kills.append(Kill(rank, time.time()))
         os.kill(self.beats[rank].pid, signal.SIGKILL)
