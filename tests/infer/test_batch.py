@@ -229,10 +229,12 @@ def test_half_of_a_surrogate_pair_is_named_by_its_line(model: Path, tmp_path: Pa
     from manyhands.infer.prompts import encode_rows
 
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "a"}\n{"prompt": "\\ud800"}\n{"prompt": "a", "tools": "["}\n')
-    with pytest.raises(UserError, match="2 of 3 prompts cannot be answered") as caught:
+    strange = '{"messages": [{"role": "user", "content": [{"type": []}]}]}'
+    file.write_text(f'{{"prompt": "a"}}\n{{"prompt": "\\ud800"}}\n{{"prompt": "a", "tools": "["}}\n{strange}\n')
+    with pytest.raises(UserError, match="3 of 4 prompts cannot be answered") as caught:
         encode_rows(file, open_answerer(model).tokenizer, {}, PromptOptions())
     assert "line 2" in caught.value.details[0] and "surrogate pair" in caught.value.details[0]
+    assert "a part of type []" in caught.value.details[2]
 
 
 @pytest.mark.parametrize(

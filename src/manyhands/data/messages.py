@@ -140,7 +140,7 @@ def _join_parts(
                 f"the content of {where} has an image, and this run trains text alone: the model takes no images, or "
                 "data.images is false"
             )
-        if kind not in PARTS:
+        if not isinstance(kind, str) or kind not in PARTS:
             known = ", ".join((*PARTS, CALL_PART, *IMAGE_PARTS[:images]))
             raise RowRefused(
                 f"the content of {where} has a part of type {_quote(kind)}, and only text "
