@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
+from manyhands.data.prepare import prepare
 from manyhands.data.tokenizer import load_tokenizer
 from tests.support.tiny import tiny_tokenizer
 
@@ -50,3 +52,12 @@ def test_a_length_that_is_no_number_is_refused_before_any_row(folder: Path, valu
     change(folder, "tokenizer_config.json", lambda fields: fields.update(model_max_length=value))
     with pytest.raises(UserError, match="tokenizer cannot be loaded"):
         load_tokenizer(folder)
+
+
+def test_an_end_of_text_token_without_characters_is_none(folder: Path, tmp_path: Path) -> None:
+    change(folder, "tokenizer_config.json", lambda fields: fields.update(eos_token=""))
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    data = {"train": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache"), "validation_fraction": 0.0}
+    config = config_from_mapping({"name": "run", "model": {"name": str(folder)}, "data": data})
+    assert prepare(config, folder, lambda text: None).num_samples == 1

@@ -136,8 +136,9 @@ HOSTILE_FILES = """## Hostile files
 `python -m tests.hostile --count 1000000 --jobs 2` puts random faults into files that a run reads: bits, bytes and lines
 that are changed, missing, moved or foreign, values and keys of JSON and YAML, statements of templates. A case holds if
 it ends in a result or in an error that names what is wrong, within 10 s of CPU time and 3 GiB of memory, and writes
-nothing outside of its folder. Each reader is tried on a valid file first. Rows of data are also made up by hypothesis
-(`MANYHANDS_EXAMPLES=100000 pytest tests/data/test_broken.py`)."""
+nothing outside of its folder. Each reader is tried on a valid file first. What did not hold was corrected, and
+its kind of file run again. Rows of data are also made up by hypothesis (`MANYHANDS_EXAMPLES=100000 pytest
+tests/data/test_broken.py`)."""
 
 
 LOST_GPUS = """## A GPU that is lost

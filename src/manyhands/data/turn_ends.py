@@ -43,7 +43,7 @@ class TurnEnds:
         """Without what follows the end-of-text token, as where a template opens an answer whether it is asked to or
         not.
         """
-        if self._eos is None or self._eos not in closing:
+        if not self._eos or self._eos not in closing:  # a tokenizer may name "" as its token
             return closing
         before, another, between = closing[: closing.rindex(self._eos)].rpartition(self._eos)
         if another and self._markers.are_all(between):  # behind the first of two is no word
