@@ -51,6 +51,7 @@ from benchmarks.survive_figures import (
     recoveries,
     speed,
     stalls,
+    step_rows,
 )
 from manyhands.bench.case import folder_of, make_config, row_lengths
 from manyhands.bench.rows import BenchRow, new_run, say
@@ -88,7 +89,7 @@ class LiveRun:
     entered: list[Entered] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     old: set[int] = field(default_factory=set)  # processes of attempts that have ended
-    next_kill: int = 1  # the step that is to be done before it
+    next_kill: int = 0  # the step that is to be written before it
 
     def __post_init__(self) -> None:
         self.old |= {beat.pid for beat in read_beats(self.folder).values()}  # of a start that was stopped
@@ -125,15 +126,20 @@ class LiveRun:
         self.follow(lambda: (self.step or 0) >= step)
 
     def train_until(self, at: float) -> None:
-        """Until this time, in seconds since 1970, and until ``BETWEEN_KILLS`` steps follow that of the last kill: a
-        launcher that sees the same end at the same step twice takes it for a fault of the run.
+        """Until this time, in seconds since 1970, and until ``BETWEEN_KILLS`` steps after that of the last kill are in
+        metrics.jsonl: a launcher that sees the same end at the same step twice takes it for a fault of the run, and
+        rows that are not written yet die with their rank.
         """
-        self.follow(lambda: time.time() >= at and (self.step or 0) >= self.next_kill)
+        self.follow(lambda: time.time() >= at and self.step is not None and self.last_written() >= self.next_kill)
+
+    def last_written(self) -> int:
+        """The newest step in metrics.jsonl."""
+        return max((row["step"] for row in step_rows(self.rows())), default=0)
 
     def kill(self, rank: int) -> None:
         """SIGKILL to one rank that trains."""
         self.look()
-        self.next_kill = (self.step or 0) + BETWEEN_KILLS
+        self.next_kill = self.last_written() + BETWEEN_KILLS
         pids = {beat.pid for beat in self.beats.values()}
         self.kills.append(Kill(rank, time.time()))
         os.kill(self.beats[rank].pid, signal.SIGKILL)
