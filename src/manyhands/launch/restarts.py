@@ -1,5 +1,5 @@
-"""Whether a launch that a fault has ended is started again, and when; and what is left of a run on several nodes after
-some are lost: who goes on, as which node, by which command. Knows no torch.
+"""Whether a launch that a fault has ended is started again, and when; and how a run on several nodes continues after
+some are lost: with which nodes, under which numbers, by which command. Knows no torch.
 
 A fault is what may be gone at the next attempt: a process that was killed or crashed, a rank that hangs, an unexpected
 error, a lost connection. What the user has to change (``UserError``) is none, and neither is a signal to this process.
