@@ -158,3 +158,8 @@ def test_images_become_inputs_of_the_forward_pass(kind: str) -> None:
     inputs = {name for model in models for name in inspect.signature(model.forward).parameters}
     assert models and set(layout.names) <= inputs
     assert isinstance(getattr(AutoConfig.for_model(kind), layout.token_field), int)
+
+
+@pytest.mark.parametrize("strange", [{}, [], 3, None])
+def test_a_model_type_that_is_no_text_is_unknown(strange: object) -> None:
+    assert find({"model_type": strange}) is UNKNOWN
