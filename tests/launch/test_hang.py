@@ -190,7 +190,7 @@ def test_a_live_run_is_examined_without_being_ended(planned) -> None:
         ahead.beat("train", 8)
         behind.beat("train", 7)
         told = examine(folder, look_s=0.0, still_s=3600.0)
-        assert not told.stands_still and "goes on: stage 'train', step 7" in told.lines[0]
+        assert not told.stands_still and "is making progress: stage 'train', step 7" in told.lines[0]
         told = examine(folder, look_s=1.2, still_s=1.0)
         text = "\n".join(told.lines)
         assert told.stands_still and "rank 1 has made no progress for " in text and "likely cause: it hangs" in text

@@ -13,6 +13,7 @@ from manyhands.core.files import parse_json
 from manyhands.data.messages import RowRefused, check_messages
 from manyhands.data.streams import StoredImage
 from manyhands.data.template import ChatTemplate
+from manyhands.data.text_files import is_encodable
 from manyhands.infer.images import PromptImages, has_images, refuse_images
 
 MAX_NAMED_ROWS = 10
@@ -74,13 +75,9 @@ def encode_prompt(
 
 
 def _check_characters(text: str) -> None:
-    """RowRefused for half of a surrogate pair, as JSON can name one: tokenizers take none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowRefused(
-            f"character {error.start + 1} of the prompt is half of a surrogate pair: no character"
-        ) from None
+    """RowRefused for what JSON can name and tokenizers do not take."""
+    if not is_encodable(text):
+        raise RowRefused("the prompt holds half of a surrogate pair: not a character")
 
 
 def prompt_of(

@@ -323,7 +323,10 @@ def examine(folder: RunFolder, *, look_s: float = LOOK_S, still_s: float = STILL
     gone = [rank for rank, state in living.items() if state.process == GONE]
     waited_s = min(living[rank].still_s for rank in behind)
     if waited_s < still_s and not gone:
-        lines = [f"{folder.path} goes on: {living[behind[0]].beat or 'starting'}", *map(str, states.values())]
+        lines = [
+            f"{folder.path} is making progress: {living[behind[0]].beat or 'starting'}",
+            *map(str, states.values()),
+        ]
         return Examination(tuple(lines), stands_still=False)
     return _explain(folder, living, gone or behind, timeout_s)
 
