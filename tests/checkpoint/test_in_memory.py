@@ -140,7 +140,7 @@ def test_memory_is_registered_once_and_no_more_before_it_grows(
     monkeypatch.setattr(segment, "make_room", lambda size: (calls.append("room"), make_room(size)))
     writer = SnapshotWriter(segment, CPU)
     monkeypatch.setattr(writer, "_stream", object())
-    monkeypatch.setattr(writer, "_copy", lambda memory, parts, end: None)
+    monkeypatch.setattr(writer, "_copy", lambda to, parts: None)
     with pytest.raises(OSError, match="CUDA error 2"):
         writer.begin(1, tensors_of(*trained(1)), {}, "key")
     for step in (2, 3):

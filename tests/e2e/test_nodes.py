@@ -75,9 +75,7 @@ def test_a_killed_rank_is_started_again_on_all_nodes(place: Place, whole: tuple[
     ends = train(place, bed, mark.name, "launch.restarts=3", plant=NO_VERIFY | at_step(7, kill, rank=1))
     assert [end.code for end in ends] == [0, 0], texts(ends)
     for end in ends:
-        assert end.output.count("was killed (SIGKILL)") == 1 and "restarting from step 4 in 1 s" in end.output, texts(
-            ends
-        )
+        assert end.output.count("was killed (SIGKILL)") == 1 and "restarting from step 4" in end.output, texts(ends)
     assert place.run(mark.name).course() == whole[1].course()
 
 

@@ -43,7 +43,7 @@ def test_a_rank_killed_while_it_saves_loses_the_steps_since_the_checkpoint(found
     one = found[SAVING]
     assert one.wrong == "" and one.exits == [0]
     assert one.detected_s is not None and one.again_s is not None
-    said = re.search(r"restarting from step (\d+) in 1 s, (\d+) steps? lost", one.said)
+    said = re.search(r"restarting from step (\d+), (\d+) steps? lost", one.said)
     assert said is not None, one.said
     saved, lost = map(int, said.groups())
     assert saved in (4, SAVED) and lost == one.lost, one

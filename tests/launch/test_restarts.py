@@ -63,7 +63,7 @@ def test_pauses_grow_and_the_number_in_a_row_is_bounded(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         reach(folder, step)
         waits.append(restarts.decide(killed()).wait_s)
-    assert waits == [1, 2, 4]
+    assert waits == [0, 1, 2]
     reach(folder, 4)
     with pytest.raises(UserError, match="was killed") as refused:
         restarts.decide(killed())
@@ -77,7 +77,7 @@ def test_a_run_that_gets_on_may_be_restarted_any_number_of_times(tmp_path: Path)
         save(folder, step)
         reach(folder, step + 7)
         made = restarts.decide(killed())
-        assert (made.from_step, made.lost_steps, made.attempt, made.wait_s) == (step, 7, 1, 1)
+        assert (made.from_step, made.lost_steps, made.attempt, made.wait_s) == (step, 7, 1, 0)
 
 
 def test_the_same_error_at_the_same_step_ends_the_run_on_whichever_rank_it_comes(tmp_path: Path) -> None:
@@ -104,8 +104,11 @@ def test_a_snapshot_is_announced_as_what_this_machine_has(tmp_path: Path) -> Non
     segments.newest_step = lambda: 6  # type: ignore[method-assign]
     save(folder, 4)
     reach(folder, 7)
-    made = str(Restarts(folder, limit=3, segments=segments).decide(killed()))
-    assert "restarting from step 6 in host memory, if every rank has it, in 1 s, 1 step lost" in made
+    restarts = Restarts(folder, limit=3, segments=segments)
+    made = str(restarts.decide(killed()))
+    assert "restarting from step 6 in host memory, if every rank has it, 1 step lost" in made
+    reach(folder, 8)
+    assert "if every rank has it, in 1 s, 2 steps lost (attempt 2 of 3)" in str(restarts.decide(killed()))
 
 
 def test_on_fewer_gpus_shards_in_memory_are_of_no_use_and_attempts_count_anew(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import struct
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from manyhands.core.holding import local
 from manyhands.core.segments import Segment
 
 ALIGNMENT = 64  # bytes; of each tensor, for every dtype
-META_BYTES = 2**20  # beside the names and shapes of the tensors: the state grows a little
+META_BYTES = 2**20  # beside the names and shapes of the tensors
 _LENGTH = struct.Struct("<Q")
 
 
@@ -34,6 +35,9 @@ class SnapshotWriter:
         self._segment, self._device = segment, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pinned: torch.Tensor | None = None
+        self._pinning: Future[None] | None = None
+        self._layout: _Layout | None = None
+        self._slots: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # the memory of each, and its tensors
 
     @property
     def is_copied(self) -> bool:
@@ -43,15 +47,24 @@ class SnapshotWriter:
     def begin(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str) -> Callable[[], None]:
         """Starts a snapshot; the function returned completes it. OSError where there is no room for one."""
         parts = {name: local(tensor) for name, tensor in tensors.items()}
-        meta, end = _describe(tensors, parts, state, key)
-        if self._segment.slot_bytes < end:
+        signature = _sign(tensors, parts)
+        if self._layout is None or self._layout.signature != signature:
+            self._layout, self._slots = _Layout.of(signature, parts), {}
+        meta = self._layout.describe(state, key)
+        if len(meta) > self._layout.begin:
+            self._layout, self._slots = _Layout.of(signature, parts, len(meta)), {}
+            meta = self._layout.describe(state, key)
+        if self._segment.slot_bytes < self._layout.end:
             self._unpin()
-            self._segment.make_room(end + META_BYTES)
-        self._pin()
+            self._slots = {}
+            self._segment.make_room(self._layout.end)
+        self.pin()
         slot = self._segment.oldest()
         memory = torch.frombuffer(self._segment.clear(slot), dtype=torch.uint8)
-        memory[: _LENGTH.size + len(meta)].numpy()[:] = memoryview(_LENGTH.pack(len(meta)) + meta)
-        arrived = self._copy(memory, parts, end)
+        if slot not in self._slots:
+            self._slots[slot] = memory, self._layout.place(memory, parts)
+        memory[: len(meta)].numpy()[:] = memoryview(meta)
+        arrived, end = self._copy(self._slots[slot][1], [*parts.values()]), self._layout.end
 
         def commit() -> None:
             if arrived is not None:
@@ -66,24 +79,33 @@ class SnapshotWriter:
             if later > step:
                 self._segment.clear(slot).release()
 
-    def _copy(self, memory: torch.Tensor, parts: dict[str, torch.Tensor], end: int) -> torch.cuda.Event | None:
-        spans = _spans(parts, end)
+    def pin_ahead(self) -> None:
+        """Begins to pin what there is already, beside whatever comes before the first snapshot."""
+        if self._stream is not None and self._segment.slot_bytes:
+            with ThreadPoolExecutor(1) as thread:
+                self._pinning = thread.submit(self._pin)
+                thread.shutdown(wait=False)
+
+    def pin(self) -> None:
+        """Both slots, once. OSError where that cannot be: from other memory copies would hold up the training."""
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.result()
+        elif self._stream is not None and self._pinned is None:
+            self._pin()
+
+    def _copy(self, to: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.cuda.Event | None:
         if self._stream is None:
-            for name, part in parts.items():
-                _view(memory, spans[name], part).copy_(part)
+            torch._foreach_copy_(to, parts)
             return None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for name, part in parts.items():
-                _view(memory, spans[name], part).copy_(part, non_blocking=True)
+            torch._foreach_copy_(to, parts, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
         return arrived
 
     def _pin(self) -> None:
-        """Both slots, once. OSError where that cannot be: from other memory copies would hold up the training."""
-        if self._stream is None or self._pinned is not None:
-            return
         memory = torch.frombuffer(self._segment.slots(), dtype=torch.uint8)
         if status := pin(memory, self._device):
             raise OSError(0, f"the memory cannot be pinned (CUDA error {status})")
@@ -91,9 +113,55 @@ class SnapshotWriter:
 
     def _unpin(self) -> None:
         """Before the slots are made anew: their mapping must not go while it is registered."""
+        if self._pinning is not None:
+            self.pin()
         if self._pinned is not None:
             unpin(self._pinned, self._device)
             self._pinned = None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where in a slot the tensors lie, which stays from one snapshot to the next: they begin after room for the JSON,
+    whose state grows a little.
+    """
+
+    signature: list[Any]
+    spans: list[int]
+    begin: int
+    end: int
+    fixed: str  # of the JSON
+
+    @staticmethod
+    def of(signature: list[Any], parts: dict[str, torch.Tensor], meta_bytes: int = 0) -> _Layout:
+        entries = {name: {"shape": shape, "dtype": dtype} for name, shape, _, dtype in signature}
+        # No offset has more digits.
+        least = len(json.dumps({"entries": entries, "parts": [(name, 2**62, *rest) for name, *rest in signature]}))
+        begin = end = _align(_LENGTH.size + max(least, meta_bytes) + META_BYTES)
+        spans = []
+        for part in parts.values():
+            spans.append(end)
+            end += _align(part.numel() * part.element_size())
+        shapes = {name: (span, shape, dtype) for (name, _, shape, dtype), span in zip(signature, spans, strict=True)}
+        return _Layout(signature, spans, begin, end, json.dumps({"entries": entries, "parts": shapes})[1:])
+
+    def describe(self, state: dict[str, Any], key: str) -> bytes:
+        """The JSON in front of the tensors, after its length."""
+        text = f"{json.dumps({'key': key, 'state': state})[:-1]}, {self.fixed}".encode()
+        return _LENGTH.pack(len(text)) + text
+
+    def place(self, memory: torch.Tensor, parts: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors in the memory of a slot, in the order of ``parts``."""
+        return [_view(memory, span, part) for span, part in zip(self.spans, parts.values(), strict=True)]
+
+
+def _sign(tensors: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> list[Any]:
+    """What tells one layout from another: names, full shapes, this rank's shapes, dtypes."""
+    found = zip(tensors.items(), parts.values(), strict=True)
+    return [
+        (name, tuple(full.shape), tuple(part.shape), str(part.dtype).removeprefix("torch."))
+        for (name, full), part in found
+    ]
 
 
 @dataclass(frozen=True)
@@ -139,32 +207,6 @@ def states_in(segment: Segment, key: str) -> dict[int, dict[str, Any]]:
             if meta["key"] == key:
                 found[step] = meta["state"]
     return found
-
-
-def _describe(
-    tensors: dict[str, torch.Tensor], parts: dict[str, torch.Tensor], state: dict[str, Any], key: str
-) -> tuple[bytes, int]:
-    """The JSON in front, and where the last tensor ends; offsets count from the end, as the front grows."""
-    size = sum(_align(part.numel() * part.element_size()) for part in parts.values())
-    entries = {name: entry.model_dump(mode="json") for name, entry in describe(tensors).items()}
-
-    def front(end: int) -> bytes:
-        spans = _spans(parts, end)
-        shapes = {n: (spans[n], tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in parts.items()}
-        return json.dumps({"key": key, "state": state, "entries": entries, "parts": shapes}).encode()
-
-    room = _align(_LENGTH.size + len(front(2**62)))  # no offset has more digits
-    return front(room + size), room + size
-
-
-def _spans(parts: dict[str, torch.Tensor], end: int) -> dict[str, int]:
-    """Where each part begins, the last one ending at ``end``."""
-    begin = end - sum(_align(part.numel() * part.element_size()) for part in parts.values())
-    spans = {}
-    for name, part in parts.items():
-        spans[name] = begin
-        begin += _align(part.numel() * part.element_size())
-    return spans
 
 
 def _view(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:

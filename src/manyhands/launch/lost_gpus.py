@@ -33,7 +33,11 @@ DEVICE_ERROR = re.compile(
     re.IGNORECASE,
 )
 # What a GPU may be behind: where a rank fails so twice in a row, its GPU is tested.
-SUSPICIOUS = re.compile(r"\b(CUDA|cu\w+|HIP|NCCL|RCCL)\b|made no progress", re.IGNORECASE)
+SUSPICIOUS = re.compile(
+    r"\b(CUDA|cu(BLAS|BLASLt|DNN|FFT|RAND|SOLVER|SPARSE)|HIP|NCCL|RCCL)\b.{0,40}(error|fail)|(CU|HIP)[A-Z]*_(STATUS|ERROR)_|"
+    r"nccl\w+Error|made no progress",
+    re.IGNORECASE,
+)
 NUM_STRIKES = 2  # faults of one rank's device, after which it is lost though it answers
 ANSWER_S = 20.0  # of the driver
 PROBE_S = 90.0  # most of it is importing torch

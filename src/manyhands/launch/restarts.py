@@ -23,7 +23,8 @@ from manyhands.launch.heartbeat import read_beats
 from manyhands.launch.nodes import FIX_OF_LOST, MISSING, UNREACHABLE
 from manyhands.launch.run_folder import RunFolder
 
-FIRST_WAIT_S = 1.0  # doubled with each restart in a row
+FIRST_WAIT_S = 0.0  # before the first of several restarts in a row
+WAIT_S = 1.0  # before the second; doubled with each further one
 MAX_WAIT_S = 60.0
 TRAINING = ("train", "checkpoint")  # stages between the first step and the last
 MAX_COMMANDS = 8  # of a run on hundreds of nodes the others follow from these
@@ -51,14 +52,15 @@ class Restart:
 
     @property
     def wait_s(self) -> float:
-        return min(FIRST_WAIT_S * 2 ** (self.attempt - 1), MAX_WAIT_S)
+        return FIRST_WAIT_S if self.attempt == 1 else min(WAIT_S * 2 ** (self.attempt - 2), MAX_WAIT_S)
 
     def __str__(self) -> str:
         begin = "from the start" if self.from_step is None else f"from step {self.from_step}"
-        begin += " in host memory, if every rank has it," if self.in_memory else ""
+        begin += " in host memory, if every rank has it" if self.in_memory else ""
+        begin += f"{',' * self.in_memory} in {self.wait_s:g} s" if self.wait_s else ""
         lost = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
         cause = f"{self.cause}; {self.lost}" if self.lost else self.cause
-        return f"{cause}; restarting {begin} in {self.wait_s:g} s, {lost} (attempt {self.attempt} of {self.of})"
+        return f"{cause}; restarting {begin}, {lost} (attempt {self.attempt} of {self.of})"
 
     def to_json(self) -> dict[str, Any]:
         fields = {"cause": self.cause, "step": self.step, "from_step": self.from_step, "lost_steps": self.lost_steps}

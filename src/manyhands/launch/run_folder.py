@@ -99,6 +99,11 @@ class RunFolder:
         return self.ranks / f"reserve-{rank}"
 
     @property
+    def modules(self) -> Path:
+        """Names of what a rank had imported after its first step (``standby.write_modules``)."""
+        return self.ranks / "modules.json"
+
+    @property
     def asked(self) -> Path:
         """Holds a token when all ranks are asked what they are doing (``stacks.ask``)."""
         return self.ranks / "ask"

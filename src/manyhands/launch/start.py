@@ -35,6 +35,7 @@ from manyhands.launch.restarts import (
 )
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.slurm import block_save_signal, refuse_outside_step
+from manyhands.launch.standby import Standbys
 from manyhands.launch.start_nodes import Joined, joined
 from manyhands.launch.watch import wait_unless_asked
 from manyhands.launch.workers import report_end, run_workers
@@ -110,6 +111,7 @@ class Lasting:
 
     def __init__(self) -> None:
         self.memory = NodeMemory()
+        self.standbys = Standbys()
         self.restarts: Restarts | None = None
         self.num_ranks: tuple[int, ...] | None = None
         self.num_left: int | None = None
@@ -168,6 +170,7 @@ class Lasting:
         return lock
 
     def close(self) -> None:
+        self.standbys.close()
         self.memory.close()
         if self.lock is not None:
             self.lock.release()
@@ -217,7 +220,7 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
             plan = prepared.plan
             gpus = LaunchGpus.of(plan) if team is None else LaunchGpus.of_node(plan, len(team.ranks))
             with XidListener(gpus.uuids) as listener:
-                return _launch_and_restart(found, arguments, lasting.memory, lasting.restarts, gpus, listener)
+                return _launch_and_restart(found, arguments, lasting, lasting.restarts, gpus, listener)
     except UserError as error:
         if team is None or not team.channel.lost or team.was_asked:
             raise
@@ -245,7 +248,7 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
 def _launch_and_restart(
     found: Joined,
     arguments: Sequence[str],
-    memory: NodeMemory,
+    lasting: Lasting,
     restarts: Restarts,
     gpus: LaunchGpus,
     listener: XidListener,
@@ -260,7 +263,7 @@ def _launch_and_restart(
     while True:
         driver = _collect_reports(found, gpus, listener)
         try:
-            return _run_attempt(found, arguments, memory, report, driver)
+            return _run_attempt(found, arguments, lasting, report, driver)
         except UserError as error:
             if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS and restarts.limit:
                 num_smaller += 1
@@ -313,9 +316,9 @@ def _collect_reports(found: Joined, gpus: LaunchGpus, listener: XidListener) -> 
 
 
 def _run_attempt(
-    found: Joined, arguments: Sequence[str], memory: NodeMemory, report: Callable[[str], None], driver: DriverReports
+    found: Joined, arguments: Sequence[str], lasting: Lasting, report: Callable[[str], None], driver: DriverReports
 ) -> int:
-    plan, team = found.prepared.plan, found.team
+    plan, team, memory = found.prepared.plan, found.team, lasting.memory
     environment = dict(memory.own.environment) if memory.own is not None else {}
     with contextlib.ExitStack() as beside:
         if team is not None and found.prepared.config.checkpoint.every_step_in_memory:
@@ -329,6 +332,7 @@ def _run_attempt(
             arguments=arguments,
             environment=environment,
             driver=driver,
+            standbys=lasting.standbys if found.prepared.config.launch.restarts else None,
         )
 
 

@@ -142,6 +142,11 @@ class Watch:
         if len(self.pids) < len(self.local):
             self.pids.update(worker_pids())
 
+    @property
+    def local_ranks(self) -> range:
+        """This machine's."""
+        return range(self.world_size) if self.local is None else self.local
+
     def _may_judge(self) -> bool:
         return self.others is None or self.others.node == 0
 

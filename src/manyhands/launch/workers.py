@@ -23,6 +23,7 @@ from manyhands.launch.environment import launcher_environment
 from manyhands.launch.failure import FoundCause, find_cause
 from manyhands.launch.lost_gpus import DriverReports
 from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.standby import Standbys
 from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
 from manyhands.plan.types import Plan
@@ -57,6 +58,7 @@ def run_workers(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] = NOTHING,
     driver: DriverReports | None = None,
+    standbys: Standbys | None = None,
 ) -> int:
     """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them is left
     when it returns, however it ends.
@@ -65,6 +67,7 @@ def run_workers(
     SLURM's SIGUSR1, unless the run was finished by then: a crash after that is a warning. ``timeout_s``: a rank that
     others wait for, or a node of ``team`` that is silent, is ended after so long without progress. UserError: the
     first cause of a failure on any node, with what the driver reports of GPUs (``driver``), or a MASTER_PORT in use.
+    ``standbys``: where the processes of ranks come from, if they are there.
     """
     world_size, leads = plan.layout.world_size, team is None or team.node == 0
     port = choose_port() if team is None else 0
@@ -77,7 +80,7 @@ def run_workers(
         host, port = team.begin(_open_store)
         name = f"manyhands-{team.attempt}"
         place = Rendezvous(team.node, team.num_nodes, len(team.ranks), "static", f"{host}:{port}", name, timeout_s)
-    ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team, environment)
+    ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team, environment, standbys)
     if driver is not None:
         ending = replace(ending, reports=driver.describe())
         if ending.cause is not None:
@@ -107,6 +110,7 @@ def _run_and_watch(
     command: Sequence[str],
     team: Team | None,
     environment: Mapping[str, str],
+    standbys: Standbys | None = None,
 ) -> LaunchEnd:
     local, added = (None, environment) if team is None else (team.ranks, {**team.environment, **environment})
     try:
@@ -116,6 +120,7 @@ def _run_and_watch(
             raise_when_asked(*_SIGNALS),
             Watch(folder, plan.layout.world_size, timeout_s, local, team) as watch,
             team.watching(watch) if team is not None else contextlib.nullcontext(),
+            standbys.serving(folder, watch.local_ranks) if standbys is not None else contextlib.nullcontext(),
         ):
             return _run_agent(folder, place, command, watch)
     except StopRequested as asked:  # before the agent has taken the signal over: no worker was started

@@ -21,8 +21,10 @@ from manyhands.worker.context import RankContext
 
 
 def try_largest(rank: RankContext) -> None:
-    """On GPUs, by torch's own engine; every rank takes part."""
-    if rank.world.device.type == "cuda" and not rank.plan.layout.zero_stage:
+    """On GPUs, by torch's own engine; every rank takes part. Not where a snapshot in memory shows that the same plan
+    has trained in this launch.
+    """
+    if rank.world.device.type == "cuda" and not rank.plan.layout.zero_stage and rank.snapshot is None:
         run_largest(rank)
 
 

@@ -33,8 +33,7 @@ class SnapshotHook(Hook):
         self.is_on = rank.config.checkpoint.every_step_in_memory and not any(reasons)
         if any(reasons):
             rank.print(f"no snapshots in memory: {next(filter(None, reasons))}")
-        # Ranks that hold the same keep one copy a machine.
-        keeps = self.is_on and (_is_sharded(rank) or rank.world.local_rank == 0)
+        keeps = self.is_on and _keeps(rank)
         if keeps and rank.snapshots is None and (segment := open_segment(rank)) is not None:
             rank.snapshots = SnapshotWriter(segment, rank.world.device)
         self.writer = rank.snapshots if keeps else None
@@ -133,6 +132,10 @@ def find_snapshot(rank: RankContext) -> None:
                 return
             if not rank.config.checkpoint.keep_best or not best or best == step or best in on_disk:
                 rank.snapshot = Snapshot.read(segment, step)
+                if _keeps(rank) and rank.snapshots is None:  # in the memory that it is read from
+                    closing.pop_all()
+                    rank.snapshots = SnapshotWriter(segment, rank.world.device)
+                    rank.snapshots.pin_ahead()
                 return
             rank.print(f"the snapshot of step {step} is not used: step {best}, the best, had not been saved")
 
@@ -153,6 +156,11 @@ def key_of(rank: RankContext) -> str:
     if layout.holds_copies:  # any number of ranks can read it
         return f"{rank.config.digest} copies"
     return f"{rank.config.digest} {layout.strategy} {layout.world_size} {layout.mesh} rank {rank.world.rank}"
+
+
+def _keeps(rank: RankContext) -> bool:
+    """Ranks that hold the same keep one copy a machine."""
+    return _is_sharded(rank) or rank.world.local_rank == 0
 
 
 def _is_sharded(rank: RankContext) -> bool:

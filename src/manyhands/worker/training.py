@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -13,6 +14,8 @@ import torch
 
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import UserError
+from manyhands.launch.environment import LAUNCHER_PID
+from manyhands.launch.standby import write_modules
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Meter, Outcome, Sink
@@ -207,13 +210,20 @@ def announce(rank: RankContext, works: Iterable[StepWork]) -> Iterator[StepWork]
 
 
 class BeatHook(Hook):
-    """Tells the launcher's watch that this rank goes forward."""
+    """Tells the launcher's watch that this rank goes forward; and after its first step what it has imported, for the
+    processes that stand by.
+    """
 
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
+        self.has_stepped = False
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         self.rank.beat(state.step)
+        if not self.has_stepped and self.rank.world.local_rank == 0 and LAUNCHER_PID in os.environ:
+            with contextlib.suppress(OSError):  # a full disk: restarts are slower
+                write_modules(self.rank.folder)
+        self.has_stepped = True
 
 
 class DeviceHook(Hook):

@@ -1,0 +1,196 @@
+"""Processes that stand by for a restart: one for each rank of this machine, with everything imported that a rank needs
+and no GPU touched. A restart would otherwise begin with some ten seconds of imports. Imports no torch.
+
+They are started one after another, once the ranks have trained for a while, so that neither a start nor a short run
+pays for them; each takes a few hundred MiB of host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.core.files import read_json, write_json
+from manyhands.launch.heartbeat import read_beat
+from manyhands.launch.restarts import TRAINING
+from manyhands.launch.run_folder import RunFolder
+
+AFTER_S = 10.0  # of training
+LOOK_S = 1.0
+IMPORT_S = 120.0  # a machine that takes longer has other troubles
+ANSWER_S = 5.0  # of a process that waits
+COMMAND = ("-u", "-m", "manyhands.worker")
+READY, BEGUN = b"r", b"b"  # what it answers
+MODULES = ("torch", "transformers", "manyhands", "triton", "numpy", "safetensors", "tokenizers", "pyarrow", "pydantic")
+# What torch's agent sets anew for each attempt. Everything else may be read when a library is imported.
+_OF_ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")  # beginnings of names
+
+
+@dataclass
+class _Waiting:
+    """One process, and the channel on which it is told to begin."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    environment: Mapping[str, str]
+    is_ready: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the channel
+
+    def answers(self, word: bytes, limit_s: float) -> bool:
+        with self.lock:
+            self.channel.settimeout(limit_s)
+            try:
+                return self.channel.recv(len(word)) == word
+            except OSError:
+                return False
+
+    def end(self) -> None:
+        self.process.kill()  # after which nobody waits for an answer
+        self.process.wait()
+        with self.lock:
+            self.channel.close()
+
+
+class Standbys:
+    """Those of one launch, over all of its attempts."""
+
+    def __init__(self, after_s: float = AFTER_S) -> None:
+        self.after_s = after_s
+        self._waiting: dict[int, _Waiting] = {}  # by local rank
+        self._environments: dict[int, Mapping[str, str]] = {}  # of the ranks that run
+        self._lock = threading.Lock()
+        self._attempt: tuple[RunFolder, range] | None = None
+        self._closed = threading.Event()
+        # Linux takes a child's parent for gone when the thread that started it is: this one stays until the end.
+        self._thread = threading.Thread(target=self._run, name="standbys", daemon=True)
+
+    @contextlib.contextmanager
+    def serving(self, folder: RunFolder, local: range) -> Iterator[None]:
+        """Within, torch's agent gets a process that waits where there is one, and others are made ready for the next
+        attempt. ``local``: this machine's ranks.
+        """
+        handlers = _handlers()
+        if handlers is None:
+            yield
+            return
+        start_anew = handlers._popen
+
+        def start(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -> Any:
+            rank, arguments = handler.local_rank_id, command[1 + len(COMMAND) :]
+            if command[: 1 + len(COMMAND)] != (sys.executable, *COMMAND):
+                return start_anew(handler, command, environment)
+            found = self.take(rank, environment, arguments)
+            self._environments[rank] = environment
+            return start_anew(handler, command, environment) if found is None else found
+
+        handlers._popen = start
+        self._attempt = (folder, local)
+        if not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()
+        try:
+            yield
+        finally:
+            self._attempt = None
+            handlers._popen = start_anew
+
+    def take(
+        self, local_rank: int, environment: Mapping[str, str], arguments: Sequence[str]
+    ) -> subprocess.Popen[bytes] | None:
+        """The process that waits for this local rank, which is a rank from now on; None where there is none that has
+        imported everything in the same environment.
+        """
+        with self._lock:
+            found = self._waiting.pop(local_rank, None)
+        if found is None:
+            return None
+        order = json.dumps({"environment": dict(environment), "arguments": list(arguments)}).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            if found.is_ready and _lasting(found.environment) == _lasting(environment):
+                found.channel.sendall(order)
+                if found.answers(BEGUN, ANSWER_S):  # it leads a session of its own, as every rank does
+                    found.channel.close()
+                    return found.process
+        found.end()
+        return None
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            for one in self._waiting.values():
+                one.end()
+            self._waiting.clear()
+
+    def _run(self) -> None:
+        trains_since: float | None = None
+        while not self._closed.wait(LOOK_S):
+            attempt = self._attempt
+            if attempt is None or not all(_is_training(attempt[0], rank) for rank in attempt[1]):
+                trains_since = None
+                continue
+            trains_since = time.monotonic() if trains_since is None else trains_since
+            if time.monotonic() - trains_since >= self.after_s:
+                self._make_ready(attempt)
+
+    def _make_ready(self, attempt: tuple[RunFolder, range]) -> None:
+        """Those that are missing, one by one: they share the cores with ranks that train."""
+        for local_rank in range(len(attempt[1])):
+            environment = self._environments.get(local_rank)
+            with self._lock:
+                known = self._waiting.get(local_rank)
+                is_there = known is not None and known.process.poll() is None
+                if self._closed.is_set() or is_there or environment is None:
+                    continue
+                if known is not None:
+                    known.end()
+                one = self._waiting[local_rank] = _start(environment, attempt[0])
+            one.is_ready = one.answers(READY, IMPORT_S)
+            if self._attempt is not attempt:
+                return
+
+
+def write_modules(folder: RunFolder) -> None:
+    """In the order in which this process, a rank, has imported them."""
+    names = [name for name in sys.modules if name.partition(".")[0] in MODULES]
+    write_json(folder.modules, names)
+
+
+def read_modules(folder: RunFolder) -> list[str]:
+    """Of the run's latest ranks; none where they have not come so far."""
+    found = read_json(folder.modules)
+    return found if isinstance(found, list) else []
+
+
+def _handlers() -> Any:
+    """Torch's class whose ``_popen`` starts a rank; None in a version that has another."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+        return SubprocessHandler if callable(SubprocessHandler._popen) else None
+    return None
+
+
+def _start(environment: Mapping[str, str], folder: RunFolder) -> _Waiting:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(folder.path)]
+        command = [sys.executable, "-u", "-m", "manyhands.worker.standby", *arguments]
+        process = subprocess.Popen(command, env=dict(environment), pass_fds=[theirs.fileno()])
+    return _Waiting(process, ours, environment)
+
+
+def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(_OF_ATTEMPT)}
+
+
+def _is_training(folder: RunFolder, rank: int) -> bool:
+    beat = read_beat(folder, rank)
+    return beat is not None and beat.stage in TRAINING and beat.step is not None and not beat.is_gone

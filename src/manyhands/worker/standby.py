@@ -1,0 +1,58 @@
+"""``python -m manyhands.worker.standby FD PID RUN_FOLDER``: imports what a rank needs, and becomes one when the
+launcher ``PID`` says so on its channel ``FD`` (``launch/standby.py``). Touches no GPU before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from manyhands.core.machine import end_with
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.standby import BEGUN, READY, read_modules
+from manyhands.worker.__main__ import run_and_exit
+
+
+def import_all(folder: RunFolder) -> None:
+    """What a rank of the run has imported. What cannot be imported by its name was made by that rank."""
+    os.environ["TORCH_WARM_POOL"] = "0"  # no processes for compilation before there is something to compile
+    for name in ("manyhands.worker.run", *read_modules(folder)):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def wait_for_order(channel: socket.socket) -> list[str] | None:
+    """The arguments of the rank that this process becomes, in its environment; None where the launcher has ended."""
+    channel.sendall(READY)
+    with channel.makefile("rb") as lines:
+        line = lines.readline()
+    if not line.endswith(b"\n"):
+        return None
+    order = json.loads(line)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.setsid()  # as torch's agent starts ranks: Ctrl-C is the launcher's to pass on
+    channel.sendall(BEGUN)
+    return list(order["arguments"])
+
+
+def main(channel_fd: int, launcher: int, folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not end_with(launcher, signal.SIGKILL):
+        return
+    with socket.socket(fileno=channel_fd) as channel:
+        import_all(RunFolder(folder))
+        arguments = wait_for_order(channel)
+    if arguments is not None:
+        sys.argv[1:] = arguments
+        run_and_exit(arguments)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
