@@ -130,6 +130,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "kernels.linear": kernels.linear,
     "kernels.optimizer": kernels.optimizer,
     "kernels.nf4": kernels.nf4,
+    "kernels.deterministic": kernels.deterministic,
     "evaluate.data": left.evaluate_data,
     "evaluate.every_steps": left.evaluate_every,
     "evaluate.per_epoch": left.evaluations_per_epoch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+import torch
 
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp
 from manyhands.plan.search import plan
@@ -116,3 +117,19 @@ def nf4(lab: Lab) -> None:
         ("qlora", "reference"): ["weights dequantized by bitsandbytes (as configured)"],
         ("lora", "auto"): [],
     }
+
+
+def deterministic(lab: Lab) -> None:
+    """torch refuses what sums in no fixed order, also within cuBLAS; else it is left as it is."""
+    try:
+        lab.start({"kernels.deterministic": False})
+        assert not torch.are_deterministic_algorithms_enabled()
+        lab.start({"kernels.deterministic": True})
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    asked = {"parallel.device": "auto", "kernels.deterministic": True}
+    assert plan(lab.config(asked), facts(gpus=1)).environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in plan(lab.config({"parallel.device": "auto"}), facts(gpus=1)).environment

@@ -255,6 +255,11 @@ class KernelsSection(Section):
         "auto",
         description="qlora: dequantization in one kernel, bit-identical to bitsandbytes' (reference).",
     )
+    deterministic: bool = Field(
+        False,
+        description="On GPUs too the same run has the same losses, bit for bit, also after a restart (on CPUs it always "
+        "has): kernels that sum in a fixed order, so no cuDNN attention. An operation without such a kernel is an error.",
+    )
 
 
 class EvaluateSection(Section):

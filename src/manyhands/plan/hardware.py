@@ -182,16 +182,19 @@ def choose_shard_ranks(config: RunConfig, facts: Facts, device: Device, world_si
     )
 
 
-def choose_environment(device: Device, host: HostFacts, local_world_size: int, *, zero: bool) -> dict[str, str]:
+def choose_environment(
+    device: Device, host: HostFacts, local_world_size: int, *, zero: bool, deterministic: bool = False
+) -> dict[str, str]:
     """Variables that every worker gets unless the user has set them; ``launch/environment.py`` sets them.
     ``local_world_size`` is that of one machine. ``zero``: DeepSpeed trains, which else takes the first accelerator that
-    it finds.
+    it finds. ``deterministic``: cuBLAS sums in a fixed order only with a workspace of its own.
     """
     # Without the first a second attempt of torch's agent reads the first one's addresses.
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONHASHSEED": HASH_SEED}
     environment |= {"DS_ACCELERATOR": device} if zero else {}
     if device == "cuda":
         amd = AMD_ENVIRONMENT if host.gpus and host.gpus[0].vendor == "amd" else {}
+        environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {}
         return environment | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | amd
     num_cores = host.num_cores
     return environment | {"OMP_NUM_THREADS": str(max(1, num_cores // local_world_size))}

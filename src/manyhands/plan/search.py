@@ -109,7 +109,9 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchAsked) -> Plan:
     saving = choose_saving(config, asked, found.chosen.memory, disk, steps, found.limits.host)
     time = estimate_time(found.limits.clock, asked, facts, steps, disk, beside=saving.is_async)
     zero = found.chosen.layout.zero_stage > 0
-    environment = choose_environment(made.device, facts.host, found.limits.num_local, zero=zero)
+    environment = choose_environment(
+        made.device, facts.host, found.limits.num_local, zero=zero, deterministic=config.kernels.deterministic
+    )
     whole = Plan(
         number=launch.number,
         cause=launch.cause,

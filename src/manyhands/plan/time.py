@@ -35,6 +35,7 @@ DYNAMIC = 2.2  # times the launches of a block compiled for any size: 5.5 ms wit
 SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, over all pairs of a pack
 SHARD_LAYER_S = 0.0004  # the host's time to gather and reduce one block by ``fully_shard``
 CHUNK_S = 0.00002  # the host's time for one parameter in the update
+EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate: 1B, an H200
 SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
 
 
@@ -298,6 +299,8 @@ def optimizer(s: TimeInput) -> float:
     narrow = e.master_bytes / 4
     moved = state * narrow + (2 if e.fuse_optimizer and e.keeps_copy else SYNC_UPDATE_BYTES * narrow)
     seconds = trained * moved / s.rates.memory
+    if "8bit" in e.optimizer_name and e.layout.device == "cuda":
+        seconds += trained * EIGHT_BIT_S
     if e.optimizer_name == "muon":  # five iterations of three products, of squares of the narrower side
         sides = e.model.block_linear_shapes.values()
         flops = sum(30.0 * min(side) ** 2 * max(side) for side in sides) * e.model.num_layers

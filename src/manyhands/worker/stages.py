@@ -84,6 +84,8 @@ def find_checkpoint(rank: RankContext) -> None:
 def build_model(rank: RankContext) -> None:
     """The model on meta, changed by the plan's converters; weights onto their shards; the optimizer."""
     plan, config, world = rank.plan, rank.config, rank.world
+    if config.kernels.deterministic:
+        use_deterministic_kernels()
     context = Context(config, plan, world.device, resumes=rank.checkpoint is not None or rank.snapshot is not None)
     converters = rank.converters = make_all(context)
     reported: set[str] = set()
@@ -102,6 +104,12 @@ def build_model(rank: RankContext) -> None:
     rank.measured |= {"num_parameters": total, "num_trained_parameters": trained}
     rank.print(f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%})")
     keep_features(rank)
+
+
+def use_deterministic_kernels() -> None:
+    """For this process, before kernels are chosen: what has none that sums in a fixed order raises RuntimeError."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads it
 
 
 def keep_features(rank: RankContext) -> None:

@@ -86,9 +86,8 @@ def map_bystanders(t: Translator) -> None:
     )
     split = isinstance(options := t.get("accelerator_config"), Mapping) and options.get("split_batches")
     t.only("accelerator_config", () if split else (options,), "`split_batches` is not available: remove it")
-    if t.flag("full_determinism"):
-        t.ignore("full_determinism", "kernels are those of every run; restarts are bit-identical without it")
-    t.already("full_determinism")
+    if t.has("full_determinism"):
+        t.map("full_determinism", "kernels.deterministic", t.flag("full_determinism"))
     t.only("dataloader_drop_last", (False, None), "every sample is trained: set it to false")
     t.only("resume_from_checkpoint", (False, True, None, "auto", "latest"), "a run resumes from its own newest "
            "checkpoint; to begin from trained weights name their folder as the model")  # fmt: skip
