@@ -197,8 +197,8 @@ def gathered(s: EstimateInput) -> int:
     """Whole weights in compute dtype that FSDP2, or engine/masters.py, makes from shards or masters.
 
     ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass,
-    else ``L B c``; of a single shard one block's, as FSDP2 gathers none ahead then. Frozen weights are gathered as they
-    are kept. Nothing where the weights are whole and in compute dtype already. Weights trained by patterns are gathered
+    else ``L B c``; of a single shard one block's, as FSDP2 gathers none ahead then, or two where the engine copies the
+    next one from host memory (``Layout.prefetches_blocks``). Frozen weights are gathered as they are kept. Nothing where the weights are whole and in compute dtype already. Weights trained by patterns are gathered
     as masters, and cast where they are used: see ``_gathered_partially_trained``.
     """
     if s.partially_trained is not None and not s.layout.zero_stage:
@@ -207,7 +207,7 @@ def gathered(s: EstimateInput) -> int:
         return zero_live(s)
     if s.num_shards == 1 and not s.gathers_whole:
         return 0
-    ahead = 1 if s.num_shards == 1 else GATHERED_BLOCKS
+    ahead = GATHERED_BLOCKS if s.num_shards > 1 else BLOCKS_IN_FLIGHT if s.layout.prefetches_blocks else 1
     num_blocks = min(ahead, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
     if s.trains_everything:
         return (s.num_root_parameters + num_blocks * s.model.num_block_parameters) * s.compute_bytes
