@@ -10,6 +10,7 @@ import pytest
 from manyhands.facts.gpu_kinds import describe_host, load_kinds, parse_gpus
 from manyhands.facts.types import Calibration
 from manyhands.plan import time
+from manyhands.plan.host_memory import fetched_alone
 from manyhands.plan.rates import load_fitted, load_reference, rates_of, rates_of_kind
 from manyhands.plan.search import plan
 from manyhands.plan.time import TimeInput

@@ -91,6 +91,8 @@ def fetched_alone(s: EstimateInput, num_micro: float, gathers: float, whole_byte
     + B c`` a micro-batch; the last block comes back while the head's gradient is computed. Where the engine does not
     prefetch (``Layout.prefetches_blocks``), every block's come alone.
     """
+    if s.layout.offload != "all":
+        return 0.0, 0.0
     if s.num_shards > 1:
         return 0.0, gathers * whole_bytes / s.num_shards
     if not s.layout.prefetches_blocks:

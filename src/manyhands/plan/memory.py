@@ -198,8 +198,9 @@ def gathered(s: EstimateInput) -> int:
 
     ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass,
     else ``L B c``; of a single shard one block's, as FSDP2 gathers none ahead then, or two where the engine copies the
-    next one from host memory (``Layout.prefetches_blocks``). Frozen weights are gathered as they are kept. Nothing where the weights are whole and in compute dtype already. Weights trained by patterns are gathered
-    as masters, and cast where they are used: see ``_gathered_partially_trained``.
+    next one from host memory (``Layout.prefetches_blocks``). Frozen weights are gathered as they are kept. Nothing
+    where the weights are whole and in compute dtype already. Weights trained by patterns are gathered as masters, and
+    cast where they are used: see ``_gathered_partially_trained``.
     """
     if s.partially_trained is not None and not s.layout.zero_stage:
         return _gathered_partially_trained(s, s.partially_trained)

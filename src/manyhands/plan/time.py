@@ -373,12 +373,10 @@ def offload(s: TimeInput, compute: float) -> float:
     """What moves to host memory and back, as far as compute does not hide it: activations once each way, weights by
     each gather and gradients back. Weights of a single shard that nothing hides: ``fetched_alone``.
     """
-    e = s.estimate
-    moved, alone = 2 * moved_bytes(e) * s.work.num_micro, 0.0
-    if e.layout.offload == "all":
-        alone, fetched = fetched_alone(e, s.work.num_micro, gathers(s), whole_bytes(e))
-        moved += s.work.num_micro * e.num_trained * e.sum_bytes / e.num_shards + fetched
-    seconds = moved / s.rates.pcie
+    e, micro = s.estimate, s.work.num_micro
+    alone, fetched = fetched_alone(e, micro, gathers(s), whole_bytes(e))
+    leaving = e.num_trained * e.sum_bytes / e.num_shards if e.layout.offload == "all" else 0.0
+    seconds = (micro * (2 * moved_bytes(e) + leaving) + fetched) / s.rates.pcie
     return alone / s.rates.pcie + max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
 
 
