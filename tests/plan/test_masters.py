@@ -95,7 +95,9 @@ def test_one_gpu_has_two_blocks_of_what_is_in_host_memory_at_a_time():
     root, block = one.num_root_parameters * one.compute_bytes, one.model.num_block_parameters * one.compute_bytes
     assert (memory.gathered(one), memory.gathered(two)) == (root + 2 * block, root + 3 * block)
     assert memory.gathered(change_input(one, device="cpu")) == root + block
-    assert memory.fetched(one) == 14336 * 4096 * one.master_bytes
+    assert memory.fetched(one) == 14336 * 4096 * (one.master_bytes + 2 * one.compute_bytes)
+    narrow = change_input(one, master_dtype="bfloat16")
+    assert memory.fetched(narrow) == 14336 * 4096 * 2 * narrow.master_bytes
 
 
 def test_in_host_memory_hsdps_gradients_are_on_the_gpu_too():

@@ -217,13 +217,18 @@ def gathered(s: EstimateInput) -> int:
 
 def fetched(s: EstimateInput) -> int:
     """Shards of two blocks that come from host memory, before they are gathered: ``2 B m / S``, or as frozen ones are
-    kept. Of a single shard one weight at a time: the largest.
+    kept.
+
+    Of a single shard one weight at a time, the largest: as it lies there, cast if it is, and the one before, which
+    FSDP2 holds until the next is there.
     """
     if s.layout.offload != "all" or s.layout.zero_stage:
         return 0
     if s.num_shards == 1:
-        held = s.master_bytes if s.trains_everything else s.frozen_bytes
-        return max(out * into for out, into in s.model.block_linear_shapes.values()) * held
+        everything = s.trains_everything
+        held, used = (s.master_bytes, s.compute_bytes) if everything else (s.frozen_bytes, s.frozen_bytes)
+        largest = max(out * into for out, into in s.model.block_linear_shapes.values())
+        return largest * (held + used + (used if s.is_cast else 0))
     block = s.model.num_block_parameters * s.master_bytes if s.trains_everything else s.frozen_block_bytes
     return min(BLOCKS_IN_FLIGHT, s.model.num_layers) * block // s.num_shards
 
