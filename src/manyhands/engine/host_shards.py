@@ -3,9 +3,9 @@ and gradients are measured before they leave.
 
 FSDP2 does neither on a mesh of one rank. Its ``unshard`` skips the all-gather there and copies nothing: the copies are
 queued by ``wait_for_unshard``, on the stream that computes, when a block's hooks ask for its weights. Prefetching, its
-own or by ``set_modules_to_forward_prefetch``, calls only the first of the two. (pytorch/pytorch#178861 moves the copy;
-when a release that we require has it, ``BlockPrefetch`` can go.) Gradients do leave beside the computation, in FSDP2's
-reduce-scatter stream. Must not know the model's family, data or the optimizer.
+own or by ``set_modules_to_forward_prefetch``, calls only the first of the two (pytorch/torchtitan#2749; a patch is
+pytorch/pytorch#178861: where a release that we require copies in ``unshard``, ``BlockPrefetch`` can go). Gradients do
+leave beside the computation, in FSDP2's reduce-scatter stream. Must not know the model's family, data or the optimizer.
 """
 
 from __future__ import annotations
