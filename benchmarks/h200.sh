@@ -78,6 +78,9 @@ unmeasured() {
     measure 8b-fp8 60 $case --row 8b-lora --label fp8-alone kernels.linear=fp8 model.frozen_dtype=fp8
     local host="$case --row 8b-full --warm 1 --limit 16 model.master_dtype=bfloat16 parallel.offload=all"  # pins 80 GiB first
     measure 8b-full-16 200 $host --rows 3 --steps 4 --label 16-GiB batch.micro_tokens=24576
+    # FSDP2 alone: no block's weights come ahead, and the norm is a pass over gradients in host memory
+    measure 8b-full-16-without 200 ${host/manyhands.bench.case/benchmarks.without_prefetch} --rows 3 --steps 4 \
+        --label 16-GiB-without-prefetch batch.micro_tokens=24576
     measure 8b-full-16-accumulated 280 $host --rows 8 --steps 3 --label 16-GiB-accumulated batch.micro_tokens=32768
     measure 8b-qlora 80 $case --row 8b-qlora --label today
     measure 8b-lora-45 60 $case --row 8b-lora --limit 45 --label 45-GiB

@@ -88,13 +88,16 @@ def test_the_largest_moment_is_that_of_what_stays_on_the_gpu():
     assert host_memory.estimate_host_terms(moved, terms)["gradients"] == memory.gradients(moved) > 0
 
 
-def test_one_gpu_has_one_block_of_what_is_in_host_memory_at_a_time():
-    """FSDP2 on one rank fetches a block's weights one by one as its forward pass begins: no other is there then."""
+def test_one_gpu_has_two_blocks_of_what_is_in_host_memory_at_a_time():
+    """One computes while the engine fetches the next, its weights one by one; FSDP2 on one rank fetches none ahead."""
     one = change_input(FULL, model=llama_8b(), offload="all", device="cuda", reshard_after_forward=True)
     two = change_input(one, strategy="fsdp", world_size=2)
     root, block = one.num_root_parameters * one.compute_bytes, one.model.num_block_parameters * one.compute_bytes
-    assert (memory.gathered(one), memory.gathered(two)) == (root + block, root + 3 * block)
-    assert memory.fetched(one) == 14336 * 4096 * one.master_bytes
+    assert (memory.gathered(one), memory.gathered(two)) == (root + 2 * block, root + 3 * block)
+    assert memory.gathered(change_input(one, device="cpu")) == root + block
+    assert memory.fetched(one) == 14336 * 4096 * (one.master_bytes + 2 * one.compute_bytes)
+    narrow = change_input(one, master_dtype="bfloat16")
+    assert memory.fetched(narrow) == 14336 * 4096 * 2 * narrow.master_bytes
 
 
 def test_in_host_memory_hsdps_gradients_are_on_the_gpu_too():

@@ -10,6 +10,7 @@ import pytest
 from manyhands.facts.gpu_kinds import describe_host, load_kinds, parse_gpus
 from manyhands.facts.types import Calibration
 from manyhands.plan import time
+from manyhands.plan.host_memory import fetched_alone
 from manyhands.plan.rates import load_fitted, load_reference, rates_of, rates_of_kind
 from manyhands.plan.search import plan
 from manyhands.plan.time import TimeInput
@@ -129,13 +130,29 @@ def test_nothing_is_said_of_a_cpu():
     assert made.step_s is None and made.time is None
 
 
-def test_one_gpu_waits_for_weights_in_host_memory_and_several_fetch_ahead():
-    """FSDP2 on one rank copies a block's weights as its forward pass begins; on several while the last one computes."""
+def test_one_gpu_waits_for_the_first_weights_from_host_memory_and_fetches_the_others_ahead():
+    """Nothing computes before the root's and the first block's are there; several ranks prefetch all of them."""
     one = change_input(FULL, offload="all", device="cuda", reshard_after_forward=True)
     two = change_input(one, strategy="fsdp", world_size=2)
     compute = 1e3  # seconds: enough to hide any copy
-    alone, ahead = (time.offload(asked(setup), compute) for setup in (one, two))
-    assert alone > 2 * 2 * one.model.num_parameters / RATES.pcie > 5 * ahead
+    first = 2 * (one.num_root_parameters + one.model.num_block_parameters) / RATES.pcie
+    rest = 2 * 2 * one.model.num_layers * one.model.num_block_parameters - 2 * one.model.num_block_parameters
+    moved = rest + one.num_trained * one.sum_bytes
+    assert time.offload(asked(one), compute) == pytest.approx(first + 0.03 * moved / RATES.pcie)
+    assert time.offload(asked(one), 0.0) == pytest.approx(first + moved / RATES.pcie)
+    assert time.offload(asked(two), compute) < 0.03 * 2 * (moved / RATES.pcie + first)
+    unhidden = fetched_alone(change_input(one, device="cpu"), 3, 6, 1000)
+    assert unhidden == (6000, 0), "FSDP2 alone fetches none ahead"
+
+
+def test_the_norm_of_gradients_in_host_memory_costs_a_pass_over_them_where_they_are_sums():
+    """Of one micro-batch it is taken before they leave."""
+    narrow = change_input(FULL, offload="all", device="cuda", master_dtype="bfloat16", accumulates=False)
+    alone, shared = (
+        time.optimizer(asked(setup)) * setup.num_shards
+        for setup in (narrow, change_input(narrow, strategy="fsdp", world_size=2))
+    )
+    assert shared - alone == pytest.approx(2 * narrow.num_trained / RATES.pcie)
 
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("H200", 50), ("A100-80GB", 25), ("T4", 12.5)])

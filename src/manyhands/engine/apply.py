@@ -29,7 +29,9 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.holding import is_full
 from manyhands.core.world import World
+from manyhands.engine import host_shards
 from manyhands.engine.activations import checkpoint_blocks, checkpoint_towers, offload_activations
+from manyhands.engine.host_shards import BlockPrefetch, GradientNorms
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.native import SHARD, NativeEngine
 from manyhands.model.loss import LossModel
@@ -95,7 +97,15 @@ def apply(
     if layout.offload_activations:
         offload_activations(loss_model.model, world.device)
     if mesh is not None:
-        return NativeEngine(loss_model, world, mesh=mesh, reduce_every=layout.reduce_every)
+        overlaps = layout.prefetches_blocks and host_shards.PREFETCH
+        return NativeEngine(
+            loss_model,
+            world,
+            mesh=mesh,
+            reduce_every=layout.reduce_every,
+            prefetch=BlockPrefetch([*find_blocks(loss_model.model).values()], world.device) if overlaps else None,
+            norms=GradientNorms(loss_model) if overlaps and mesh.size() == 1 else None,
+        )
     if layout.wrapper == "none":
         copy = keep_compute_copy(loss_model) if layout.compute_copy == "kept" else None
         return NativeEngine(loss_model, world, copy=copy)

@@ -5,6 +5,7 @@ the worker asks beside it (``worker.context.RunEngine``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +23,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.holding import local
 from manyhands.core.limits import UPDATE_SLICE
 from manyhands.core.world import World
+from manyhands.engine.host_shards import BlockPrefetch, GradientNorms
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.optimizers import make_engine_optimizer
 from manyhands.model.loss import LossModel, Terms
@@ -105,7 +107,8 @@ class NativeEngine(RankEngine):
 
     ``mesh``: what FSDP2 shards over; every rank holds only its part of the gradients along its shard axis. ``replica``:
     the DDP module around the loss model. ``reduce_every``: shards are reduced after every micro-batch, not after the
-    last one. ``copy``: what computes in place of the parameters, refreshed once a step.
+    last one. ``copy``: what computes in place of the parameters, refreshed once a step. ``prefetch`` and ``norms``: of
+    shards in host memory.
     """
 
     def __init__(
@@ -117,9 +120,12 @@ class NativeEngine(RankEngine):
         replica: DistributedDataParallel | None = None,
         reduce_every: bool = True,
         copy: ComputeCopy | None = None,
+        prefetch: BlockPrefetch | None = None,
+        norms: GradientNorms | None = None,
     ) -> None:
         super().__init__(loss_model, world)
         self._replica, self._copy = replica, copy
+        self._prefetch, self._norms = prefetch, norms
         if replica is not None:
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
         self._norm: torch.Tensor | None = None  # of the gradients that are there
@@ -165,7 +171,8 @@ class NativeEngine(RankEngine):
                 parameter.grad = parameter.grad.float()
         self._reduce_in_backward(last)
         self._norm = None
-        loss.backward()
+        with nullcontext() if self._prefetch is None else self._prefetch.backward_pass():
+            loss.backward()
 
     def _reduce_in_backward(self, last: bool) -> None:
         """Whether the backward pass that follows reduces gradients over ranks."""
@@ -187,7 +194,11 @@ class NativeEngine(RankEngine):
         In float64, because float32 norms of different layouts differ in the last digit, and clipping spreads that
         digit.
         """
-        norms = tensor_norms([local(p.grad) for p in self.model.parameters() if p.grad is not None], self.world.device)
+        named = self.model.named_parameters(prefix="model")  # as in the loss model
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        norms = None if self._norms is None else self._norms.of(gradients)
+        if norms is None:
+            norms = tensor_norms([local(gradient) for gradient in gradients.values()], self.world.device)
         total = (
             torch.stack(norms).square().sum()
             if norms
@@ -205,12 +216,13 @@ class NativeEngine(RankEngine):
         if max_norm > 0:
             clip_gradients(self.optimizer, self.gradient_norm() if self._norm is None else self._norm, max_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._norm = None
+        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
         self._norm = None
+        if self._norms is not None:
+            self._norms.forget()
 
     def save(
         self,
@@ -241,6 +253,8 @@ class NativeEngine(RankEngine):
         self._before_update.append(call)
 
     def _end_copies(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.drop()
         while self._before_update:
             self._before_update.pop(0)()
 

@@ -83,6 +83,27 @@ def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
     return kept
 
 
+def fetched_alone(s: EstimateInput, num_micro: float, gathers: float, whole_bytes: int) -> tuple[float, float]:
+    """(bytes of weights that come from host memory in a step while nothing computes, those that come beside a block).
+
+    ``gathers``: times that blocks are gathered; ``whole_bytes`` of all weights. Of shards over several ranks all are
+    prefetched. Of a single shard nothing is before the root, which stays, and the first block of a forward pass, ``R c
+    + B c`` a micro-batch; the last block comes back while the head's gradient is computed. Where the engine does not
+    prefetch (``Layout.prefetches_blocks``), every block's come alone.
+    """
+    if s.layout.offload != "all":
+        return 0.0, 0.0
+    if s.num_shards > 1:
+        return 0.0, gathers * whole_bytes / s.num_shards
+    if not s.layout.prefetches_blocks:
+        return gathers * whole_bytes, 0.0
+    blocks = s.model.num_layers * (
+        s.model.num_block_parameters * s.compute_bytes if s.trains_everything else s.frozen_block_bytes
+    )
+    root, first = num_micro * (whole_bytes - blocks), num_micro * blocks / s.model.num_layers
+    return root + first, gathers * blocks - first
+
+
 @dataclass(frozen=True)
 class Saving:
     """``memory`` is the layout's, with what is staged. ``why`` is empty where there is nothing to decide."""

@@ -118,6 +118,14 @@ class Layout:
         return self.strategy in ("single", "ddp")
 
     @property
+    def prefetches_blocks(self) -> bool:
+        """Whether the next block's weights are copied from host memory by the engine (``engine/host_shards.py``), as
+        FSDP2 fetches none ahead where nothing is sharded.
+        """
+        fetches = self.wrapper == "fully_shard" and self.offload == "all" and self.device == "cuda"
+        return fetches and self.mesh.shard == 1
+
+    @property
     def zero_stage(self) -> int:
         """DeepSpeed's stage: 1 shards optimizer states and masters, 2 gradients too, 3 weights too; 0 without it."""
         return ZERO_STAGES.get(self.strategy, 0)

@@ -197,9 +197,10 @@ def gathered(s: EstimateInput) -> int:
     """Whole weights in compute dtype that FSDP2, or engine/masters.py, makes from shards or masters.
 
     ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass,
-    else ``L B c``; of a single shard one block's, as FSDP2 gathers none ahead then. Frozen weights are gathered as they
-    are kept. Nothing where the weights are whole and in compute dtype already. Weights trained by patterns are gathered
-    as masters, and cast where they are used: see ``_gathered_partially_trained``.
+    else ``L B c``; of a single shard one block's, as FSDP2 gathers none ahead then, or two where the engine copies the
+    next one from host memory (``Layout.prefetches_blocks``). Frozen weights are gathered as they are kept. Nothing
+    where the weights are whole and in compute dtype already. Weights trained by patterns are gathered as masters, and
+    cast where they are used: see ``_gathered_partially_trained``.
     """
     if s.partially_trained is not None and not s.layout.zero_stage:
         return _gathered_partially_trained(s, s.partially_trained)
@@ -207,7 +208,7 @@ def gathered(s: EstimateInput) -> int:
         return zero_live(s)
     if s.num_shards == 1 and not s.gathers_whole:
         return 0
-    ahead = 1 if s.num_shards == 1 else GATHERED_BLOCKS
+    ahead = GATHERED_BLOCKS if s.num_shards > 1 else BLOCKS_IN_FLIGHT if s.layout.prefetches_blocks else 1
     num_blocks = min(ahead, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
     if s.trains_everything:
         return (s.num_root_parameters + num_blocks * s.model.num_block_parameters) * s.compute_bytes
@@ -216,13 +217,18 @@ def gathered(s: EstimateInput) -> int:
 
 def fetched(s: EstimateInput) -> int:
     """Shards of two blocks that come from host memory, before they are gathered: ``2 B m / S``, or as frozen ones are
-    kept. Of a single shard one weight at a time: the largest.
+    kept.
+
+    Of a single shard one weight at a time, the largest: as it lies there, cast if it is, and the one before, which
+    FSDP2 holds until the next is there.
     """
     if s.layout.offload != "all" or s.layout.zero_stage:
         return 0
     if s.num_shards == 1:
-        held = s.master_bytes if s.trains_everything else s.frozen_bytes
-        return max(out * into for out, into in s.model.block_linear_shapes.values()) * held
+        everything = s.trains_everything
+        held, used = (s.master_bytes, s.compute_bytes) if everything else (s.frozen_bytes, s.frozen_bytes)
+        largest = max(out * into for out, into in s.model.block_linear_shapes.values())
+        return largest * (held + used + (used if s.is_cast else 0))
     block = s.model.num_block_parameters * s.master_bytes if s.trains_everything else s.frozen_block_bytes
     return min(BLOCKS_IN_FLIGHT, s.model.num_layers) * block // s.num_shards
 

@@ -19,6 +19,7 @@ from typing import Literal
 
 from manyhands.plan.activations import moved_bytes
 from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.host_memory import fetched_alone
 from manyhands.plan.layout import Checkpointing
 from manyhands.plan.rates import LATENCY_S, NODE_LATENCY_S, Fitted, GpuRates
 from manyhands.plan.towers import reading_s, towers_s
@@ -306,7 +307,8 @@ def optimizer(s: TimeInput) -> float:
         flops = sum(30.0 * min(side) ** 2 * max(side) for side in sides) * e.model.num_layers
         seconds += flops / s.rates.matmul / max(1, e.num_shards)
     if e.streams_update:  # gradients for their norm, then all that is on the host, in and out at the same time
-        on_host = 2 * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
+        early = e.layout.prefetches_blocks and e.layout.world_size == s.work.num_micro == 1  # norms, before they leave
+        on_host = (1 if early else 2) * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
         seconds += trained * on_host / s.rates.pcie
     elif e.layout.offload != "none":  # states travel to the device and back, or are updated on the host
         seconds += trained * 2 * (state - 4) / s.rates.pcie
@@ -372,15 +374,12 @@ def between_nodes(s: TimeInput) -> float:
 
 def offload(s: TimeInput, compute: float) -> float:
     """What moves to host memory and back, as far as compute does not hide it: activations once each way, weights by
-    each gather and gradients back. Weights of a single shard come between the computations: FSDP2 fetches none ahead.
+    each gather and gradients back. Weights of a single shard that nothing hides: ``fetched_alone``.
     """
-    e = s.estimate
-    moved, alone = 2 * moved_bytes(e) * s.work.num_micro, 0.0
-    if e.layout.offload == "all":
-        fetched = gathers(s) * whole_bytes(e) / e.num_shards
-        moved += s.work.num_micro * e.num_trained * e.sum_bytes / e.num_shards
-        moved, alone = (moved, fetched) if e.num_shards == 1 else (moved + fetched, 0.0)
-    seconds = moved / s.rates.pcie
+    e, micro = s.estimate, s.work.num_micro
+    alone, fetched = fetched_alone(e, micro, gathers(s), whole_bytes(e))
+    leaving = e.num_trained * e.sum_bytes / e.num_shards if e.layout.offload == "all" else 0.0
+    seconds = (micro * (2 * moved_bytes(e) + leaving) + fetched) / s.rates.pcie
     return alone / s.rates.pcie + max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
 
 
