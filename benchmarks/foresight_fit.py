@@ -37,7 +37,7 @@ INTRODUCTION = (
     "(`benchmarks/results/*foresight-*.jsonl`): every row holds what the estimate is a function of, and is "
     "estimated anew by today's code. Planned memory is beside what the process held at most, reserved by "
     "torch's allocator and outside of it, on the rank that held most; of packs of mixed lengths at the largest "
-    "pack that ran, as few steps were taken. Planned seconds, from datasheets and the constants of "
+    "pack that ran, as few steps were taken, and of steps of one micro-batch as if all were. Planned seconds, from datasheets and the constants of "
     "`src/manyhands/plan/time.toml`, are beside the median of the timed steps; where lengths are mixed, each step is "
     "planned by itself, and the one whose error is the median counts. Rows of one call ran side by side on GPUs of "
     "one machine where they say so (`beside`); beside those of `h200-foresight-4.jsonl`'s second call half of the "
@@ -135,9 +135,14 @@ def rebuild(row: dict[str, Any]) -> Measured | None:
 
 
 def at_largest(estimate: EstimateInput, steps: list[list[list[np.ndarray]]]) -> EstimateInput:
-    """The estimate of the largest pack that ran: the plan's is of a full one, which few steps may not have."""
-    largest = max(micro.tokens for micro in work_of_lengths(steps, estimate.layout, None).micros)
-    return replace(estimate, layout=replace(estimate.layout, full_micro_tokens=int(largest)))
+    """The estimate of the largest pack that ran: the plan's is of a full one, which few steps may not have. Nor may
+    any step have had several.
+    """
+    works = [work_of_lengths([step], estimate.layout, None) for step in steps]
+    largest = max(micro.tokens for work in works for micro in work.micros)
+    accumulates = estimate.layout.accumulates and any(work.num_micro > 1 for work in works)
+    layout = replace(estimate.layout, full_micro_tokens=int(largest), accumulates=accumulates)
+    return replace(estimate, layout=layout)
 
 
 def lengthen(lengths: list[int]) -> np.ndarray:

@@ -136,7 +136,7 @@ def profile_blocks(device_type: str, width: int, num_rows: int, overlap: bool) -
         fully_shard(module, mesh=mesh, reshard_after_forward=module is not model, **policies)
     prefetch = BlockPrefetch(list(model), device) if overlap else None
     norms = GradientNorms(model) if overlap else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 / width)
     found: dict[str, Any] = {"losses": [], "norms": []}
 
     def step() -> None:

@@ -192,7 +192,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "keys", nargs="*", metavar="section.key=value", help="keys set by hand: the figure then says so"
     )
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # keys may stand between options
 
 
 def prepare(options: argparse.Namespace, row: BenchRow, rank: int, world_size: int) -> tuple[RunConfig, Plan]:

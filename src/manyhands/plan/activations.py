@@ -114,7 +114,9 @@ def block_bytes_per_token(s: EstimateInput) -> int:
                                     36 blocks and 12,416 tokens
     q and k before they rotate      c (q + k) more where q, k and v are one matmul, whose result v keeps whole; it is
                                     also the input of norms of q and k, where there are such, and not counted twice
-    gate, up, product               3 c I compiled; eager 4 c I, with the activation's result apart
+    gate, up, product               3 c I compiled; eager 4 c I, with the activation's result apart, but 2 c I where
+                                    adapters are fused: their function makes the product again, and keeps queries and
+                                    the result of attention once more as they were copied, 2 c q
     of a frozen model               neither inputs of linear layers nor the MLP's product: gradients pass through alone
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
     ==============================  ===================================================================================
@@ -123,8 +125,10 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
     own_gradient = s.num_adapter_parameters == 0 and not s.freezes_text
     norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * own_gradient)
-    attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + c * q * (s.mixed_lengths or s.pads_rows)
-    mlp = c * m.intermediate_size * (3 if s.layout.compile else 4)
+    eager_fused = s.fuses_modules and s.num_adapter_parameters > 0 and not s.layout.compile
+    as_kernel_has_them = 2 * c * q if eager_fused else c * q * (s.mixed_lengths or s.pads_rows)
+    attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
+    mlp = c * m.intermediate_size * (2 if eager_fused else 3 if s.layout.compile else 4)
     merged = c * max(0, q + k - m.head_norm_elements) if s.merges_queries else 0
     if s.freezes_text:
         return norms + attention + merged + mlp - c * m.intermediate_size

@@ -62,10 +62,11 @@ def shape_of(rank: RankContext, name: SetName = "train") -> BatchShape:
     if not plan.packing:
         return BatchShape(packed=False, images=images)
     tile = pack_tile(plan)
-    if not plan.layout.compile:
-        return BatchShape(packed=True, tile=tile, images=images)
     sets = (rank.store.train.lengths, rank.store.validation.lengths)
     longest = max(int(lengths.max()) for lengths in sets if len(lengths))
+    if not plan.layout.compile:
+        row_length = longest if plan.layout.pack_tokens is not None else None
+        return BatchShape(packed=True, tile=tile, row_length=row_length, images=images)
     if plan.layout.pack_tokens is None:
         return BatchShape(packed=True, tile=tile, longest=longest, images=images)
     return BatchShape(
