@@ -97,20 +97,25 @@ def apply(
     if layout.offload_activations:
         offload_activations(loss_model.model, world.device)
     if mesh is not None:
-        overlaps = layout.prefetches_blocks and host_shards.PREFETCH
-        return NativeEngine(
-            loss_model,
-            world,
-            mesh=mesh,
-            reduce_every=layout.reduce_every,
-            prefetch=BlockPrefetch([*find_blocks(loss_model.model).values()], world.device) if overlaps else None,
-            norms=GradientNorms(loss_model) if overlaps and mesh.size() == 1 else None,
-        )
+        return make_sharded_engine(loss_model, world, mesh, layout)
     if layout.wrapper == "none":
         copy = keep_compute_copy(loss_model) if layout.compute_copy == "kept" else None
         return NativeEngine(loss_model, world, copy=copy)
     trained = "full" if layout.trains_everything else "part"
     return NativeEngine(loss_model, world, replica=replicate(loss_model, trained, layout.ddp_bucket_mb))
+
+
+def make_sharded_engine(loss_model: LossModel, world: World, mesh: DeviceMesh, layout: Layout) -> NativeEngine:
+    """Of shards that are there; of one rank's in host memory, what FSDP2 does not overlap there (``host_shards``)."""
+    overlaps = layout.prefetches_blocks and host_shards.PREFETCH
+    return NativeEngine(
+        loss_model,
+        world,
+        mesh=mesh,
+        reduce_every=layout.reduce_every,
+        prefetch=BlockPrefetch([*find_blocks(loss_model.model).values()], world.device) if overlaps else None,
+        norms=GradientNorms(loss_model) if overlaps and mesh.size() == 1 else None,
+    )
 
 
 def check_trained(loss_model: LossModel, layout: Layout) -> None:

@@ -36,7 +36,7 @@ _OF_ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")  # beginnings of n
 
 
 @dataclass
-class _Waiting:
+class _Standby:
     """One process, and the channel on which it is told to begin."""
 
     process: subprocess.Popen[bytes]
@@ -65,7 +65,7 @@ class Standbys:
 
     def __init__(self, after_s: float = AFTER_S) -> None:
         self.after_s = after_s
-        self._waiting: dict[int, _Waiting] = {}  # by local rank
+        self._waiting: dict[int, _Standby] = {}  # by local rank
         self._environments: dict[int, Mapping[str, str]] = {}  # of the ranks that run
         self._lock = threading.Lock()
         self._attempt: tuple[RunFolder, range] | None = None
@@ -178,13 +178,13 @@ def _handlers() -> Any:
     return None
 
 
-def _start(environment: Mapping[str, str], folder: RunFolder) -> _Waiting:
+def _start(environment: Mapping[str, str], folder: RunFolder) -> _Standby:
     ours, theirs = socket.socketpair()
     with theirs:
         arguments = [str(theirs.fileno()), str(os.getpid()), str(folder.path)]
         command = [sys.executable, "-u", "-m", "manyhands.worker.standby", *arguments]
         process = subprocess.Popen(command, env=dict(environment), pass_fds=[theirs.fileno()])
-    return _Waiting(process, ours, environment)
+    return _Standby(process, ours, environment)
 
 
 def _lasting(environment: Mapping[str, str]) -> dict[str, str]:

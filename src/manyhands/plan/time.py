@@ -6,9 +6,7 @@ Its input is a ``TimeInput``: what memory is estimated from (``EstimateInput``),
 Notation, beside that of ``memory.py``: T tokens of a micro-batch, F FLOP/s of matmuls, M bytes/s of memory, N bytes/s
 of collectives, c bytes of a compute element, S ranks that share one copy. A matmul of (m, k) and (k, n) takes
 ``2 m k n`` operations. Time of micro-batches is summed; that of updates is once a step. The GPU's work and the host's
-launches run beside each other: a step takes as long as the longer of the two.
-
-Compared with measured steps in ``tests/plan/test_time_measured.py`` and ``docs/planner-accuracy.md``.
+launches run beside each other: a step takes as long as the longer of the two. Measured: ``docs/planner-accuracy.md``.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ DYNAMIC = 2.2  # times the launches of a block compiled for any size: 5.5 ms wit
 SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, over all pairs of a pack
 SHARD_LAYER_S = 0.0004  # the host's time to gather and reduce one block by ``fully_shard``
 CHUNK_S = 0.00002  # the host's time for one parameter in the update
-EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate: 1B, an H200
+EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate (H200)
 SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
 
 
@@ -299,9 +297,8 @@ def optimizer(s: TimeInput) -> float:
     state = {"adamw_8bit": 14, "paged_adamw_8bit": 14, "adafactor": 16}.get(e.optimizer_name, 28)
     narrow = e.master_bytes / 4
     moved = state * narrow + (2 if e.fuse_optimizer and e.keeps_copy else SYNC_UPDATE_BYTES * narrow)
-    seconds = trained * moved / s.rates.memory
-    if "8bit" in e.optimizer_name and e.layout.device == "cuda":
-        seconds += trained * EIGHT_BIT_S
+    by_kernel = EIGHT_BIT_S if "8bit" in e.optimizer_name and e.layout.device == "cuda" else 0.0
+    seconds = trained * (moved / s.rates.memory + by_kernel)
     if e.optimizer_name == "muon":  # five iterations of three products, of squares of the narrower side
         sides = e.model.block_linear_shapes.values()
         flops = sum(30.0 * min(side) ** 2 * max(side) for side in sides) * e.model.num_layers
