@@ -257,8 +257,8 @@ class KernelsSection(Section):
     )
     deterministic: bool = Field(
         False,
-        description="On GPUs too the same run has the same losses, bit for bit, also after a restart (on CPUs it always "
-        "has): kernels that sum in a fixed order, so no cuDNN attention. An operation without such a kernel is an error.",
+        description="On GPUs too the same run has the same losses, bit for bit, also after a restart (on CPUs it has "
+        "anyway): kernels that sum in a fixed order, so no cuDNN attention. What has no such kernel is an error.",
     )
 
 
