@@ -109,7 +109,7 @@ def build_model(rank: RankContext) -> None:
 def use_deterministic_kernels() -> None:
     """For this process, before kernels are chosen: what has none that sums in a fixed order raises RuntimeError."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
 
 
 def keep_features(rank: RankContext) -> None:
