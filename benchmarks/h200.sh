@@ -97,17 +97,21 @@ unmeasured() {
     measure answers 240 python3 -m benchmarks.generate --shape llama8b --prompts 1024 --gpus 1 --output "$results/generate.jsonl"
     mkdir -p /tmp/checkpoint
     measure checkpoint 250 python3 -m benchmarks.checkpoint --gib 24 --device cuda --folder /tmp/checkpoint
-    local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder /tmp/survive --every 60"
-    measure survive-1b 530 $survive --shape llama1b --steps 60 --undisturbed-steps 240 --save-every 20 --seconds 150
+    local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder /tmp/survive --every 60 --budget 515"
+    # losses are equal bit for bit with that key alone
+    measure survive-1b 530 $survive --shape llama1b --steps 40 --seconds 240 --parts undisturbed,kills kernels.deterministic=true
     measure survive-3b 530 $survive --shape llama3b --samples 4 --steps 40 --seconds 180 --parts undisturbed,snapshots,kills
+    measure survive-saved 300 $survive --shape llama1b --steps 130 --save-every 60 --parts undisturbed,checkpoint
     measure kept 200 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" --budget 190 --kept \
         --case qwen06b,lora,1x16x4096,mix,activation_checkpointing=none
     measure foresight 560 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" \
         --have "$root"/benchmarks/results/h200-foresight-*.jsonl --budget 540 --calibrate --only 1
+    measure foresight-x2 560 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" \
+        --have "$root"/benchmarks/results/h200-foresight-*.jsonl --budget 540 --calibrate  # also of two GPUs
 }
 
 survive() {  # a checkpoint of 3B full takes 39 GB of the disk, of 8B full 96 GB; snapshots twice that of host memory
-    local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder ${SURVIVE_FOLDER:-/tmp/survive} --every 60"
+    local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder ${SURVIVE_FOLDER:-/tmp/survive} --every 60 --budget 515"
     local kills="--parts undisturbed,snapshots,kills --undisturbed-steps 90 --seconds 180"
     measure 8b-lora-x2 530 $survive --gpus 2 --shape llama8b --method lora --steps 40 --save-every 15 --seconds 180
     measure 3b-full-x2 530 $survive --gpus 2 --shape llama3b --steps 40 $kills

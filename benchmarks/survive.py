@@ -85,6 +85,7 @@ class LiveRun:
     output: Path
     num_ranks: int
     limit_s: float  # without a step, after which it is given up
+    deadline: float = float("inf")  # on the monotonic clock, of all parts together
     beats: dict[int, Beat] = field(default_factory=dict)
     entered: list[Entered] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
@@ -115,6 +116,8 @@ class LiveRun:
         while not until():
             if self.process.poll() is not None:
                 raise RunFailed(f"exit code {self.process.returncode}: {self.tail()}")
+            if time.monotonic() > self.deadline:
+                raise RunFailed(f"the time of --budget is over, at step {step}")
             if time.monotonic() - since > self.limit_s:
                 raise RunFailed(f"no further step after step {step} in {self.limit_s:g} s: {self.tail()}")
             time.sleep(LOOK_S)
@@ -183,6 +186,7 @@ class Survival:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.deadline = time.monotonic() + options.budget
         self.work = BenchRow("survive", "", options.shape, options.method, options.gpus, length=options.length)
         self.file, self.runs = write_place(options, self.work)
         with ProcessPoolExecutor(1) as other:  # CUDA starts in no process that lasts
@@ -310,7 +314,7 @@ class Survival:
                 start_new_session=True,
                 preexec_fn=lambda: end_with(parent, signal.SIGTERM),
             )
-        return LiveRun(folder, process, output, num_ranks, self.options.limit_s)
+        return LiveRun(folder, process, output, num_ranks, self.options.limit_s, self.deadline)
 
     def beside_undisturbed(self, found: dict[str, Any]) -> dict[str, Any]:
         return percent_slower(found, self.undisturbed_speed) if self.undisturbed_speed else {}
@@ -368,6 +372,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the part kills, from its first steps on")
     parser.add_argument("--limit-s", type=float, default=400.0, help="without a step, after which a run is given up")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of the call")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and kills")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-survive")
     parser.add_argument("--output", type=Path, help="JSONL file to append the rows to")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.survive import Survival, parse
+from benchmarks.survive import LiveRun, RunFailed, Survival, parse
 from benchmarks.survive_figures import (
     Entered,
     Kill,
@@ -24,6 +26,7 @@ from benchmarks.survive_figures import (
     stalls,
     step_rows,
 )
+from manyhands.launch.run_folder import RunFolder
 
 
 def step(number: int, time: float, seconds: float = 1.0, loss: float = 2.0) -> dict[str, Any]:
@@ -115,6 +118,14 @@ def test_a_recovery_is_split_into_what_its_seconds_went_into() -> None:
 def test_the_rate_counts_the_seconds_without_steps_too() -> None:
     rows = [step(1, 10.0), step(2, 11.0), step(3, 12.0), step(4, 29.0), step(5, 30.0), step(6, 31.0)]
     assert rate_after(rows, 10.0) == 500 / 21
+
+
+def test_a_part_ends_when_the_time_of_the_call_is_over(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        run = LiveRun(RunFolder(tmp_path), process, tmp_path / "log", 1, 60.0, time.monotonic() - 1.0)
+        with pytest.raises(RunFailed, match="the time of --budget is over"):
+            run.reach(1)
+        run.end()
 
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
