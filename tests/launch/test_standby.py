@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -119,6 +120,19 @@ def test_one_that_was_killed_is_replaced(folder: RunFolder, standbys: Standbys) 
     folder.beat(0).unlink()
     with standbys.serving(folder, range(2)):
         assert Handler(0).start("--help").wait(WAIT_S) == 0, "started anew"
+
+
+def test_where_no_process_can_be_started_the_ranks_live_on(
+    folder: RunFolder, standbys: Standbys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that starts them must not end: its processes would be signalled."""
+    with standbys.serving(folder, range(1)):
+        Handler(0).start("--help").wait(WAIT_S)
+        monkeypatch.setattr("manyhands.launch.standby._start", Mock(side_effect=OSError(11, "no more processes")))
+        train(folder, 0)
+        time.sleep(2.5)
+        monkeypatch.undo()
+        wait_until(lambda: is_ready(standbys, 0))
 
 
 LAUNCHER = """

@@ -138,7 +138,8 @@ class Standbys:
                 continue
             trains_since = time.monotonic() if trains_since is None else trains_since
             if time.monotonic() - trains_since >= self.after_s:
-                self._make_ready(attempt)
+                with contextlib.suppress(OSError):  # no room for a process: a restart is slower
+                    self._make_ready(attempt)
 
     def _make_ready(self, attempt: tuple[RunFolder, range]) -> None:
         """Those that are missing, one by one: they share the cores with ranks that train."""
