@@ -213,8 +213,8 @@ class LaunchSection(Section):
         3,
         description="Restarts from the newest checkpoint after a process died, hung or failed unexpectedly: at most so "
         "many without a newer checkpoint in between, at once, then 1 s, 2 s, 4 s ... later; never where the same error "
-        "comes at the same step again. 0 also ends a run whose memory runs out, which else goes on with a smaller plan. Under "
-        "torchrun and accelerate --max-restarts counts instead.",
+        "comes at the same step again. 0 also ends a run whose memory runs out, which else goes on with a smaller "
+        "plan. Under torchrun and accelerate --max-restarts counts instead.",
     )
     min_gpus: PositiveInt | None = Field(
         None,
