@@ -35,6 +35,7 @@ from manyhands.data.streams import (
 )
 from manyhands.model.loss import LossModel
 from manyhands.worker import stages
+from manyhands.worker.batches import shape_of
 
 # A value a token; one a label (that of the token which is predicted); patches of a picture, of any number.
 PITCH = Stream("pitch", "<f4", along="tokens", entries=(BatchEntry("pitch", "float32", fill=-1.0),))
@@ -280,7 +281,20 @@ def test_the_batch_of_self_tests_is_small_however_long_samples_are(monkeypatch: 
         order=SimpleNamespace(samples=lambda epoch, step: np.array([0])),
         store=SimpleNamespace(train=train),
         world=SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")),
-        plan=SimpleNamespace(packing=True, layout=SimpleNamespace(compile=False, device="cpu")),
+        plan=SimpleNamespace(packing=True, layout=SimpleNamespace(compile=False, device="cpu", pack_tokens=None)),
     )
     batch = stages.probe_batch(rank)
     assert batch["input_ids"].tolist() == [list(range(436, 500))] and int((batch["labels"] >= 0).sum()) == 20
+
+
+@pytest.mark.parametrize(("compiled", "pack_tokens", "row_length"), [(False, 8, 4), (False, None, None), (True, 8, 4)])
+def test_batches_of_samples_of_one_length_say_so_compiled_or_not(
+    compiled: bool, pack_tokens: int | None, row_length: int | None
+) -> None:
+    """Attention takes the faster kernel for rows of one length by it."""
+    lengths = SimpleNamespace(lengths=np.array([4, 4, 4]), num_images=None)
+    layout = SimpleNamespace(compile=compiled, device="cpu", pack_tokens=pack_tokens)
+    rank: Any = SimpleNamespace(
+        store=SimpleNamespace(train=lengths, validation=lengths), plan=SimpleNamespace(packing=True, layout=layout)
+    )
+    assert shape_of(rank).row_length == row_length

@@ -62,18 +62,20 @@ def shape_of(rank: RankContext, name: SetName = "train") -> BatchShape:
     if not plan.packing:
         return BatchShape(packed=False, images=images)
     tile = pack_tile(plan)
+    pack_tokens = plan.layout.pack_tokens  # where all samples have one length
+    if not plan.layout.compile and pack_tokens is None:
+        return BatchShape(packed=True, tile=tile, images=images)
     sets = (rank.store.train.lengths, rank.store.validation.lengths)
     longest = max(int(lengths.max()) for lengths in sets if len(lengths))
     if not plan.layout.compile:
-        row_length = longest if plan.layout.pack_tokens is not None else None
-        return BatchShape(packed=True, tile=tile, row_length=row_length, images=images)
-    if plan.layout.pack_tokens is None:
+        return BatchShape(packed=True, tile=tile, row_length=longest, images=images)
+    if pack_tokens is None:
         return BatchShape(packed=True, tile=tile, longest=longest, images=images)
     return BatchShape(
         packed=True,
-        tokens=plan.layout.pack_tokens,
+        tokens=pack_tokens,
         longest=longest,
-        documents=plan.layout.pack_tokens // longest,
+        documents=pack_tokens // longest,
         row_length=longest,
         images=images,
     )
