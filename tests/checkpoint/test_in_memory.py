@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from typing import Any
 
@@ -147,6 +148,21 @@ def test_memory_is_registered_once_and_no_more_before_it_grows(
         writer.begin(step, tensors_of(*trained(1)), {}, "key")()
     writer.begin(4, {"large": torch.zeros(2**20)}, {}, "key")()
     assert calls == ["room", "pin", "pin", "unpin", "room", "pin"]
+
+
+def test_memory_is_registered_ahead_beside_other_work(segments: RankSegments, monkeypatch: pytest.MonkeyPatch) -> None:
+    SnapshotWriter(Segment(segments.paths[0]), CPU).begin(1, tensors_of(*trained(1)), {}, "key")()
+    may_end, calls = threading.Event(), []
+    monkeypatch.setattr(in_memory, "pin", lambda memory, device: calls.append(may_end.wait(60)) or 0)
+    writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
+    monkeypatch.setattr(writer, "_stream", object())
+    monkeypatch.setattr(writer, "_copy", lambda to, parts: None)
+    writer.pin_ahead()
+    assert calls == [], "it has not been waited for"
+    may_end.set()
+    for step in (2, 3):
+        writer.begin(step, tensors_of(*trained(1)), {}, "key")()
+    assert calls == [True]
 
 
 def _write_forever(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -82,9 +82,9 @@ class SnapshotWriter:
     def pin_ahead(self) -> None:
         """Begins to pin what there is already, beside whatever comes before the first snapshot."""
         if self._stream is not None and self._segment.slot_bytes:
-            with ThreadPoolExecutor(1) as thread:
-                self._pinning = thread.submit(self._pin)
-                thread.shutdown(wait=False)
+            thread = ThreadPoolExecutor(1)
+            self._pinning = thread.submit(self._pin)
+            thread.shutdown(wait=False)
 
     def pin(self) -> None:
         """Both slots, once. OSError where that cannot be: from other memory copies would hold up the training."""
