@@ -213,15 +213,15 @@ class LaunchSection(Section):
         3,
         description="Restarts from the newest checkpoint after a process died, hung or failed unexpectedly: at most so "
         "many without a newer checkpoint in between, at once, then 1 s, 2 s, 4 s ... later; never where the same error "
-        "comes at the same step again. 0 also ends a run whose memory runs out, which else goes on with a smaller "
-        "plan. Under torchrun and accelerate --max-restarts counts instead.",
+        "comes at the same step again. 0 also ends a run whose memory runs out, which otherwise continues "
+        "with a smaller plan. Under torchrun and accelerate --max-restarts counts instead.",
     )
     min_gpus: PositiveInt | None = Field(
         None,
-        description="Fewest GPUs (on CPUs: processes) with which the run goes on, the MIN of torchrun's MIN:MAX: where "
-        "one of a single machine, or a whole machine of several, is lost, the restart plans for those that are left, "
-        "with the same samples in each step. A start on one machine takes fewer than parallel.gpus. Unset: all are "
-        "needed.",
+        description="Fewest GPUs (on CPUs: processes) with which the run continues, the MIN of torchrun's MIN:MAX: "
+        "where one of a single machine, or a whole machine of several, is lost, the restart plans for those that are "
+        "left, with the same samples in each step. A start on one machine takes fewer than parallel.gpus. Unset: all "
+        "are needed.",
     )
 
 
