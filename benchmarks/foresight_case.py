@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -80,6 +81,7 @@ class Watched(Observer):
             "case": self.case.name,
             "held_out": self.case.is_held_out,
             "beside": int(os.environ.get("FORESIGHT_BESIDE", "0")),
+            "gpu": str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else None,
             "ranks": every,
             "terms_gib": {name: round(size / GIB, 4) for name, size in plan.memory.terms.items()},
             "planned_step_s": plan.step_s,
@@ -187,14 +189,25 @@ def stage(options: argparse.Namespace, case: Case) -> None:
     find_facts(folder_of(options.work, row), row, case.gpus, options.steps, [])
     for module in ("torch._dynamo", "torch._inductor.compile_fx", "transformers.modeling_utils"):
         importlib.import_module(module)
-    assert not torch.cuda.is_initialized()
     os.environ.update(json.loads(sys.stdin.readline()))
+    if cuda_has_begun():  # it has read which GPUs are visible, and would use the first one
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.foresight_case", *sys.argv[1:], "--not-staged"])
+
+
+def cuda_has_begun() -> bool:
+    """Whether something in this process has started the CUDA driver. False where there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0  # else 3: not initialized
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=sorted(BY_NAME), required=True)
     parser.add_argument("--staged", action="store_true", help="prepare, read variables from standard input, run")
+    parser.add_argument("--not-staged", dest="staged", action="store_false", help="as without --staged")
     parser.add_argument("--kept", action="store_true", help="also what is kept for the backward pass; compiles anew")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-foresight")
     asked = parser.parse_args()

@@ -12,6 +12,7 @@ import pytest
 from manyhands.plan import memory
 from manyhands.plan.activations import block_bytes_per_token, kept_bytes_per_token, moved_bytes
 from manyhands.plan.estimate_input import EstimateInput
+from manyhands.plan.layout import Mesh
 from tests.plan.examples import llama_8b, model_facts
 from tests.support.plans import change_input, make_input
 
@@ -223,12 +224,20 @@ def test_overhead_counts_communication_only_between_ranks():
 
 
 def test_each_stream_of_fully_shard_keeps_a_pool():
-    """Gathering: the root's buffer. Reducing: the shards of gradients, until the next steps' activations are there."""
+    """Gathering: the root's buffer. Reducing: gradients that are cast, which leave no room for the next steps'
+    activations, and of replicas those of several micro-batches; others lie where activations have been.
+    """
     kept = sharded(FULL, 2, reshard_after_forward=False)
-    shards = memory.gradients(kept)
     two_blocks = 2 * 2 * BLOCK
-    assert memory.pools(kept, {"gradients": 0}) == two_blocks + shards
-    assert memory.pools(kept, {"gradients": shards}) == two_blocks
+    assert memory.pools(kept, {"gradients": 0}) == two_blocks
+    narrow = change_input(kept, master_dtype="bfloat16")
+    shards = memory.gradients(narrow)
+    assert memory.pools(narrow, {"gradients": 0}) == two_blocks + shards
+    assert memory.pools(narrow, {"gradients": shards}) == two_blocks
+    replicas = change_input(kept, mesh=Mesh(replicate=2), strategy="ddp", accumulates=False)
+    assert replicas.layout.wrapper == "fully_shard" and memory.pools(replicas, {"gradients": 0}) == 0
+    several = change_input(replicas, accumulates=True)
+    assert memory.pools(several, {"gradients": 0}) == memory.gradients(several)
     wide = change_input(kept, model=model_facts(vocab=1000))
     assert memory.pools(wide, {"gradients": memory.gradients(wide)}) == 2 * (1000 * 8 + 8), "the root is more"
     three = change_input(kept, model=model_facts(layers=3), reshard_after_forward=True)

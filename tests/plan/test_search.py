@@ -146,7 +146,10 @@ def test_an_explicit_strategy_may_fill_the_limit_but_not_pass_it():
         batch__micro_tokens=4096,
     )
     roomy = plan(config, h200(2)).memory
-    need = roomy.total - roomy.terms["unreduced"]  # whole gradients wait for the last micro-batch only where they fit
+    # Whole gradients wait for the last micro-batch only where they fit; else each is reduced.
+    reduced = plan(config, h200(2, gpu_bytes=roomy.total)).memory
+    need = reduced.total
+    assert roomy.terms["unreduced"] > 0 == reduced.terms["unreduced"] and need < roomy.total
     tight = plan(config, h200(2, gpu_bytes=int(need / 0.97) + 2**20))
     assert tight.memory.fits and not tight.memory.is_safe
     assert any("leaves little headroom" in sentence for sentence in explain_why(tight))

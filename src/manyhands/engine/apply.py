@@ -31,6 +31,7 @@ from manyhands.core.holding import is_full
 from manyhands.core.world import World
 from manyhands.engine import host_shards
 from manyhands.engine.activations import checkpoint_blocks, checkpoint_towers, offload_activations
+from manyhands.engine.gradient_memory import GradientMemory
 from manyhands.engine.host_shards import BlockPrefetch, GradientNorms
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.native import SHARD, NativeEngine
@@ -115,7 +116,17 @@ def make_sharded_engine(loss_model: LossModel, world: World, mesh: DeviceMesh, l
         reduce_every=layout.reduce_every,
         prefetch=BlockPrefetch([*find_blocks(loss_model.model).values()], world.device) if overlaps else None,
         norms=GradientNorms(loss_model) if overlaps and mesh.size() == 1 else None,
+        memory=keep_gradients_by_activations(loss_model) if layout.sums_are_gradients else None,
     )
+
+
+def keep_gradients_by_activations(loss_model: LossModel) -> GradientMemory:
+    """What decides where the gradients of every unit are allocated from now on."""
+    memory = GradientMemory()
+    for module in loss_model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(memory)
+    return memory
 
 
 def check_trained(loss_model: LossModel, layout: Layout) -> None:

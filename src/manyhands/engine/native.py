@@ -23,6 +23,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.holding import local
 from manyhands.core.limits import UPDATE_SLICE
 from manyhands.core.world import World
+from manyhands.engine.gradient_memory import GradientMemory
 from manyhands.engine.host_shards import BlockPrefetch, GradientNorms
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.optimizers import make_engine_optimizer
@@ -108,7 +109,7 @@ class NativeEngine(RankEngine):
     ``mesh``: what FSDP2 shards over; every rank holds only its part of the gradients along its shard axis. ``replica``:
     the DDP module around the loss model. ``reduce_every``: shards are reduced after every micro-batch, not after the
     last one. ``copy``: what computes in place of the parameters, refreshed once a step. ``prefetch`` and ``norms``: of
-    shards in host memory.
+    shards in host memory. ``memory``: where sharded gradients are allocated.
     """
 
     def __init__(
@@ -122,10 +123,11 @@ class NativeEngine(RankEngine):
         copy: ComputeCopy | None = None,
         prefetch: BlockPrefetch | None = None,
         norms: GradientNorms | None = None,
+        memory: GradientMemory | None = None,
     ) -> None:
         super().__init__(loss_model, world)
         self._replica, self._copy = replica, copy
-        self._prefetch, self._norms = prefetch, norms
+        self._prefetch, self._norms, self._memory = prefetch, norms, memory
         if replica is not None:
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
         self._norm: torch.Tensor | None = None  # of the gradients that are there
@@ -133,6 +135,8 @@ class NativeEngine(RankEngine):
         self._reduce_every = reduce_every
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
         self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
+        self._is_replicated = mesh is not None and mesh.size() > mesh[SHARD].size()
+        self._is_reduced = False  # whether a micro-batch of this step has given shards of gradients
         self._units = [module for module in loss_model.modules() if isinstance(module, FSDPModule)]
         # Trained in bfloat16, whose gradients autograd would add up in bfloat16 if it were not given float32 to add to.
         self._narrow = [p for p in loss_model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
@@ -182,10 +186,16 @@ class NativeEngine(RankEngine):
             if last:
                 prepare_reducer(self._replica)
         elif isinstance(self.loss_model, FSDPModule):
+            reduces = last or self._shard_group is None or self._reduce_every
             if self._shard_group is not None and not self._reduce_every:
                 self.loss_model.set_requires_gradient_sync(last)
             else:
                 self.loss_model.set_requires_all_reduce(last)
+            if self._memory is not None:
+                # Replicas add up a step's earlier results apart from the gradients, which the last ones become.
+                become = not self._is_reduced and (last or not self._is_replicated)
+                self._memory.prepare(self.world.device, become_gradients=become)
+            self._is_reduced |= reduces
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
@@ -220,7 +230,7 @@ class NativeEngine(RankEngine):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self._norm = None
+        self._norm, self._is_reduced = None, False
         if self._norms is not None:
             self._norms.forget()
 

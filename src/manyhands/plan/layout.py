@@ -126,6 +126,12 @@ class Layout:
         return fetches and self.mesh.shard == 1
 
     @property
+    def sums_are_gradients(self) -> bool:
+        """Whether what FSDP2 reduces is kept as it is until the step: neither moved to host memory nor cast."""
+        cast = self.compute_copy == "gathered" and self.master_dtype != "float32"
+        return self.wrapper == "fully_shard" and self.offload != "all" and not cast
+
+    @property
     def zero_stage(self) -> int:
         """DeepSpeed's stage: 1 shards optimizer states and masters, 2 gradients too, 3 weights too; 0 without it."""
         return ZERO_STAGES.get(self.strategy, 0)

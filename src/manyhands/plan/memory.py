@@ -99,7 +99,9 @@ def in_the_backward_pass(s: EstimateInput) -> dict[str, int]:
 
 
 def at_its_end(s: EstimateInput) -> dict[str, int]:
-    """All gradients are there; the first block is at work, or those of the root are reduced, whichever is more."""
+    """All gradients are there; the first block is at work, or those of the root are reduced, whichever is more. Of what
+    waited for the last micro-batch, the blocks' have been reduced.
+    """
     first = (
         s.layout.full_micro_tokens * kept_bytes_per_token(s, s.layout.activation_checkpointing)
         + block_at_work(s, s.layout.activation_checkpointing)
@@ -109,7 +111,8 @@ def at_its_end(s: EstimateInput) -> dict[str, int]:
     block = {"dequantized": dequantized(s), "activations": first, "logits": 0, "reduction": reduction(s)}
     root = {"dequantized": 0, "activations": 0, "logits": 0, "reduction": root_reduction(s)}
     terms = max(block, root, key=lambda terms: sum(terms.values()))
-    return {"gradients": gradients(s), "unreduced": unreduced(s)} | terms
+    waiting = min(unreduced(s), s.num_root_parameters * s.sum_bytes) if s.layout.accumulates else 0
+    return {"gradients": gradients(s), "unreduced": waiting} | terms
 
 
 def weights(s: EstimateInput) -> int:
@@ -157,13 +160,14 @@ def unreduced(s: EstimateInput) -> int:
 
 
 def earlier_gradients(s: EstimateInput) -> dict[str, int]:
-    """Of a step's earlier micro-batches: they are there while one is at work. None where a step is one micro-batch, as
-    gradients are freed after each step, but in DDP's own buckets.
+    """Of a step's earlier micro-batches: they are there while one is at work, reduced or not. None where a step is one
+    micro-batch, as gradients are freed after each step, but in DDP's own buckets.
     """
     in_buckets = (s.layout.strategy == "ddp" and not s.is_cast) or s.layout.zero_stage > 0
+    waiting = unreduced(s) if s.layout.accumulates else 0
     return {
-        "gradients": gradients(s) if s.layout.accumulates or in_buckets else 0,
-        "unreduced": unreduced(s) if s.layout.accumulates else 0,
+        "gradients": gradients(s) if (s.layout.accumulates and not waiting) or in_buckets else 0,
+        "unreduced": waiting,
     }
 
 
@@ -328,18 +332,31 @@ def pools(s: EstimateInput, terms: dict[str, int]) -> int:
     """What torch's allocator holds for one stream and another cannot use, at the moment of ``terms``.
 
     ``fully_shard`` gathers in a stream of its own, whose pool keeps the largest buffer: the root's, or two blocks', of
-    which one block's is counted in ``gathered``. Its reductions leave the sharded gradients in another pool until the
-    step, where the next steps' activations find no room. Blocks whose gathered weights come and go among activations
-    that stay leave one block's room between them.
+    which one block's is counted in ``gathered``. Blocks whose gathered weights come and go among activations that stay
+    leave one block's room between them. Reductions have another pool, in which the next steps' activations find no
+    room: see ``reduced_apart``. So have DeepSpeed's buckets, and what they are partitioned into.
     """
-    if s.layout.wrapper != "fully_shard" or s.num_shards == 1 or s.layout.device == "cpu":
+    if s.layout.zero_stage and s.layout.device == "cuda":
+        return max(0, zero_buckets(s) - terms["reduction"])
+    if s.layout.wrapper != "fully_shard" or s.layout.device == "cpu":
         return 0
+    apart = max(0, reduced_apart(s) - terms["gradients"])
+    if s.num_shards == 1:
+        return apart
     block = s.model.num_block_parameters * s.compute_bytes if s.trains_everything else s.frozen_block_bytes
     root = s.num_root_parameters * (s.compute_bytes if s.trains_everything else s.frozen_bytes)
     resharded = s.layout.reshard_after_forward and s.model.num_layers >= GATHERED_BLOCKS
     gathering = max(0, max(root, BLOCKS_IN_FLIGHT * block) - resharded * block)
     between = block if resharded and s.layout.last_checkpointing != "full" else 0
-    return gathering + between + max(0, gradients(s) - terms["gradients"])
+    return gathering + between + apart
+
+
+def reduced_apart(s: EstimateInput) -> int:
+    """Gradients that stay until the step in the pool of the stream that reduces them: those that are cast when they are
+    reduced, and of replicas the last of several micro-batches' (``engine/gradient_memory.py``).
+    """
+    several = s.layout.accumulates and s.layout.mesh.replicate > 1
+    return gradients(s) if several or not s.layout.sums_are_gradients else 0
 
 
 def fragmentation(s: EstimateInput) -> float:
