@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -56,11 +57,16 @@ class Watched(Observer):
     def __init__(self, case: Case, options: argparse.Namespace) -> None:
         self.case, self.options = case, options
         self.stages: dict[str, Any] = {}
+        self.begin = 0.0
+        self.first_s: list[float] = []
 
     def before_first_step(self, rank: RankContext) -> None:
         self.stages["built"] = memory_now()
+        self.begin = time.monotonic()
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
+        if state.step <= 2:
+            self.first_s.append(round(time.monotonic() - self.begin, 2))
         if state.step == 1:
             self.stages["first_step"] = memory_now()
 
@@ -83,12 +89,22 @@ class Watched(Observer):
             "beside": int(os.environ.get("FORESIGHT_BESIDE", "0")),
             "gpu": str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else None,
             "ranks": every,
+            "first_steps_s": self.first_s,  # since the model was built, compilation and all
+            "compiled_s": slowest_compilations(),
             "terms_gib": {name: round(size / GIB, 4) for name, size in plan.memory.terms.items()},
             "planned_step_s": plan.step_s,
             "work": work if any(step != work[0] for step in work) else work[:1],
             "input": input_of(self.options, self.case, plan),
             **profiled,
         }
+
+
+def slowest_compilations() -> dict[str, tuple[float, int]]:
+    """Seconds and calls of torch.compile's phases so far, which contain each other; the slowest."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    sums = {name: (round(sum(seconds), 2), len(seconds)) for name, seconds in compilation_time_metrics.items()}
+    return dict(sorted(sums.items(), key=lambda item: -item[1][0])[:NUM_KERNELS])
 
 
 def memory_now() -> dict[str, float]:

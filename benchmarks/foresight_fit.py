@@ -17,12 +17,12 @@ import numpy as np
 from benchmarks.foresight_cases import CASES, HELD_OUT
 from manyhands import families
 from manyhands.facts.gpu_kinds import kind_of
-from manyhands.facts.types import GpuKind, ModelFacts
+from manyhands.facts.types import Calibration, GpuKind, ModelFacts
 from manyhands.plan.estimate_input import EstimateInput, TrainedWeights
 from manyhands.plan.host_memory import keep_on_device
 from manyhands.plan.layout import Layout, Mesh
 from manyhands.plan.memory import estimate_terms
-from manyhands.plan.rates import REFERENCE_KIND, Fitted, load_fitted, rates_of_kind
+from manyhands.plan.rates import REFERENCE_KIND, Fitted, load_fitted, rates_of, rates_of_kind
 from manyhands.plan.time import TimeInput, estimate_step
 from manyhands.plan.work import work_of_lengths
 
@@ -55,6 +55,8 @@ class Measured:
     time: TimeInput
     kind: GpuKind
     steps: tuple[tuple[TimeInput, float], ...] = ()  # where lengths are mixed: each timed step, and its seconds
+    calibration: Calibration | None = None  # what the same call measured first
+    is_calibrated: bool = False  # seconds are planned from that
 
     @property
     def group(self) -> str:
@@ -75,7 +77,8 @@ class Measured:
         return sum((keep_on_device(self.estimate, terms) if self.estimate.offloads else terms).values()) / GIB
 
     def seconds(self, fitted: Fitted, time: TimeInput | None = None) -> dict[str, float]:
-        return estimate_step(replace(time or self.time, rates=rates_of_kind(self.kind, fitted), fitted=fitted))
+        rates = rates_of(self.kind, self.calibration if self.is_calibrated else None, fitted)
+        return estimate_step(replace(time or self.time, rates=rates, fitted=fitted))
 
     def compare_seconds(self, fitted: Fitted) -> tuple[float, float]:
         """Planned and measured: of the median of the timed steps, or where each has other lengths of the one whose
@@ -90,10 +93,12 @@ def read_rows(files: Sequence[Path]) -> list[Measured]:
     """The newest row of each case on each kind of GPU that has all that is needed."""
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
     newest = {(row["case"], row["device"]): row for row in rows if "input" in row and row.get("ranks", [{}])[0]}
-    return [found for row in newest.values() if (found := rebuild(row)) is not None]
+    calibrations = {row["run"]: row["calibration"] for row in rows if "calibration" in row}
+    found = [rebuild(row, calibrations.get(row["run"])) for row in newest.values()]
+    return [row for row in found if row is not None]
 
 
-def rebuild(row: dict[str, Any]) -> Measured | None:
+def rebuild(row: dict[str, Any], calibration: dict[str, Any] | None) -> Measured | None:
     """None of a run on a device that is in no list."""
     kind = kind_of(row["device"])
     if kind is None:
@@ -132,7 +137,8 @@ def rebuild(row: dict[str, Any]) -> Measured | None:
         layout, window = estimate.layout, model.sliding_window
         works = (work_of_lengths([step], layout, window) for step in steps)
         one_by_one = tuple((replace(time, work=work), taken) for work, taken in zip(works, row["steps_s"], strict=True))
-    return Measured(row, estimate, time, kind, one_by_one)
+    known_rates = {name: value for name, value in (calibration or {}).items() if name in Calibration.model_fields}
+    return Measured(row, estimate, time, kind, one_by_one, Calibration(**known_rates) if known_rates else None)
 
 
 def at_largest(estimate: EstimateInput, steps: list[list[list[np.ndarray]]]) -> EstimateInput:
@@ -260,6 +266,11 @@ def report(rows: Sequence[Measured], fitted: Fitted) -> str:
     for name, some in by_group(rows).items():
         memory, seconds = errors_of(some, fitted)
         lines.append(f"| {name} | {describe_errors(memory)} | {describe_errors(seconds)} |")
+        if calibrated := [replace(row, is_calibrated=True) for row in some if row.calibration is not None]:
+            _, seconds = errors_of(calibrated, fitted)
+            _, before = errors_of([replace(row, is_calibrated=False) for row in calibrated], fitted)
+            lines.append(f"| {name}, calibrated by the same call | | {describe_errors(seconds)} |")
+            lines.append(f"| the same, from datasheets | | {describe_errors(before)} |")
     lines += ["", "| configuration | kind | GPUs | GiB planned, held | error | s planned, measured | error |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in (row for some in by_group(rows).values() for row in some):

@@ -69,5 +69,10 @@ def test_on_a_gpu_gradients_take_no_memory_beside_activations(micro_batches: int
 def measure(width: int, micro_batches: int, with_activations: bool) -> dict[str, Any]:
     with ranks(1, device="cuda") as world:  # memory that is held is of a process
         return world.run(
-            "tests.engine.gradient_memory_ranks:train_blocks", width, 32768, micro_batches, with_activations, world_size=1
+            "tests.engine.gradient_memory_ranks:train_blocks",
+            width,
+            32768,
+            micro_batches,
+            with_activations,
+            world_size=1,
         )[0]

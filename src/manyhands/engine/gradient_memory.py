@@ -26,15 +26,13 @@ class GradientMemory(DefaultReduceScatter):
         """
         self.stream = torch.cuda.current_stream(device) if become_gradients and device.type == "cuda" else None
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """FSDP2 asks twice: for what is reduced, in the stream that computes, and for the result, in its own."""
-        present = torch.cuda.current_stream(device) if self.stream is not None else None
-        if present is None or present == self.stream:
+        stream = self.stream
+        if stream is None or stream == (present := torch.cuda.current_stream(device)):
             return super().allocate(size, dtype=dtype, device=device)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(stream):
             result = super().allocate(size, dtype=dtype, device=device)
-        present.wait_stream(self.stream)  # which may still use what this memory held before
+        present.wait_stream(stream)  # which may still use what this memory held before
         result.record_stream(present)
         return result
