@@ -1,8 +1,8 @@
 """Sharded gradients in the memory that activations have given back.
 
 FSDP2 allocates what a reduction gives in the stream that reduces, and torch's allocator has a pool for each stream.
-Gradients are freed after every step, yet no forward pass could use their memory: 9 to 17 GiB a GPU of 8B to 12B full on
-two H200s. Here they come from the pool of the stream that computes.
+Gradients are freed after every step, yet no forward pass could use their memory: 3 to 15 GiB a GPU in six full runs on
+two H200s (``docs/results.md``). Here they come from the pool of the stream that computes.
 """
 
 from __future__ import annotations
