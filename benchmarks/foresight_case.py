@@ -207,7 +207,8 @@ def stage(options: argparse.Namespace, case: Case) -> None:
         importlib.import_module(module)
     os.environ.update(json.loads(sys.stdin.readline()))
     if cuda_has_begun():  # it has read which GPUs are visible, and would use the first one
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.foresight_case", *sys.argv[1:], "--not-staged"])
+        arguments = [argument for argument in sys.argv[1:] if argument != "--staged"]
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.foresight_case", *arguments])
 
 
 def cuda_has_begun() -> bool:
@@ -223,7 +224,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=sorted(BY_NAME), required=True)
     parser.add_argument("--staged", action="store_true", help="prepare, read variables from standard input, run")
-    parser.add_argument("--not-staged", dest="staged", action="store_false", help="as without --staged")
     parser.add_argument("--kept", action="store_true", help="also what is kept for the backward pass; compiles anew")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-foresight")
     asked = parser.parse_args()

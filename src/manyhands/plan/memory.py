@@ -334,7 +334,7 @@ def pools(s: EstimateInput, terms: dict[str, int]) -> int:
     ``fully_shard`` gathers in a stream of its own, whose pool keeps the largest buffer: the root's, or two blocks', of
     which one block's is counted in ``gathered``. Blocks whose gathered weights come and go among activations that stay
     leave one block's room between them. Reductions have another pool, in which the next steps' activations find no
-    room: see ``reduced_apart``. So have DeepSpeed's buckets, and what they are partitioned into.
+    room: see ``reduced_apart``. So have DeepSpeed's buckets.
     """
     if s.layout.zero_stage and s.layout.device == "cuda":
         return max(0, zero_buckets(s) - terms["reduction"])
