@@ -141,6 +141,7 @@ TWO_GPUS = (
     Case("smollm135m", "full", 2, 16, 1024, "chats", keys=DDP | NONE),
     Case("smollm360m", "full", 2, 8, 2048, keys=FSDP | KEEP | NONE),
     Case("llama8b", "full", 2, 1, 4096, keys=FSDP | KEEP | SELECTIVE | FP8, cost_s=55),
+    Case("qwen4b", "full", 2, 1, 4096, keys=FSDP | KEEP | SELECTIVE | FP8, cost_s=55),
     Case("qwen4b", "full", 2, 1, 32768, keys=FSDP | RESHARD | FULL, steps=5, cost_s=55),
     Case("llama1b", "full", 2, 4, 4096, keys={"parallel.strategy": "zero2"} | NONE, cost_s=60),
     Case("qwen4b", "full", 2, 2, 4096, keys={"parallel.strategy": "zero3"} | FULL, cost_s=60),
