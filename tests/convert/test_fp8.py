@@ -213,6 +213,7 @@ def gate(model: nn.Module, **options: Any) -> Any:
     ids = token_ids(1, 64)
     batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
     engine = NativeEngine(LossModel(model), World(0, 0, 1, torch.device("cpu")))
+    engine.optimizer = torch.optim.SGD(model.parameters())
     return check_fp8(engine, model, batch, seed=0, **options)
 
 

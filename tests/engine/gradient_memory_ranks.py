@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from manyhands.config.schema import RunConfig
+from manyhands.convert.fp8 import check_fp8
 from manyhands.core.holding import local
 from manyhands.engine.gradient_memory import GradientMemory
 from manyhands.plan.types import Plan
@@ -45,6 +46,16 @@ def record(plan: Plan, config: RunConfig, steps: Sequence[Sequence[Documents]]) 
         engine.step(0.1, max_norm=1.0)
         found.append(recorded.answers)
     return found
+
+
+def record_after_check(plan: Plan, config: RunConfig, documents: Documents) -> list[bool]:
+    """Of the first backward pass after the self-test of fp8, which takes two of its own."""
+    engine = build(plan, config)
+    engine.optimizer = torch.optim.SGD([p for p in engine.model.parameters() if p.requires_grad], lr=0.1)
+    check_fp8(engine, engine.model, pack(documents), seed=0, random_weights=True)
+    engine._memory = recorded = RecordedMemory()
+    engine.backward(engine.forward(pack(documents))["lm"][0], last=True)
+    return recorded.answers
 
 
 def train_blocks(width: int, num_rows: int, micro_batches: int, with_activations: bool) -> dict[str, Any]:

@@ -53,6 +53,14 @@ def test_what_is_moved_or_cast_stays_with_fsdp(world: Ranks, folder: str, keys: 
     assert world.run("tests.engine.gradient_memory_ranks:record", plan, config, [ONE], world_size=2) == [None] * 2
 
 
+@pytest.mark.distributed
+def test_a_self_test_before_the_first_step_does_not_count_as_its_micro_batch(world: Ranks, folder: str) -> None:
+    """Else the first step's gradients took memory of their own, which the allocator keeps to the end."""
+    plan, config = tiny_plan(folder, world_size=2, strategy="fsdp", converters=("fp8",)), tiny_run(folder, "full")
+    every = world.run("tests.engine.gradient_memory_ranks:record_after_check", plan, config, ONE[0], world_size=2)
+    assert every == [[True]] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_on_a_gpu_gradients_take_no_memory_beside_activations(micro_batches: int) -> None:

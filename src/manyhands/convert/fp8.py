@@ -354,7 +354,7 @@ def _sample_gradients(
         step = max(1, flat.numel() // NUM_SAMPLED)
         sampled = flat[::step].to(torch.float32, copy=True)
         samples[name] = (sampled, flat.numel() / max(1, sampled.numel()))
-        parameter.grad = None
+    engine.drop_gradients()
     return loss.detach().double(), weight.double(), samples
 
 
