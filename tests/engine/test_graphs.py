@@ -44,7 +44,8 @@ def make_rows(lengths: list[int] | None = None) -> FakeSamples:
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    with shapes.patch(use_duck_shape=True):  # as a process begins; compile_blocks changes it
+    # As a process begins; compile_blocks changes them.
+    with shapes.patch(use_duck_shape=True), torch._dynamo.config.patch(specialize_float=False):
         yield
     torch._dynamo.reset()
 
@@ -124,6 +125,7 @@ class Counted:
         dynamic: bool | None = True,
     ):
         self.num_graphs = 0
+        self.inputs: list[Any] = []
         model = tiny_model(family).train()
         if attention == VARLEN:
             register_attention()
@@ -135,8 +137,9 @@ class Counted:
         compile_blocks(model, dynamic=dynamic, backend=self._count, fullgraph=True)
         self.model = LossModel(model)
 
-    def _count(self, graph: Any, _: Any) -> Any:
+    def _count(self, graph: Any, inputs: Any) -> Any:
         self.num_graphs += 1
+        self.inputs += inputs
         return graph.forward
 
     def train(self, rows: list[int], sample_set: FakeSamples, shape: BatchShape = SHAPE) -> float:
@@ -168,6 +171,15 @@ def test_packs_of_any_fill_run_one_graph_a_kind_of_block(
         counted.evaluate(pack, rows)
         counted.train(pack, rows)
     assert counted.num_graphs == kinds + KINDS[family]
+
+
+@pytest.mark.usefixtures("varlen_on_cpu")
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_no_number_enters_a_graph_as_a_tensor(method: str) -> None:
+    """On a GPU its arithmetic would be a kernel of the CPU, for which a C++ compiler is called for over a minute."""
+    counted = Counted("llama", method=method, attention=VARLEN)
+    counted.train([0, 1], make_rows())
+    assert counted.inputs and [x for x in counted.inputs if isinstance(x, torch.Tensor) and x.ndim == 0] == []
 
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])

@@ -176,6 +176,9 @@ def _compile(blocks: Iterable[nn.Module], dynamic: bool | None, **options: objec
         # Sizes that happen to be equal in the first micro-batch (tokens and hidden size, documents and head size) would
         # share a symbol, and a weight would then fix both. Read while tracing, that is at the first micro-batch.
         shapes.use_duck_shape = False
+        # Floats (an epsilon, a scaling) would become tensors on the CPU, whose kernels need a C++ compiler and the
+        # tests of its vector instructions: 70 s of the first step.
+        torch._dynamo.config.specialize_float = True
     for block in blocks:
         block.compile(dynamic=dynamic, **options)  # type: ignore[operator]
 
