@@ -116,8 +116,8 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     q and k before they rotate      c (q + k) more where q, k and v are one matmul, whose result v keeps whole; it is
                                     also the input of norms of q and k, where there are such, and not counted twice
     gate, up, product               3 c I compiled; eager 4 c I, with the activation's result apart, but 2 c I where
-                                    adapters are fused: their function makes the product again, and keeps queries and
-                                    the result of attention once more as they were copied, 2 c q
+                                    adapters are fused: their function makes the product again, and keeps keys and
+                                    values once more as they were copied, 2 c k
     of a frozen model               neither inputs of linear layers nor the MLP's product: gradients pass through alone
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
     ==============================  ===================================================================================
@@ -128,7 +128,7 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * own_gradient)
     eager_fused = s.fuses_modules and s.num_adapter_parameters > 0 and not s.layout.compile
     for_documents = max(c * q, 2 * c * (q - k)) if s.mixed_lengths else c * q * s.pads_rows
-    as_kernel_has_them = 2 * c * q if eager_fused else for_documents
+    as_kernel_has_them = for_documents + 2 * c * k * eager_fused
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
     mlp = c * m.intermediate_size * (2 if eager_fused else 3 if s.layout.compile else 4)
     merged = c * max(0, q + k - m.head_norm_elements) if s.merges_queries else 0

@@ -26,10 +26,8 @@ from manyhands.core.limits import (
     MAX_LOGITS_FROZEN,
     MAX_LOGITS_TRAINED,
     MIN_CHUNK_TOKENS,
-    ZERO_BUCKET,
-    ZERO_LIVE,
-    ZERO_PREFETCH,
 )
+from manyhands.plan import zero
 from manyhands.plan.activations import (
     attention_mask,
     block_at_work,
@@ -209,7 +207,7 @@ def gathered(s: EstimateInput) -> int:
     if s.partially_trained is not None and not s.layout.zero_stage:
         return _gathered_partially_trained(s, s.partially_trained)
     if s.layout.zero_stage:
-        return zero_live(s)
+        return zero.live_weights(s)
     if s.num_shards == 1 and not s.gathers_whole:
         return 0
     ahead = GATHERED_BLOCKS if s.num_shards > 1 else BLOCKS_IN_FLIGHT if s.layout.prefetches_blocks else 1
@@ -297,7 +295,7 @@ def reduction(s: EstimateInput) -> int:
     """
     c, m, head = s.compute_bytes, s.sum_bytes if s.is_cast else s.master_bytes, s.num_trained_in_head
     if s.layout.zero_stage:
-        return zero_buckets(s)
+        return zero.buckets(s)
     if s.partially_trained is not None:
         largest = s.partially_trained.num_in_largest_block
         return head * c + (largest * c if s.num_shards == 1 else BLOCKS_IN_FLIGHT * largest * (c + m))
@@ -318,7 +316,7 @@ def root_reduction(s: EstimateInput) -> int:
     c``.
     """
     if s.layout.zero_stage:
-        return zero_buckets(s)
+        return zero.buckets(s)
     if s.partially_trained is not None:
         return s.partially_trained.num_in_root * (s.compute_bytes + (s.sum_bytes if s.num_shards > 1 else 0))
     if not s.trains_everything or (not s.gathers_whole and s.num_shards == 1):
@@ -334,10 +332,10 @@ def pools(s: EstimateInput, terms: dict[str, int]) -> int:
     ``fully_shard`` gathers in a stream of its own, whose pool keeps the largest buffer: the root's, or two blocks', of
     which one block's is counted in ``gathered``. Blocks whose gathered weights come and go among activations that stay
     leave one block's room between them. Reductions have another pool, in which the next steps' activations find no
-    room: see ``reduced_apart``. So have DeepSpeed's buckets.
+    room: see ``reduced_apart``. So have DeepSpeed's buckets, and weights that its stage 3 has released.
     """
     if s.layout.zero_stage and s.layout.device == "cuda":
-        return max(0, zero_buckets(s) - terms["reduction"])
+        return max(0, zero.buckets(s) - terms["reduction"]) + zero.released_weights(s)
     if s.layout.wrapper != "fully_shard" or s.layout.device == "cpu":
         return 0
     apart = max(0, reduced_apart(s) - terms["gradients"])
@@ -371,16 +369,3 @@ def overhead(s: EstimateInput) -> int:
     """
     communication = COMMUNICATION_BYTES[s.layout.device] if s.layout.world_size > 1 else 0
     return CONTEXT_BYTES[s.layout.device] + WORKSPACE_BYTES[s.layout.device] + communication
-
-
-def zero_live(s: EstimateInput) -> int:
-    """Weights that DeepSpeed's stage 3 has gathered: at most 1.05e9 elements, in the dtype they are held in."""
-    if s.layout.zero_stage < 3:
-        return 0
-    width = s.held_bytes if s.trains_everything else s.frozen_bytes
-    return min(s.model.num_parameters, ZERO_LIVE + ZERO_PREFETCH) * width
-
-
-def zero_buckets(s: EstimateInput) -> int:
-    """DeepSpeed's buckets of gradients, two in the weights' dtype that fill in turn and one of float32 that travels."""
-    return min(s.num_trained, ZERO_BUCKET) * (2 * s.held_bytes + 4)

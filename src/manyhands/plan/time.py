@@ -15,7 +15,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from manyhands.plan import zero
 from manyhands.plan.activations import moved_bytes
+from manyhands.plan.elementwise import moved_values
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.host_memory import fetched_alone
 from manyhands.plan.layout import Checkpointing
@@ -29,12 +31,15 @@ SPLIT_K = 1024
 HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
 PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
-EAGER = 3.0  # times the bytes, and times the launches, of blocks that are not compiled
+EAGER = 3.0  # times the launches of blocks that are not compiled
 DYNAMIC = 2.2  # times the launches of a block compiled for any size: 5.5 ms with adapters, a 0.6B model beside an H200
 SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, over all pairs of a pack
 SHARD_LAYER_S = 0.0004  # the host's time to gather and reduce one block by ``fully_shard``
 CHUNK_S = 0.00002  # the host's time for one parameter in the update
 EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate (H200)
+# A bfloat16 gradient added to a float32 sum moves 10 bytes, by a kernel that is not vectorised and takes as long as
+# others for 18: 15.8 ms of 3.8e9 parameters (phi3mini), 31.7 ms of 7.2e9 (mistral7b)
+MIXED_SUM_BYTES = 18
 SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
 
 
@@ -62,7 +67,7 @@ def estimate_step(s: TimeInput) -> dict[str, float]:
         "towers": towers_s(s),
         "dequantization": s.work.num_micro * dequantization(s),
         "recomputation": sum(micro.count * recomputation(s, micro) for micro in s.work.micros),
-        "copies": copies(s),
+        "copies": copies(s) + accumulation(s),
         "optimizer": optimizer(s),
     }
     compute = sum(terms.values()) - terms["optimizer"]
@@ -187,26 +192,8 @@ def windowed_layers(s: TimeInput) -> int:
 
 
 def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
-    """Bytes that norms, residual sums, rotary embeddings and the gated activation read and write, over M.
-
-    ============================  ========================  =======================
-    a token, in c bytes           forward                   backward
-    ============================  ========================  =======================
-    norms of n elements           2 n                       3 n
-    two residual sums             4 H                       4 H
-    rotary embeddings             2 (q + k)                 2 (q + k)
-    activation, gate and up       3 I                       5 I
-    fp8 values of each input      1.5 i                     1.5 o
-    ============================  ========================  =======================
-    """
-    e, m = s.estimate, s.estimate.model
-    q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    moved: float = (3 if backward else 2) * m.block_norm_elements + 4 * m.hidden_size + 2 * (q + k)
-    moved += (5 if backward else 3) * m.intermediate_size
-    if e.fp8_blocks:
-        moved += 1.5 * sum(out if backward else into for out, into in m.block_linear_shapes.values())
-    factor = 1.0 if e.layout.compile else EAGER
-    return factor * tokens * e.compute_bytes * moved / s.rates.memory
+    """Bytes of ``moved_values``, over M."""
+    return tokens * s.estimate.compute_bytes * moved_values(s.estimate, backward=backward) / s.rates.memory
 
 
 def elementwise(s: TimeInput, micro: Micro) -> float:
@@ -255,12 +242,10 @@ def recomputation(s: TimeInput, micro: Micro) -> float:
 
 
 def gathers(s: TimeInput) -> float:
-    """Times that a block's shards are gathered in a step: once or twice for each micro-batch; by ZeRO's first two
-    stages once, after the update.
-    """
+    """Times that a block's shards are gathered in a step: once or twice for each micro-batch; by ZeRO as it does."""
     layout = s.estimate.layout
-    if layout.zero_stage in (1, 2):
-        return 1.0
+    if layout.zero_stage:
+        return zero.gathers(s)
     return s.work.num_micro * (2 if layout.reshard_after_forward else 1)
 
 
@@ -269,6 +254,8 @@ def copies(s: TimeInput) -> float:
     into one to be reduced. A copy that one process keeps is written by the update.
     """
     e = s.estimate
+    if e.layout.zero_stage:
+        return zero.copies(s)
     if e.layout.wrapper != "fully_shard":
         return 0.0
     held, c = whole_bytes(e), e.compute_bytes
@@ -279,6 +266,19 @@ def copies(s: TimeInput) -> float:
         times = s.work.num_micro if e.layout.reduce_every else 1
         seconds += times * e.model.num_parameters * (c + e.sum_bytes) * 0.75
     return s.fitted.shard_copies * seconds / s.rates.memory
+
+
+def accumulation(s: TimeInput) -> float:
+    """Bytes over M that sums of a step's micro-batches move: the first one's gradients to float32, ``c + 4``, and each
+    later one's added, 12 where shards are reduced before; else ``MIXED_SUM_BYTES`` of unreduced ones.
+    """
+    e, later = s.estimate, s.work.num_micro - 1
+    if later <= 0 or e.layout.zero_stage:  # ZeRO's sums are among its copies
+        return 0.0
+    if e.num_shards > 1 and e.layout.reduce_every:
+        return e.num_trained / e.num_shards * 12 * later / s.rates.memory
+    widened = (e.compute_bytes + 4, MIXED_SUM_BYTES) if e.is_cast else (0, 12)
+    return e.num_trained * (widened[0] + widened[1] * later) / s.rates.memory
 
 
 def whole_bytes(e: EstimateInput) -> int:
@@ -326,20 +326,23 @@ def communication(s: TimeInput, compute: float) -> float:
     across = shard > s.num_local
     rate = s.rates.node_link if across else s.rates.link
     latency = NODE_LATENCY_S if layout.world_size > s.num_local else LATENCY_S
+    if layout.zero_stage:
+        beside, alone = zero.collectives(s, rate, latency)
+        hidden = min(beside, compute)
+        return alone + (beside - hidden) + s.fitted.overlap_cost * hidden
     rounds = s.work.num_micro if layout.reduce_every else 1.0
     units = e.model.num_layers + 1
     seconds = 0.0
     if shard > 1:
         times, held = gathers(s), whole_bytes(e)
-        if e.weight_shards == 1:  # ZeRO's stages 1 and 2: what the update has changed, once
-            times, held = 1.0, e.num_trained * e.held_bytes
         seconds += times * (held * (shard - 1) / shard / rate + units * latency)
         seconds += rounds * (e.num_trained * e.sum_bytes * (shard - 1) / shard / rate + units * latency)
     if copies_of > 1:
         over = s.rates.node_link if layout.world_size > s.num_local else s.rates.link
         reduced = e.num_trained * e.sum_bytes / shard * 2 * (copies_of - 1) / copies_of
         seconds += (rounds if shard > 1 else 1.0) * (reduced / over + units * latency)
-    alone = seconds * e.num_root_parameters / e.model.num_parameters if shard > 1 else 0.05 * seconds
+    in_units = layout.wrapper == "fully_shard"
+    alone = seconds * (e.num_root_parameters / e.model.num_parameters if in_units else 0.05)
     beside = seconds - alone
     hidden = min(beside, compute)
     return alone + (beside - hidden) + s.fitted.overlap_cost * hidden
@@ -389,6 +392,8 @@ def host(s: TimeInput) -> float:
         layer *= 1.2 if e.fuses_modules else 1.6  # the first with ``host_layer_s`` from two small shapes
     if e.layout.wrapper == "fully_shard":
         layer += SHARD_LAYER_S
+    if e.layout.zero_stage == 3:
+        layer *= zero.STAGE_3_HOOKS
     once = s.fitted.host_step_s + CHUNK_S * e.model.num_layers * len(e.model.block_linear_shapes)
     return s.rates.launch * (s.work.num_micro * e.model.num_layers * layer + once)
 
