@@ -19,6 +19,7 @@ from manyhands.facts.gpu_kinds import kind_of_all
 from manyhands.facts.types import DataFacts, Facts, GpuKind
 from manyhands.plan.batch import ceil_div
 from manyhands.plan.choices import COLLATE_SAMPLE_S, COLLATE_TOKEN_S, Decisions
+from manyhands.plan.collectives import between_nodes
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import Layout
 from manyhands.plan.rates import Fitted, GpuRates, cpu_rates, load_fitted, peak_flops, rates_of
@@ -26,7 +27,6 @@ from manyhands.plan.steps import Steps
 from manyhands.plan.time import (
     TimeInput,
     all_attention,
-    between_nodes,
     block_elementwise,
     block_matmuls,
     estimate_step,
