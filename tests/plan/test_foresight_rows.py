@@ -18,13 +18,8 @@ MEMORY_UNDER, MEMORY_OVER, SECONDS = 0.03, 0.06, 0.08  # of any row: one that is
 # What is missing still. A row that comes within the bounds leaves this list.
 MISSING = {
     "llama8b,full,2x1x4096,full,linear=fp8,activation_checkpointing=selective": {"memory", "seconds"},  # trained shards
-    "llama1b,full,2x4x4096,full,activation_checkpointing=none,strategy=zero2": {"seconds"},  # DeepSpeed's host time
-    "qwen4b,full,2x2x4096,full,activation_checkpointing=full,offload_activations=False,strategy=zero3": {
-        "memory",
-        "seconds",
-    },
-    "qwen2-1.5b,lora,1x4x4096,full,activation_checkpointing=none,compile=False": {"memory", "seconds"},
-    "smollm360m,full,1x16x2048,full,activation_checkpointing=none": {"seconds"},  # narrow rows, on a slow host
+    # the host's hooks, and what waits for the slower rank at each of 960 gathers
+    "qwen4b,full,2x2x4096,full,activation_checkpointing=full,offload_activations=False,strategy=zero3": {"seconds"},
 }
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 from manyhands.plan import zero
 from manyhands.plan.activations import moved_bytes
 from manyhands.plan.collectives import accumulation, communication, copies, gathers, whole_bytes
-from manyhands.plan.elementwise import moved_values
+from manyhands.plan.elementwise import more_kernels, moved_values
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.host_memory import fetched_alone
 from manyhands.plan.layout import Checkpointing
@@ -35,6 +35,9 @@ PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
 EAGER = 3.0  # times the launches of blocks that are not compiled
 DYNAMIC = 2.2  # times the launches of a block compiled for any size: 5.5 ms with adapters, a 0.6B model beside an H200
 SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, over all pairs of a pack
+# A kernel's time beyond the bytes it moves: 2.5 us (updates of smollm135m's 272 weights take 1.6 ms for 0.9), and 2 us
+# to the next (steps beside the sum of their kernels, over 1,257 to 14,893 launches of fitted shapes)
+KERNEL_S = 4.5e-6
 SHARD_LAYER_S = 0.0004  # the host's time to gather and reduce one block by ``fully_shard``
 CHUNK_S = 0.00002  # the host's time for one parameter in the update
 EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate (H200)
@@ -189,8 +192,10 @@ def windowed_layers(s: TimeInput) -> int:
 
 
 def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
-    """Bytes of ``moved_values``, over M."""
-    return tokens * s.estimate.compute_bytes * moved_values(s.estimate, backward=backward) / s.rates.memory
+    """Bytes of ``moved_values``, over M; where blocks are not compiled, also begin and end of ``more_kernels``."""
+    e = s.estimate
+    moved = tokens * e.compute_bytes * moved_values(e, backward=backward)
+    return moved / s.rates.memory + KERNEL_S * more_kernels(e, backward=backward)
 
 
 def elementwise(s: TimeInput, micro: Micro) -> float:
