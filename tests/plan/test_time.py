@@ -86,6 +86,31 @@ def test_collectives_hide_behind_compute_and_slow_it():
     assert alone == pytest.approx(moved / RATES.link, rel=0.05)
 
 
+def test_deepspeed_sums_whole_buckets_copies_them_and_waits_before_the_update():
+    fsdp, zero2, zero3 = (
+        change_input(FULL, strategy=strategy, world_size=2, reshard_after_forward=strategy == "zero3")
+        for strategy in ("fsdp", "zero2", "zero3")
+    )
+    weights = llama_8b().num_parameters
+    # float32 sums of all gradients there and back; half of all weights, gathered after the update
+    assert time.communication(asked(zero2), 0.0) == pytest.approx(weights * (4 + 2 / 2) / RATES.link, rel=0.05)
+    assert time.copies(asked(zero2)) == pytest.approx(weights * (20 + 25 / 2) / RATES.memory, rel=0.1)
+    eager2, eager3 = (change_input(setup, compile=False) for setup in (zero2, zero3))
+    assert time.host(asked(eager3)) > 2.5 * time.host(asked(eager2)), "hooks of every module"
+    assert time.waiting(asked(zero2), 0.0) > time.waiting(asked(fsdp), 0.0)
+    long_update = time.waiting(asked(zero2), 1.0)
+    assert long_update == time.waiting(asked(fsdp), 1.0), "kernels that take longer than their launches hide them"
+
+
+def test_sums_of_micro_batches_are_counted_from_the_second_one_on():
+    cast = change_input(FULL, compute_copy="kept")
+    once, twice, thrice = (time.accumulation(asked(cast, replace(MICRO, count=count))) for count in (1.0, 2.0, 3.0))
+    assert once == 0 < twice < thrice < 2 * twice
+    sharded = change_input(FULL, strategy="fsdp", world_size=2)
+    later = 12 * sharded.num_trained / 2 / RATES.memory
+    assert time.accumulation(asked(sharded, replace(MICRO, count=2.0))) == pytest.approx(later)
+
+
 def test_many_small_micro_batches_wait_for_the_host():
     small = Micro(64.0, 128, 128 * 64, 128 * 64)
     terms = time.estimate_step(asked(LORA, small))

@@ -40,6 +40,16 @@ def test_a_stage_shards_states_then_gradients_then_weights(stage, weights, gradi
     assert memory.unreduced(setup) == 0
 
 
+def test_gradients_pass_through_buckets_and_stage_3_holds_what_it_has_released():
+    """The example's weights all fit into a bucket, and its head has 256."""
+    assert memory.reduction(of_stage(2)) == (2 * 2 + 4) * P, "two that fill, one that travels"
+    assert memory.reduction(of_stage(3)) == (4 + 4) * P, "one in float32, and what is packed of it"
+    for stage, released in ((2, 0), (3, 2 * P)):
+        setup = of_stage(stage, device="cuda")
+        assert memory.pools(setup, {"reduction": memory.reduction(setup)}) == released
+    assert memory.overhead(of_stage(2, device="cuda")) > memory.overhead(of_stage(3, device="cuda"))
+
+
 def test_frozen_weights_are_whole_but_at_stage_3():
     assert memory.weights(of_stage(2, LORA)) == 2 * P + 4 * 1000
     assert memory.weights(of_stage(3, LORA)) == (2 * P + 4 * 1000) // 4

@@ -118,7 +118,8 @@ def between_nodes(s: TimeInput) -> float:
         gathered = gathers(s) * whole_bytes(e)
         if e.weight_shards == 1:
             gathered = e.num_trained * e.held_bytes
-        moved += whole * (gathered + rounds * sums)
+        times = 2 if e.layout.zero_stage in (1, 2) else 1  # which sum everywhere
+        moved += whole * (gathered + times * rounds * sums)
     if copies_of > 1:
         leaving = sums * min(shard, s.num_local) / shard
         moved += (rounds if shard > 1 else 1.0) * leaving * 2 * (copies_of - 1) / copies_of

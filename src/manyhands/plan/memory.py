@@ -364,8 +364,10 @@ def fragmentation(s: EstimateInput) -> float:
 
 
 def overhead(s: EstimateInput) -> int:
-    """Outside of torch's allocator: context, and communication buffers with more than one rank. And inside, cuBLAS'
-    workspaces.
+    """Outside of torch's allocator: context, and communication buffers with more than one rank, of DeepSpeed's own
+    group too. And inside, cuBLAS' workspaces.
     """
     communication = COMMUNICATION_BYTES[s.layout.device] if s.layout.world_size > 1 else 0
+    if s.layout.zero_stage in (1, 2) and s.layout.device == "cuda":
+        communication += zero.GROUP_BYTES
     return CONTEXT_BYTES[s.layout.device] + WORKSPACE_BYTES[s.layout.device] + communication
