@@ -28,7 +28,8 @@ def gathers(s: TimeInput) -> float:
 
 def copies(s: TimeInput) -> float:
     """What ``fully_shard`` copies beside its collectives: shards into the gathered buffer and out of it, and gradients
-    into one to be reduced. A copy that one process keeps is written by the update.
+    into one to be reduced. Where there is nothing to scatter it copies that, and of replicas divides it by 1, each read
+    and written. A copy that one process keeps is written by the update.
     """
     e = s.estimate
     if e.layout.zero_stage:
@@ -42,7 +43,10 @@ def copies(s: TimeInput) -> float:
     if e.trains_everything:
         times = s.work.num_micro if e.layout.reduce_every else 1
         seconds += times * e.model.num_parameters * (c + e.sum_bytes) * 0.75
-    return s.fitted.shard_copies * seconds / s.rates.memory
+    seconds *= s.fitted.shard_copies
+    if e.trains_everything and e.num_shards == 1:
+        seconds += times * e.model.num_parameters * (4 if e.layout.world_size > 1 else 2) * e.sum_bytes
+    return seconds / s.rates.memory
 
 
 def accumulation(s: TimeInput) -> float:

@@ -332,7 +332,8 @@ def pools(s: EstimateInput, terms: dict[str, int]) -> int:
     ``fully_shard`` gathers in a stream of its own, whose pool keeps the largest buffer: the root's, or two blocks', of
     which one block's is counted in ``gathered``. Blocks whose gathered weights come and go among activations that stay
     leave one block's room between them. Reductions have another pool, in which the next steps' activations find no
-    room: see ``reduced_apart``. So have DeepSpeed's buckets, and weights that its stage 3 has released.
+    room: see ``reduced_apart`` and ``divided_apart``. So have DeepSpeed's buckets, and weights that its stage 3 has
+    released.
     """
     if s.layout.zero_stage and s.layout.device == "cuda":
         return max(0, zero.buckets(s) - terms["reduction"]) + zero.released_weights(s)
@@ -340,13 +341,21 @@ def pools(s: EstimateInput, terms: dict[str, int]) -> int:
         return 0
     apart = max(0, reduced_apart(s) - terms["gradients"])
     if s.num_shards == 1:
-        return apart
+        return apart + divided_apart(s)
     block = s.model.num_block_parameters * s.compute_bytes if s.trains_everything else s.frozen_block_bytes
     root = s.num_root_parameters * (s.compute_bytes if s.trains_everything else s.frozen_bytes)
     resharded = s.layout.reshard_after_forward and s.model.num_layers >= GATHERED_BLOCKS
     gathering = max(0, max(root, BLOCKS_IN_FLIGHT * block) - resharded * block)
     between = block if resharded and s.layout.last_checkpointing != "full" else 0
     return gathering + between + apart
+
+
+def divided_apart(s: EstimateInput) -> int:
+    """What FSDP2 makes of the largest unit's sums where replicas have nothing to scatter: a quotient of its own, by the
+    factor of 1 that several ranks are given, in the stream that reduces (``foreach_reduce``): ``4 max(R, B)``.
+    """
+    largest = max(s.num_root_parameters, s.model.num_block_parameters)
+    return largest * s.sum_bytes if s.trains_everything and s.layout.world_size > 1 else 0
 
 
 def reduced_apart(s: EstimateInput) -> int:
