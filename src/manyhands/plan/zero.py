@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Of stage 3, times the host's time of a block that is not compiled: each module is fetched and released by hooks in
 # Python, each weight is a gather of its own. Processor time of a rank's main thread by blocks of a tiny model, on a
-# CPU, beside DDP's: 3.3 times without activation checkpointing, 2.6 times with.
+# CPU, beside DDP's: 3.5 times without activation checkpointing, 2.6 times with.
 STAGE_3_HOOKS = 3.0
 # Buffers of the group of ranks in which stages 1 and 2 reduce, a copy of the one that is there: 2.05 to 2.06 GiB were
 # outside of torch's allocator in place of 1.58 (llama1b, llama8b, gemma27b, two H200s)
