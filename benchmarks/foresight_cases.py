@@ -6,7 +6,7 @@ see the first kind alone, and what ``docs/planner-accuracy.md`` says of the plan
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from manyhands.bench.rows import BenchRow
@@ -63,10 +63,30 @@ class Case:
         )
 
 
+@dataclass(frozen=True)
+class Workload:
+    """One piece of work, and layouts that are measured beside the one that the plan chooses for it
+    (``benchmarks.layouts``). ``work`` has no key of a layout: as a case of its own it is measured as the plan has it.
+    """
+
+    work: Case
+    layouts: tuple[dict[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return self.work.name
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The plan's own layout first."""
+        return (self.work, *(replace(self.work, keys=self.work.keys | keys) for keys in self.layouts))
+
+
 NONE = {"parallel.activation_checkpointing": "none"}
 SELECTIVE = {"parallel.activation_checkpointing": "selective", "parallel.offload_activations": False}
 FULL = {"parallel.activation_checkpointing": "full", "parallel.offload_activations": False}
 OFFLOADED = {"parallel.activation_checkpointing": "full", "parallel.offload_activations": True}
+EXCEPT_ATTENTION = {"parallel.activation_checkpointing": "except_attention", "parallel.offload_activations": True}
 FP8 = {"kernels.linear": "fp8"}
 DDP, FSDP = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp"}
 KEEP, RESHARD = {"parallel.reshard_after_forward": False}, {"parallel.reshard_after_forward": True}
@@ -163,4 +183,53 @@ TRIALS = (  # of the command itself, on a CPU
     Case("tiny", "full", 2, 4, 128, "chats", keys={"parallel.strategy": "ddp"}, steps=4, cost_s=5),
 )
 CASES = ONE_GPU + TWO_GPUS + FOUR_GPUS
-BY_NAME = {case.name: case for case in (*CASES, *TRIALS)}
+
+# Several layouts of each fit on an H200. Listed are those that the plan expects to be nearly as fast as its choice, and
+# kinds that it expects to be far behind: a plan that is wrong about either chooses badly.
+WORKLOADS = (
+    Workload(Case("llama8b", "lora", 1, 2, 4096, cost_s=30), (NONE | micro(4096), SELECTIVE, FULL)),
+    Workload(Case("qwen14b", "lora", 1, 2, 4096, cost_s=34), (NONE | micro(8192), SELECTIVE | micro(8192))),
+    Workload(Case("llama8b", "qlora", 1, 4, 4096, cost_s=34), (NONE | micro(8192), SELECTIVE, FULL)),
+    Workload(Case("llama1b", "full", 1, 4, 4096, cost_s=22), (NONE | micro(4096), SELECTIVE, FULL)),
+    Workload(Case("llama8b", "lora", 1, 2, 4096, keys=FP8, cost_s=32), (NONE | micro(4096), SELECTIVE)),
+    Workload(
+        Case("qwen4b", "full", 1, 4, 4096, cost_s=34),
+        (NONE | micro(16384), NONE | micro(4096), SELECTIVE | micro(16384)),
+    ),
+    Workload(Case("mistral24b", "qlora", 1, 2, 4096, cost_s=36), (NONE | micro(4096), SELECTIVE | micro(8192))),
+    Workload(Case("smollm360m", "full", 1, 16, 2048, cost_s=22), (NONE | micro(8192), SELECTIVE)),
+    Workload(Case("gemma4b", "full", 1, 2, 4096, cost_s=34), (NONE | micro(4096), SELECTIVE)),
+    Workload(Case("llama3b", "qlora", 1, 4, 8192, cost_s=34), (NONE | micro(8192), SELECTIVE)),
+    Workload(Case("qwen2-1.5b", "full", 1, 64, 1024, "chats", cost_s=44), (NONE | micro(8192), SELECTIVE)),
+    Workload(Case("llama8b", "lora", 1, 1, 32768, steps=5, cost_s=60), (SELECTIVE, EXCEPT_ATTENTION)),
+    Workload(
+        Case("llama1b", "full", 2, 4, 4096, cost_s=45),
+        (FSDP | KEEP | NONE, FSDP | RESHARD | NONE, FSDP | KEEP | SELECTIVE, DDP | NONE),
+    ),
+    Workload(
+        Case("qwen4b", "full", 2, 2, 4096, cost_s=47),
+        (FSDP | KEEP | NONE, FSDP | RESHARD | NONE, FSDP | KEEP | SELECTIVE, DDP | NONE),
+    ),
+    Workload(
+        Case("llama8b", "lora", 2, 2, 4096, cost_s=42),
+        (DDP | NONE, DDP | NONE | micro(4096), FSDP | KEEP | NONE, FSDP | RESHARD | NONE),
+    ),
+    Workload(
+        Case("llama8b", "full", 2, 1, 8192, cost_s=47),
+        (FSDP | KEEP | NONE, FSDP | RESHARD | NONE, FSDP | KEEP | SELECTIVE),
+    ),
+    Workload(
+        Case("llama8b", "full", 2, 1, 4096, keys=FP8, cost_s=58),
+        (FSDP | KEEP | NONE, FSDP | RESHARD | NONE, FSDP | KEEP | SELECTIVE),
+    ),
+    Workload(
+        Case("llama8b", "full", 4, 1, 8192, cost_s=75),
+        (FSDP | KEEP | NONE, FSDP | RESHARD | NONE, FSDP | KEEP | SELECTIVE, HSDP | KEEP | SELECTIVE),
+    ),
+)
+TRIED = (  # of ``benchmarks.layouts`` itself, on a CPU
+    Workload(Case("tiny", "lora", 1, 4, 128, steps=4, cost_s=5), (NONE | micro(128), FULL)),
+    Workload(Case("tiny", "full", 1, 4, 128, steps=4, cost_s=5), (SELECTIVE,)),
+)
+OF_WORKLOADS = tuple(case for workload in (*WORKLOADS, *TRIED) for case in workload.cases)
+BY_NAME = {case.name: case for case in (*OF_WORKLOADS, *CASES, *TRIALS)}

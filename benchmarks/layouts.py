@@ -1,95 +1,370 @@
-"""Ways of one row of the speed table beside each other: recomputation and offloading, peak memory and tokens/s of one
-GPU.
+"""The layout that the plan chooses beside others of the same work, all measured on the same GPUs.
 
-    python benchmarks/layouts.py --output benchmarks/results/ways.jsonl            # Llama-8B LoRA
-    python benchmarks/layouts.py --row 1b-full --output benchmarks/results/ways.jsonl
+    python -m benchmarks.layouts list
+    python -m benchmarks.layouts judge benchmarks/results/*.jsonl [--page docs/results.md]
+    python -m benchmarks.layouts measure --output rows.jsonl --budget 540 [--have FILE ...]
 
-Each way is a process of its own (``manyhands.bench.case``) and prints one JSON line, its row or how it failed. Ways
-that the output holds already are not measured again, and none is begun after ``--budget`` seconds, so that a second
-call goes on. What to look at:
-``selective`` must lie between ``none`` and ``block`` in both figures, compiled and eager; ``block`` with activations
-offloaded must need less than ``block`` at nearly its speed; losses must agree.
+``judge`` plans every workload of ``benchmarks.foresight_cases`` with all keys of the layout left free, and looks for
+rows of it: those of ``benchmarks.foresight_case`` and of ``manyhands.bench.case``. Machines differ by 1 to 2 %, and the
+code becomes faster: seconds are compared only between rows of one lease, that is of the same GPUs since the same start
+of their machine. Rows whose memory was limited are left out. ``--page`` writes the section of that page.
+
+``measure`` takes what is missing for that: workload after workload, the plan's choice first, then the layouts that were
+not measured beside it yet. It is the schedule of ``benchmarks.foresight``: a process group of its own for each case,
+cases of one GPU side by side on several, but those of one workload on one GPU. Cases of two GPUs need a machine of two,
+as on more they may come to run on different pairs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import signal
+import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from manyhands.bench.rows import read, say, start_processes
+from benchmarks.foresight import Schedule
+from benchmarks.foresight_cases import BY_NAME, TRIED, WORKLOADS, Case, Workload
+from manyhands.bench.case import find_facts, folder_of
+from manyhands.bench.rows import BY_NAME as ROWS
+from manyhands.bench.rows import BenchRow, read
+from manyhands.core.errors import UserError
+from manyhands.facts.gpu_kinds import AskedGpus, describe_host, kind_of
+from manyhands.facts.host import read_host_facts
+from manyhands.facts.types import GpuKind
+from manyhands.plan.layout import Checkpointing, Layout, Strategy
+from manyhands.plan.rates import REFERENCE_KIND
+from manyhands.plan.search import plan
+from manyhands.plan.types import Candidate, Plan
 
-# By what they tell first. The rest of the plan is its own.
-WAYS = {
-    "none": ("parallel.activation_checkpointing=none",),
-    "selective": ("parallel.activation_checkpointing=selective",),
-    "full": ("parallel.activation_checkpointing=full", "parallel.offload_activations=false"),
-    "block, activations": ("parallel.activation_checkpointing=full", "parallel.offload_activations=true"),
-    "selective, activations": ("parallel.activation_checkpointing=selective", "parallel.offload_activations=true"),
-    "activations": ("parallel.activation_checkpointing=none", "parallel.offload_activations=true"),
-    "all, block, activations": (
-        "parallel.offload=all",
-        "parallel.activation_checkpointing=full",
-        "parallel.offload_activations=true",
-    ),
-    "states": ("parallel.offload=optimizer",),
-    "selective, eager": ("parallel.activation_checkpointing=selective", "parallel.compile=false"),
-    "all": ("parallel.offload=all",),
+BOUND = 0.01  # how far behind the fastest measured layout a choice may be
+GIB = 2**30
+WORK = Path(tempfile.gettempdir()) / "manyhands-layouts"
+HEADING = "## Chosen layouts beside others"
+LAYOUT_KEYS = {
+    *("parallel.strategy", "parallel.shard_degree", "parallel.reshard_after_forward"),
+    *("parallel.activation_checkpointing", "parallel.offload_activations", "batch.micro_tokens", "batch.micro_samples"),
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", default="8b-lora")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=WAYS, help="some of the ways")
-    parser.add_argument("--budget", type=float, default=225, help="seconds after which no other way is begun")
-    parser.add_argument("--limit", type=float, default=90, help="seconds for one way")
-    parser.add_argument("--output", type=Path, required=True, help="JSONL file to append the rows to")
-    options, more = parser.parse_known_args()
-    begin, failed = time.monotonic(), []
-    measured = {row["label"] for row in read(options.output) if row["row"] == options.row and "failure" not in row}
-    for label in options.only or WAYS:
-        if label in measured:
-            continue
-        if time.monotonic() - begin > options.budget:
-            print(f"{label}: not begun, {options.budget:.0f} s are over", file=sys.stderr)
-            continue
-        row = measure(label, options, more)
-        failed += [label] if "failure" in row else []
-        say(row, options.output)
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+@dataclass(frozen=True, order=True)
+class Way:
+    """One layout, as far as every row names it."""
+
+    strategy: Strategy
+    reshard: bool
+    checkpointing: Checkpointing
+    lighter_layers: int
+    offloads_activations: bool
+    micro: int  # tokens of a micro-batch
+
+    def __str__(self) -> str:
+        sharding = f"{self.strategy} ({'reshards' if self.reshard else 'keeps'})"
+        words = [self.strategy if self.strategy == "ddp" else sharding] if self.strategy != "single" else []
+        words += [self.checkpointing.replace("_", " ")]
+        words += [f"last {self.lighter_layers} lighter"] if self.lighter_layers else []
+        words += ["activations offloaded"] if self.offloads_activations else []
+        return ", ".join([*words, f"{self.micro:,}"])
 
 
-def measure(label: str, options: argparse.Namespace, more: list[str]) -> dict[str, Any]:
-    """The raw row of one way, or the last line of what it wrote."""
-    start = time.monotonic()
-    arguments = [
-        "--row",
-        options.row,
-        "--steps",
-        str(options.steps),
-        "--warm",
-        str(options.warm),
-        "--label",
-        label,
-        *more,
-        *WAYS[label],
-    ]
-    output, row = start_processes("manyhands.bench.case", arguments, 1, options.limit)
-    seconds = {"seconds": round(time.monotonic() - start)}
-    if row is None:
-        return seconds | {
-            "row": options.row,
-            "label": label,
-            "failure": next(iter(output.strip().splitlines()[-1:]), "no word"),
+def way_of_layout(layout: Layout) -> Way:
+    return Way(
+        strategy=layout.strategy,
+        reshard=layout.reshard_after_forward,
+        checkpointing=layout.activation_checkpointing,
+        lighter_layers=layout.lighter_layers,
+        offloads_activations=layout.offload_activations,
+        micro=layout.pack_tokens or layout.micro,
+    )
+
+
+def way_of_row(row: dict[str, Any]) -> Way | None:
+    """None of a row of before there were such layouts."""
+    if row.get("strategy") not in get_args(Strategy) or row.get("activation_checkpointing") not in get_args(
+        Checkpointing
+    ):
+        return None
+    return Way(
+        strategy=row["strategy"],
+        reshard=bool(row.get("reshard_after_forward")),
+        checkpointing=row["activation_checkpointing"],
+        lighter_layers=row.get("lighter_layers") or 0,
+        offloads_activations=bool(row.get("offload_activations")),
+        micro=row.get("pack_tokens") or row.get("micro_tokens") or 0,
+    )
+
+
+def work_of_row(row: dict[str, Any]) -> str | None:
+    """The name of the work that a row is of, without its layout; None if it is not known, or was limited."""
+    named: Case | BenchRow | None = BY_NAME.get(row.get("case", "")) or ROWS.get(row.get("row", ""))
+    if named is None or any(row.get(key) for key in ("layers", "lengths", "limit_gib")):
+        return None
+    if not all(row.get(key) for key in ("strategy", "shape", "step_s")):
+        return None
+    keys = dict(named.keys)
+    for text in row.get("by_hand") or ():
+        key, _, value = text.partition("=")
+        try:
+            keys[key] = json.loads(value)
+        except json.JSONDecodeError:
+            keys[key] = value
+    keys = {key: value for key, value in keys.items() if key not in LAYOUT_KEYS}
+    return Case(row["shape"], row["method"], row["gpus"], row["rows"], row["length"], named.data, keys).name  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A workload on a kind of GPU: what the plan makes of it, and what was measured."""
+
+    workload: Workload
+    kind: str
+    chosen: Way
+    ways: dict[str, Way]  # of the workload's cases that fit, by their names
+    planned: dict[Way, Candidate]
+    seconds: dict[Way, dict[str, float]] = field(default_factory=dict)  # a step, by lease
+
+    @cached_property
+    def beside(self) -> dict[Way, float]:
+        """Other layouts' seconds over those of the choice, where both are of one lease; of several the least."""
+        mine = self.seconds.get(self.chosen, {})
+        found = {
+            way: min(taken[lease] / mine[lease] for lease in taken.keys() & mine.keys())
+            for way, taken in self.seconds.items()
+            if way != self.chosen and taken.keys() & mine.keys()
         }
-    return seconds | row
+        return dict(sorted(found.items(), key=lambda pair: pair[1]))
+
+    @property
+    def behind(self) -> float | None:
+        """How much longer the choice takes than the fastest; None where nothing can be compared."""
+        return max(0.0, 1 / min(self.beside.values()) - 1) if self.beside else None
+
+    @property
+    def best(self) -> Way:
+        return next((way for way, ratio in self.beside.items() if ratio < 1), self.chosen)
+
+    @property
+    def missing(self) -> list[Case]:
+        """Cases that are still to be measured. The plan's choice is measured again beside those of another lease."""
+        others = {way for way in self.ways.values() if way != self.chosen and way not in self.beside}
+        found, seen = [], set()
+        for case in self.workload.cases[1:]:
+            if (way := self.ways.get(case.name)) in others and way not in seen:
+                found.append(case)
+                seen.add(way)
+        return [self.workload.work, *found] if found else []
+
+
+def plan_case(case: Case, kind: GpuKind | None) -> Plan:
+    """On an idle machine with such GPUs; None: on this one."""
+    row = case.as_row()
+    config, facts = find_facts(folder_of(WORK, row), row, case.gpus, case.steps, [])
+    if kind is not None:
+        asked = AskedGpus(text=kind.name, kind=kind, num_nodes=1, num_per_node=case.gpus)
+        facts = facts.model_copy(update={"host": describe_host(asked)})
+    return plan(config, facts)
+
+
+def judge(workload: Workload, kind: GpuKind | None, rows: Iterable[dict[str, Any]]) -> Judged | None:
+    """None where nothing fits. ``rows`` of other work and of other kinds of GPU are passed over."""
+    try:
+        free = plan_case(workload.work, kind)
+    except UserError:
+        return None
+    planned = {way_of_layout(candidate.layout): candidate for candidate in reversed(free.candidates)}
+    ways = {}
+    for case in workload.cases:
+        try:
+            made = free if case is workload.work else plan_case(case, kind)
+        except UserError:
+            continue  # does not fit
+        ways[case.name] = way_of_layout(made.layout)
+        planned |= {way_of_layout(c.layout): c for c in made.candidates if c.chosen}
+    taken: dict[Way, dict[str, list[float]]] = {}
+    for row in rows:
+        way, lease = way_of_row(row), row.get("machine")
+        if way and lease and work_of_row(row) == workload.name and kind_of(row.get("device", "")) == kind:
+            taken.setdefault(way, {}).setdefault(lease, []).append(row["step_s"])
+    seconds = {way: {lease: statistics.median(some) for lease, some in by.items()} for way, by in taken.items()}
+    name = kind.name if kind is not None else "this machine"
+    return Judged(workload, name, way_of_layout(free.layout), ways, planned, seconds)
+
+
+def judge_all(files: Sequence[Path]) -> list[Judged]:
+    """All workloads on the kinds of GPU that rows are of, and on the one that constants were fitted to."""
+    rows = [row for file in files for row in read(file)]
+    kinds = {kind.name: kind for row in rows if work_of_row(row) and (kind := kind_of(row.get("device", "")))}
+    judged = []
+    for name in sorted(kinds.keys() | {REFERENCE_KIND}, key=lambda name: (name != REFERENCE_KIND, name)):
+        kind = kinds.get(name) or kind_of(name)
+        judged += [found for workload in WORKLOADS if (found := judge(workload, kind, rows)) is not None]
+    measured = {found.kind for found in judged if found.seconds}
+    return [found for found in judged if found.kind in measured | {REFERENCE_KIND}]
+
+
+def section(judged: Sequence[Judged]) -> str:
+    """That of the page, with its heading."""
+    compared = [found for found in judged if found.behind is not None]
+    whole = [found for found in compared if not found.missing]
+    within = [found for found in compared if found.behind is not None and found.behind <= BOUND]
+    lines = [
+        HEADING,
+        "",
+        "`python -m benchmarks.layouts judge benchmarks/results/*.jsonl --page docs/results.md` writes this section: "
+        "the layout that today's plan chooses for a workload, all keys of the layout left free, beside other layouts "
+        "of it. Seconds a step are compared only within a lease (the same GPUs since the same start of their machine); "
+        "a percentage says how much longer than the choice a layout took there, or is planned to take. A layout is "
+        "named by how the model is held, activation checkpointing, and tokens of a micro-batch.",
+        "",
+        f"Of {len(judged)} workloads {len(compared)} have the choice and another layout measured in one lease, and in "
+        f"{len(whole)} of these every listed layout that fits. The choice is within {BOUND:.0%} of the fastest in "
+        f"{len(within)} of the {len(compared)}.",
+        "",
+        "| workload | GPUs | chosen: s planned, measured | others: planned; measured beside the choice | behind |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [describe(found) for found in judged]
+    cases = [(found.kind, case) for found in judged for case in found.missing]
+    if cases:
+        lines += ["", f"To be measured: {describe_cases(cases)}."]
+    return "\n".join(lines) + "\n"
+
+
+def describe(found: Judged) -> str:
+    """A line of the table."""
+    base, mine = found.planned[found.chosen], found.seconds.get(found.chosen, {})
+    taken = ", ".join(f"{value:.4g}" for value in sorted(mine.values())) or "not measured"
+    others = sorted({*found.ways.values(), *found.seconds} - {found.chosen}, key=lambda way: seconds_of(found, way))
+    behind = "" if found.behind is None else f"{found.behind:.1%}"
+    return (
+        f"| {found.workload.name.replace(',', ', ')} | {found.workload.work.gpus} x {found.kind} | "
+        f"{found.chosen}: {base.step_s or 0:.4g}, {taken} | "
+        f"{'; '.join(describe_other(found, way) for way in others)} | "
+        f"{behind}{f' ({found.best})' if found.best != found.chosen else ''} |"
+    )
+
+
+def seconds_of(found: Judged, way: Way) -> float:
+    """Planned; of a layout that is no candidate now, those that come last."""
+    return found.planned[way].step_s or 0.0 if way in found.planned else float("inf")
+
+
+def describe_other(found: Judged, way: Way) -> str:
+    base = seconds_of(found, found.chosen)
+    planned = f"{seconds_of(found, way) / base - 1:+.1%}" if way in found.planned and base else "not planned"
+    if way in found.beside:
+        return f"{way}: {planned}; **{found.beside[way] - 1:+.1%}**"
+    elsewhere = ", ".join(f"{value:.4g}" for value in sorted(found.seconds.get(way, {}).values()))
+    return f"{way}: {planned}; {f'{elsewhere} s in other leases' if elsewhere else 'not measured'}"
+
+
+def describe_cases(cases: Sequence[tuple[str, Case]]) -> str:
+    """How many, and what they take one after the other, by kind and number of GPUs."""
+    groups: dict[tuple[str, int], list[Case]] = {}
+    for kind, case in cases:
+        groups.setdefault((kind, case.gpus), []).append(case)
+    return "; ".join(
+        f"{len(some)} cases of {gpus} x {kind}, some {sum(case.cost_s for case in some):.0f} s"
+        for (kind, gpus), some in sorted(groups.items())
+    )
+
+
+def write_section(page: Path, text: str) -> None:
+    """In place of the page's section of that heading, or at its end."""
+    before, heading, rest = page.read_text().partition(f"{HEADING}\n")
+    after = rest.partition("\n## ")[2] if heading else ""
+    page.write_text(f"{before.rstrip()}\n\n{text}" + (f"\n## {after}" if after else ""))
+
+
+class LayoutSchedule(Schedule):
+    """Only missing cases; those of one GPU keep to the GPU of their workload."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        device = read_host_facts().gpus[0].name if not self.on_cpu else ""
+        kind = kind_of(device) if device else None
+        rows = [row for file in [*options.have, options.output] for row in read(file)]
+        workloads = [work for work in (TRIED if self.on_cpu else WORKLOADS) if work.work.gpus <= len(self.free)]
+        workloads = [work for work in workloads if not options.only or work.work.gpus in options.only]
+        workloads = [work for work in workloads if not options.workload or work.name in options.workload]
+        missing = [found.missing for work in workloads if (found := judge(work, kind, rows)) is not None]
+        several = [case for cases in missing for case in cases if case.gpus > 1]
+        alone = [cases for cases in missing if cases and cases[0].gpus == 1]
+        self.pending = [*sorted(several, key=lambda case: -case.gpus), *(case for cases in alone for case in cases)]
+        self.card: dict[str, int] = {}  # of each case of one GPU
+        load = dict.fromkeys(self.free, 0.0)
+        for cases in alone:
+            card = min(load, key=lambda card: load[card])
+            load[card] += sum(case.cost_s for case in cases)
+            self.card |= {case.name: card for case in cases}
+        self.since = dict.fromkeys(self.free, 0.0)  # when it was last taken
+        print(f"{describe_cases([(device or 'CPU', case) for case in self.pending]) or 'nothing'} to be measured")
+
+    def next_case(self) -> Case | None:
+        """Of one GPU the next one of that GPU which is free, or has been taken the longest ago."""
+        found = super().next_case()
+        if found is None or found.gpus > 1:
+            return found
+        fitting = [case for case in self.pending if case.gpus == 1 and case.cost_s <= self.left_s()]
+        return min(fitting, key=lambda case: (self.card[case.name] not in self.free, self.since[self.card[case.name]]))
+
+    def wait_for_gpu(self) -> list[int]:
+        """Of the staged case: until its own GPU is free."""
+        with self.changed:
+            assert self.staged is not None
+            card = self.card[self.staged.name]
+            while card not in self.free or (self.options.alone and self.running):
+                self.changed.wait(timeout=5)
+            self.free.remove(card)
+            self.since[card] = time.monotonic()
+            self.running += 1
+            self.staged = None
+            self.changed.notify_all()
+            return [card]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="the workloads and their cases")
+    judging = commands.add_parser("judge", help="the plan's choices beside what was measured")
+    judging.add_argument("rows", type=Path, nargs="+")
+    judging.add_argument("--page", type=Path, help="write the section of this page")
+    measure = commands.add_parser("measure", help="measure what is missing on this machine")
+    measure.add_argument("--output", type=Path, required=True, help="JSONL file to append the rows to")
+    measure.add_argument("--have", type=Path, nargs="*", default=[], help="files with rows of before")
+    measure.add_argument("--budget", type=float, default=540, help="seconds in which all has ended")
+    measure.add_argument("--gpus", type=int, help="use at most so many GPUs; 0 tries the command on a CPU")
+    measure.add_argument("--only", type=int, nargs="+", help="workloads of these numbers of GPUs alone")
+    names = [workload.name for workload in (*WORKLOADS, *TRIED)]
+    measure.add_argument("--workload", nargs="+", choices=names, metavar="WORKLOAD", help="these alone")
+    measure.add_argument("--alone", action="store_true", help="never two cases side by side")
+    measure.set_defaults(case=None, calibrate=False, kept=False)
+    return parser.parse_args()
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    options = parse()
+    if options.command == "measure":
+        return LayoutSchedule(options).run()
+    if options.command == "list":
+        for workload in WORKLOADS:
+            print(f"{workload.name}: {len(workload.layouts)} layouts beside the plan's")
+        return 0
+    text = section(judge_all(options.rows))
+    if options.page is not None:
+        write_section(options.page, text)
+    print(text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
