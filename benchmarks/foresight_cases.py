@@ -202,6 +202,8 @@ WORKLOADS = (
     Workload(Case("llama3b", "qlora", 1, 4, 8192, cost_s=34), (NONE | micro(8192), SELECTIVE)),
     Workload(Case("qwen2-1.5b", "full", 1, 64, 1024, "chats", cost_s=44), (NONE | micro(8192), SELECTIVE)),
     Workload(Case("llama8b", "lora", 1, 1, 32768, steps=5, cost_s=60), (SELECTIVE, EXCEPT_ATTENTION)),
+    Workload(Case("phi3mini", "full", 1, 4, 4096, cost_s=26), (NONE | micro(8192), SELECTIVE)),
+    Workload(Case("llama8b", "full", 1, 1, 8192, steps=6, cost_s=45), (EXCEPT_ATTENTION, FULL)),
     Workload(
         Case("llama1b", "full", 2, 4, 4096, cost_s=45),
         (FSDP | KEEP | NONE, FSDP | RESHARD | NONE, FSDP | KEEP | SELECTIVE, DDP | NONE),

@@ -108,6 +108,7 @@ unmeasured() {
         --have "$root"/benchmarks/results/h200-foresight-*.jsonl --budget 540 --calibrate --only 1
     measure foresight-x2 560 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" \
         --have "$root"/benchmarks/results/h200-foresight-*.jsonl --budget 540 --calibrate  # also of two GPUs
+    measure layouts 560 python3 -m benchmarks.layouts measure --output "$results/layouts.jsonl" --have "$root"/benchmarks/results/h200-*.jsonl --budget 540
 }
 
 survive() {  # a checkpoint of 3B full takes 39 GB of the disk, of 8B full 96 GB; snapshots twice that of host memory

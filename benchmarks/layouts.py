@@ -9,10 +9,11 @@ rows of it: those of ``benchmarks.foresight_case`` and of ``manyhands.bench.case
 code becomes faster: seconds are compared only between rows of one lease, that is of the same GPUs since the same start
 of their machine. Rows whose memory was limited are left out. ``--page`` writes the section of that page.
 
-``measure`` takes what is missing for that: workload after workload, the plan's choice first, then the layouts that were
-not measured beside it yet. It is the schedule of ``benchmarks.foresight``: a process group of its own for each case,
-cases of one GPU side by side on several, but those of one workload on one GPU. Cases of two GPUs need a machine of two,
-as on more they may come to run on different pairs.
+``measure`` takes what is missing for that: workload after workload, as many as fit into the time; of each the plan's
+choice first, then the layouts that were not measured beside it yet. It is the schedule of ``benchmarks.foresight``: a
+process group of its own for each case, cases of one GPU side by side on several, but those of one workload on one GPU.
+Cases of two GPUs need a machine of two, as on more they may come to run on different pairs. ``--alone`` runs one case
+at a time: a busy neighbour costs up to 3 %.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -36,7 +37,7 @@ from manyhands.bench.case import find_facts, folder_of
 from manyhands.bench.rows import BY_NAME as ROWS
 from manyhands.bench.rows import BenchRow, read
 from manyhands.core.errors import UserError
-from manyhands.facts.gpu_kinds import AskedGpus, describe_host, kind_of
+from manyhands.facts.gpu_kinds import AskedGpus, describe_host, kind_of, load_kinds
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import GpuKind
 from manyhands.plan.layout import Checkpointing, Layout, Strategy
@@ -44,6 +45,7 @@ from manyhands.plan.rates import REFERENCE_KIND
 from manyhands.plan.search import plan
 from manyhands.plan.types import Candidate, Plan
 
+OTHER = "this machine"  # of no known kind, such as a CPU
 BOUND = 0.01  # how far behind the fastest measured layout a choice may be
 GIB = 2**30
 WORK = Path(tempfile.gettempdir()) / "manyhands-layouts"
@@ -119,6 +121,9 @@ def work_of_row(row: dict[str, Any]) -> str | None:
     return Case(row["shape"], row["method"], row["gpus"], row["rows"], row["length"], named.data, keys).name  # type: ignore[arg-type]
 
 
+Seconds = dict[Way, dict[str, float]]  # a step's, by lease
+
+
 @dataclass(frozen=True)
 class Judged:
     """A workload on a kind of GPU: what the plan makes of it, and what was measured."""
@@ -128,7 +133,7 @@ class Judged:
     chosen: Way
     ways: dict[str, Way]  # of the workload's cases that fit, by their names
     planned: dict[Way, Candidate]
-    seconds: dict[Way, dict[str, float]] = field(default_factory=dict)  # a step, by lease
+    seconds: Seconds  # measured
 
     @cached_property
     def beside(self) -> dict[Way, float]:
@@ -172,8 +177,25 @@ def plan_case(case: Case, kind: GpuKind | None) -> Plan:
     return plan(config, facts)
 
 
-def judge(workload: Workload, kind: GpuKind | None, rows: Iterable[dict[str, Any]]) -> Judged | None:
-    """None where nothing fits. ``rows`` of other work and of other kinds of GPU are passed over."""
+def sort_rows(files: Iterable[Path]) -> dict[tuple[str, str], Seconds]:
+    """Medians of all rows that say what they are of, by work and kind of GPU."""
+    taken: dict[tuple[str, str], dict[Way, dict[str, list[float]]]] = {}
+    for row in (row for file in files for row in read(file)):
+        work, lease = work_of_row(row), row.get("machine")
+        if work and lease and (way := way_of_row(row)):
+            kind = kind_of(row["device"])
+            of_work = taken.setdefault((work, kind.name if kind else OTHER), {})
+            of_work.setdefault(way, {}).setdefault(lease, []).append(row["step_s"])
+    return {
+        key: {
+            way: {lease: statistics.median(some) for lease, some in by_lease.items()} for way, by_lease in ways.items()
+        }
+        for key, ways in taken.items()
+    }
+
+
+def judge(workload: Workload, kind: GpuKind | None, rows: dict[tuple[str, str], Seconds]) -> Judged | None:
+    """None where nothing fits; ``kind``: None for this machine."""
     try:
         free = plan_case(workload.work, kind)
     except UserError:
@@ -186,27 +208,18 @@ def judge(workload: Workload, kind: GpuKind | None, rows: Iterable[dict[str, Any
         except UserError:
             continue  # does not fit
         ways[case.name] = way_of_layout(made.layout)
-        planned |= {way_of_layout(c.layout): c for c in made.candidates if c.chosen}
-    taken: dict[Way, dict[str, list[float]]] = {}
-    for row in rows:
-        way, lease = way_of_row(row), row.get("machine")
-        if way and lease and work_of_row(row) == workload.name and kind_of(row.get("device", "")) == kind:
-            taken.setdefault(way, {}).setdefault(lease, []).append(row["step_s"])
-    seconds = {way: {lease: statistics.median(some) for lease, some in by.items()} for way, by in taken.items()}
-    name = kind.name if kind is not None else "this machine"
-    return Judged(workload, name, way_of_layout(free.layout), ways, planned, seconds)
+        planned |= {way_of_layout(candidate.layout): candidate for candidate in made.candidates if candidate.chosen}
+    name = kind.name if kind is not None else OTHER
+    return Judged(workload, name, way_of_layout(free.layout), ways, planned, rows.get((workload.name, name), {}))
 
 
-def judge_all(files: Sequence[Path]) -> list[Judged]:
-    """All workloads on the kinds of GPU that rows are of, and on the one that constants were fitted to."""
-    rows = [row for file in files for row in read(file)]
-    kinds = {kind.name: kind for row in rows if work_of_row(row) and (kind := kind_of(row.get("device", "")))}
-    judged = []
-    for name in sorted(kinds.keys() | {REFERENCE_KIND}, key=lambda name: (name != REFERENCE_KIND, name)):
-        kind = kinds.get(name) or kind_of(name)
-        judged += [found for workload in WORKLOADS if (found := judge(workload, kind, rows)) is not None]
-    measured = {found.kind for found in judged if found.seconds}
-    return [found for found in judged if found.kind in measured | {REFERENCE_KIND}]
+def judge_all(files: Iterable[Path]) -> list[Judged]:
+    """All workloads on the kind of GPU that constants were fitted to, and on others those that were measured there."""
+    rows = sort_rows(files)
+    kinds = [kind for kind in load_kinds() if kind.name == REFERENCE_KIND or any(kind.name == name for _, name in rows)]
+    kinds.sort(key=lambda kind: kind.name != REFERENCE_KIND)
+    found = (judge(workload, kind, rows) for kind in kinds for workload in WORKLOADS)
+    return [one for one in found if one is not None and (one.kind == REFERENCE_KIND or one.seconds)]
 
 
 def section(judged: Sequence[Judged]) -> str:
@@ -290,21 +303,24 @@ class LayoutSchedule(Schedule):
         super().__init__(options)
         device = read_host_facts().gpus[0].name if not self.on_cpu else ""
         kind = kind_of(device) if device else None
-        rows = [row for file in [*options.have, options.output] for row in read(file)]
-        workloads = [work for work in (TRIED if self.on_cpu else WORKLOADS) if work.work.gpus <= len(self.free)]
-        workloads = [work for work in workloads if not options.only or work.work.gpus in options.only]
-        workloads = [work for work in workloads if not options.workload or work.name in options.workload]
-        missing = [found.missing for work in workloads if (found := judge(work, kind, rows)) is not None]
-        several = [case for cases in missing for case in cases if case.gpus > 1]
-        alone = [cases for cases in missing if cases and cases[0].gpus == 1]
-        self.pending = [*sorted(several, key=lambda case: -case.gpus), *(case for cases in alone for case in cases)]
-        self.card: dict[str, int] = {}  # of each case of one GPU
-        load = dict.fromkeys(self.free, 0.0)
-        for cases in alone:
-            card = min(load, key=lambda card: load[card])
-            load[card] += sum(case.cost_s for case in cases)
-            self.card |= {case.name: card for case in cases}
+        rows = sort_rows([*options.have, options.output])
+        self.pending, self.card = [], {}  # the GPU of each case of one
         self.since = dict.fromkeys(self.free, 0.0)  # when it was last taken
+        busy = dict.fromkeys(self.free, 0.0)  # seconds that are spoken for
+        for work in sorted(TRIED if self.on_cpu else WORKLOADS, key=lambda work: -work.work.gpus):
+            num = work.work.gpus
+            is_asked = (not options.only or num in options.only) and work.name in (options.workload or [work.name])
+            found = judge(work, kind, rows) if is_asked and num <= len(self.free) else None
+            if found is None or not found.missing:
+                continue
+            cards = sorted(busy, key=lambda card: busy[card])[:num]
+            end = max(busy[card] for card in cards) + sum(case.cost_s for case in found.missing)
+            if end > options.budget:  # layouts of another call may be of another lease
+                print(f"not begun: {work.name}, all {len(found.missing)} cases")
+                continue
+            busy |= dict.fromkeys(cards, end)
+            self.pending += found.missing
+            self.card |= {case.name: cards[0] for case in found.missing}
         print(f"{describe_cases([(device or 'CPU', case) for case in self.pending]) or 'nothing'} to be measured")
 
     def next_case(self) -> Case | None:
