@@ -231,7 +231,7 @@ WORKLOADS = (
 )
 TRIED = (  # of ``benchmarks.layouts`` itself, on a CPU
     Workload(Case("tiny", "lora", 1, 4, 128, steps=4, cost_s=5), (NONE | micro(128), FULL)),
-    Workload(Case("tiny", "full", 1, 4, 128, steps=4, cost_s=5), (SELECTIVE,)),
+    Workload(Case("tiny", "full", 2, 4, 128, steps=4, cost_s=5), (DDP, FSDP | RESHARD)),
 )
 OF_WORKLOADS = tuple(case for workload in (*WORKLOADS, *TRIED) for case in workload.cases)
 BY_NAME = {case.name: case for case in (*OF_WORKLOADS, *CASES, *TRIALS)}

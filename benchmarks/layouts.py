@@ -47,7 +47,6 @@ from manyhands.plan.types import Candidate, Plan
 
 OTHER = "this machine"  # of no known kind, such as a CPU
 BOUND = 0.01  # how far behind the fastest measured layout a choice may be
-GIB = 2**30
 WORK = Path(tempfile.gettempdir()) / "manyhands-layouts"
 HEADING = "## Chosen layouts beside others"
 LAYOUT_KEYS = {
