@@ -155,6 +155,26 @@ def find_lost(uuids: Sequence[str]) -> dict[str, str]:
             pynvml.nvmlShutdown()
 
 
+def free_memory(uuids: Sequence[str]) -> int | None:
+    """Bytes that are free on each of NVIDIA's GPUs; None where one does not say, or takes one process at a time."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        if any(pynvml.nvmlDeviceGetComputeMode(handle) != pynvml.NVML_COMPUTEMODE_DEFAULT for handle in handles):
+            return None
+        return min((int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles), default=None)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
 def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuHealth:
     def ask(name: str, *arguments: Any) -> Any:
         """None where this GPU, driver or version of the library does not answer."""

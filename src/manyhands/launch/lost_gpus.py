@@ -22,6 +22,7 @@ from manyhands.facts import health
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import GpuFacts
 from manyhands.facts.xids import SEVERITY, Xid, XidListener
+from manyhands.launch.rank_process import RankProcess, await_memory
 from manyhands.plan.hardware import how_to_go_on
 from manyhands.plan.types import Plan
 
@@ -140,6 +141,10 @@ class LaunchGpus:
     def _entry(self, rank: int, visible: str | None) -> str:
         """By which a list of visible devices names it."""
         return self.gpus[rank].uuid or (visible.split(",")[rank].strip() if visible else str(rank))
+
+    def await_memory(self, ending: Sequence[RankProcess], plan: Plan) -> None:
+        """Returns once the ranks of ``plan`` have room beside what those of the attempt before still hold."""
+        await_memory(ending, plan.memory.total, lambda: health.free_memory(self.uuids))
 
     def _ask_driver(self) -> Mapping[str, str]:
         """What it says of GPUs that are lost, by UUID. A driver that hangs is not waited for."""

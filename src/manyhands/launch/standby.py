@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 from manyhands.core.files import read_json, write_json
 from manyhands.launch.heartbeat import read_beat
+from manyhands.launch.rank_process import RankProcess, await_memory
 from manyhands.launch.restarts import TRAINING
 from manyhands.launch.run_folder import RunFolder
 
@@ -39,7 +39,7 @@ _OF_ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")  # beginnings of n
 class _Standby:
     """One process, and the channel on which it is told to begin."""
 
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     channel: socket.socket
     environment: Mapping[str, str]
     is_ready: bool = False
@@ -61,12 +61,13 @@ class _Standby:
 
 
 class Standbys:
-    """Those of one launch, over all of its attempts."""
+    """Those of one launch, over all of its attempts, and the ranks that they or new processes have become."""
 
     def __init__(self, after_s: float = AFTER_S) -> None:
         self.after_s = after_s
         self._waiting: dict[int, _Standby] = {}  # by local rank
         self._environments: dict[int, Mapping[str, str]] = {}  # of the ranks that run
+        self._ranks: list[RankProcess] = []
         self._lock = threading.Lock()
         self._attempt: tuple[RunFolder, range] | None = None
         self._closed = threading.Event()
@@ -89,8 +90,12 @@ class Standbys:
             if command[: 1 + len(COMMAND)] != (sys.executable, *COMMAND):
                 return start_anew(handler, command, environment)
             found = self.take(rank, environment, arguments)
+            if found is None:
+                streams = {"stdout": handler._stdout, "stderr": handler._stderr}
+                found = RankProcess(command, env=environment, start_new_session=True, **streams)
             self._environments[rank] = environment
-            return start_anew(handler, command, environment) if found is None else found
+            self._ranks.append(found)
+            return found
 
         handlers._popen = start
         self._attempt = (folder, local)
@@ -104,7 +109,7 @@ class Standbys:
 
     def take(
         self, local_rank: int, environment: Mapping[str, str], arguments: Sequence[str]
-    ) -> subprocess.Popen[bytes] | None:
+    ) -> RankProcess | None:
         """The process that waits for this local rank, which is a rank from now on; None where there is none that has
         imported everything in the same environment.
         """
@@ -122,12 +127,19 @@ class Standbys:
         found.end()
         return None
 
+    def list_ending(self) -> list[RankProcess]:
+        """Ranks that have ended and still give memory back."""
+        self._ranks = [rank for rank in self._ranks if not rank.is_gone]
+        return [rank for rank in self._ranks if rank.poll() is not None]
+
     def close(self) -> None:
+        """After the last attempt; nothing is left then."""
         self._closed.set()
         with self._lock:
             for one in self._waiting.values():
                 one.end()
             self._waiting.clear()
+        await_memory(self.list_ending())
 
     def _run(self) -> None:
         trains_since: float | None = None
@@ -184,7 +196,7 @@ def _start(environment: Mapping[str, str], folder: RunFolder) -> _Standby:
     with theirs:
         arguments = [str(theirs.fileno()), str(os.getpid()), str(folder.path)]
         command = [sys.executable, "-u", "-m", "manyhands.worker.standby", *arguments]
-        process = subprocess.Popen(command, env=dict(environment), pass_fds=[theirs.fileno()])
+        process = RankProcess(command, env=dict(environment), pass_fds=[theirs.fileno()])
     return _Standby(process, ours, environment)
 
 

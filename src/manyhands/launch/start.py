@@ -261,6 +261,7 @@ def _launch_and_restart(
     report = functools.partial(_report, folder=folder) if leads else print
     num_smaller = 0
     while True:
+        gpus.await_memory(lasting.standbys.list_ending(), found.prepared.plan)
         driver = _collect_reports(found, gpus, listener)
         try:
             return _run_attempt(found, arguments, lasting, report, driver)

@@ -60,8 +60,8 @@ def run_workers(
     driver: DriverReports | None = None,
     standbys: Standbys | None = None,
 ) -> int:
-    """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them is left
-    when it returns, however it ends.
+    """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them runs
+    any more when it returns, however it ends; with ``standbys`` those that were killed may still give memory back.
 
     Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
     SLURM's SIGUSR1, unless the run was finished by then: a crash after that is a warning. ``timeout_s``: a rank that
