@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -128,41 +129,63 @@ def test_a_look_at_the_newest_step_leaves_no_file_open(segments: RankSegments) -
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def like_on_a_gpu(segment: Segment, monkeypatch: pytest.MonkeyPatch, pin: Callable[[], int]) -> SnapshotWriter:
+    """A writer whose slots are pinned by a call of ``pin`` each."""
+    monkeypatch.setattr(in_memory, "pin", lambda memory, device, hurry: pin())
+    writer = SnapshotWriter(segment, CPU)
+    monkeypatch.setattr(writer, "_stream", object())
+    monkeypatch.setattr(writer, "_copy", lambda to, parts: None)
+    return writer
+
+
 def test_memory_is_registered_once_and_no_more_before_it_grows(
     segments: RankSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, with its calls written down: one that fails is tried again."""
+    """As on a GPU, with its calls written down, one a slot: one that fails is tried again."""
     calls: list[str] = []
-    answers = iter([2, 0, 0])
-    monkeypatch.setattr(in_memory, "pin", lambda memory, device: calls.append("pin") or next(answers))
+    answers = iter([2, 0, 2, 0, 0, 0, 0])
     monkeypatch.setattr(in_memory, "unpin", lambda memory, device: calls.append("unpin"))
     segment = Segment(segments.paths[0])
     make_room = segment.make_room
     monkeypatch.setattr(segment, "make_room", lambda size: (calls.append("room"), make_room(size)))
-    writer = SnapshotWriter(segment, CPU)
-    monkeypatch.setattr(writer, "_stream", object())
-    monkeypatch.setattr(writer, "_copy", lambda to, parts: None)
-    with pytest.raises(OSError, match="CUDA error 2"):
-        writer.begin(1, tensors_of(*trained(1)), {}, "key")
+    writer = like_on_a_gpu(segment, monkeypatch, lambda: calls.append("pin") or next(answers))
+    for _ in range(2):  # the first slot, the second
+        with pytest.raises(OSError, match="CUDA error 2"):
+            writer.begin(1, tensors_of(*trained(1)), {}, "key")
     for step in (2, 3):
         writer.begin(step, tensors_of(*trained(1)), {}, "key")()
     writer.begin(4, {"large": torch.zeros(2**20)}, {}, "key")()
-    assert calls == ["room", "pin", "pin", "unpin", "room", "pin"]
+    failed = ["room", "pin", "pin", "pin", "unpin"]
+    assert calls == [*failed, "pin", "pin", "unpin", "unpin", "room", "pin", "pin"]
 
 
 def test_memory_is_registered_ahead_beside_other_work(segments: RankSegments, monkeypatch: pytest.MonkeyPatch) -> None:
-    SnapshotWriter(Segment(segments.paths[0]), CPU).begin(1, tensors_of(*trained(1)), {}, "key")()
     may_end, calls = threading.Event(), []
-    monkeypatch.setattr(in_memory, "pin", lambda memory, device: calls.append(may_end.wait(60)) or 0)
-    writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
-    monkeypatch.setattr(writer, "_stream", object())
-    monkeypatch.setattr(writer, "_copy", lambda to, parts: None)
-    writer.pin_ahead()
-    assert calls == [], "it has not been waited for"
+    segment = Segment(segments.paths[0])
+    writer = like_on_a_gpu(segment, monkeypatch, lambda: calls.append(may_end.wait(60)) or 0)
+    assert not writer.has_asked and not writer.is_ready
+    writer.pin_ahead(tensors_of(*trained(1)))
+    assert calls == [] and writer.has_asked and not writer.is_ready, "it has not been waited for"
     may_end.set()
     for step in (2, 3):
         writer.begin(step, tensors_of(*trained(1)), {}, "key")()
-    assert calls == [True]
+        assert writer.is_ready
+    assert calls == [True, True] and sorted(segment.committed()) == [2, 3]
+
+
+def test_a_run_that_goes_back_while_memory_is_registered_forgets_later_ones(
+    segments: RankSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = Segment(segments.paths[0])
+    for step in (8, 9):  # of the launch before
+        SnapshotWriter(segment, CPU).begin(step, tensors_of(*trained(1)), {}, "key")()
+    writer = like_on_a_gpu(segment, monkeypatch, int)
+    monkeypatch.setattr(in_memory, "pin", lambda memory, device, hurry: 2 if hurry is None or hurry.wait(60) else 0)
+    writer.pin_ahead(tensors_of(*trained(1)))
+    writer.forget_after(8)
+    assert segments.newest_step() == 8
+    with pytest.raises(OSError, match="CUDA error 2"):  # said by the next one
+        writer.begin(9, tensors_of(*trained(1)), {}, "key")
 
 
 def _write_forever(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.checkpoint import in_memory
 from manyhands.checkpoint.in_memory import SnapshotWriter
 from manyhands.core.segments import COPIED, SEGMENTS, Segment, SegmentReader
 from manyhands.core.world import World
@@ -108,6 +110,94 @@ def test_a_snapshot_that_is_not_copied_yet_is_not_written_over(
     assert steps() == [6, 7]
     said = rank.terminal.getvalue()  # type: ignore[attr-defined]
     assert said.count("as fast as the next node gets its copies") == 1
+
+
+@pytest.fixture
+def pinning(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> Iterator[Future[int]]:
+    """As on a GPU, where the memory is pinned when the test says so: the result is CUDA's error."""
+    answer: Future[int] = Future()
+    monkeypatch.setattr(in_memory, "pin", lambda memory, device, hurry: answer.result(60))
+    yield answer
+    if not answer.done():
+        answer.set_result(0)
+
+
+def hook_as_on_a_gpu(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> SnapshotHook:
+    hook = SnapshotHook(rank)
+    hook.are_ready = False
+    assert hook.writer is not None
+    monkeypatch.setattr(hook.writer, "_stream", object())
+    monkeypatch.setattr(hook.writer, "_copy", lambda to, parts: torch._foreach_copy_(to, parts) and None)
+    return hook
+
+
+def take_step(hook: SnapshotHook, step: int, *others: float) -> None:
+    """What the loop does; ``others`` is what further ranks report."""
+    hook.hear([hook.report(), *((other,) for other in others)])
+    hook.between_steps(TrainState(step=step))
+
+
+def settle(hook: SnapshotHook) -> None:
+    assert hook.writer is not None and hook.writer._pinning is not None
+    hook.writer._pinning.exception(60)
+
+
+def test_the_first_steps_have_none_while_their_memory_is_pinned(
+    rank: RankContext, pinning: Future[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook, path = hook_as_on_a_gpu(rank, monkeypatch), os.environ[SEGMENTS]
+    for step in (1, 2, 3):
+        take_step(hook, step, 1.0)
+    assert "snapshot_stalls_s" not in rank.measured
+    pinning.set_result(0)
+    settle(hook)
+    assert Segment(path).committed() == {}
+    take_step(hook, 4, 0.0)  # another rank is not ready
+    assert Segment(path).committed() == {}
+    for step in (5, 6):
+        take_step(hook, step, 1.0)
+    assert sorted(Segment(path).committed()) == [5, 6] and len(rank.measured["snapshot_stalls_s"]) == 2
+    assert rank.terminal.getvalue() == "snapshots in memory from step 5 on: before it their memory was pinned\n"  # type: ignore[attr-defined]
+    after = SnapshotHook(rank)  # of a rollback
+    take_step(after, 6, 1.0)
+    assert len(rank.measured["snapshot_stalls_s"]) == 3
+
+
+def test_memory_that_cannot_be_pinned_turns_snapshots_off(
+    rank: RankContext, pinning: Future[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = hook_as_on_a_gpu(rank, monkeypatch)
+    take_step(hook, 1)
+    pinning.set_result(2)
+    settle(hook)
+    for step in (2, 3):
+        take_step(hook, step)
+    said = rank.terminal.getvalue()  # type: ignore[attr-defined]
+    assert said == "no snapshots in memory: rank 0: the memory cannot be pinned (CUDA error 2)\n"
+    assert not hook.is_on and "snapshot_stalls_s" not in rank.measured
+
+
+def test_what_another_rank_cannot_pin_turns_snapshots_off_here_too(
+    rank: RankContext, pinning: Future[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = hook_as_on_a_gpu(rank, monkeypatch)
+    monkeypatch.setattr(snapshots, "run_on_all_ranks", lambda work: [work(), "rank 1: no memory"])
+    take_step(hook, 1, 0.0)
+    pinning.set_result(0)
+    settle(hook)
+    for step in (2, 3):
+        take_step(hook, step, 1.0)
+    assert rank.terminal.getvalue() == "no snapshots in memory: rank 1: no memory\n"  # type: ignore[attr-defined]
+    assert not hook.is_on and Segment(os.environ[SEGMENTS]).committed() == {}
+
+
+def test_a_rank_that_keeps_none_is_ready(rank: RankContext) -> None:
+    hook = SnapshotHook(rank)
+    hook.writer, hook.are_ready = None, False
+    take_step(hook, 1, 0.0)
+    assert not hook.are_ready
+    take_step(hook, 2, 1.0)
+    assert hook.are_ready and hook.has_room
 
 
 def test_a_copy_of_a_step_that_was_done_again_is_not_used(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,9 +145,13 @@ class BackgroundSaver:
     def reserve(self, tensors: dict[str, torch.Tensor]) -> str:
         """Returns once there is room for ``tensors``, or why there is none. For the main thread."""
         self.make_room(tensors)
-        if self._room is not None:
-            self._room.join()
+        self._await_room()
         return str(self._no_room or "")
+
+    def _await_room(self) -> None:
+        if self._room is not None and self._staging is not None:
+            self._staging.hurry.set()
+            self._room.join()
 
     def save(
         self,
@@ -236,9 +240,8 @@ class BackgroundSaver:
 
     def close(self) -> None:
         """Frees memory and process; a save under way ends with them."""
-        if self._room is not None:
-            self._room.join()
-            self._room = None
+        self._await_room()
+        self._room = None
         if self._staging is not None:
             self._staging.close()
             self._staging = None

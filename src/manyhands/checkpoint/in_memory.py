@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,12 +17,11 @@ import torch
 from torch import nn
 
 from manyhands.checkpoint.manifest import TensorEntry
-from manyhands.checkpoint.staging import pin, unpin
+from manyhands.checkpoint.pinning import BounceBuffers, align, cut, lengths_in_pieces, pin, unpin
 from manyhands.checkpoint.tensors import checkpoint_tensors, create_optimizer_state, describe, trained_parameters
 from manyhands.core.holding import local
 from manyhands.core.segments import Segment
 
-ALIGNMENT = 64  # bytes; of each tensor, for every dtype
 META_BYTES = 2**20  # beside the names and shapes of the tensors
 _LENGTH = struct.Struct("<Q")
 
@@ -34,9 +34,10 @@ class SnapshotWriter:
     def __init__(self, segment: Segment, device: torch.device) -> None:
         self._segment, self._device = segment, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pinned: torch.Tensor | None = None
+        self._pinned: list[torch.Tensor] = []  # both slots
         self._pinning: Future[None] | None = None
-        self._layout: _Layout | None = None
+        self._hurry = threading.Event()  # of what is being pinned
+        self._layout = _Layout.of([], {})
         self._slots: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # the memory of each, and its tensors
 
     @property
@@ -44,21 +45,39 @@ class SnapshotWriter:
         """Whether the newest snapshot has been copied to another node, or none is copied any more."""
         return self._segment.is_copied()
 
+    @property
+    def has_asked(self) -> bool:
+        """Whether memory is pinned, or being pinned."""
+        return bool(self._pinned) or self._pinning is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``begin`` has no memory to wait for, or fails at once."""
+        return self._pinning.done() if self._pinning is not None else self._stream is None or bool(self._pinned)
+
+    def pin_ahead(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Begins to make room for ``tensors`` and to pin it, beside the training. Errors are those of the next
+        ``begin``.
+        """
+        self._lay_out(tensors)
+        self._hurry, thread = threading.Event(), ThreadPoolExecutor(1)
+        self._pinning = thread.submit(self._make_room, self._hurry)
+        thread.shutdown(wait=False)
+
     def begin(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str) -> Callable[[], None]:
-        """Starts a snapshot; the function returned completes it. OSError where there is no room for one."""
-        parts = {name: local(tensor) for name, tensor in tensors.items()}
-        signature = _sign(tensors, parts)
-        if self._layout is None or self._layout.signature != signature:
-            self._layout, self._slots = _Layout.of(signature, parts), {}
+        """Starts a snapshot; the function returned completes it. OSError where there is no room for one, or where it
+        cannot be pinned: from other memory copies would hold up the training.
+        """
+        if self._pinning is not None:
+            pinning, self._pinning = self._pinning, None
+            self._hurry.set()
+            pinning.result()
+        parts = self._lay_out(tensors)
         meta = self._layout.describe(state, key)
         if len(meta) > self._layout.begin:
-            self._layout, self._slots = _Layout.of(signature, parts, len(meta)), {}
+            self._layout, self._slots = _Layout.of(self._layout.signature, parts, len(meta)), {}
             meta = self._layout.describe(state, key)
-        if self._segment.slot_bytes < self._layout.end:
-            self._unpin()
-            self._slots = {}
-            self._segment.make_room(self._layout.end)
-        self.pin()
+        self._make_room()
         slot = self._segment.oldest()
         memory = torch.frombuffer(self._segment.clear(slot), dtype=torch.uint8)
         if slot not in self._slots:
@@ -75,49 +94,47 @@ class SnapshotWriter:
 
     def forget_after(self, step: int) -> None:
         """Clears snapshots of later steps."""
+        if self._pinning is not None:  # the slots may be made anew
+            self._hurry.set()
+            self._pinning.exception()
         for later, slot in self._segment.committed().items():
             if later > step:
                 self._segment.clear(slot).release()
 
-    def pin_ahead(self) -> None:
-        """Begins to pin what there is already, beside whatever comes before the first snapshot."""
-        if self._stream is not None and self._segment.slot_bytes:
-            thread = ThreadPoolExecutor(1)
-            self._pinning = thread.submit(self._pin)
-            thread.shutdown(wait=False)
-
-    def pin(self) -> None:
-        """Both slots, once. OSError where that cannot be: from other memory copies would hold up the training."""
-        pinning, self._pinning = self._pinning, None
-        if pinning is not None:
-            pinning.result()
-        elif self._stream is not None and self._pinned is None:
-            self._pin()
+    def _lay_out(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's parts, for which the layout is."""
+        parts = {name: local(tensor) for name, tensor in tensors.items()}
+        signature = _sign(tensors, parts)
+        if self._layout.signature != signature:
+            self._layout, self._slots = _Layout.of(signature, parts), {}
+        return parts
 
     def _copy(self, to: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.cuda.Event | None:
         if self._stream is None:
-            torch._foreach_copy_(to, parts)
+            torch._foreach_copy_(to, self._layout.cut(parts))
             return None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            torch._foreach_copy_(to, parts, non_blocking=True)
+            torch._foreach_copy_(to, self._layout.cut(parts), non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
         return arrived
 
-    def _pin(self) -> None:
-        memory = torch.frombuffer(self._segment.slots(), dtype=torch.uint8)
-        if status := pin(memory, self._device):
+    def _make_room(self, hurry: threading.Event | None = None) -> None:
+        """Two slots for the layout, pinned where a GPU is: each by itself, so that pieces lie alike in both."""
+        if self._segment.slot_bytes < self._layout.end:
+            while self._pinned:  # their mapping must not go while it is registered
+                unpin(self._pinned.pop(), self._device)
+            self._slots = {}
+            self._segment.make_room(self._layout.end)
+        if self._stream is None or self._pinned:
+            return
+        first, second = torch.frombuffer(self._segment.slots(), dtype=torch.uint8).split(self._segment.slot_bytes)
+        if not (status := pin(first, self._device, hurry)) and (status := pin(second, self._device, hurry)):
+            unpin(first, self._device)
+        if status:
             raise OSError(0, f"the memory cannot be pinned (CUDA error {status})")
-        self._pinned = memory
-
-    def _unpin(self) -> None:
-        """Before the slots are made anew: their mapping must not go while it is registered."""
-        if self._pinning is not None:
-            self.pin()
-        if self._pinned is not None:
-            unpin(self._pinned, self._device)
-            self._pinned = None
+        self._pinned = [first, second]
 
 
 @dataclass(frozen=True)
@@ -128,6 +145,7 @@ class _Layout:
 
     signature: list[Any]
     spans: list[int]
+    lengths: list[list[int]]  # of each tensor's parts in pieces of pinned memory
     begin: int
     end: int
     fixed: str  # of the JSON
@@ -137,13 +155,14 @@ class _Layout:
         entries = {name: {"shape": shape, "dtype": dtype} for name, shape, _, dtype in signature}
         # No offset has more digits.
         least = len(json.dumps({"entries": entries, "parts": [(name, 2**62, *rest) for name, *rest in signature]}))
-        begin = end = _align(_LENGTH.size + max(least, meta_bytes) + META_BYTES)
-        spans = []
+        begin = end = align(_LENGTH.size + max(least, meta_bytes) + META_BYTES)
+        spans, lengths = [], []
         for part in parts.values():
             spans.append(end)
-            end += _align(part.numel() * part.element_size())
+            lengths.append(lengths_in_pieces(end, part))
+            end += align(part.numel() * part.element_size())
         shapes = {name: (span, shape, dtype) for (name, _, shape, dtype), span in zip(signature, spans, strict=True)}
-        return _Layout(signature, spans, begin, end, json.dumps({"entries": entries, "parts": shapes})[1:])
+        return _Layout(signature, spans, lengths, begin, end, json.dumps({"entries": entries, "parts": shapes})[1:])
 
     def describe(self, state: dict[str, Any], key: str) -> bytes:
         """The JSON in front of the tensors, after its length."""
@@ -151,8 +170,12 @@ class _Layout:
         return _LENGTH.pack(len(text)) + text
 
     def place(self, memory: torch.Tensor, parts: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors in the memory of a slot, in the order of ``parts``."""
-        return [_view(memory, span, part) for span, part in zip(self.spans, parts.values(), strict=True)]
+        """The tensors in the memory of a slot, in the order of ``parts``, cut as those are."""
+        return self.cut([_view(memory, span, part) for span, part in zip(self.spans, parts.values(), strict=True)])
+
+    def cut(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """None of them crosses pieces of pinned memory."""
+        return [each for part, lengths in zip(parts, self.lengths, strict=True) for each in cut(part, lengths)]
 
 
 def _sign(tensors: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> list[Any]:
@@ -192,9 +215,15 @@ class Snapshot:
         tensors = checkpoint_tensors(model, optimizer)
         if describe(tensors) != self.entries:
             raise ValueError("the snapshot is of another model")
+        bounce: BounceBuffers | None = None  # pinning all of it takes longer
         with torch.no_grad():
             for name, tensor in tensors.items():
-                local(tensor).copy_(self.parts[name])
+                to, part = local(tensor), self.parts[name]
+                if to.is_cuda:
+                    bounce = bounce or BounceBuffers()
+                    bounce.copy(to, part)
+                else:
+                    to.copy_(part)
         return self.state
 
 
@@ -217,7 +246,3 @@ def _meta(data: memoryview) -> dict[str, Any]:
     (length,) = _LENGTH.unpack_from(data)
     meta: dict[str, Any] = json.loads(bytes(data[_LENGTH.size : _LENGTH.size + length]))
     return meta
-
-
-def _align(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

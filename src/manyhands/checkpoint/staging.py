@@ -7,27 +7,23 @@ run beside the training. Nothing else of the rank is seen by the writing process
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from manyhands.checkpoint import shard_writer
+from manyhands.checkpoint.pinning import align, cut, lengths_in_pieces, pin, unpin
 from manyhands.checkpoint.shards import ShardFile
 
-ALIGNMENT = 64  # bytes; of each piece, for every dtype
-PORTABLE = 1  # cudaHostRegisterPortable
-MADV_POPULATE_WRITE = 23  # Linux's
-MAP_THREADS = 8
 Spans = Mapping[str, Sequence[tuple[int, int]]]  # of each file's pieces in the memory: (start, bytes)
 
 
@@ -48,6 +44,7 @@ class Staging:
         self._memory: mmap.mmap | None = None
         self._buffer: torch.Tensor | None = None
         self._is_pinned = False
+        self.hurry = threading.Event()  # set by whoever waits for the room
         try:
             self._fd = os.memfd_create("manyhands-checkpoint")
         except (OSError, AttributeError) as error:  # not on this system
@@ -63,8 +60,8 @@ class Staging:
             raise NoRoom(f"its writing process cannot be started: {error.strerror or error}") from error
 
     def make_room(self) -> None:
-        """Reserves the memory, and pins it. Takes a second for some GiB, most of it in the other process; any thread
-        may call it. NoRoom.
+        """Reserves the memory, and pins it: with pauses for the training, until ``hurry`` is set. Any thread may call
+        it. NoRoom.
         """
         try:
             self._ask({"room": self.num_bytes})
@@ -73,7 +70,7 @@ class Staging:
         self._memory = mmap.mmap(self._fd, self.num_bytes)
         self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         if self._device.type == "cuda":
-            if status := pin(self._buffer, self._device):
+            if status := pin(self._buffer, self._device, self.hurry):
                 raise NoRoom(f"the memory cannot be pinned (CUDA error {status})")
             self._is_pinned = True
 
@@ -85,8 +82,10 @@ class Staging:
         for file in files:
             for piece, (begin, num_bytes) in zip(file.pieces, spans[file.name], strict=True):
                 if (piece.tensor.device.type == "cpu") == on_host:
-                    target = self._buffer[begin : begin + num_bytes].view(piece.tensor.dtype)
-                    target.view(piece.tensor.shape).copy_(piece.tensor, non_blocking=True)
+                    target = self._buffer[begin : begin + num_bytes].view(piece.tensor.dtype).view(piece.tensor.shape)
+                    lengths = lengths_in_pieces(begin, piece.tensor)
+                    for to, part in zip(cut(target, lengths), cut(piece.tensor, lengths), strict=True):
+                        to.copy_(part, non_blocking=True)
 
     def write(
         self,
@@ -137,41 +136,6 @@ class Staging:
         os.close(self._fd)
 
 
-def pin(memory: torch.Tensor, device: torch.device) -> int:
-    """Registers host memory for copies beside the training; CUDA's error, 0 if there is none. In a thread of its own:
-    a failed call leaves CUDA's last error set in its thread, where the next kernel would seem to have failed.
-
-    Its pages are mapped before: CUDA would do so one by one, and lets no kernel start meanwhile.
-    """
-    map_pages(memory)
-
-    def register() -> int:
-        with torch.cuda.device(device):
-            return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(register).result()
-
-
-def map_pages(memory: torch.Tensor) -> None:
-    """Maps all pages of host memory, with several threads. Where the kernel cannot (before Linux 5.14), nothing is
-    done.
-    """
-    stretch = -(-memory.nbytes // (MAP_THREADS * mmap.PAGESIZE)) * mmap.PAGESIZE
-    madvise = ctypes.CDLL(None).madvise  # without the interpreter's lock, which mmap.madvise keeps
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    with ThreadPoolExecutor(MAP_THREADS) as threads:
-        for at in range(0, memory.nbytes, stretch):
-            length = min(stretch, memory.nbytes - at)
-            threads.submit(madvise, memory.data_ptr() + at, length, MADV_POPULATE_WRITE)
-
-
-def unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """What ``pin`` has registered, before its mapping goes."""
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-
 def place(files: Sequence[ShardFile]) -> dict[str, list[tuple[int, int]]]:
     """Where in the memory each file's pieces lie: (start, bytes)."""
     end = 0
@@ -180,14 +144,10 @@ def place(files: Sequence[ShardFile]) -> dict[str, list[tuple[int, int]]]:
         spans[file.name] = []
         for piece in file.pieces:
             spans[file.name].append((end, piece.num_bytes))
-            end = _align(end + piece.num_bytes)
+            end = align(end + piece.num_bytes)
     return spans
 
 
 def count_staged_bytes(files: Sequence[ShardFile]) -> int:
     """Memory that ``Staging.copy`` needs for them; at least one page."""
-    return max(mmap.PAGESIZE, sum(_align(piece.num_bytes) for file in files for piece in file.pieces))
-
-
-def _align(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return max(mmap.PAGESIZE, sum(align(piece.num_bytes) for file in files for piece in file.pieces))

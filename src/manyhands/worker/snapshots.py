@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -24,7 +24,11 @@ from manyhands.worker.context import RankContext, StagesCheckpoints
 
 
 class SnapshotHook(Hook):
-    """One after every step, last of all hooks."""
+    """One after every step, last of all hooks. On GPUs its memory is made and pinned beside the first steps, and those
+    have none: the first one is taken when every rank has reported with a step's gather that its memory is ready.
+    """
+
+    num_reported = 1
 
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
@@ -38,7 +42,15 @@ class SnapshotHook(Hook):
             rank.snapshots = SnapshotWriter(segment, rank.world.device)
         self.writer = rank.snapshots if keeps else None
         self.are_copied = COPIED in os.environ  # to another node
+        self.are_ready = rank.world.device.type != "cuda"  # all ranks
+        self.has_waited = False
         self.has_room = False  # on every rank
+
+    def report(self) -> Sequence[float]:
+        return (float(self.writer is None or self.writer.is_ready),)
+
+    def hear(self, reports: Sequence[Sequence[float]]) -> None:
+        self.are_ready = all(is_ready for (is_ready,) in reports)
 
     def before_training(self, state: TrainState) -> None:
         """Forgets those of steps that are to be done again: they are not of this course any more."""
@@ -47,6 +59,11 @@ class SnapshotHook(Hook):
 
     def between_steps(self, state: TrainState) -> None:
         if not self.is_on or self.engine is None:
+            return
+        if not self.are_ready:
+            self.has_waited = True
+            if self.writer is not None and not self.writer.has_asked:
+                self.writer.pin_ahead(self.engine.checkpoint_tensors())  # the optimizer's states are there now
             return
         rank, begin = self.rank, time.monotonic()
         if self.are_copied and self._left_out():
@@ -64,6 +81,8 @@ class SnapshotHook(Hook):
             reason = next(filter(None, run_on_all_ranks(lambda: reason)), "")
             self.is_on = not reason
             self.has_room = True
+            if self.has_waited and self.is_on:
+                rank.print(f"snapshots in memory from step {state.step} on: before it their memory was pinned")
         if reason:  # a later one that has outgrown its slot
             rank.print(f"no snapshots in memory: {reason}")
             self.writer = None
@@ -132,10 +151,6 @@ def find_snapshot(rank: RankContext) -> None:
                 return
             if not rank.config.checkpoint.keep_best or not best or best == step or best in on_disk:
                 rank.snapshot = Snapshot.read(segment, step)
-                if _keeps(rank) and rank.snapshots is None:  # in the memory that it is read from
-                    closing.pop_all()
-                    rank.snapshots = SnapshotWriter(segment, rank.world.device)
-                    rank.snapshots.pin_ahead()
                 return
             rank.print(f"the snapshot of step {step} is not used: step {best}, the best, had not been saved")
 

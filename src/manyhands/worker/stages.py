@@ -4,7 +4,6 @@ resumed.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +149,6 @@ def check_model(rank: RankContext) -> None:
 def resume(rank: RankContext) -> None:
     """From the newest complete checkpoint, on whatever number of ranks there is now."""
     if rank.snapshot is not None:
-        if rank.snapshots is not None:  # copies from pinned memory are five times as fast
-            with contextlib.suppress(OSError):  # said when the next snapshot is taken
-                rank.snapshots.pin()
         rank.state = TrainState(**rank.snapshot.restore(rank.model, rank.engine.optimizer))
         rank.print(f"resumed after step {rank.state.step} from host memory")
     elif rank.checkpoint is not None:

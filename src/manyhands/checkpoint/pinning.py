@@ -1,0 +1,131 @@
+"""Pinned host memory: registered with CUDA (page-locked), so that copies to and from a GPU run beside the training.
+
+During cudaHostRegister no thread starts a kernel, some 0.25 s for each GB. So memory is registered piece by piece, with
+pauses in which the training's kernels start. A copy must lie within one registration: ``cut`` divides tensors at the
+pieces' boundaries, which count from the memory's begin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+ALIGNMENT = 64  # bytes; of each tensor in pinned memory, for every dtype
+PIECE = 128 * 2**20  # bytes, a multiple of a page: about 30 ms
+BOUNCE_BYTES = 64 * 2**20
+PORTABLE = 1  # cudaHostRegisterPortable
+MADV_POPULATE_WRITE = 23  # Linux's
+MAP_THREADS = 8
+_TURN = threading.Lock()  # so that one memory is not registered in the pauses of another
+
+
+def pin(memory: torch.Tensor, device: torch.device, hurry: threading.Event | None = None) -> int:
+    """Registers ``memory`` of shape (bytes,). Returns CUDA's error, after which nothing of it is registered; 0 if there
+    is none. With ``hurry``, there is a pause after each piece, as long as the piece took, until that is set.
+
+    In a thread of its own: a failed call leaves CUDA's last error set in its thread, where the next kernel would seem
+    to have failed. Pages are mapped before: CUDA would do so one by one.
+    """
+    map_pages(memory)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_register_pieces, memory, device, hurry).result()
+
+
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """What ``pin`` has registered, before its mapping goes."""
+    for piece in memory.split(PIECE):
+        _unregister(piece, device)
+
+
+def _register_pieces(memory: torch.Tensor, device: torch.device, hurry: threading.Event | None) -> int:
+    pieces = memory.split(PIECE)
+    for index, piece in enumerate(pieces):
+        with contextlib.nullcontext() if hurry is None or hurry.is_set() else _TURN:
+            begin = time.monotonic()
+            status = _register(piece, device)
+            if status:
+                for registered in pieces[:index]:
+                    _unregister(registered, device)
+                return status
+            if hurry is not None:
+                hurry.wait(time.monotonic() - begin)
+    return 0
+
+
+def _register(piece: torch.Tensor, device: torch.device) -> int:
+    with torch.cuda.device(device):
+        return int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, PORTABLE))
+
+
+def _unregister(piece: torch.Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
+
+
+def map_pages(memory: torch.Tensor) -> None:
+    """Maps all pages of host memory, with several threads. Where the kernel cannot (before Linux 5.14), nothing is
+    done.
+    """
+    stretch = -(-memory.nbytes // (MAP_THREADS * mmap.PAGESIZE)) * mmap.PAGESIZE
+    madvise = ctypes.CDLL(None).madvise  # without the interpreter's lock, which mmap.madvise keeps
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    with ThreadPoolExecutor(MAP_THREADS) as threads:
+        for at in range(0, memory.nbytes, stretch):
+            length = min(stretch, memory.nbytes - at)
+            threads.submit(madvise, memory.data_ptr() + at, length, MADV_POPULATE_WRITE)
+
+
+def align(size: int) -> int:
+    """The next multiple of ``ALIGNMENT`` bytes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def lengths_in_pieces(begin: int, tensor: torch.Tensor) -> list[int]:
+    """Numbers of elements of the parts of ``tensor`` that each lie in one piece, if it begins at byte ``begin``, which
+    is aligned.
+    """
+    end = begin + tensor.nbytes
+    boundaries = range((begin // PIECE + 1) * PIECE, end, PIECE)
+    return [(stop - start) // tensor.element_size() for start, stop in itertools.pairwise((begin, *boundaries, end))]
+
+
+def cut(tensor: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+    """``tensor`` itself where there is one length, else its elements in flat parts of these lengths: views, but of a
+    copy that is made on the current stream where it is not contiguous.
+    """
+    return (tensor,) if len(lengths) == 1 else tensor.reshape(-1).split(lengths)
+
+
+class BounceBuffers:
+    """Two page-locked buffers by which memory that is not pinned is copied to the current GPU: one is filled while the
+    other one is copied.
+    """
+
+    def __init__(self) -> None:
+        is_pinned = torch.cuda.is_available()
+        self._buffers = [torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)]
+        self._turns = itertools.cycle((0, 1))
+
+    def copy(self, to: torch.Tensor, part: torch.Tensor) -> None:
+        """Both of one shape and dtype, ``part`` contiguous; it may change when this returns, and ``to`` is whole for
+        what follows on the current stream.
+        """
+        whole, length = to.contiguous(), BOUNCE_BYTES // to.element_size()
+        for target, source in zip(whole.view(-1).split(length), part.view(-1).split(length), strict=True):
+            turn = next(self._turns)
+            self._copied[turn].synchronize()
+            buffer = self._buffers[turn][: source.nbytes].view(source.dtype)
+            buffer.copy_(source)
+            target.copy_(buffer, non_blocking=True)
+            self._copied[turn].record()
+        if whole is not to:
+            to.copy_(whole)

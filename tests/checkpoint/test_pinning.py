@@ -1,0 +1,333 @@
+"""Host memory pinned piece by piece: what is registered, when there are pauses, and that no copy crosses pieces. CUDA's
+calls are written down instead of made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhands.checkpoint import pinning
+from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter
+from manyhands.checkpoint.pinning import BounceBuffers, cut, lengths_in_pieces, pin, unpin
+from manyhands.checkpoint.shards import own_files
+from manyhands.checkpoint.staging import Staging, count_staged_bytes, place
+from manyhands.checkpoint.tensors import checkpoint_tensors
+from manyhands.core.segments import Segment
+from tests.support.segments import open_segments
+
+GPU = torch.device("cuda")
+PIECE = 256  # bytes
+
+
+@dataclass
+class Registrations:
+    """Of pieces of memory, as CUDA would know them."""
+
+    held: dict[int, int] = field(default_factory=dict)  # bytes, by address
+    threads: set[threading.Thread] = field(default_factory=set)
+    fails_at: int = -1  # the number of a call
+
+    def register(self, piece: torch.Tensor, device: torch.device) -> int:
+        self.threads.add(threading.current_thread())
+        begin, end = piece.data_ptr(), piece.data_ptr() + piece.nbytes
+        assert all(other + size <= begin or end <= other for other, size in self.held.items()), "registered twice"
+        if len(self.held) == self.fails_at:
+            return 2
+        self.held[begin] = piece.nbytes
+        return 0
+
+    def unregister(self, piece: torch.Tensor, device: torch.device) -> None:
+        assert self.held.pop(piece.data_ptr()) == piece.nbytes
+
+
+class CopyWatch(TorchDispatchMode):
+    """Writes down between which bytes memory is written to by copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default):
+            for to in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                self.spans.append((to.data_ptr(), to.data_ptr() + to.nbytes))
+        return func(*args, **(kwargs or {}))
+
+    def inside(self, begin: int, num_bytes: int) -> list[tuple[int, int]]:
+        """Of this memory, from its begin."""
+        return [(b - begin, e - begin) for b, e in self.spans if begin <= b <= e <= begin + num_bytes]
+
+
+@pytest.fixture
+def registrations(monkeypatch: pytest.MonkeyPatch) -> Registrations:
+    made = Registrations()
+    monkeypatch.setattr(pinning, "PIECE", PIECE)
+    monkeypatch.setattr(pinning, "_register", made.register)
+    monkeypatch.setattr(pinning, "_unregister", made.unregister)
+    return made
+
+
+class Pauses(threading.Event):
+    """Written down; is set after ``until`` of them."""
+
+    def __init__(self, until: int) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self.until = until
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        if not self.is_set():
+            self.seconds.append(timeout)
+        if len(self.seconds) == self.until:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize("num_bytes", [1, PIECE, PIECE + 1, 7 * PIECE, 7 * PIECE + 100])
+def test_pieces_are_all_of_the_memory_and_each_is_registered_once(registrations: Registrations, num_bytes: int) -> None:
+    memory = torch.zeros(num_bytes, dtype=torch.uint8)
+    assert pin(memory, GPU) == 0
+    at = memory.data_ptr()
+    for begin, size in sorted(registrations.held.items()):
+        assert begin == at and size <= PIECE
+        at += size
+    assert at == memory.data_ptr() + num_bytes
+    unpin(memory, GPU)
+    assert not registrations.held
+    assert threading.main_thread() not in registrations.threads, "CUDA's last error is a thread's own"
+
+
+def test_pauses_are_as_long_as_pieces_took_and_end_when_somebody_waits(
+    registrations: Registrations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, clock = torch.zeros(6 * PIECE, dtype=torch.uint8), iter(range(10**6))
+    monkeypatch.setattr(pinning.time, "monotonic", lambda: float(next(clock)))
+    hurry = Pauses(until=4)
+    assert pin(memory, GPU, hurry) == 0 and len(registrations.held) == 6
+    assert hurry.seconds == [1.0] * 4
+    unpin(memory, GPU)
+    assert pin(memory, GPU, hurry) == 0 and len(hurry.seconds) == 4
+
+
+@pytest.mark.parametrize("fails_at", [0, 3])
+def test_an_error_undoes_what_was_registered(registrations: Registrations, fails_at: int) -> None:
+    registrations.fails_at = fails_at
+    assert pin(torch.zeros(5 * PIECE, dtype=torch.uint8), GPU, Pauses(until=1)) == 2 and not registrations.held
+
+
+def test_two_memories_do_not_fill_each_others_pauses(registrations: Registrations) -> None:
+    """While one pauses, the other one waits for its turn."""
+    pausing, may_go_on = threading.Event(), threading.Event()
+
+    class Long(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pausing.set()
+            return may_go_on.wait(60)
+
+    first = threading.Thread(target=pin, args=(torch.zeros(1, dtype=torch.uint8), GPU, Long()))
+    first.start()
+    assert pausing.wait(60)
+    second = threading.Thread(target=pin, args=(torch.zeros(1, dtype=torch.uint8), GPU, threading.Event()))
+    second.start()
+    second.join(0.1)
+    assert len(registrations.held) == 1
+    pin(torch.zeros(1, dtype=torch.uint8), GPU)  # somebody waits for this one
+    assert len(registrations.held) == 2
+    may_go_on.set()
+    first.join()
+    second.join()
+    assert len(registrations.held) == 3
+
+
+@pytest.mark.parametrize(
+    ("begin", "num_elements", "expected"),
+    [
+        (64, 16, [16]),
+        (192, 16, [16]),  # ends at a boundary
+        (192, 80, [16, 64]),
+        (192, 17, [16, 1]),
+        (256, 64, [64]),  # a whole piece
+        (256, 65, [64, 1]),
+        (0, 200, [64, 64, 64, 8]),
+        (256, 0, [0]),
+        (192, 0, [0]),
+    ],
+)
+def test_lengths_in_pieces(registrations: Registrations, begin: int, num_elements: int, expected: list[int]) -> None:
+    tensor = torch.arange(num_elements, dtype=torch.float32)
+    lengths = lengths_in_pieces(begin, tensor)
+    assert lengths == expected
+    assert torch.equal(torch.cat(list(cut(tensor, lengths))), tensor)
+
+
+def awkward_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "small": torch.randn(3),
+        "of several pieces": torch.randn(7, 50),
+        "double": torch.randn(40, dtype=torch.float64),
+        "up to a boundary": torch.randn(5, 64),
+        "empty": torch.zeros(0, 9),
+        "transposed": torch.randn(13, 11).T,
+        "strided": torch.randn(40, 40)[:, ::2],
+        "half": torch.randn(333).bfloat16(),
+        "bytes": torch.arange(200, dtype=torch.uint8),
+    }
+
+
+def test_no_copy_of_a_checkpoint_crosses_pieces(registrations: Registrations) -> None:
+    tensors = awkward_tensors()
+    files = own_files(tensors, 0)
+    num_bytes, spans = count_staged_bytes(files), place(files)
+    staging = Staging(num_bytes, GPU)
+    try:
+        staging.hurry.set()
+        staging.make_room()
+        buffer = staging._buffer
+        assert buffer is not None and sum(registrations.held.values()) == num_bytes
+        with CopyWatch() as watch:
+            staging.copy(files, spans, on_host=True)
+        check_spans(watch.inside(buffer.data_ptr(), num_bytes))
+        for file in files:
+            for piece, (begin, size) in zip(file.pieces, spans[file.name], strict=True):
+                held = buffer[begin : begin + size].view(piece.tensor.dtype).view(piece.tensor.shape)
+                assert torch.equal(held, piece.tensor)
+        del held, buffer
+    finally:
+        staging.close()
+    assert not registrations.held
+
+
+def check_spans(spans: list[tuple[int, int]]) -> None:
+    assert len(spans) > 9, "some are cut"
+    assert all(begin // PIECE == max(begin, end - 1) // PIECE for begin, end in spans)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    with open_segments(1) as opened:
+        if opened is None:
+            pytest.skip("this system has no memfd")
+        yield Segment(opened.paths[0])
+
+
+def test_no_copy_of_a_snapshot_crosses_pieces(registrations: Registrations, segment: Segment) -> None:
+    tensors = awkward_tensors()
+    writer = SnapshotWriter(segment, torch.device("cpu"))
+    for step in (1, 2, 3):
+        with CopyWatch() as watch:
+            writer.begin(step, tensors, {}, "key")()
+        slot = segment.committed()[step]
+        begin = writer._slots[slot][0].data_ptr()
+        check_spans(watch.inside(begin, segment.slot_bytes))
+        parts = Snapshot.read(segment, step).parts
+        assert parts.keys() == tensors.keys()
+        assert all(torch.equal(parts[name], tensor) for name, tensor in tensors.items())
+        for tensor in tensors.values():
+            tensor.add_(1)
+
+
+def test_both_slots_are_registered_each_from_its_begin_or_none(
+    registrations: Registrations, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "PIECE", 2**18)
+    writer = SnapshotWriter(segment, torch.device("cpu"))
+    monkeypatch.setattr(writer, "_stream", object())
+    monkeypatch.setattr(writer, "_copy", lambda to, parts: torch._foreach_copy_(to, parts))
+    registrations.fails_at = 6  # in the second slot
+    tensors = {"tensor": torch.zeros(100)}
+    with pytest.raises(OSError, match="CUDA error 2"):
+        writer.begin(1, tensors, {}, "key")
+    assert segment.slot_bytes % 2**18 and not registrations.held
+    registrations.fails_at = -1
+    monkeypatch.setattr(writer, "_copy", lambda to, parts: None)
+    writer.begin(1, tensors, {}, "key")()
+    memory = torch.frombuffer(segment.slots(), dtype=torch.uint8)
+    assert {memory.data_ptr(), memory.data_ptr() + segment.slot_bytes} < registrations.held.keys()
+    assert sum(registrations.held.values()) == 2 * segment.slot_bytes
+
+
+@dataclass
+class CopyEvents:
+    """In place of CUDA's: which buffer was waited for, and which copied from."""
+
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    made: int = 0
+
+    def __call__(self) -> Any:
+        number, self.made = self.made, self.made + 1
+        calls = self.calls
+
+        class Copied:
+            def synchronize(self) -> None:
+                calls.append(("wait", number))
+
+            def record(self) -> None:
+                calls.append(("record", number))
+
+        return Copied()
+
+
+def test_bounce_buffers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "BOUNCE_BYTES", 64)
+    events = CopyEvents()
+    monkeypatch.setattr(torch.cuda, "Event", events)
+    bounce = BounceBuffers()
+    for tensor, to in (
+        (torch.randn(5, 7), torch.zeros(7, 5).T),
+        (torch.randn(2).double(), torch.zeros(2).double()),
+        (torch.zeros(0, 3), torch.zeros(0, 3)),
+        (torch.randn(32), torch.zeros(32)),
+    ):
+        bounce.copy(to, tensor)
+        assert torch.equal(to, tensor)
+    turns = [number for call, number in events.calls if call == "wait"]
+    assert turns == [index % 2 for index in range(len(turns))] and len(turns) == 3 + 1 + 1 + 2
+    assert events.calls == [(call, number) for number in turns for call in ("wait", "record")]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copies_to_memory_in_pieces_are_whole(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors larger than a piece and than a bounce buffer, one of them not contiguous."""
+    monkeypatch.setattr(pinning, "PIECE", 2**20)
+    monkeypatch.setattr(pinning, "BOUNCE_BYTES", 2**19)
+    device = torch.device("cuda")
+    model = nn.Linear(1500, 700, device=device)
+    model.weight = nn.Parameter(torch.randn(1500, 700, device=device).T)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 1500, device=device)).square().sum().backward()
+    optimizer.step()
+    saved = {name: tensor.clone() for name, tensor in checkpoint_tensors(model, optimizer).items()}
+    writer = SnapshotWriter(segment, device)
+    writer.pin_ahead(checkpoint_tensors(model, optimizer))
+    for step in (1, 2):
+        writer.begin(step, checkpoint_tensors(model, optimizer), {"step": step}, "key")()
+    files = own_files(checkpoint_tensors(model, optimizer), 0)
+    staging, spans = Staging(count_staged_bytes(files), device), place(files)
+    try:
+        staging.make_room()
+        staging.copy(files, spans, on_host=False)
+        torch.cuda.synchronize()
+        for file in files:
+            for piece, (begin, size) in zip(file.pieces, spans[file.name], strict=True):
+                assert staging._buffer is not None
+                held = staging._buffer[begin : begin + size].view(piece.tensor.dtype).view(piece.tensor.shape)
+                assert torch.equal(held, piece.tensor.cpu())
+        del held
+    finally:
+        staging.close()
+    with torch.no_grad():
+        model.weight.zero_()
+    for step in (1, 2):
+        assert Snapshot.read(segment, step).restore(model, optimizer) == {"step": step}
+        found = checkpoint_tensors(model, optimizer)
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
