@@ -315,7 +315,8 @@ def test_on_a_gpu_copies_to_memory_in_pieces_are_whole(segment: Segment, monkeyp
     staging, spans = Staging(count_staged_bytes(files), device), place(files)
     try:
         staging.make_room()
-        staging.copy(files, spans, on_host=False)
+        for on_host in (False, True):
+            staging.copy(files, spans, on_host=on_host)
         torch.cuda.synchronize()
         for file in files:
             for piece, (begin, size) in zip(file.pieces, spans[file.name], strict=True):
