@@ -91,6 +91,7 @@ class Watched(Observer):
             "ranks": every,
             "first_steps_s": self.first_s,  # since the model was built, compilation and all
             "compiled_s": slowest_compilations(),
+            "graph_caches": count_cached_graphs(),
             "terms_gib": {name: round(size / GIB, 4) for name, size in plan.memory.terms.items()},
             "planned_step_s": plan.step_s,
             "work": work if any(step != work[0] for step in work) else work[:1],
@@ -105,6 +106,14 @@ def slowest_compilations() -> dict[str, tuple[float, int]]:
 
     sums = {name: (round(sum(seconds), 2), len(seconds)) for name, seconds in compilation_time_metrics.items()}
     return dict(sorted(sums.items(), key=lambda item: -item[1][0])[:NUM_KERNELS])
+
+
+def count_cached_graphs() -> dict[str, int]:
+    """What torch.compile has found of earlier processes in its two caches, and what not."""
+    from torch._dynamo.utils import counters
+
+    found = {**counters["aot_autograd"], **counters["inductor"]}
+    return {name: count for name, count in found.items() if "cache" in name}
 
 
 def memory_now() -> dict[str, float]:

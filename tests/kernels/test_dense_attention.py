@@ -47,6 +47,14 @@ def test_where_none_is_tried_the_reason_is_given(device: str, dtype: torch.dtype
     assert chosen.name == "" and chosen.reason == reason
 
 
+def test_where_sums_keep_an_order_cudnn_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass has none, and torch checks that only where it chooses itself."""
+    monkeypatch.setattr(dense_attention, "compare", lambda *_: 0.0)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    chosen = choose_dense.__wrapped__(torch.device("cuda"), torch.bfloat16, 4, 2, 16)
+    assert chosen.name == "flash" and chosen.reason == "cudnn sums gradients in no fixed order"
+
+
 def test_a_kernel_that_does_not_run_raises_what_the_choice_catches() -> None:
     with pytest.raises(RuntimeError):
         compare("cudnn", CPU, torch.bfloat16, 4, 2, 16)

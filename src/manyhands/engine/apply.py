@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -172,6 +173,8 @@ def compile_towers(model: nn.Module) -> None:
 
 
 def _compile(blocks: Iterable[nn.Module], dynamic: bool | None, **options: object) -> None:
+    # Graphs with autograd functions of ours are kept on the disk as others are: torch does so where it is told.
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
     if dynamic:
         # Sizes that happen to be equal in the first micro-batch (tokens and hidden size, documents and head size) would
         # share a symbol, and a weight would then fix both. Read while tracing, that is at the first micro-batch.

@@ -107,9 +107,7 @@ class Standbys:
             self._attempt = None
             handlers._popen = start_anew
 
-    def take(
-        self, local_rank: int, environment: Mapping[str, str], arguments: Sequence[str]
-    ) -> RankProcess | None:
+    def take(self, local_rank: int, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess | None:
         """The process that waits for this local rank, which is a rank from now on; None where there is none that has
         imported everything in the same environment.
         """

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from manyhands.kernels.attention.reference import ALLOWED, error_ratio
 
-ORDER = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+ORDER = ("cudnn", "flash")
 PROBE_ROWS, PROBE_LENGTH = 2, 200
 
 
@@ -34,11 +32,20 @@ class DenseAttention:
 def attend_dense(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, name: str
 ) -> torch.Tensor:
-    """Causal attention of (b, h, t, d) over (b, g, t, d) -> (b, h, t, d). ``name`` is one of ``choose_dense``'s."""
-    with sdpa_kernel(ORDER[name]):
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
+    """Causal attention of (b, h, t, d) over (b, g, t, d) -> (b, h, t, d). ``name`` is one of ``choose_dense``'s.
+
+    By torch's operators and not ``F.scaled_dot_product_attention`` within ``sdpa_kernel``: torch.compile keeps no graph
+    with that on the disk, and every start would trace the backward pass anew.
+    """
+    aten = torch.ops.aten
+    if name == "cudnn":
+        keeps = torch.is_grad_enabled()  # the sums of rows, for the backward pass
+        out = aten._scaled_dot_product_cudnn_attention(query, key, value, None, keeps, 0.0, True, scale=scaling)
+    elif query.is_cuda:
+        out = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)
+    else:
+        out = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scaling)
+    return out[0]  # type: ignore[no-any-return]
 
 
 @lru_cache
@@ -52,6 +59,9 @@ def choose_dense(device: torch.device, dtype: torch.dtype, num_heads: int, num_g
         return DenseAttention("", f"{str(dtype).removeprefix('torch.')} is computed by torch's own attention")
     reasons = []
     for name in ORDER:
+        if name == "cudnn" and torch.are_deterministic_algorithms_enabled():
+            reasons.append("cudnn sums gradients in no fixed order")
+            continue
         try:
             worst = compare(name, device, dtype, num_heads, num_groups, dim)
         except RuntimeError as error:
