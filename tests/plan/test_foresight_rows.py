@@ -17,7 +17,10 @@ ROWS = read_rows(sorted(RESULTS.glob("*foresight-*.jsonl")))
 MEMORY_UNDER, MEMORY_OVER, SECONDS = 0.03, 0.06, 0.08  # of any row: one that is off by more is a term that is missing
 # What is missing still. A row that comes within the bounds leaves this list.
 MISSING = {
-    "llama8b,full,2x1x4096,full,linear=fp8,activation_checkpointing=selective": {"memory", "seconds"},  # trained shards
+    # measured when the first step's gradients lay apart for good: 15 GiB
+    "llama8b,full,2x1x4096,full,linear=fp8,activation_checkpointing=selective": {"memory", "seconds"},
+    "gemma12b,qlora,1x8x4096,mix,activation_checkpointing=selective": {"memory"},  # 1.7 GiB more were in use
+    "smollm135m,lora,1x8x512,full,activation_checkpointing=none": {"seconds"},  # the host's: kernels take 15 ms
     # the host's hooks, and what waits for the slower rank at each of 960 gathers
     "qwen4b,full,2x2x4096,full,activation_checkpointing=full,offload_activations=False,strategy=zero3": {"seconds"},
 }
@@ -60,5 +63,5 @@ def test_the_page_has_every_row_and_says_what_is_missing() -> None:
     page = report(ROWS, load_fitted())
     assert all(row.row["case"].replace(",", ", ") in page for row in ROWS)
     measured = {row.row["case"] for row in ROWS}
-    assert f"{len(ROWS)} configurations" in page
+    assert f"{len(measured)} configurations" in page
     assert ("Not measured yet" in page) == any(case.name not in measured for case in CASES)
