@@ -146,6 +146,12 @@ def test_every_shard_takes_its_own_rows(
         assert torch.equal(getattr(taken, name).view(torch.uint8), getattr(whole, name).view(torch.uint8))
 
 
+def stored_model(lab: Lab) -> Path:
+    """The model quantized, once for the tests that do not change it."""
+    folder = lab.folder / "stored"
+    return folder if folder.exists() else quantize(lab.folder / "model", folder)
+
+
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
@@ -157,11 +163,8 @@ def test_every_shard_takes_its_own_rows(
     ],
 )
 def test_what_needs_other_weights_is_refused(lab: Lab, keys: dict[str, Any], match: str) -> None:
-    folder = lab.folder / "stored"
-    if not folder.exists():
-        quantize(lab.folder / "model", folder)
     with pytest.raises(UserError, match=match):
-        lab.prepare({"model.name": str(folder)} | keys)
+        lab.prepare({"model.name": str(stored_model(lab))} | keys)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,7 @@ def test_pieces_of_a_weight_may_lie_in_several_files(lab: Lab) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     split, whole = (
         lab.start({"model.name": str(path), "method.name": "qlora"}).model.get_submodule(Q_PROJ)
-        for path in (folder, lab.folder / "stored")
+        for path in (folder, stored_model(lab))
     )
     assert isinstance(split, Nf4Linear) and torch.equal(split.weight, whole.weight)
 

@@ -54,6 +54,7 @@ from manyhands.kernels.nf4 import (
     is_double,
     kernel_dtype,
 )
+from manyhands.kernels.operators import operator
 from manyhands.model.structure import block_linears
 
 CHUNK_VALUES = 2**22  # quantized at once: on a CPU bitsandbytes takes some 20 bytes a value meanwhile
@@ -170,12 +171,7 @@ def nf4_linear(
     return F.linear(x, dequantize(codes, statistics, (out_features, x.shape[-1]), x.dtype), bias)
 
 
-@torch.library.custom_op(
-    "manyhands::nf4_linear_backward",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor codes, Tensor statistics, int in_features) -> Tensor",
-)
-def nf4_linear_backward(
+def _linear_backward(
     gradient: torch.Tensor, codes: torch.Tensor, statistics: torch.Tensor, in_features: int
 ) -> torch.Tensor:
     """``gradient W``, (..., o) -> (..., i)"""
@@ -187,9 +183,16 @@ def _(x, codes, statistics, bias, out_features):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-@nf4_linear_backward.register_fake
-def _(gradient, codes, statistics, in_features):  # type: ignore[no-untyped-def]
+def _fake_linear_backward(gradient, codes, statistics, in_features):  # type: ignore[no-untyped-def]
     return gradient.new_empty((*gradient.shape[:-1], in_features))
+
+
+nf4_linear_backward = operator(
+    "nf4_linear_backward",
+    "(Tensor gradient, Tensor codes, Tensor statistics, int in_features) -> Tensor",
+    _linear_backward,
+    _fake_linear_backward,
+)
 
 
 class Nf4Matmuls(NamedTuple):
@@ -223,12 +226,7 @@ class Nf4Matmuls(NamedTuple):
 
 
 # Without gradients: called inside the autograd functions of ``kernels.lora`` alone.
-@torch.library.custom_op(
-    "manyhands::nf4_low_rank_linear",
-    mutates_args=(),
-    schema="(Tensor x, Tensor codes, Tensor statistics, Tensor? bias, Tensor low, Tensor b) -> Tensor",
-)
-def nf4_low_rank_linear(
+def _low_rank_linear(
     x: torch.Tensor,
     codes: torch.Tensor,
     statistics: torch.Tensor,
@@ -240,13 +238,7 @@ def nf4_low_rank_linear(
     return low_rank_linear(x, dequantize(codes, statistics, (b.shape[0], x.shape[1]), x.dtype), bias, low, b)
 
 
-@torch.library.custom_op(
-    "manyhands::nf4_input_gradient",
-    mutates_args=(),
-    schema="(Tensor[] gradients, Tensor[] codes, Tensor[] statistics, Tensor[] left, Tensor[] right, int in_features)"
-    " -> Tensor",
-)
-def nf4_input_gradient(
+def _input_gradient(
     gradients: list[torch.Tensor],
     codes: list[torch.Tensor],
     statistics: list[torch.Tensor],
@@ -267,14 +259,27 @@ def nf4_input_gradient(
     return total
 
 
-@nf4_low_rank_linear.register_fake
-def _(x, codes, statistics, bias, low, b):  # type: ignore[no-untyped-def]
+def _fake_low_rank_linear(x, codes, statistics, bias, low, b):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], b.shape[0]))
 
 
-@nf4_input_gradient.register_fake
-def _(gradients, codes, statistics, left, right, in_features):  # type: ignore[no-untyped-def]
+def _fake_input_gradient(gradients, codes, statistics, left, right, in_features):  # type: ignore[no-untyped-def]
     return gradients[0].new_empty((gradients[0].shape[0], in_features))
+
+
+nf4_low_rank_linear = operator(
+    "nf4_low_rank_linear",
+    "(Tensor x, Tensor codes, Tensor statistics, Tensor? bias, Tensor low, Tensor b) -> Tensor",
+    _low_rank_linear,
+    _fake_low_rank_linear,
+)
+nf4_input_gradient = operator(
+    "nf4_input_gradient",
+    "(Tensor[] gradients, Tensor[] codes, Tensor[] statistics, Tensor[] left, Tensor[] right, int in_features)"
+    " -> Tensor",
+    _input_gradient,
+    _fake_input_gradient,
+)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from manyhands.kernels.operators import operator
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -99,30 +101,26 @@ def _sum_of_matmuls(left: list[torch.Tensor], right: list[torch.Tensor]) -> torc
 
 # -- the same as operators that torch.compile does not look into
 
-_mm_wide_op = torch.library.custom_op(
-    "manyhands::mm_wide", _mm_wide, mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
-)
-_low_rank_linear_op = torch.library.custom_op(
-    "manyhands::low_rank_linear",
-    _low_rank_linear,
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor low, Tensor b) -> Tensor",
-)
-_sum_of_matmuls_op = torch.library.custom_op(
-    "manyhands::sum_of_matmuls", _sum_of_matmuls, mutates_args=(), schema="(Tensor[] left, Tensor[] right) -> Tensor"
-)
 
-
-@_mm_wide_op.register_fake
-def _(a, b):  # type: ignore[no-untyped-def]
+def _fake_mm_wide(a, b):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[1]), dtype=sum_dtype(a.dtype))
 
 
-@_low_rank_linear_op.register_fake
-def _(x, weight, bias, low, b):  # type: ignore[no-untyped-def]
+def _fake_low_rank_linear(x, weight, bias, low, b):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@_sum_of_matmuls_op.register_fake
-def _(left, right):  # type: ignore[no-untyped-def]
+def _fake_sum_of_matmuls(left, right):  # type: ignore[no-untyped-def]
     return left[0].new_empty((left[0].shape[0], right[0].shape[1]))
+
+
+_mm_wide_op = operator("mm_wide", "(Tensor a, Tensor b) -> Tensor", _mm_wide, _fake_mm_wide)
+_low_rank_linear_op = operator(
+    "low_rank_linear",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor low, Tensor b) -> Tensor",
+    _low_rank_linear,
+    _fake_low_rank_linear,
+)
+_sum_of_matmuls_op = operator(
+    "sum_of_matmuls", "(Tensor[] left, Tensor[] right) -> Tensor", _sum_of_matmuls, _fake_sum_of_matmuls
+)

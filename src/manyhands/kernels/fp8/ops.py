@@ -34,6 +34,7 @@ from manyhands.kernels.fp8.reference import (
     transpose_reference,
 )
 from manyhands.kernels.fp8.select import has_scaled_mm, load_triton, scaled_mm
+from manyhands.kernels.operators import operator
 
 MAX_PARTS = 3
 
@@ -203,86 +204,84 @@ def _multiply(
 # -- the same as operators that torch.compile does not look into
 
 
-_rows_op = torch.library.custom_op(
-    "manyhands::fp8_rows", _rows, mutates_args=(), schema="(Tensor[] parts, Tensor? factors) -> (Tensor, Tensor)"
-)
-_stacked_op = torch.library.custom_op(
-    "manyhands::fp8_stacked", _stacked, mutates_args=(), schema="(Tensor[] parts) -> (Tensor, Tensor)"
-)
-_transpose_op = torch.library.custom_op(
-    "manyhands::fp8_transpose",
-    _transpose,
-    mutates_args=(),
-    schema="(Tensor[] parts, Tensor factors, bool invert) -> Tensor",
-)
-_gated_op = torch.library.custom_op(
-    "manyhands::fp8_gated",
-    _gated,
-    mutates_args=(),
-    schema="(Tensor g, Tensor u, str activation) -> (Tensor, Tensor, Tensor)",
-)
-_gated_backward_op = torch.library.custom_op(
-    "manyhands::fp8_gated_backward",
-    _gated_backward,
-    mutates_args=(),
-    schema="(Tensor dh, Tensor g, Tensor u, Tensor factors, str activation, bool with_h) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-_matmul_op = torch.library.custom_op(
-    "manyhands::fp8_matmul",
-    _matmul,
-    mutates_args=(),
-    schema="(Tensor a, Tensor a_scales, Tensor b, Tensor? b_scales, ScalarType dtype, Tensor? bias, Tensor[] left, "
-    "Tensor[] right) -> Tensor",
-)
-_over_rows_op = torch.library.custom_op(
-    "manyhands::fp8_matmul_over_rows",
-    _over_rows,
-    mutates_args=(),
-    schema="(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor out_scales, ScalarType dtype) -> Tensor",
-)
-
-
-def _fake_rows(like, num_rows, width):  # type: ignore[no-untyped-def]
+def _rows_like(like, num_rows, width):  # type: ignore[no-untyped-def]
     return like.new_empty((num_rows, width), dtype=E4M3), like.new_empty((num_rows, 1), dtype=torch.float32)
 
 
-@_rows_op.register_fake
-def _(parts, factors):  # type: ignore[no-untyped-def]
-    return _fake_rows(parts[0], parts[0].shape[0], sum(part.shape[1] for part in parts))
+def _fake_rows(parts, factors):  # type: ignore[no-untyped-def]
+    return _rows_like(parts[0], parts[0].shape[0], sum(part.shape[1] for part in parts))
 
 
-@_stacked_op.register_fake
-def _(parts):  # type: ignore[no-untyped-def]
-    return _fake_rows(parts[0], sum(part.shape[0] for part in parts), parts[0].shape[1])
+def _fake_stacked(parts):  # type: ignore[no-untyped-def]
+    return _rows_like(parts[0], sum(part.shape[0] for part in parts), parts[0].shape[1])
 
 
-@_transpose_op.register_fake
-def _(parts, factors, invert):  # type: ignore[no-untyped-def]
+def _fake_transpose(parts, factors, invert):  # type: ignore[no-untyped-def]
     num_rows = sum(part.shape[0] for part in parts)
     return parts[0].new_empty((parts[0].shape[1], (num_rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT), dtype=E4M3)
 
 
-@_gated_op.register_fake
-def _(g, u, activation):  # type: ignore[no-untyped-def]
-    return g.new_empty(g.shape), *_fake_rows(g, *g.shape)
+def _fake_gated(g, u, activation):  # type: ignore[no-untyped-def]
+    return g.new_empty(g.shape), *_rows_like(g, *g.shape)
 
 
-@_gated_backward_op.register_fake
-def _(dh, g, u, factors, activation, with_h):  # type: ignore[no-untyped-def]
+def _fake_gated_backward(dh, g, u, factors, activation, with_h):  # type: ignore[no-untyped-def]
     num_rows, width = g.shape
     return (
         g.new_empty((num_rows, 2 * width)),
         g.new_empty((num_rows if with_h else 0, width)),
-        *_fake_rows(g, num_rows, 2 * width),
+        *_rows_like(g, num_rows, 2 * width),
     )
 
 
-@_matmul_op.register_fake
-def _(a, a_scales, b, b_scales, dtype, bias, left, right):  # type: ignore[no-untyped-def]
+def _fake_matmul(a, a_scales, b, b_scales, dtype, bias, left, right):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-@_over_rows_op.register_fake
-def _(a, a_scales, b, b_scales, out_scales, dtype):  # type: ignore[no-untyped-def]
+def _fake_over_rows(a, a_scales, b, b_scales, out_scales, dtype):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[1], b.shape[1]), dtype=dtype)
+
+
+_rows_op = operator(
+    "fp8_rows",
+    "(Tensor[] parts, Tensor? factors) -> (Tensor, Tensor)",
+    _rows,
+    _fake_rows,
+)
+_stacked_op = operator(
+    "fp8_stacked",
+    "(Tensor[] parts) -> (Tensor, Tensor)",
+    _stacked,
+    _fake_stacked,
+)
+_transpose_op = operator(
+    "fp8_transpose",
+    "(Tensor[] parts, Tensor factors, bool invert) -> Tensor",
+    _transpose,
+    _fake_transpose,
+)
+_gated_op = operator(
+    "fp8_gated",
+    "(Tensor g, Tensor u, str activation) -> (Tensor, Tensor, Tensor)",
+    _gated,
+    _fake_gated,
+)
+_gated_backward_op = operator(
+    "fp8_gated_backward",
+    "(Tensor dh, Tensor g, Tensor u, Tensor factors, str activation, bool with_h) -> (Tensor, Tensor, Tensor, Tensor)",
+    _gated_backward,
+    _fake_gated_backward,
+)
+_matmul_op = operator(
+    "fp8_matmul",
+    "(Tensor a, Tensor a_scales, Tensor b, Tensor? b_scales, ScalarType dtype, Tensor? bias, Tensor[] left, "
+    "Tensor[] right) -> Tensor",
+    _matmul,
+    _fake_matmul,
+)
+_over_rows_op = operator(
+    "fp8_matmul_over_rows",
+    "(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor out_scales, ScalarType dtype) -> Tensor",
+    _over_rows,
+    _fake_over_rows,
+)

@@ -31,7 +31,7 @@ def stacked_reference(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def transpose_reference(parts: list[Tensor], factors: Tensor, invert: bool) -> Tensor:
     x = torch.cat([part.float() for part in parts])
-    values = (x / factors if invert else x * factors).t().to(E4M3)
+    values = (x / factors if invert else x * factors).t().contiguous().to(E4M3)
     return F.pad(values.view(torch.uint8), (0, -x.shape[0] % ALIGNMENT)).view(E4M3)
 
 
