@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -35,6 +36,13 @@ def test_shapes_that_the_compiler_is_told_are_those_of_the_results(operator: Any
 def test_outside_an_autograd_function_no_gradient_is_lost_in_silence() -> None:
     with pytest.warns(UserWarning, match="manyhands::mm_wide: an autograd kernel was not registered"):
         matmul._mm_wide_op(X.clone().requires_grad_(), Y).sum().backward()
+
+
+def test_a_module_may_be_imported_again() -> None:
+    """As notebooks do, and processes that are forked with modules loaded."""
+    importlib.reload(matmul)
+    assert torch.allclose(matmul._mm_wide_op(X, Y), X @ Y)
+    torch.library.opcheck(matmul._mm_wide_op, (X, Y), test_utils="test_faketensor")
 
 
 def test_those_of_nf4_are_operators_too() -> None:
