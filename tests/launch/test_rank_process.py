@@ -28,6 +28,7 @@ def lingering(monkeypatch: pytest.MonkeyPatch) -> RankProcess:
     """Killed; its parent is told nothing, as while a last thread is still at work in the kernel."""
     process = start()
     monkeypatch.setattr(subprocess.Popen, "_internal_poll", lambda self, **_: None)
+    monkeypatch.setattr(subprocess.Popen, "_try_wait", lambda self, flags: (0, 0))
     os.kill(process.pid, signal.SIGKILL)
     return process
 

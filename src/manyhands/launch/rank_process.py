@@ -26,7 +26,7 @@ class RankProcess(subprocess.Popen[bytes]):
         while (code := self.poll()) is None:
             left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
             try:
-                super().wait(max(left, 0))
+                return super().wait(max(left, 0))
             except subprocess.TimeoutExpired:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise

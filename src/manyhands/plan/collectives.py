@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from manyhands.plan.time import TimeInput
 
 # A bfloat16 gradient added to a float32 sum moves 10 bytes, by a kernel that is not vectorised and takes as long as
-# others for 18: 15.8 ms of 3.8e9 parameters (phi3mini), 31.7 ms of 7.2e9 (mistral7b)
+# others for 18: 15.8 ms of 3.8e9 parameters, 31.7 ms of 7.2e9
 MIXED_SUM_BYTES = 18
 
 

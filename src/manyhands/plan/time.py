@@ -35,7 +35,7 @@ PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
 EAGER = 3.0  # times the launches of blocks that are not compiled
 DYNAMIC = 2.2  # times the launches of a block compiled for any size: 5.5 ms with adapters, a 0.6B model beside an H200
 SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, over all pairs of a pack
-# A kernel's time beyond the bytes it moves: 2.5 us (updates of smollm135m's 272 weights take 1.6 ms for 0.9), and 2 us
+# A kernel's time beyond the bytes it moves: 2.5 us (updates of 272 small weights take 1.6 ms for 0.9), and 2 us
 # to the next (steps beside the sum of their kernels, over 1,257 to 14,893 launches of fitted shapes)
 KERNEL_S = 4.5e-6
 SHARD_LAYER_S = 0.0004  # the host's time to gather and reduce one block by ``fully_shard``
