@@ -21,8 +21,8 @@ def moved_values(e: EstimateInput, *, backward: bool) -> float:
 
 def more_kernels(e: EstimateInput, *, backward: bool) -> float:
     """Kernels of a block that is not compiled beyond those of one that is, whose begins and ends are in what was
-    fitted: 113 for 77 where everything is trained (39 forward; compiled, of a shape of 1.2e9), 190 for 116 beside adapters
-    (66 forward; compiled, of one of 8e9). A third of them is the forward pass's.
+    fitted: 113 for 77 where everything is trained (39 forward; compiled, 1.2e9 parameters), 190 for 116 beside adapters
+    (66 forward; compiled, 8e9). A third of them is the forward pass's.
     """
     if e.layout.compile or e.layout.device != "cuda":
         return 0.0
