@@ -53,8 +53,8 @@ def test_a_mistake_is_shown_once_under_torchrun(place: Place) -> None:
 def test_a_failure_is_shown_once_under_torchrun_with_its_rank_stage_reason_and_log(place: Place) -> None:
     """And torch's own table at the end has the traceback, from the error file that the rank has written."""
     plant = at_step(3, "raise ValueError('the cat sat on the keyboard')", rank=1)
-    ended = place.call(*TORCHRUN, *WORKER, "name=cat", plant=plant)
-    log = place.run("cat").folder / "logs/rank-1.log"
+    ended = place.call(*TORCHRUN, *WORKER, "name=cat-by-torchrun", plant=plant)
+    log = place.run("cat-by-torchrun").folder / "logs/rank-1.log"
     assert ended.code != 0 and ended.output.count(f"{CAT}{log}") == 1 == ended.output.count("error: "), ended.output
     table = ended.output.partition("multiprocessing.errors.ChildFailedError")[2]
     assert "Traceback (most recent call last)" in table and "ValueError: the cat sat on the keyboard" in table
