@@ -34,9 +34,8 @@ def released_weights(e: EstimateInput) -> int:
     """Gathered weights that stage 3 has released and no longer counts, while the GPU has yet to use them: at most those
     of one pass, ``P h``.
 
-    They come in the stream of the gathers, which waits for nothing but its own last two; whatever the compute stream
-    still needs stays allocated until it is through (``record_stream``). The host, which launches ahead of it, goes on
-    to gather.
+    The gathers' stream waits only for its own last two gathers, so the host gathers ahead of the compute stream. Memory
+    that the compute stream still reads is not reused until it has finished (``record_stream``).
     """
     return e.model.num_parameters * _gathered_bytes(e) if e.layout.zero_stage == 3 else 0
 
