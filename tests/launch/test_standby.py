@@ -18,6 +18,7 @@ import pytest
 
 from manyhands.core.files import write_json
 from manyhands.launch.heartbeat import Beat
+from manyhands.launch.rank_process import RankProcess
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.standby import COMMAND, Standbys, read_modules, write_modules
 from manyhands.launch.watch import worker_pids
@@ -79,6 +80,7 @@ def test_a_process_that_waits_becomes_the_rank_of_the_next_attempt(
 ) -> None:
     with standbys.serving(folder, range(1)):
         first = Handler(0).start("--help", MASTER_PORT="1")
+        assert isinstance(first, RankProcess), "its end is seen at once"
         assert first.wait(WAIT_S) == 0 and not waiting(), "no rank trains yet"
         usage = capfd.readouterr().out
         train(folder, 0)

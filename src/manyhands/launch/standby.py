@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -89,12 +90,11 @@ class Standbys:
             rank, arguments = handler.local_rank_id, command[1 + len(COMMAND) :]
             if command[: 1 + len(COMMAND)] != (sys.executable, *COMMAND):
                 return start_anew(handler, command, environment)
-            found = self.take(rank, environment, arguments)
-            if found is None:
-                streams = {"stdout": handler._stdout, "stderr": handler._stderr}
-                found = RankProcess(command, env=environment, start_new_session=True, **streams)
+            found = self.take(rank, environment, arguments) or start_anew(handler, command, environment)
+            if type(found) is subprocess.Popen:
+                found.__class__ = RankProcess  # which adds nothing to what torch has started
             self._environments[rank] = environment
-            self._ranks.append(found)
+            self._ranks += [found] if isinstance(found, RankProcess) else []
             return found
 
         handlers._popen = start
