@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from manyhands.checkpoint.manifest import read_manifest
 from manyhands.core.errors import UserError
+from manyhands.launch.run_folder import RunFolder
 from tests.matrix.cells import CASES, NUM_STEPS, SAVED_STEP, STAND_INS, Ended, Workshop, beyond, deviations, lose
 from tests.support.equality import BOUNDS, Case, base_config
 from tests.support.ranks import Ranks
@@ -89,15 +90,17 @@ def check_course(cell: Ended) -> None:
 
 def check_frozen_cost_nothing(cell: Ended, strategy: str) -> None:
     """What is frozen gets no gradient, no place in the optimizer and no reduction; what is trained gets all three, once
-    a step.
+    a step, or reduced as often as the plan says.
     """
+    every = RunFolder(cell.folder).read_plan().layout.reduce_every and strategy in ("fsdp", "hsdp")
+    rounds = [row["num_micro_batches"] if every else 1 for row in cell.run.rows()]
     for seen in cell.ranks:
         trained = {name for name in seen.num_values if IS_TRAINED[cell.method](name)}
         assert trained and (len(trained) == len(seen.num_values)) == (cell.method == "full")
         assert seen.exit_code == 0
         assert seen.with_gradient == seen.in_optimizer == seen.with_state == trained
         num_trained = sum(seen.num_values[name] for name in trained)
-        assert seen.reduced == [0 if strategy == "single" else num_trained] * NUM_STEPS
+        assert seen.reduced == [0 if strategy == "single" else num_trained * times for times in rounds]
 
 
 def check_saved(workshop: Workshop, cell: Ended, dtype: str) -> None:
