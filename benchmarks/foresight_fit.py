@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.foresight_cases import CASES, HELD_OUT
 from manyhands import families
 from manyhands.facts.gpu_kinds import kind_of
+from manyhands.facts.model import MLP_OUTPUT_NORMS
 from manyhands.facts.types import Calibration, GpuKind, ModelFacts
 from manyhands.plan.estimate_input import EstimateInput, TrainedWeights
 from manyhands.plan.host_memory import keep_on_device
@@ -107,6 +108,8 @@ def rebuild(row: dict[str, Any], calibration: dict[str, Any] | None) -> Measured
     model = ModelFacts.model_validate({"folder": "", "files": {}} | given.pop("model"))
     if model.num_windowed_layers is None and model.sliding_window is not None and "gemma3" in model.model_type:
         model = model.model_copy(update={"num_windowed_layers": model.num_layers - model.num_layers // 6})
+    if set(MLP_OUTPUT_NORMS) & set(families.find(model.model_type).norms):  # a fact that older rows do not have
+        model = model.model_copy(update={"norms_mlp_output": True})
     layout = given.pop("layout")
     attention = given.pop("attention")
     trained = given.pop("partially_trained")

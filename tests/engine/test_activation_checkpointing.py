@@ -27,9 +27,17 @@ BACKEND = "aot_eager_decomp_partition"  # inductor's partitioner without the mak
 
 
 def build(
-    mode: Checkpointing, compiled: bool, layers: int, *, lighter: int = 0, fused_rank: int = 0, in_nf4: bool = False
+    mode: Checkpointing,
+    compiled: bool,
+    layers: int,
+    *,
+    family: str = "llama",
+    lighter: int = 0,
+    fused_rank: int = 0,
+    in_nf4: bool = False,
 ) -> nn.Module:
-    model = tiny_model("llama", num_hidden_layers=layers).train()
+    kinds = {"layer_types": ["full_attention"] * layers} if family == "gemma3" else {}
+    model = tiny_model(family, num_hidden_layers=layers, **kinds).train()
     if in_nf4:
         put_in_nf4(model)
     if fused_rank:
@@ -70,19 +78,28 @@ def kept_bytes(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "fused_rank, in_nf4",
-    [(0, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
-    ids=["full", "fused adapters", "on NF4"],
+    "family, fused_rank, in_nf4",
+    [
+        ("llama", 0, False),
+        pytest.param("llama", 2, False, marks=pytest.mark.slow),
+        ("llama", 2, True),
+        ("gemma3", 2, True),
+        pytest.param("olmo2", 0, False, marks=pytest.mark.slow),
+        pytest.param("glm4", 0, False, marks=pytest.mark.slow),
+    ],
+    ids=["full", "fused adapters", "on NF4", "normed, on NF4", "normed", "normed and merged"],
 )
 def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compiled(
-    fused_rank: int, in_nf4: bool, tmp_path
+    family: str, fused_rank: int, in_nf4: bool, tmp_path
 ) -> None:
-    """What one more block adds is what the plan counts for it: fused adapters' products are operators of our own."""
-    tiny_config("llama").save_pretrained(tmp_path)
+    """What one more block adds is what the plan counts for it: fused adapters' products are operators of our own. The
+    MLP's output is kept only where a norm reads it.
+    """
+    tiny_config(family).save_pretrained(tmp_path)
     model = read_model_facts(tmp_path, "tiny", "random")
     changes = {"model": model, "num_adapter_parameters": fused_rank, "adapter_rank": fused_rank}
     given = change_input(FULL, compute_dtype="float32", **changes)
-    method: dict[str, Any] = {"fused_rank": fused_rank, "in_nf4": in_nf4}
+    method: dict[str, Any] = {"family": family, "fused_rank": fused_rank, "in_nf4": in_nf4}
     (two, gradients), (three, _) = (kept_bytes(build("selective", True, layers, **method)) for layers in (2, 3))
     assert (three - two) / NUM_TOKENS == pytest.approx(linear_bytes_per_token(given), rel=0.02)
     everything, plain = kept_bytes(build("none", True, 2, **method))

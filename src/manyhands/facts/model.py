@@ -31,6 +31,7 @@ TEXT_PREFIX = re.compile(
 BARE_TENSOR = re.compile(r"^(?=(?:layers|embed_tokens|norm)\.)")  # of a text model that was saved without its head
 UNREAD = ".rotary_emb.inv_freq"  # older versions of transformers stored these frequencies; nothing loads them
 HEAD_NORMS = ("q_norm", "k_norm")  # of queries and of keys
+MLP_OUTPUT_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
 HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
 
 
@@ -92,6 +93,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         block_linear_shapes=_linear_shapes(block),
         block_norm_elements=norm_elements(block, config),
         head_norm_elements=norm_elements([name for name in block if _norm_of(name) in HEAD_NORMS], config),
+        norms_mlp_output=any(_norm_of(name) in MLP_OUTPUT_NORMS for name in block),
         parameter_shapes=shapes,
     )
 

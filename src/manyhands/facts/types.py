@@ -82,6 +82,7 @@ class ModelFacts(Fact):
     block_linear_shapes: dict[str, tuple[int, int]]
     block_norm_elements: int  # elements a token that the norms of one block read: hidden_size for each
     head_norm_elements: int = 0  # of these, what norms of queries and keys read
+    norms_mlp_output: bool = False  # before it is added to the residual stream
     parameter_shapes: dict[str, tuple[int, ...]] = {}  # of every tensor by its name in the files, or in the model
     files: dict[str, str] = {}  # SHA-256 of config.json and, unless weights are random, of each weights file
     packs: bool = True  # whether samples of one pack train as if each was alone

@@ -68,11 +68,13 @@ def attention_bytes_per_token(s: EstimateInput) -> int:
 def linear_bytes_per_token(s: EstimateInput) -> int:
     """What selective recomputation keeps: a block's input, the results of its linear layers, those of attention.
 
-    ``c H``, ``c`` times the sum of the layers' outputs (compiled all but the last, which only the next block needs),
-    ``c q + 4 heads``, and adapters' inner results.
+    ``c H``, ``c`` times the sum of the layers' outputs (compiled all but the MLP's, which only the next block needs,
+    unless a norm reads it first), ``c q + 4 heads``, and adapters' inner results.
     """
     m, c = s.model, s.compute_bytes
-    outputs = sum(out for out, _ in m.block_linear_shapes.values()) - (m.hidden_size if s.layout.compile else 0)
+    outputs = sum(out for out, _ in m.block_linear_shapes.values())
+    if s.layout.compile and not m.norms_mlp_output:
+        outputs -= m.hidden_size
     inner = c * s.adapter_rank * len(m.block_linear_shapes) if s.num_adapter_parameters else 0
     return c * (m.hidden_size + outputs) + attention_bytes_per_token(s) + inner
 
