@@ -28,10 +28,12 @@ from manyhands.convert.fp8 import (
 from manyhands.convert.fused_modules import fuse_modules
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
+from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.native import NativeEngine
 from manyhands.families import known_modules
 from manyhands.model.loss import LossModel
+from manyhands.model.structure import find_blocks
 from tests.kernels.models import adapted, fp8_model, step, tiny, token_ids
 from tests.support.ranks import Ranks
 
@@ -183,6 +185,21 @@ def test_compiled_blocks_share_one_graph_whatever_their_number_and_the_packs_len
         assert torch.allclose(found[0], logits, atol=2e-2) and gap(found[1], gradients) < 0.02
     # under adapters the first block's input wants no gradient: a kind of its own
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if method == "lora" else 1)
+
+
+def test_selective_recomputation_does_not_quantize_trained_weights_again() -> None:
+    """The backward pass takes their scales alone, which are kept: 4 groups of weights in each of two blocks."""
+    model, plain = in_fp8("llama", "full"), in_fp8("llama", "full")
+    num_blocks = len(find_blocks(model))
+    checkpoint_blocks(model, ["selective"] * num_blocks, compiled=True)
+    torch._dynamo.reset()
+    compile_blocks(model, dynamic=None, backend="aot_eager_decomp_partition")
+    ids = token_ids(1, 24)
+    _, found = step(model, ids)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(model, ids)
+    assert sum(event.name == "manyhands::fp8_stacked" for event in profile.events()) == 4 * num_blocks
+    assert gap(found, step(plain, ids)[1]) < 0.02
 
 
 @pytest.mark.distributed

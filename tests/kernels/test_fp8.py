@@ -4,6 +4,7 @@ against the emulation that they stand for.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -77,6 +78,21 @@ def test_a_sum_over_rows_of_any_scale_loses_nothing_but_the_codes_rounding(num_r
     found = ops.matmul_over_rows(*a_codes, *b_codes, out_scales, torch.float32)
     exact = (a_codes[0].double() * a_codes[1]).t() @ (b_codes[0].double() * b_codes[1]) / 4
     assert gap(found, exact) < 2e-3
+
+
+def test_a_compiled_sum_over_rows_has_the_same_bits_and_launches_no_small_operation_by_itself() -> None:
+    spread = torch.logspace(-9, 9, 33)[:, None]
+    given = *ops.quantize_rows([draw(33, 48) * spread]), *ops.quantize_rows([draw(33, 16, seed=1) / spread])
+    out_scales = torch.ldexp(torch.ones(48), torch.arange(48) - 24)
+    found = torch.compile(ops.matmul_over_rows)(*given, out_scales, torch.float32)
+    assert torch.equal(found, ops.matmul_over_rows(*given, out_scales, torch.float32))
+    compiled = torch.compile(ops.matmul_over_rows)
+    compiled(*given, out_scales, torch.float32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compiled(*given, out_scales, torch.float32)
+    called = Counter(event.name for event in profile.events())
+    assert called["manyhands::fp8_transpose"] == 2 and called["manyhands::fp8_matmul"] == 1
+    assert not any("shift" in name or name == "aten::amax" for name in called), called
 
 
 # -- layers

@@ -28,6 +28,7 @@ MATMULS = {
     "manyhands::nf4_low_rank_linear",
     "manyhands::low_rank_linear",
     "manyhands::fp8_matmul",
+    "manyhands::fp8_stacked",  # of weights, whose scales alone the backward pass takes
 }
 ATTENTION = {
     "manyhands::flash4_forward",
