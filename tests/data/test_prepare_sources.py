@@ -332,7 +332,7 @@ def test_what_is_left_out_is_counted_by_source(write_rows, make_mixed, model_fol
     assert describe_data(store.meta)[1]["left_out"]["data.deduplicate"] == 43
 
 
-def test_a_set_of_evaluation_keeps_samples_that_another_set_holds_too(write_rows, make_mixed, model_folder: Path) -> None:
+def test_a_set_of_evaluation_keeps_samples_of_another_set(write_rows, make_mixed, model_folder: Path) -> None:
     every, hard = write_rows(CHAT[:20] * 2, "every.jsonl"), write_rows(CHAT[:5], "hard.jsonl")
     config = make_mixed([str(write_rows(CHAT[20:], "train.jsonl"))], deduplicate=True, validation_fraction=0)
     sets = {"every": str(every), "hard": str(hard)}
