@@ -190,15 +190,9 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
         for name in ("sources", "continued", OFFSETS, "hashes", "lines")
     }
     sources, offsets = tables["sources"], tables[OFFSETS]
+    hashes, num_sets = tables["hashes"], len(inputs.sets)
     division = divide_samples(
-        config.data,
-        config.seed,
-        sources,
-        tables["continued"],
-        inputs.sources,
-        inputs.num_train,
-        tables["hashes"],
-        len(inputs.sets),
+        config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, hashes, num_sets
     )
     num_repeated, repeated = _check_repeated(config, inputs, meta["made"], tables, division)
     set_of = dict(zip(range(len(inputs.sources) - len(inputs.sets), len(inputs.sources)), inputs.sets, strict=True))
