@@ -160,6 +160,7 @@ def test_a_row_may_have_a_weight() -> None:
         [USER, ANSWER], None, 0.5
     )
     assert row_weight(row(text="a", weight=0.25)) == 0.25 and row_weight(row(text="a")) == 1.0
+    assert row_weight(row(text="a", weight="")) == 1.0, "an empty cell of a CSV file, as of the other optional fields"
     for wrong in (0, -1, True, "x", float("nan"), float("inf"), [1], 10**400):
         with pytest.raises(RowRefused, match="weight"):
             to_conversation(row(question="a", answer="b", weight=wrong), "question")

@@ -114,6 +114,19 @@ def test_splits_are_joined_in_the_order_named(tmp_path: Path) -> None:
         parse_split("train[:1]+test+train[5:]")
 
 
+def test_a_split_that_a_folder_cannot_have_is_refused_instead_of_reading_all_of_it(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "rows-1.jsonl").write_text('{"n": 1}')
+    write_saved(tmp_path / "saved")
+    for folder in ("files", "saved"):
+        assert list(read_rows(Source(path=str(tmp_path / folder), split="train[:1]")))
+        with pytest.raises(UserError, match="no split test"):
+            list(read_rows(Source(path=str(tmp_path / folder), split="test[:1]")))
+    state = tmp_path / "saved" / "state.json"
+    state.write_text(state.read_text().replace('"train"', '"test"'))
+    assert len(list(read_rows(Source(path=str(tmp_path / "saved"), split="test")))) == len(ROWS)
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

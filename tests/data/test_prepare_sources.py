@@ -332,6 +332,26 @@ def test_what_is_left_out_is_counted_by_source(write_rows, make_mixed, model_fol
     assert describe_data(store.meta)[1]["left_out"]["data.deduplicate"] == 43
 
 
+def test_a_set_of_evaluation_keeps_samples_of_another_set(write_rows, make_mixed, model_folder: Path) -> None:
+    every, hard = write_rows(CHAT[:20] * 2, "every.jsonl"), write_rows(CHAT[:5], "hard.jsonl")
+    config = make_mixed([str(write_rows(CHAT[20:], "train.jsonl"))], deduplicate=True, validation_fraction=0)
+    sets = {"every": str(every), "hard": str(hard)}
+    config = config.model_validate(config.model_dump() | {"evaluate": {"data": sets}})
+    store = run(config, model_folder)[1]
+    assert {name: len(rows) for name, rows in store.divide_validation().items()} == {"every": 20, "hard": 5}
+
+
+def test_sets_of_evaluation_that_are_all_trained_are_refused_by_their_own_key(
+    write_rows, make_mixed, model_folder: Path
+) -> None:
+    path = str(write_rows(CHAT[:20]))
+    config = make_mixed([path], validation_fraction=0)
+    config = config.model_validate(config.model_dump() | {"evaluate": {"data": {"test": path}}})
+    with pytest.raises(UserError, match="every validation sample is a training sample") as caught:
+        prepare(config, model_folder, print)
+    assert caught.value.where == "evaluate.data" and "validation_fraction" not in caught.value.fix
+
+
 def test_a_limit_that_leaves_no_row_is_refused(write_rows, make_mixed, model_folder: Path) -> None:
     path = str(write_rows([{"text": "ab " * 400}] * 3))
     with pytest.raises(UserError, match="no row is left") as caught:

@@ -263,6 +263,15 @@ def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
     assert "several kinds" in refusal(tmp_path)
 
 
+def test_a_folder_that_is_linked_into_another_is_read_and_a_circle_of_links_ends(tmp_path: Path) -> None:
+    for name in ("shards/one", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+        write(tmp_path / name / "rows.jsonl", f'{{"of": "{name}"}}')
+    (tmp_path / "shards" / "two").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "shards")
+    assert [row.fields["of"] for row in read_rows(tmp_path / "shards")] == ["shards/one", "elsewhere"]
+
+
 def test_a_folder_with_a_test_split_is_not_trained_on(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", "{}")
     assert len(list(read_rows(tmp_path))) == 1

@@ -148,6 +148,19 @@ def test_what_the_template_leaves_out_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize("answer", [{"reasoning_content": "Hm,  so"}, {"thinking": "Hm,  so"}, {}])
+def test_thinking_that_the_template_leaves_out_is_named(answer: dict[str, str]) -> None:
+    """As templates of models that do not think do with the key, and those of DeepSeek R1 with the content."""
+    content = "Yes." if answer else "<think>Hm,  so</think>Yes."
+    messages = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": content, **answer}]
+    bare = HEADER + "{{ m.content.split('</think>')[-1] }}" + FOOTER
+    assert "leaves out the thinking of answers" in notes_of(bare, messages)
+    thoughts = "{{ (m.thinking or m.reasoning_content or '') | replace('  ', '\n') }}"
+    assert notes_of(HEADER + thoughts + "{{ m.content }}" + FOOTER, messages) == ""
+    plain = [messages[0], {"role": "assistant", "content": "Yes."}]
+    assert notes_of(bare, plain) == ""
+
+
 BLANK = (
     "{% for m in messages %}{{ {'user': 'User', 'assistant': 'Assistant'}[m.role] }}: {{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}Assistant: {% endif %}"

@@ -7,16 +7,18 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.launch import prepare
-from manyhands.metrics import trackers
+from manyhands.metrics import open_sinks, trackers
 from manyhands.metrics.trackers import Begun, TrackerSink, open_trackers
 from manyhands.train.types import TrainState
 from tests.metrics.test_sinks import evaluation, step_result
+from tests.support.plans import make_plan
 
 STATE = TrainState()
 SETTINGS = {"method.name": "lora", "method.target_modules": ["q_proj"], "optimizer.learning_rate": 1e-3}
@@ -38,7 +40,7 @@ class Recorded:
         self.outcome = outcome
 
 
-def run_config(**log: str) -> RunConfig:
+def run_config(**log: Any) -> RunConfig:
     return RunConfig(name="demo", model={"name": "tiny"}, data={"train": "rows.jsonl"}, log=log)
 
 
@@ -65,6 +67,17 @@ def test_a_tracker_that_fails_is_left_once_and_training_continues():
     sink.close()
     assert [step for step, _ in tracker.rows] == [1] and not tracker.outcome
     assert terminal.getvalue().count("mlflow takes no more measurements (no route to host)") == 1
+
+
+def test_that_a_tracker_has_failed_is_told_on_the_terminal_of_a_run_and_in_its_log(tmp_path, monkeypatch):
+    monkeypatch.setitem(trackers.OPENERS, "wandb", lambda begun: Recorded(fails_at=1))
+    terminal, log = io.StringIO(), io.StringIO()
+    config = run_config(wandb="p", tensorboard=False)
+    for sink in open_sinks(tmp_path, make_plan(), config, terminal, log=log):
+        sink.after_step(STATE, step_result(1))
+        sink.close()
+    for shown in (terminal, log):
+        assert shown.getvalue().count("wandb takes no more measurements") == 1
 
 
 def test_a_resumed_run_is_the_same_one_there_and_a_fresh_one_is_not(tmp_path, monkeypatch):

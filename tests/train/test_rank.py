@@ -103,3 +103,15 @@ def test_a_rollback_leaves_out_and_names_only_the_steps_after_its_checkpoint(
     guards.roll_back(rank, RollBack(range(7, 11), "step 11 gave loss nan"))
     assert rank.state.left_out == [3, 9, 10] and rank.state.num_rollbacks == 1
     assert "rolled back to step-000009, steps 10, 11 will be left out" in rank.log.getvalue()  # type: ignore[union-attr]
+
+
+def test_an_evaluation_that_a_rollback_takes_back_is_not_in_the_report_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = make_rank(tmp_path)
+    rank.measured["evaluations"] = [{"step": step} for step in (0, 4, 6)]
+    saved = {"step": 5, "evaluated_step": 4}
+    rank.engine = SimpleNamespace(drop_gradients=lambda: None, load=lambda folder, **_: saved)  # type: ignore
+    monkeypatch.setattr(guards, "find_checkpoint", lambda rank: setattr(rank, "checkpoint", Path("step-000005")))
+    guards.roll_back(rank, RollBack([6], "step 7 gave loss nan"))
+    assert [one["step"] for one in rank.measured["evaluations"]] == [0, 4]

@@ -156,7 +156,8 @@ class LanguageModel:
             "overwrite": overwrite,
         }
         on_first_rank(lambda: _run_infer(asked))
-        return [json.loads(line) for line in Path(output).read_text(encoding="utf-8").splitlines()]
+        with open(output, encoding="utf-8") as file:  # by line ends alone: an answer may hold U+2028
+            return [json.loads(line) for line in file]
 
     @cached_property
     def answerer(self) -> Any:

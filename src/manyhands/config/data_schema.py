@@ -108,7 +108,9 @@ class DataSection(Section):
     )
     min_length: PositiveInt = Field(1, description="Samples with fewer tokens are dropped and counted.")
     deduplicate: bool = Field(
-        False, description="Of samples with the same token ids keep the first, in training and in validation data."
+        False,
+        description="Of samples with the same token ids keep the first, in training data, in validation data and in "
+        "each set of `evaluate.data`.",
     )
     order: Literal["shuffled", "as_given"] = Field(
         "shuffled",

@@ -138,7 +138,8 @@ def read_rows(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     off or damaged is skipped, a file that is not there has none.
     """
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n"):  # str.splitlines would also cut a row at U+2028 and the like inside an answer
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

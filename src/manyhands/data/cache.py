@@ -113,7 +113,7 @@ def name_store(config: RunConfig, tokens: str, sources: Sequence[Source]) -> str
         deduplicate=data.deduplicate,
         order=data.order,
         sources=[(source.name, source.weight, source.max_samples) for source in sources],
-        **({"sets": list(config.evaluate.data)} if config.evaluate.data else {}),
+        **({"evaluation_sets": list(config.evaluate.data)} if config.evaluate.data else {}),
     )
 
 

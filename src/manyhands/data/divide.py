@@ -37,20 +37,23 @@ def divide_samples(
     all_sources: Sequence[Source],
     num_train: int,
     hashes: np.ndarray,
+    num_sets: int = 0,
 ) -> Division:
     """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the samples of the store;
-    the first ``num_train`` sources are for training.
+    the first ``num_train`` sources are for training, the last ``num_sets`` are sets of ``evaluate.data``.
 
     Where ``data.validation`` is not set the first samples of a seeded permutation are held out, as many as
     ``count_held_out`` says, of each source its share. Samples of one divided document stay together, and so do samples
     of the same tokens. ``max_samples`` of a source, and then ``data.max_samples``, keep the next ones; all samples of
     the other sources are validation samples, up to their ``max_samples``. ``data.deduplicate`` leaves the
-    first sample of those with the same hash, among the training and among the validation sources.
+    first sample of those with the same hash, among the training sources, the validation sources, and in each set.
     """
     is_own = sources < num_train
     is_twin = np.zeros(len(sources), dtype=np.bool_)
     if data.deduplicate:
-        for group in map(np.flatnonzero, (is_own, ~is_own)):
+        first_set = len(all_sources) - num_sets  # a set is measured by itself, whatever another one holds
+        of_sets = [sources == source for source in range(first_set, len(all_sources))]
+        for group in map(np.flatnonzero, (is_own, ~is_own & (sources < first_set), *of_sets)):
             is_twin[group] = True
             is_twin[group[np.unique(hashes[group], return_index=True)[1]]] = False
     order = permute(int(is_own.sum()), seed, HELD_OUT_STREAM)

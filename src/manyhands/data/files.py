@@ -134,7 +134,9 @@ def check_file(path: str | Path) -> Path:
     try:
         if not path.exists():
             raise UserError(
-                "no such data file", where=str(path), fix="check data.train and data.validation in the run file"
+                "no such data file",
+                where=str(path),
+                fix="check data.train, data.validation and evaluate.data in the run file",
             )
         if not path.is_file():
             raise UserError("this is no data file", where=str(path), fix=f"name a file that ends in {KIND_NAMES}")

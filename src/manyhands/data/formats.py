@@ -274,7 +274,7 @@ def row_weight(row: Row, fields: Mapping[str, str] = NONE) -> float:
     """What the row's loss is multiplied by: its field ``weight``, 1 without. Raises RowRefused."""
     name = fields.get("weight", "weight")
     value = row.fields.get(name)
-    if value is None:
+    if value is None or (isinstance(value, str) and not value.strip()):  # an empty cell of a CSV file
         return 1.0
     weight = check_weight(value, name)
     if weight == 0:

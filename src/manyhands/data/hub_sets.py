@@ -135,9 +135,10 @@ def fetch_file(name: str, file: str) -> Path:
 
 def list_saved_set(folder: Path, split: str) -> tuple[Path, ...] | None:
     """The Arrow files of a folder that ``save_to_disk`` wrote, those of ``split`` if it holds several; None for another
-    folder.
+    folder. UserError for a split that the folder does not hold.
     """
-    if (folder / "dataset_dict.json").is_file():
+    has_splits = (folder / "dataset_dict.json").is_file()
+    if has_splits:
         splits = _read_json(folder / "dataset_dict.json").get("splits", [])
         if split not in splits or not isinstance(split, str):
             raise UserError(
@@ -147,9 +148,20 @@ def list_saved_set(folder: Path, split: str) -> tuple[Path, ...] | None:
                 fix="set `split`",
             )
         folder = folder / split
-    if not (folder / "state.json").is_file():
+    state = _read_json(folder / "state.json") if (folder / "state.json").is_file() else None
+    if not has_splits and split not in ("train", (state or {}).get("_split")):  # all of its rows would be read
+        raise UserError(
+            f"the folder has no split {split}",
+            where=str(folder),
+            why="its files do not say what split they are of, so all of them would be read"
+            if state is None
+            else "it is one data set that save_to_disk wrote, without splits",
+            fix="name the files to read in a list, or remove `split`"
+            if state is None
+            else "remove `split`, or choose rows by train[...]",
+        )
+    if state is None:
         return None
-    state = _read_json(folder / "state.json")
     try:
         names = [Path(entry["filename"]).name for entry in state["_data_files"]]
     except (KeyError, TypeError) as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from manyhands.config.sources import MEDIA
@@ -273,6 +273,17 @@ def visible(message: Message) -> str:
     """The content behind the thinking that templates leave out of it."""
     content = message.get("content")
     return content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+
+
+def hides_thinking(messages: Sequence[Message], text: str) -> bool:
+    """Whether the last answer's thinking, a key of its own or in its content, does not stand in the text that a
+    template made. Of earlier answers many templates leave it out, as they do when the model is used.
+    """
+    last = next((message for message in reversed(messages) if message["role"] == "assistant"), {})
+    content = last.get("content")
+    inside = content.rpartition("</think>")[0].rpartition("<think>")[2] if isinstance(content, str) else ""
+    thoughts = [" ".join(str(thought or "").split()) for thought in (*map(last.get, THINKING), inside)]
+    return any(thoughts) and not all(thought in " ".join(text.split()) for thought in thoughts)
 
 
 def fill(message: Message, private: str) -> Iterator[Message]:

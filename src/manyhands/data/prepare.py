@@ -190,8 +190,9 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
         for name in ("sources", "continued", OFFSETS, "hashes", "lines")
     }
     sources, offsets = tables["sources"], tables[OFFSETS]
+    hashes, num_sets = tables["hashes"], len(inputs.sets)
     division = divide_samples(
-        config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, tables["hashes"]
+        config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, hashes, num_sets
     )
     num_repeated, repeated = _check_repeated(config, inputs, meta["made"], tables, division)
     set_of = dict(zip(range(len(inputs.sources) - len(inputs.sets), len(inputs.sources)), inputs.sets, strict=True))
@@ -265,14 +266,17 @@ def _check_repeated(
     if len(repeated) < len(division.validation):
         count = f"{len(repeated):,} of {len(division.validation):,} validation samples"
         return len(repeated), [f"{count} are trained too (the same tokens): {', '.join(pairs)}{more}"]
-    held_out = config.data.validation is None
+    where, fix = "data.validation", "name other samples, or leave it out: then some of data.train are held out"
+    if (tables["sources"][division.validation] >= len(inputs.sources) - len(inputs.sets)).all():
+        where, fix = "evaluate.data", "name other samples"
+    elif config.data.validation is None:
+        where = "data.train"
+        fix = "remove repeated samples, name others in data.validation, or set data.validation_fraction: 0"
     raise UserError(
         "every validation sample is a training sample too",
-        where="data.train" if held_out else "data.validation",
+        where=where,
         why="the tokens are the same, so a validation loss would say nothing about samples that were not trained",
-        fix="remove repeated samples, name others in data.validation, or set data.validation_fraction: 0"
-        if held_out
-        else "name other samples, or leave data.validation out: then some of data.train are held out",
+        fix=fix,
         details=[*pairs, *([more.strip()] if more else [])],
     )
 

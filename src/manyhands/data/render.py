@@ -16,7 +16,7 @@ import numpy as np
 from manyhands.core.errors import UserError
 from manyhands.data.bounds import TokenRun, compile_any, make_byte_bounds, widen
 from manyhands.data.formats import Conversation
-from manyhands.data.messages import Message, RowRefused, visible, weight_of
+from manyhands.data.messages import Message, RowRefused, hides_thinking, visible, weight_of
 from manyhands.data.rendered import Rendered, Text, finish, put_images
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
@@ -206,6 +206,8 @@ class Renderer:
                 self._left_out.add(f"messages of the role {role}")
             elif role == "assistant" and message.get("tool_calls") and visible(message) not in text:
                 self._left_out.add("text beside a tool call")
+        if hides_thinking(messages, text):
+            self._left_out.add("the thinking of answers")
         if tools and not any(
             str(tool.get("function", tool).get("name")) in text for tool in tools if isinstance(tool, dict)
         ):

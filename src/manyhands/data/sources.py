@@ -7,6 +7,7 @@ rows have one order, whatever the number of parts it is read in. What is wrong i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -154,10 +155,7 @@ def _list_folder(folder: Path, split: str) -> tuple[Path, ...]:
     saved = list_saved_set(folder, split)
     if saved is not None:
         return saved
-    inside = sorted(
-        path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-    files = [path for path in inside if path.is_file() and kind_of(path)]
+    files = sorted(path for path in _walk(folder) if path.is_file() and kind_of(path))
     if not files:
         raise UserError(
             "the folder holds no data files", where=str(folder), fix=f"name a file that ends in {KIND_NAMES}"
@@ -178,6 +176,20 @@ def _list_folder(folder: Path, split: str) -> tuple[Path, ...]:
             fix="name the files to read in a list",
         )
     return tuple(files)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """What is in a folder and below it, linked folders too, each once; hidden ones are left out."""
+
+    def refuse(error: OSError) -> None:  # without it the files of such a folder would be missing without a word
+        raise UserError("the data folder cannot be read", where=str(error.filename), why=str(error)) from error
+
+    seen: set[str] = set()
+    for root, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        is_new = (real := os.path.realpath(root)) not in seen  # a link may lead back to a folder above it
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        yield from (Path(root, name) for name in files if is_new and not name.startswith("."))
 
 
 def _splits_of(path: Path) -> set[str]:

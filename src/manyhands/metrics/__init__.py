@@ -39,7 +39,7 @@ def open_sinks(
     if config.log.tensorboard:
         sinks.append(TensorBoardSink(path / "tensorboard", every_steps=config.log.every_steps, resumed_at=resumed_at))
     settings = describe_settings(config, plan) | {"model.name": config.model.name}
-    sinks += open_trackers(path, config, settings, log or terminal, resumes=resumed_at > 0)
+    sinks += open_trackers(path, config, settings, terminal, resumes=resumed_at > 0, log=log)
     earlier = read_evaluations(path / "metrics.jsonl")
     sinks.append(ConsoleSink(terminal, num_steps=plan.num_steps, first=earlier[0] if earlier else None, log=log))
     return sinks

@@ -41,10 +41,12 @@ class Tracker(Protocol):
 class TrackerSink(Sink):
     """Sends the finite ones of a step's and an evaluation's values to a tracker."""
 
-    def __init__(self, name: str, tracker: Tracker, terminal: TextIO, *, every_steps: int = 1) -> None:
+    def __init__(
+        self, name: str, tracker: Tracker, terminal: TextIO, *, every_steps: int = 1, log: TextIO | None = None
+    ) -> None:
         self.name, self.every_steps = name, every_steps
         self._tracker: Tracker | None = tracker
-        self._terminal, self._devices = terminal, dict[str, float]()
+        self._terminal, self._log_file, self._devices = terminal, log, dict[str, float]()
 
     def record_devices(self, step: int, devices: Devices) -> None:
         self._devices = device_values(devices)
@@ -75,12 +77,22 @@ class TrackerSink(Sink):
             what = f"{self.name} takes no more measurements ({_first_line(error)})"
             told = f"warning: {what}; training continues, and metrics.jsonl has them all"
             print(told, file=self._terminal, flush=True)
+            if self._log_file is not None:
+                with contextlib.suppress(OSError):  # a full disk
+                    print(told, file=self._log_file, flush=True)
 
 
 def open_trackers(
-    folder: Path, config: RunConfig, settings: Mapping[str, Any], terminal: TextIO, *, resumes: bool
+    folder: Path,
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    terminal: TextIO,
+    *,
+    resumes: bool,
+    log: TextIO | None = None,
 ) -> list[Sink]:
-    """A sink for each tracker that ``log`` names; ``settings`` are shown there as the run's.
+    """A sink for each tracker that ``config.log`` names; ``settings`` are shown there as the run's. ``log`` keeps what
+    ``terminal`` shows.
 
     ``resumes``: continue in the trackers what an earlier launch began. UserError where a tracker cannot be opened.
     """
@@ -102,7 +114,7 @@ def open_trackers(
                 fix=f"{FIXES[name]}, or remove log.{name}",
             ) from error
         known[name] = tracker.identity
-        sinks.append(TrackerSink(name, tracker, terminal, every_steps=config.log.every_steps))
+        sinks.append(TrackerSink(name, tracker, terminal, every_steps=config.log.every_steps, log=log))
     if sinks:
         write_atomically(path, json.dumps(known, indent=1) + "\n")
     return sinks

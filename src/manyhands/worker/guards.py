@@ -109,5 +109,7 @@ def roll_back(rank: RankContext, asked: RollBack) -> None:
     left_out = [step for step in asked.left_out if step >= state.step]
     state.left_out = sorted({*before.left_out, *left_out})
     rank.state = state
+    evaluations = rank.measured.get("evaluations", [])  # those that come after the checkpoint are made again
+    rank.measured["evaluations"] = [one for one in evaluations if one["step"] <= state.evaluated_step]
     steps = f"step{'s' * (len(left_out) != 1)} {', '.join(str(step + 1) for step in left_out)}"
     rank.print(f"warning: {asked.why}; rolled back to {checkpoint.name}, {steps} will be left out")
