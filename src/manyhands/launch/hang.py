@@ -306,7 +306,8 @@ def examine(folder: RunFolder, *, look_s: float = LOOK_S, still_s: float = STILL
     timeout_s = folder.read_config().parallel.timeout_s
     status = folder.read_status()
     before = read_beats(folder)
-    if not before:
+    has_ended = status.get("state", "running") != "running"  # of a launch that failed the heartbeats stay
+    if not before or (has_ended and all(beat.done or beat.is_gone for beat in before.values())):
         reason = status.get("reason") or status.get("error")
         state = f"{folder.path}: {status.get('state', 'planned')}" + (f" ({reason})" if reason else "")
         return Examination((f"{state}; no rank is at work",), stands_still=False)
