@@ -185,6 +185,18 @@ def test_another_run_in_the_folder_is_refused_with_the_changed_keys(world):
     assert world.run.read_config() == make_config()
 
 
+def test_a_run_whose_folder_was_renamed_is_named_as_it_was(world):
+    """With the old name alone a new run would start, in a new folder."""
+    started = prepare()
+    started.folder.write_status("interrupted")
+    started.folder.path.rename(started.folder.path.with_name("moved"))
+    with pytest.raises(UserError, match="another run named 'demo'") as caught:
+        prepare(name="moved")
+    assert "rename the folder to demo" in caught.value.fix
+    started.folder.path.with_name("moved").rename(started.folder.path)
+    assert prepare().plan.number == 2
+
+
 def test_a_dry_run_can_be_planned_anew_with_other_keys(world, capsys):
     assert start(make_config(), dry_run=True) == 0
     assert "the plan" in capsys.readouterr().out
