@@ -111,6 +111,14 @@ def test_a_second_start_resumes_on_the_same_or_another_number_of_gpus(world):
     )
 
 
+@pytest.mark.parametrize("key", ["checkpoint.keep_last", "checkpoint.every_steps", "checkpoint.per_epoch"])
+def test_when_checkpoints_are_made_and_how_many_are_kept_may_change(world, key):
+    """As errors of a full disk, and of a rollback before the first checkpoint, advise."""
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    assert prepare(**{key: 1}).resume
+
+
 def test_half_written_files_of_a_killed_launch_are_gone_after_the_next_start(world):
     prepare()
     verify = world.run.path / "verify"
