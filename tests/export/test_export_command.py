@@ -130,7 +130,9 @@ def test_another_checkpoint_does_not_take_the_place_of_the_best(tmp_path: Path) 
     assert caught.value.fix.endswith(f"manyhands export {newest}")
     assert find_checkpoint(newest) == (run.resolve(), newest.resolve())
     state = newest / "train_state.json"
-    state.write_text(state.read_text().replace('"best_step": 5', '"best_step": 0'))  # none was evaluated since the start
+    state.write_text(
+        state.read_text().replace('"best_step": 5', '"best_step": 0')
+    )  # none was evaluated since the start
     assert find_checkpoint(run) == (run, newest)
 
 
