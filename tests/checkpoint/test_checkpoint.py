@@ -22,8 +22,8 @@ from manyhands.checkpoint import (
     save_checkpoint,
 )
 from manyhands.checkpoint import save as save_module
-from manyhands.checkpoint.load import find_sound
-from manyhands.checkpoint.manifest import FileEntry, Manifest
+from manyhands.checkpoint.load import check_files, find_sound
+from manyhands.checkpoint.manifest import TRAIN_STATE, FileEntry, Manifest, checkpoint_folder, set_aside
 from manyhands.core.errors import UserError
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -174,6 +174,19 @@ def test_a_cut_file_is_named_with_the_checkpoint_before(tmp_path: Path) -> None:
         newest_checkpoint(tmp_path)
     assert shard.name in str(caught.value)
     assert "step-000001" in caught.value.fix
+
+
+def test_what_is_set_aside_is_no_checkpoint_before(tmp_path: Path) -> None:
+    """Nor is one of a later step whose name has more digits."""
+    for step in (2, 4, 999998, 999999, 1000000):
+        save(tmp_path, step)
+    set_aside(checkpoint_folder(tmp_path, 2))
+    set_aside(checkpoint_folder(tmp_path, 999998))
+    for step, said in ((4, "there is no earlier checkpoint"), (999999, "step-000004"), (1000000, "step-999999")):
+        (checkpoint_folder(tmp_path, step) / TRAIN_STATE).unlink()
+        with pytest.raises(UserError) as caught:
+            check_files(checkpoint_folder(tmp_path, step))
+        assert caught.value.fix.endswith(said)
 
 
 def test_a_changed_train_state_is_noticed(tmp_path: Path) -> None:

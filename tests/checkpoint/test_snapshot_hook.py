@@ -47,7 +47,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankContext]:
         monkeypatch.setenv(SEGMENTS, segments.environment[SEGMENTS])
         made = RankContext(terminal=io.StringIO(), world=World(0, 0, 1, torch.device("cpu")))
         section = SimpleNamespace(every_step_in_memory=True, keep_best=False)
-        made.config = SimpleNamespace(checkpoint=section, digest="")  # type: ignore[assignment]
+        launch = SimpleNamespace(restarts=3)
+        made.config = SimpleNamespace(checkpoint=section, launch=launch, digest="")  # type: ignore[assignment]
         layout = SimpleNamespace(strategy="single", world_size=1, mesh=None, holds_copies=True)
         made.plan = SimpleNamespace(layout=layout)  # type: ignore[assignment]
         made.engine = HeldState()  # type: ignore[assignment]
@@ -70,6 +71,15 @@ def test_after_a_rollback_the_same_memory_is_written_and_failures_are_said_again
     second.between_steps(TrainState(step=3))
     assert rank.terminal.getvalue() == "no snapshots in memory: rank 0: no memory\n"  # type: ignore[attr-defined]
     assert not second.is_on
+
+
+def test_without_restarts_nobody_would_read_them(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our launcher keeps none then, on Linux too."""
+    monkeypatch.delenv(SEGMENTS)
+    rank.config.launch.restarts = 0  # type: ignore[misc]
+    assert not SnapshotHook(rank).is_on
+    said = "no snapshots in memory: launch.restarts is 0, so no rank would resume from them\n"
+    assert rank.terminal.getvalue() == said  # type: ignore[attr-defined]
 
 
 def test_the_wait_for_copies_is_part_of_the_stall(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from manyhands.cli.main import app
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE
 from manyhands.facts import host
 from manyhands.facts.types import GpuFacts, HostFacts
-from manyhands.launch.heartbeat import this_host
+from manyhands.launch.heartbeat import SILENT_S, this_host
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.usage import TAIL_BYTES, last_row, read_usage
 from manyhands.plan.types import MemoryEstimate
@@ -106,6 +107,18 @@ def test_of_a_live_run_the_driver_is_asked(planned, tmp_path, monkeypatch):
     assert (usage.ranks[0].gpu, usage.ranks[0].now, usage.ranks[0].verdict) == (None, 7 * GIB, "within the plan")
     monkeypatch.chdir(tmp_path)
     assert "run demo: running, step 3 of 10" in call("memory-check").stdout
+
+
+def test_a_run_from_before_a_restart_of_the_machine_is_not_live(planned, monkeypatch, tmp_path):
+    write_step(planned, 8.0, 8.0)
+    planned.write_status("running")
+    write_beat(planned, 0, os.getpid())
+    monkeypatch.setattr("manyhands.launch.heartbeat.this_host", lambda: "after the restart")
+    assert read_usage(planned).state == "running", "it may be on another machine"
+    os.utime(planned.beat(0), (time.time() - 2 * SILENT_S,) * 2)
+    assert read_usage(planned).state == "killed" and read_usage(planned).ranks[0].now is None
+    monkeypatch.chdir(tmp_path)
+    assert "no run is active" in call("memory-check").stdout
 
 
 def test_a_killed_run_holds_nothing_now(planned):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.config.keys import all_keys
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 VALUE = "\0"  # in place of what an f-string computes
@@ -57,3 +59,10 @@ def test_what_no_source_has_is_seen(known: list[str]) -> None:
     assert not can_be_written("no sample would ever be trained", known)
     assert not can_be_written("port ... is taken", known)
     assert not can_be_written("no such ... file", known)  # a fixed text is quoted in full
+
+
+def test_keys_that_it_advises_exist() -> None:
+    known = set(all_keys())
+    sections = "|".join({key.partition(".")[0] for key in known if "." in key})
+    named = re.findall(rf"`((?:{sections})\.[a-z_]+)(?:[=: ][^`]*)?`", PAGE.read_text(encoding="utf-8"))
+    assert len(named) > 20 and set(named) <= known

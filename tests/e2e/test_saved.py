@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from manyhands.checkpoint import checkpoint_folder, load_checkpoint, save_checkpoint
+from manyhands.core.errors import UserError
+from manyhands.launch.run_folder import RunFolder
+from manyhands.train.types import TrainState
+from manyhands.worker import export_stages
 from tests.e2e.runs import Place
 
 # Runs after the export and before the verification, on the folder as another program might spoil it.
@@ -38,3 +49,27 @@ def test_an_all_zero_a_missing_and_an_extra_tensor_fail_the_run_by_name(place: P
     assert "base_model.model.surplus.lora_A.weight is extra" in ended.output
     assert "finished:" not in ended.output and not (place.run("spoilt").folder / "report.json").exists()
     assert place.run("spoilt").steps_saved()[-1] == 2, "nothing is lost: the trained weights are in the checkpoint"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "set aside"])
+def test_a_damaged_best_checkpoint_says_what_can_be_done_without_it(tmp_path: Path, damage: str) -> None:
+    """To delete it, or to start again, would lead to the same error."""
+    folder, model = RunFolder(tmp_path), torch.nn.Linear(2, 2)
+    best, last = (checkpoint_folder(folder.checkpoints, step) for step in (2, 4))
+    for path in (best, last):
+        save_checkpoint(path, model, None, {}, rank=0, world_size=1)
+    if damage == "flipped":
+        shard = next(best.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    else:
+        best.rename(best.with_name(f"{best.name}.damaged"))
+    rank = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=SimpleNamespace(keep_best=True)),
+        folder=folder,
+        plan=None,
+        state=TrainState(step=4, best_step=2, best_loss=1.0),
+        engine=SimpleNamespace(load=lambda path: load_checkpoint(path, model, None)),
+    )
+    with pytest.raises(UserError, match="the best checkpoint, of step 2, cannot be exported") as caught:
+        export_stages.export(rank)
+    assert f"manyhands export {last}" in caught.value.fix and "delete" not in caught.value.fix

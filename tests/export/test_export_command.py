@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 import manyhands.export.verify_process as fresh_module
 from manyhands.checkpoint import save_checkpoint
 from manyhands.config.schema import RunConfig
-from manyhands.export.__main__ import main, plan_one_process
+from manyhands.core.errors import UserError
+from manyhands.export.__main__ import find_checkpoint, main, plan_one_process
 from manyhands.export.record import read_record
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
@@ -118,6 +119,21 @@ def test_the_best_checkpoint_where_the_run_keeps_it_and_any_other_by_its_folder(
     assert main([str(run / "checkpoints" / "step-000007"), "--output", str(tmp_path / "last")]) == 0
     for name, step in (("best", 5), ("last", 7)):
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)), logits(models[step]))
+
+
+def test_another_checkpoint_does_not_take_the_place_of_the_best(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "full", keep_best=True)
+    best, newest = (run / "checkpoints" / f"step-{step:06d}" for step in (5, 7))
+    best.rename(best.with_name(f"{best.name}.damaged"))
+    with pytest.raises(UserError, match="the best checkpoint, of step 5, is not there") as caught:
+        find_checkpoint(run)
+    assert caught.value.fix.endswith(f"manyhands export {newest}")
+    assert find_checkpoint(newest) == (run.resolve(), newest.resolve())
+    state = newest / "train_state.json"
+    state.write_text(
+        state.read_text().replace('"best_step": 5', '"best_step": 0')
+    )  # none was evaluated since the start
+    assert find_checkpoint(run) == (run, newest)
 
 
 def test_an_adapter_alone_and_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from manyhands.core.files import write_json
 from manyhands.launch import hang
 from manyhands.launch.hang import DISK, GONE, STOPPED, Child, RankState, find_cause
-from manyhands.launch.heartbeat import Beat, Heartbeat
+from manyhands.launch.heartbeat import SILENT_S, Beat, Heartbeat, this_host
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.stacks import MAIN, Collective, Frame, RankStacks, parse_faulthandler, shorten
 
@@ -199,6 +200,43 @@ def test_a_live_run_is_examined_without_being_ended(planned) -> None:
     finally:
         ahead.close()
         behind.close()
+
+
+def test_a_run_that_has_failed_is_not_taken_for_one_that_hangs(planned) -> None:
+    """The heartbeats of its ranks, which were killed, are still there; with the launcher, or before a restart of the
+    machine, too.
+    """
+    from manyhands.launch.hang import examine
+
+    folder, _ = planned("wait", "end")
+    with subprocess.Popen(["sleep", "60"]) as killed:
+        killed.kill()
+    folder.ranks.mkdir()
+
+    def told(host: str, state: str, **fields: object) -> tuple[str, ...]:
+        write_json(folder.beat(0), asdict(Beat(0, killed.pid, "train", 7, 0.0, 0.0, host=host)))
+        os.utime(folder.beat(0), (time.time() - 2 * SILENT_S,) * 2)
+        folder.write_status(state, **fields)
+        found = examine(folder, look_s=0.0, still_s=0.0)
+        assert not found.stands_still and not list(folder.logs.glob("hang-*"))
+        return found.lines
+
+    reason = "rank 0 was killed (SIGKILL)"
+    assert told(this_host(), "failed", reason=reason) == (f"{folder.path}: failed ({reason}); no rank is at work",)
+    assert told(this_host(), "running", pid=killed.pid) == (f"{folder.path}: killed; no rank is at work",)
+    assert told("before", "running", pid=killed.pid) == (f"{folder.path}: killed; no rank is at work",)
+
+
+def test_a_run_whose_ranks_are_gone_is_examined_as_long_as_its_launcher_lives(planned) -> None:
+    from manyhands.launch.hang import examine
+
+    folder, _ = planned("wait", "end")
+    with subprocess.Popen(["sleep", "60"]) as killed:
+        killed.kill()
+    folder.ranks.mkdir()
+    write_json(folder.beat(0), asdict(Beat(0, killed.pid, "train", 7, 0.0, 0.0, host=this_host())))
+    folder.write_status("running", pid=os.getpid())
+    assert examine(folder, look_s=0.0, still_s=0.0).stands_still
 
 
 def test_of_queued_collectives_the_oldest_is_waited_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,14 @@ def test_a_second_start_resumes_on_the_same_or_another_number_of_gpus(world):
     )
 
 
+@pytest.mark.parametrize("key", ["checkpoint.keep_last", "checkpoint.every_steps", "checkpoint.per_epoch"])
+def test_when_checkpoints_are_made_and_how_many_are_kept_may_change(world, key):
+    """As errors of a full disk, and of a rollback before the first checkpoint, advise."""
+    prepare()
+    pretend_checkpoint(world.run, 5)
+    assert prepare(**{key: 1}).resume
+
+
 def test_half_written_files_of_a_killed_launch_are_gone_after_the_next_start(world):
     prepare()
     verify = world.run.path / "verify"
@@ -183,6 +191,18 @@ def test_another_run_in_the_folder_is_refused_with_the_changed_keys(world):
     assert refused.value.details == ("optimizer.learning_rate: 'auto' -> 0.001", "stop.epochs: 1.0 -> 2.0")
     assert "--fresh" in str(refused.value)
     assert world.run.read_config() == make_config()
+
+
+def test_a_run_whose_folder_was_renamed_is_named_as_it_was(world):
+    """With the old name alone a new run would start, in a new folder."""
+    started = prepare()
+    started.folder.write_status("interrupted")
+    started.folder.path.rename(started.folder.path.with_name("moved"))
+    with pytest.raises(UserError, match="another run named 'demo'") as caught:
+        prepare(name="moved")
+    assert "rename the folder to demo" in caught.value.fix
+    started.folder.path.with_name("moved").rename(started.folder.path)
+    assert prepare().plan.number == 2
 
 
 def test_a_dry_run_can_be_planned_anew_with_other_keys(world, capsys):

@@ -137,6 +137,20 @@ def test_where_no_process_can_be_started_the_ranks_live_on(
         wait_until(lambda: is_ready(standbys, 0))
 
 
+def test_a_disk_that_does_not_answer_for_once_ends_nothing(
+    folder: RunFolder, standbys: Standbys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network's file system may; ranks that were such processes would be signalled with the thread's end."""
+    with standbys.serving(folder, range(1)):
+        Handler(0).start("--help").wait(WAIT_S)
+        stale = Mock(side_effect=OSError(116, "Stale file handle"))
+        monkeypatch.setattr("manyhands.launch.standby.read_beat", stale)
+        train(folder, 0)
+        wait_until(lambda: stale.called)
+        monkeypatch.undo()
+        wait_until(lambda: is_ready(standbys, 0))
+
+
 LAUNCHER = """
 import json, sys, time
 from pathlib import Path

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from manyhands.config.section_schemas import GuardsSection
-from manyhands.train.faults import RollBack, StepGuard, find_deviating, fingerprint, is_spike
-from manyhands.train.guards import Diverged, StragglerHook
+from manyhands.train.faults import RollBack, StepGuard, _give_up, find_deviating, fingerprint, is_spike
+from manyhands.train.guards import Diverged, StragglerHook, explain_nonfinite
 from manyhands.train.loop import train
 from manyhands.train.types import StepResult, TrainState
 from tests.train.test_loop import Keep, make_loop
@@ -114,6 +114,12 @@ def test_the_default_ends_the_run_at_that_step() -> None:
     loop.engine = Poisoned(2)
     with pytest.raises(Diverged, match="step 2 gave loss"):
         train(loop)
+
+
+@pytest.mark.parametrize("error", [explain_nonfinite(result(math.nan)), _give_up("a spike", "3 before", result(9.0))])
+def test_another_learning_rate_is_another_run(error: Diverged) -> None:
+    """A resume with it is refused."""
+    assert "learning_rate" in error.fix and "--fresh" in error.fix
 
 
 def test_the_guard_s_memory_is_part_of_the_state() -> None:

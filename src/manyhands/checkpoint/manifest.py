@@ -136,7 +136,10 @@ def _damaged(folder: Path, name: str, why: str) -> UserError:
 
 
 def _advice(folder: Path) -> str:
-    older = sorted(p.name for p in folder.parent.glob("step-*") if p.name < folder.name and (p / MANIFEST).is_file())
+    number = STEP_NAME.fullmatch(folder.name)
+    older = [
+        path.name for step, path in list_checkpoints(folder.parent) if number is not None and step < int(number[1])
+    ]
     if older:
         return f"delete {folder.name} to resume from the previous checkpoint, {older[-1]}"
     return f"delete {folder.name} to start over: there is no earlier checkpoint"

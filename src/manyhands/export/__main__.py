@@ -192,9 +192,17 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
     keeps_best = (
         json.loads((source / "run.json").read_text(encoding="utf-8")).get("checkpoint", {}).get("keep_best", False)
     )
-    if keeps_best and best is not None and (checkpoint_folder(source / "checkpoints", best) / MANIFEST).is_file():
-        return source, checkpoint_folder(source / "checkpoints", best)
-    return source, newest
+    if not keeps_best or not best:  # 0: the model before training, a mark to pass
+        return source, newest
+    chosen = checkpoint_folder(source / "checkpoints", best)
+    if not (chosen / MANIFEST).is_file():  # another one in its place would be taken for it
+        raise UserError(
+            f"the best checkpoint, of step {best}, is not there",
+            where=str(chosen),
+            why=f"it is no complete checkpoint, or was set aside as {chosen.name}.damaged",
+            fix=f"restore it from a copy, or name the newest one: manyhands export {newest}",
+        )
+    return source, chosen
 
 
 def plan_one_process(plan: Plan, config: RunConfig) -> Plan:

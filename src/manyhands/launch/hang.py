@@ -20,7 +20,7 @@ import psutil
 from manyhands.core.errors import UserError
 from manyhands.core.files import nearest_folder
 from manyhands.core.units import format_gib
-from manyhands.launch.heartbeat import TICK_S, Beat, read_beats, this_host
+from manyhands.launch.heartbeat import TICK_S, Beat, lives, read_beats, this_host
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.stacks import (
     Frame,
@@ -306,9 +306,14 @@ def examine(folder: RunFolder, *, look_s: float = LOOK_S, still_s: float = STILL
     timeout_s = folder.read_config().parallel.timeout_s
     status = folder.read_status()
     before = read_beats(folder)
-    if not before:
+    state = str(status.get("state", "running" if before else "planned"))
+    launcher = status.get("pid")
+    if state == "running" and not (isinstance(launcher, int) and launcher in psutil.pids()):
+        state = "killed"
+    # Of a launch that has failed or was killed the heartbeats stay.
+    if not before or (state != "running" and not any(lives(folder, beat) for beat in before.values() if not beat.done)):
         reason = status.get("reason") or status.get("error")
-        state = f"{folder.path}: {status.get('state', 'planned')}" + (f" ({reason})" if reason else "")
+        state = f"{folder.path}: {state}" + (f" ({reason})" if reason else "")
         return Examination((f"{state}; no rank is at work",), stands_still=False)
     time.sleep(look_s)
     beats = read_beats(folder) or before

@@ -33,6 +33,7 @@ from manyhands.launch.stacks import Answers
 TICK_S = 0.5
 FRESH_S = 0.02  # writing a record takes some 30 microseconds
 ORPHAN_GRACE_S = 20.0
+SILENT_S = 300.0  # of a record, which is written twice a second; clocks of machines may differ
 START = "start"  # the stage in which a rank imports its libraries
 WORKING_CPU_S = 0.01  # between two ticks; waiting for others takes a tenth of it
 # Processor time alone counts as progress for so long: compilation of a large model takes minutes, and what spins for an
@@ -193,6 +194,17 @@ def read_beats(folder: RunFolder) -> dict[int, Beat]:
     beats = (read_json(path) for path in sorted(folder.ranks.glob("beat-*.json")))
     found = [Beat(**fields) for fields in beats if isinstance(fields, dict)]
     return {beat.rank: replace(beat, begun=read_begun(folder, beat.rank)) for beat in found}
+
+
+def lives(folder: RunFolder, beat: Beat) -> bool:
+    """Whether the rank's process is there, as far as this machine can tell. Of another machine's, or of one from before
+    this machine was restarted, that is until its record is ``SILENT_S`` old: disks may show a change late.
+    """
+    if beat.host == this_host():
+        return not beat.is_gone
+    with contextlib.suppress(OSError):
+        return time.time() - folder.beat(beat.rank).stat().st_mtime < SILENT_S
+    return False
 
 
 def read_begun(folder: RunFolder, rank: int) -> int | None:

@@ -48,7 +48,10 @@ MAY_DIFFER = (
     "batch.accumulation",
     "log.*",
     "checkpoint.asynchronous",
+    "checkpoint.every_steps",
+    "checkpoint.per_epoch",
     "checkpoint.every_minutes",
+    "checkpoint.keep_last",
     "checkpoint.copy_to",
     "data.cache",
     "data.workers",
@@ -107,11 +110,14 @@ def refuse_other_run(before: RunConfig, config: RunConfig, where: str) -> None:
     differences = differing_keys(before, config)
     if differences:
         _refuse_lost_data(before, config)
+        restore = "restore the keys"
+        if before.name != config.name:  # the old name alone would start a new run in another folder
+            restore = f"rename the folder to {before.name} and restore the keys"
         raise UserError(
-            f"this folder contains another run named {config.name!r}",
+            f"this folder contains another run named {before.name!r}",
             where=where,
             why=f"{len(differences)} key(s) differ from its run.json (there -> now)",
-            fix="restore the keys to resume that run, choose another name=..., or use --fresh for a new folder",
+            fix=f"{restore} to resume that run, choose another name=..., or use --fresh for a new folder",
             details=differences,
         )
 

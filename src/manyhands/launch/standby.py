@@ -142,13 +142,15 @@ class Standbys:
     def _run(self) -> None:
         trains_since: float | None = None
         while not self._closed.wait(LOOK_S):
-            attempt = self._attempt
-            if attempt is None or not all(_is_training(attempt[0], rank) for rank in attempt[1]):
-                trains_since = None
-                continue
-            trains_since = time.monotonic() if trains_since is None else trains_since
-            if time.monotonic() - trains_since >= self.after_s:
-                with contextlib.suppress(OSError):  # no room for a process: a restart is slower
+            # A disk that does not answer for once, or no room for a process: a restart is slower. But if this thread
+            # ended, ranks that it has started would be signalled.
+            with contextlib.suppress(OSError):
+                attempt = self._attempt
+                if attempt is None or not all(_is_training(attempt[0], rank) for rank in attempt[1]):
+                    trains_since = None
+                    continue
+                trains_since = time.monotonic() if trains_since is None else trains_since
+                if time.monotonic() - trains_since >= self.after_s:
                     self._make_ready(attempt)
 
     def _make_ready(self, attempt: tuple[RunFolder, range]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manyhands.core.files import read_json
-from manyhands.launch.heartbeat import read_beats
+from manyhands.launch.heartbeat import lives, read_beats
 from manyhands.launch.run_folder import RunFolder
 
 Verdict = Literal["unmeasured", "within the plan", "above the plan", "above the limit"]
@@ -66,7 +66,7 @@ def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | No
     config, plan, status = folder.read_config(), folder.read_plan(), folder.read_status()
     beats = read_beats(folder)
     state = str(status.get("state", "not started"))
-    is_live = state == "running" and any(not beat.is_gone for beat in beats.values())
+    is_live = state == "running" and any(lives(folder, beat) for beat in beats.values())
     if state == "running" and beats and not is_live:
         state = "killed"
     if by_process is None:
@@ -104,7 +104,7 @@ def find_live_runs(runs: Path) -> list[RunFolder]:
         folder
         for folder in found
         if folder.read_status().get("state") == "running"
-        and any(not beat.is_gone for beat in read_beats(folder).values())
+        and any(lives(folder, beat) for beat in read_beats(folder).values())
     ]
 
 

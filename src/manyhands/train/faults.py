@@ -120,8 +120,8 @@ def _give_up(what: str, why: str, result: StepResult) -> Diverged:
         what,
         where=f"step {result.step}, learning rate {result.learning_rate:.3g}",
         why=f"{why} (guards.max_in_a_row)",
-        fix="lower optimizer.learning_rate, or look at the samples in logs/batch-*.json; the last checkpoint is"
-        " unaffected",
+        fix="start again with a lower optimizer.learning_rate (--fresh), or look at the samples in logs/batch-*.json;"
+        " the last checkpoint is unaffected",
         exit_code=EXIT_FAILED,
     )
 

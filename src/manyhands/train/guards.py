@@ -59,8 +59,8 @@ def explain_nonfinite(result: StepResult, samples: str = "") -> Diverged:
         where=(f"rank {', '.join(ranks)}" if ranks else f"step {result.step}, learning rate {result.learning_rate:.3g}")
         + (f"; its samples: {samples}" if samples else ""),
         why="the numbers overflowed; mostly the learning rate is too high, or the weights were broken before",
-        fix="lower optimizer.learning_rate or lengthen schedule.warmup_steps; the last checkpoint is unaffected."
-        " guards.nonfinite=skip leaves such a step's update out",
+        fix="start again with a lower optimizer.learning_rate or a longer schedule.warmup_steps (--fresh);"
+        " the last checkpoint is unaffected. guards.nonfinite=skip leaves such a step's update out",
         exit_code=EXIT_FAILED,
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from manyhands.checkpoint.manifest import checkpoint_folder
 from manyhands.core.collective_errors import run_on_rank_0
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.streams import TOKENS, from_streams
@@ -34,7 +35,7 @@ def export(rank: RankContext) -> None:
     config, plan, folder = rank.config, rank.plan, rank.folder
     if config.checkpoint.keep_best and rank.state.best_step not in (None, rank.state.step):
         assert rank.state.best_step is not None
-        rank.engine.load(checkpoint_folder(folder.checkpoints, rank.state.best_step))
+        _load_best(rank, checkpoint_folder(folder.checkpoints, rank.state.best_step))
         rank.print(
             f"exporting the best checkpoint: step {rank.state.best_step}, validation loss {rank.state.best_loss:.4f}"
         )
@@ -51,6 +52,23 @@ def export(rank: RankContext) -> None:
             replace=True,
         )
     _save_probe(rank)
+
+
+def _load_best(rank: RankContext, best: Path) -> None:
+    """UserError on every rank where it is damaged. A run resumes from its newest one, so nothing makes it again."""
+    try:
+        rank.engine.load(best)
+    except UserError as error:
+        last = checkpoint_folder(rank.folder.checkpoints, rank.state.step)
+        raise UserError(
+            f"the best checkpoint, of step {rank.state.best_step}, cannot be exported",
+            where=error.where,
+            why=f"{error.what}: {error.why}",
+            fix=f"restore {best.name} from a copy and start the run again, or export the last one:"
+            f" manyhands export {last}",
+            details=error.details,
+            exit_code=EXIT_FAILED,
+        ) from error
 
 
 def verify(rank: RankContext) -> None:

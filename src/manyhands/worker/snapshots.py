@@ -117,6 +117,8 @@ class SnapshotHook(Hook):
 
 def why_none(rank: RankContext) -> str:
     """Why this rank can keep no snapshots; an empty text where it can."""
+    if not rank.config.launch.restarts:
+        return "launch.restarts is 0, so no rank would resume from them"
     if os.environ.get(SEGMENTS) is None:
         return "the launcher keeps none (`manyhands train` does, on Linux)"
     return "" if isinstance(rank.engine, StagesCheckpoints) else "DeepSpeed's engine has none"
