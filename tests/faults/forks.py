@@ -116,9 +116,7 @@ class Fork:
         return code
 
 
-def _leave_parent(
-    environment: dict[str, str], folder: Path | None, output: Path | None, channel: int | None
-) -> None:
+def _leave_parent(environment: dict[str, str], folder: Path | None, output: Path | None, channel: int | None) -> None:
     gc.freeze()  # what the parent has open is not closed by what it leaves here
     if channel is None:
         os.setsid()
