@@ -65,9 +65,9 @@ until a step was done again without anybody's help; where there is none, the sam
 the end the weights are those of a run left alone, bit for bit, and the audit of the batches that went into the model
 found the same samples in each step and each sample once an epoch; *refused*: an error that names the file and what to
 do, and nothing was trained. Seconds are of machines with 2 cores, or 8 of 16, that other work kept busy (a load of up
-to 25), so they are upper bounds. Ranks and launcher are forks of one process, which has imported torch and
-transformers already, except where *training again* is marked with a star: those also start Python and import both, in
-20 to 40 s of a busy core, as a user's do."""
+to 25), so they are upper bounds. Launcher, ranks and what stands by for them are forks of one process, which has
+imported torch and transformers already, except where *training again* is marked with a star: those also start Python
+and import both, in 20 to 40 s of a busy core, as a user's do."""
 
 
 def write_page(rows: Rows, soaked: Mapping[str, Any] | None = None, hostile: Sequence[Mapping[str, Any]] = ()) -> str:
