@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,16 @@ def test_released_weights_are_read_again(model: mh.LanguageModel) -> None:
     before, held = model.generate("alpha", max_new_tokens=3), model.answerer
     model.release()
     assert model.generate("alpha", max_new_tokens=3) == before and model.answerer is not held
+
+
+def test_rows_of_answers_are_lines_of_their_file_whatever_they_hold(
+    model: mh.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "a\u2028b\x85c", "answer": "d\u2029e"}, {"prompt": "f", "answer": ""}]
+    output = tmp_path / "out.jsonl"
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    monkeypatch.setattr("manyhands.api.model._run_infer", lambda asked: output.write_text(text, encoding="utf-8"))
+    assert model.generate_file(tmp_path / "in.jsonl", output) == rows
 
 
 def test_an_interrupt_leaves_no_process_behind(

@@ -156,7 +156,8 @@ class LanguageModel:
             "overwrite": overwrite,
         }
         on_first_rank(lambda: _run_infer(asked))
-        return [json.loads(line) for line in Path(output).read_text(encoding="utf-8").splitlines()]
+        with Path(output).open(encoding="utf-8", newline="\n") as lines:  # not splitlines: an answer may hold U+2028
+            return [json.loads(line) for line in lines]
 
     @cached_property
     def answerer(self) -> Any:

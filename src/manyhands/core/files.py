@@ -138,7 +138,8 @@ def read_rows(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     off or damaged is skipped, a file that is not there has none.
     """
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    # only "\n" ends a row: splitlines would also cut at U+2028 and its like, which an answer may hold
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

@@ -6,6 +6,7 @@ Sinks are hooks of rank 0. They know results and never the model; ``open_sinks``
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -100,8 +101,8 @@ def _take_back(path: Path, last: Mapping[str, int], every_steps: int) -> str:
     off when the run was killed. A kind that is not named loses all. Returns what is missing of the others, in words.
     """
     kept, steps, num_broken = [], [0], 0
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
-    for line in lines:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in io.StringIO(text, newline="\n"):  # not splitlines: an answer may hold U+2028
         try:
             row = json.loads(line)
             kind, step = row["kind"], row["step"]
