@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from tests.export.tiny import adapt, make_model, save_source
 from tests.support import plans
 
 IDS = torch.arange(5, 25)[None]
+NOTHING: Mapping[str, Any] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +45,13 @@ def verify_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_run(
-    root: Path, method: str, *, keep_best: bool = False, dtype: str = "auto"
+    root: Path, method: str, *, keep_best: bool = False, dtype: str = "auto", model: Mapping[str, Any] = NOTHING
 ) -> tuple[Path, dict[int, torch.nn.Module]]:
     """A run's folder with checkpoints at steps 5 and 7, the best at 5; and the models in memory."""
     source = save_source(root / "base", make_model())
     fields = {
         "name": "tiny",
-        "model": {"name": str(source)},
+        "model": {"name": str(source), **model},
         "method": {"name": method, "rank": 4, "alpha": 8.0},
         "data": {"train": "x.jsonl"},
     }
