@@ -22,6 +22,7 @@ from manyhands.export.record import read_record
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.infer.__main__ import main as infer_main
+from manyhands.infer.load import open_answerer
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.layout import ONLY_WHILE_TRAINING, change, choose_converters
 from manyhands.plan.types import Plan
@@ -134,6 +135,14 @@ def test_an_adapter_alone_and_merged(tmp_path: Path, capsys: pytest.CaptureFixtu
         AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
     ):
         torch.testing.assert_close(logits(opened), logits(models[7]), rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_ends_its_answers_where_the_merged_model_does(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "lora", model={"special_tokens": {"eos": "w9"}})
+    assert main([str(run), "--output", str(tmp_path / "adapter")]) == 0
+    assert main([str(run), "--output", str(tmp_path / "merged"), "--merge"]) == 0
+    adapter, merged = (open_answerer(tmp_path / name) for name in ("adapter", "merged"))
+    assert adapter.tokenizer.eos_token_id in adapter.end_ids == merged.end_ids
 
 
 def test_a_merged_model_has_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
