@@ -28,6 +28,8 @@ def test_answers_come_in_order_and_are_those_of_each_prompt_alone(model: mh.Lang
 def test_options_of_generation(model: mh.LanguageModel) -> None:
     drawn = [model.generate("alpha", max_new_tokens=5, temperature=5.0, seed=seed) for seed in (1, 2, 1)]
     assert drawn[0] == drawn[2] != drawn[1]
+    whole = model.generate("alpha", max_new_tokens=5)
+    assert model.generate("alpha", max_new_tokens=5, stop=f"{whole[-1]}?") == whole, "one text, not its characters"
     pieces: list[str] = []
     answer = model.generate("alpha", max_new_tokens=5, on_text=lambda number, text: pieces.append(text))
     assert "".join(pieces) == answer
@@ -47,6 +49,16 @@ def test_options_of_generation(model: mh.LanguageModel) -> None:
             "has no effect here",
             "get_peft_model",
         ),
+        (lambda model: model.generate([{"role": "user", "content": "a"}]), "prompt 0 is a dict", "a list in a list"),
+        (lambda model: model.generate([5]), "prompt 0 is a int", "give texts or conversations"),
+        (lambda model: model.generate([[{"role": "robot", "content": "a"}]]), "has the role 'robot'", ""),
+        (lambda model: model.generate(["\ud800"]), "half of a surrogate pair", ""),
+        (lambda model: model.generate("a", temperature="hot"), "a value of the wrong type", ""),
+        (lambda model: model.generate("a", max_new_tokens=2.5), "a value of the wrong type", ""),
+        (lambda model: model.generate_file("a", "b", processes=0), "0 processes answer nothing", ""),
+        (lambda model: mh.plan("run.yaml", ["batch.samples=3"]), "overrides are a list", "batch.samples"),
+        (lambda model: mh.plan("run.yaml", {"seed": {1}}), "a value that is a set", "numbers"),
+        (lambda model: mh.TrainedRun("/nonexistent").report, "the run has no report", "let it finish"),
         (lambda model: mh.load("/nonexistent"), "no such folder", ""),
         (lambda model: mh.load(model.folder, device_map="left"), "device_map is 'left'", ""),
     ],
@@ -128,6 +140,18 @@ def test_rows_of_answers_are_lines_of_their_file_whatever_they_hold(
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     monkeypatch.setattr("manyhands.api.model._run_infer", lambda asked: output.write_text(text, encoding="utf-8"))
     assert model.generate_file(tmp_path / "in.jsonl", output) == rows
+
+
+def test_what_a_process_dies_of_is_its_message(
+    model: mh.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "python"
+    child.write_text("#!/bin/sh\necho 'Traceback:\n  File x.py, line 3' >&2\necho 'OSError: no space' >&2\nexit 1\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    with pytest.raises(mh.UserError) as error:
+        model.generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert error.value.what == "OSError: no space"
 
 
 def test_an_interrupt_leaves_no_process_behind(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import UserError
+from manyhands.data.messages import RowRefused, check_messages
 
 if TYPE_CHECKING:
     from manyhands.api.runs import TrainedRun
@@ -119,13 +121,25 @@ class LanguageModel:
                 f"prompts are a {type(prompts).__name__}", fix='give a list, such as ["Why is the sky blue?"]'
             )
         asked = [prompts] if isinstance(prompts, str) else prompts
-        conversations = [
-            [{"role": "user", "content": one}] if isinstance(one, str) else [dict(turn) for turn in one]
-            for one in asked
-        ]
         settings = _read_settings(max_new_tokens, options)
-        answers = [found.text for found in self.answerer.answer_all(conversations, settings, on_text=on_text)]
+        try:
+            conversations = [self._read_prompt(number, one) for number, one in enumerate(asked)]
+            answers = [found.text for found in self.answerer.answer_all(conversations, settings, on_text=on_text)]
+        except RowRefused as refused:
+            raise UserError(str(refused), where="generate") from None
         return answers[0] if isinstance(prompts, str) else answers
+
+    def _read_prompt(self, number: int, prompt: Any) -> list[dict[str, Any]]:
+        """A question or a conversation as messages. Raises UserError and RowRefused."""
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, (list, tuple)):
+            raise UserError(
+                f"prompt {number} is a {type(prompt).__name__}",
+                where="generate",
+                fix="give texts or conversations; a single conversation is a list in a list: [[{'role': ...}]]",
+            )
+        return check_messages(list(prompt), f"prompt {number}", {}, self.answerer.images is not None)
 
     def generate_file(
         self,
@@ -217,7 +231,12 @@ def _read_settings(max_new_tokens: int, options: Mapping[str, Any]) -> Any:
                 where="generate",
                 fix=f"did you mean {near}?" if near else f"options are {', '.join(known)}",
             )
-    return GenerationSettings(max_new_tokens=max_new_tokens, **options)
+    given = {"max_new_tokens": max_new_tokens, **options}
+    try:
+        given |= {name: operator.index(given[name]) for name in ("max_new_tokens", "top_k", "seed") if name in given}
+        return GenerationSettings(**given)
+    except TypeError as error:
+        raise UserError("an option has a value of the wrong type", where="generate", why=str(error)) from None
 
 
 def _run_infer(asked: Mapping[str, Any]) -> None:
@@ -236,6 +255,6 @@ def _run_infer(asked: Mapping[str, Any]) -> None:
             child.wait()
             raise
     if child.returncode:
-        begin = next((n for n, line in enumerate(said) if line.startswith("error: ")), max(0, len(said) - 10))
-        what, *rest = "".join(said[begin:]).strip().splitlines() or [f"exit code {child.returncode}"]
+        begin = next((n for n, line in enumerate(said) if line.startswith("error: ")), len(said) - 1)  # a traceback's end
+        what, *rest = "".join(said[begin:]).strip().split("\n") if said else [f"exit code {child.returncode}"]
         raise UserError(what.removeprefix("error: "), details=[line.strip() for line in rest])

@@ -29,7 +29,8 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         """UserError for a value that cannot be, or one that would have no effect."""
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)  # one text is not its characters
+        object.__setattr__(self, "stop", stop)
         for name, fault in self._faults():
             raise UserError(f"{name.replace('_', '-')} {fault}", where=f"--{name.replace('_', '-')}")
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
