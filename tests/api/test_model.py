@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
+from manyhands.export.record import write_record
 from tests.support.tiny import write_tiny_model
 
 
@@ -140,6 +141,36 @@ def test_rows_of_answers_are_lines_of_their_file_whatever_they_hold(
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     monkeypatch.setattr("manyhands.api.model._run_infer", lambda asked: output.write_text(text, encoding="utf-8"))
     assert model.generate_file(tmp_path / "in.jsonl", output) == rows
+
+
+def test_what_is_saved_again_keeps_a_card_of_the_users_and_no_adapter_beside_a_model(tmp_path: Path) -> None:
+    for kind, name in (("adapter", "adapter_config.json"), ("model", "config.json")):
+        folder = tmp_path / kind / kind
+        folder.mkdir(parents=True)
+        (folder / "README.md").write_text(f"of the {kind}")
+        (folder / name).write_text("{}")
+        write_record(folder)
+    adapter, whole = (mh.LanguageModel(tmp_path / kind) for kind in ("adapter", "model"))
+    with pytest.raises(mh.UserError, match="has not been trained"):
+        adapter.save_pretrained(tmp_path / "saved")
+    for model in (adapter, whole):
+        model.run = mh.TrainedRun(model.folder)
+    for _ in range(2):
+        adapter.save_pretrained(tmp_path / "saved")
+    card = tmp_path / "saved" / "README.md"
+    assert card.read_text() == "of the adapter"
+    card.write_text("mine")
+    adapter.save_pretrained(tmp_path / "saved")
+    assert card.read_text() == "mine"
+    adapter.save_pretrained(tmp_path / "adapter" / "adapter")  # there it is already
+    for target, what in ((tmp_path / "saved", "holds an adapter, and this is a model"), (card, "is a file")):
+        with pytest.raises(mh.UserError, match=what):
+            whole.save_pretrained(target)
+    whole.run = mh.TrainedRun(tmp_path)
+    (tmp_path / "adapter").rename(tmp_path / "elsewhere")
+    (tmp_path / "model").rename(tmp_path / "gone")
+    with pytest.raises(mh.UserError, match="has written no model"):
+        whole.save_pretrained(tmp_path / "other")
 
 
 def test_what_a_process_dies_of_is_its_message(

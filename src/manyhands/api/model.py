@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import operator
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import UserError
 from manyhands.data.messages import RowRefused, check_messages
+from manyhands.export.record import copy_output
 
 if TYPE_CHECKING:
     from manyhands.api.runs import TrainedRun
@@ -103,8 +103,10 @@ class LanguageModel:
             raise UserError(
                 "the model has not been trained", where=str(self.folder), fix="save it after Trainer(...).train()"
             )
-        [output] = list(self.run.outputs.values())[:1]
-        shutil.copytree(output, folder, dirs_exist_ok=True)
+        output = next(iter(self.run.outputs.values()), None)
+        if output is None:
+            raise UserError("the run has written no model", where=str(self.run.folder), fix="manyhands export writes one")
+        copy_output(output, Path(folder))
 
     def generate(self, prompts: Any = None, *, max_new_tokens: int = 256, on_text: Any = None, **options: Any) -> Any:
         """The answer to each prompt, in order: a question, or a conversation as a list of messages with role and
