@@ -171,6 +171,34 @@ def test_requests_that_wait_together_share_a_batch(answerer: Answerer) -> None:
     assert found[:3] == answerer.answer_all(conversations, DEFAULTS)
 
 
+def test_an_answer_that_nobody_waits_for_is_not_finished(answerer: Answerer) -> None:
+    """Of a client that has run into its time limit, say: others would wait for it."""
+    pytest.importorskip("starlette")
+    app = make_app(answerer, "tiny", DEFAULTS)
+    body = json.dumps({"messages": QUESTION, "max_tokens": 1900}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+    scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
+    messages = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def ask_and_go() -> None:
+        async with app.router.lifespan_context(app):
+            await app(scope, receive, send)
+
+    model: Any = answerer.model
+    steps: list[int] = []
+    hook = model.register_forward_hook(lambda *_: steps.append(1))
+    asyncio.run(ask_and_go())
+    hook.remove()
+    assert sent[0]["status"] == 499 and len(steps) < 1900
+
+
 def test_what_waits_has_a_bound(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.infer.scheduler.MAX_WAITING", 0)
     assert [ask(client, stream=stream).status_code for stream in (False, True)] == [503, 503]

@@ -30,6 +30,8 @@ from manyhands.infer.settings import SERVED, GenerationSettings
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
+LOOK_S = 0.5  # between looks whether the client still waits for its answer
+CLIENT_GONE = 499  # nginx's number; nobody reads it
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 # Fields of the protocol that act, by the name of the setting that they are.
 SETTINGS = {
@@ -148,8 +150,14 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
             return JSONResponse(_error("too many requests are waiting: try again later", kind="server_error"), 503)
         if asked.streams:
             return StreamingResponse(_stream(scheduler, asked), media_type="text/event-stream")
+        answering = asyncio.ensure_future(scheduler.answer(asked.request))
+        while not (await asyncio.wait({answering}, timeout=LOOK_S))[0]:
+            if await request.is_disconnected():
+                asked.request.abandoned = True
+                answering.cancel()
+                return JSONResponse(_error("the client has gone"), CLIENT_GONE)
         try:
-            completion = await scheduler.answer(asked.request)
+            completion = answering.result()
         except Exception as error:  # of the model: this request fails, the server keeps running
             return JSONResponse(_error(f"{type(error).__name__}: {error}", kind="server_error"), 500)
         return JSONResponse(asked.body(completion))
