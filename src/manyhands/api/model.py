@@ -105,7 +105,9 @@ class LanguageModel:
             )
         output = next(iter(self.run.outputs.values()), None)
         if output is None:
-            raise UserError("the run has written no model", where=str(self.run.folder), fix="manyhands export writes one")
+            raise UserError(
+                "the run has written no model", where=str(self.run.folder), fix="manyhands export writes one"
+            )
         copy_output(output, Path(folder))
 
     def generate(self, prompts: Any = None, *, max_new_tokens: int = 256, on_text: Any = None, **options: Any) -> Any:
@@ -257,6 +259,7 @@ def _run_infer(asked: Mapping[str, Any]) -> None:
             child.wait()
             raise
     if child.returncode:
-        begin = next((n for n, line in enumerate(said) if line.startswith("error: ")), len(said) - 1)  # a traceback's end
+        # without a message of ours, the last line, where a traceback says what happened
+        begin = next((n for n, line in enumerate(said) if line.startswith("error: ")), len(said) - 1)
         what, *rest = "".join(said[begin:]).strip().split("\n") if said else [f"exit code {child.returncode}"]
         raise UserError(what.removeprefix("error: "), details=[line.strip() for line in rest])

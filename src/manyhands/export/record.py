@@ -88,8 +88,8 @@ def keep_by_hand(old: Path, new: Path) -> list[str]:
 
 def copy_output(folder: Path, target: Path) -> None:
     """Copies a written folder over ``target``, as ``save_pretrained`` of other libraries does; a README.md written by
-    hand stays. UserError where ``target`` is a file, or holds an adapter and ``folder`` a model: the two would be opened
-    as the adapter.
+    hand stays. UserError where ``target`` is a file, or holds an adapter and ``folder`` a model: the two would be
+    opened as the adapter.
     """
     if target.exists() and not target.is_dir():
         raise UserError("the output folder is a file", where=str(target), fix="name a folder")
