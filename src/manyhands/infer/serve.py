@@ -150,17 +150,7 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
             return JSONResponse(_error("too many requests are waiting: try again later", kind="server_error"), 503)
         if asked.streams:
             return StreamingResponse(_stream(scheduler, asked), media_type="text/event-stream")
-        answering = asyncio.ensure_future(scheduler.answer(asked.request))
-        while not (await asyncio.wait({answering}, timeout=LOOK_S))[0]:
-            if await request.is_disconnected():
-                asked.request.abandoned = True
-                answering.cancel()
-                return JSONResponse(_error("the client has gone"), CLIENT_GONE)
-        try:
-            completion = answering.result()
-        except Exception as error:  # of the model: this request fails, the server keeps running
-            return JSONResponse(_error(f"{type(error).__name__}: {error}", kind="server_error"), 500)
-        return JSONResponse(asked.body(completion))
+        return JSONResponse(*await _answer_whole(scheduler, asked, request))
 
     async def models(_: Request) -> Any:
         return JSONResponse(
@@ -349,6 +339,20 @@ def read_settings(given: Mapping[str, Any], defaults: GenerationSettings) -> tup
     if values["temperature"] == 0:  # greedy, as the protocol has it: clients send top_p along
         values |= {"top_p": 1.0, "top_k": 0}
     return GenerationSettings.from_json(values), 0 if "seed" in given else secrets.randbits(62)
+
+
+async def _answer_whole(scheduler: Scheduler, asked: _Asked, http: Any) -> tuple[dict[str, Any], int]:
+    """The body and the status; the answer is given up where the client has gone."""
+    answering = asyncio.ensure_future(scheduler.answer(asked.request))
+    while not (await asyncio.wait({answering}, timeout=LOOK_S))[0]:
+        if await http.is_disconnected():
+            asked.request.abandoned = True
+            answering.cancel()
+            return _error("the client has gone"), CLIENT_GONE
+    try:
+        return asked.body(answering.result()), 200
+    except Exception as error:  # of the model: this request fails, the server keeps running
+        return _error(f"{type(error).__name__}: {error}", kind="server_error"), 500
 
 
 async def _stream(scheduler: Scheduler, asked: _Asked) -> AsyncIterator[str]:
