@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import manyhands as mh
+from manyhands.export.record import write_record
 from tests.support.tiny import write_tiny_model
 
 
@@ -27,6 +29,8 @@ def test_answers_come_in_order_and_are_those_of_each_prompt_alone(model: mh.Lang
 def test_options_of_generation(model: mh.LanguageModel) -> None:
     drawn = [model.generate("alpha", max_new_tokens=5, temperature=5.0, seed=seed) for seed in (1, 2, 1)]
     assert drawn[0] == drawn[2] != drawn[1]
+    whole = model.generate("alpha", max_new_tokens=5)
+    assert model.generate("alpha", max_new_tokens=5, stop=f"{whole[-1]}?") == whole, "one text, not its characters"
     pieces: list[str] = []
     answer = model.generate("alpha", max_new_tokens=5, on_text=lambda number, text: pieces.append(text))
     assert "".join(pieces) == answer
@@ -46,6 +50,16 @@ def test_options_of_generation(model: mh.LanguageModel) -> None:
             "has no effect here",
             "get_peft_model",
         ),
+        (lambda model: model.generate([{"role": "user", "content": "a"}]), "prompt 0 is a dict", "a list in a list"),
+        (lambda model: model.generate([5]), "prompt 0 is a int", "give texts or conversations"),
+        (lambda model: model.generate([[{"role": "robot", "content": "a"}]]), "has the role 'robot'", ""),
+        (lambda model: model.generate(["\ud800"]), "half of a surrogate pair", ""),
+        (lambda model: model.generate("a", temperature="hot"), "a value of the wrong type", ""),
+        (lambda model: model.generate("a", max_new_tokens=2.5), "a value of the wrong type", ""),
+        (lambda model: model.generate_file("a", "b", processes=0), "0 processes answer nothing", ""),
+        (lambda model: mh.plan("run.yaml", ["batch.samples=3"]), "overrides are a list", "batch.samples"),
+        (lambda model: mh.plan("run.yaml", {"seed": {1}}), "a value that is a set", "numbers"),
+        (lambda model: mh.TrainedRun("/nonexistent").report, "the run has no report", "let it finish"),
         (lambda model: mh.load("/nonexistent"), "no such folder", ""),
         (lambda model: mh.load(model.folder, device_map="left"), "device_map is 'left'", ""),
     ],
@@ -117,6 +131,58 @@ def test_released_weights_are_read_again(model: mh.LanguageModel) -> None:
     before, held = model.generate("alpha", max_new_tokens=3), model.answerer
     model.release()
     assert model.generate("alpha", max_new_tokens=3) == before and model.answerer is not held
+
+
+def test_rows_of_answers_are_lines_of_their_file_whatever_they_hold(
+    model: mh.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "a\u2028b\x85c", "answer": "d\u2029e"}, {"prompt": "f", "answer": ""}]
+    output = tmp_path / "out.jsonl"
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    monkeypatch.setattr("manyhands.api.model._run_infer", lambda asked: output.write_text(text, encoding="utf-8"))
+    assert model.generate_file(tmp_path / "in.jsonl", output) == rows
+
+
+def test_what_is_saved_again_keeps_a_card_of_the_users_and_no_adapter_beside_a_model(tmp_path: Path) -> None:
+    for kind, name in (("adapter", "adapter_config.json"), ("model", "config.json")):
+        folder = tmp_path / kind / kind
+        folder.mkdir(parents=True)
+        (folder / "README.md").write_text(f"of the {kind}")
+        (folder / name).write_text("{}")
+        write_record(folder)
+    adapter, whole = (mh.LanguageModel(tmp_path / kind) for kind in ("adapter", "model"))
+    with pytest.raises(mh.UserError, match="has not been trained"):
+        adapter.save_pretrained(tmp_path / "saved")
+    for model in (adapter, whole):
+        model.run = mh.TrainedRun(model.folder)
+    for _ in range(2):
+        adapter.save_pretrained(tmp_path / "saved")
+    card = tmp_path / "saved" / "README.md"
+    assert card.read_text() == "of the adapter"
+    card.write_text("mine")
+    adapter.save_pretrained(tmp_path / "saved")
+    assert card.read_text() == "mine"
+    adapter.save_pretrained(tmp_path / "adapter" / "adapter")  # there it is already
+    for target, what in ((tmp_path / "saved", "holds an adapter, and this is a model"), (card, "is a file")):
+        with pytest.raises(mh.UserError, match=what):
+            whole.save_pretrained(target)
+    whole.run = mh.TrainedRun(tmp_path)
+    (tmp_path / "adapter").rename(tmp_path / "elsewhere")
+    (tmp_path / "model").rename(tmp_path / "gone")
+    with pytest.raises(mh.UserError, match="has written no model"):
+        whole.save_pretrained(tmp_path / "other")
+
+
+def test_what_a_process_dies_of_is_its_message(
+    model: mh.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "python"
+    child.write_text("#!/bin/sh\necho 'Traceback:\n  File x.py, line 3' >&2\necho 'OSError: no space' >&2\nexit 1\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    with pytest.raises(mh.UserError) as error:
+        model.generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert error.value.what == "OSError: no space"
 
 
 def test_an_interrupt_leaves_no_process_behind(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manyhands.api.runs import plain
 from manyhands.api.sources import write_rows
 from manyhands.core.errors import UserError
 
@@ -44,6 +45,11 @@ def test_rows_become_one_file_named_by_its_content(tmp_path: Path, data: Any) ->
 def test_numpy_values_are_plain_ones(tmp_path: Path) -> None:
     row = {"input_ids": np.array([1, 2]), "weight": np.float32(0.5), "labels": (np.int64(-100), 2)}
     assert read(write_rows([row], tmp_path, "train")) == [{"input_ids": [1, 2], "weight": 0.5, "labels": [-100, 2]}]
+
+
+def test_numpy_values_of_keys_are_plain_ones() -> None:
+    keys = {"seed": np.int64(3), "learning_rate": np.float32(0.5), "list": np.array([1, 2])}
+    assert json.dumps(plain(keys)) == '{"seed": 3, "learning_rate": 0.5, "list": [1, 2]}'
 
 
 def test_a_path_is_itself(tmp_path: Path) -> None:

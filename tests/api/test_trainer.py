@@ -10,6 +10,7 @@ import pytest
 import manyhands as mh
 from manyhands.api.arguments import as_file, translate
 from manyhands.config.dialects.translation import Around
+from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig, Source
 from tests.support.tiny import write_tiny_model
 
@@ -183,6 +184,36 @@ def test_an_adapter_of_get_peft_model_and_of_peft(folder: Path, tmp_path: Path) 
     assert same.load().config.method == method
     full = mh.Trainer(str(folder), train_dataset=ROWS, overrides=overrides).load().config
     assert full.method.name == "full"
+
+
+@pytest.mark.parametrize(
+    ("asked", "native"),
+    [
+        (r".*layers\.(0|1)\..*_proj", (r"re:.*layers\.(0|1)\..*_proj",)),
+        (r"re:.*layers\.(0|1)\..*_proj", (r"re:.*layers\.(0|1)\..*_proj",)),
+        ("q_proj", ("q_proj",)),
+        ("*_proj", ("*_proj",)),
+        (["q_proj", "v_proj"], ("q_proj", "v_proj")),
+        ("all-linear", "all-linear"),
+    ],
+)
+def test_a_text_of_target_modules_is_an_expression_as_in_peft(
+    folder: Path, tmp_path: Path, asked: Any, native: Any
+) -> None:
+    model, _ = mh.FastLanguageModel.from_pretrained(folder, load_in_4bit=False)
+    model = mh.FastLanguageModel.get_peft_model(model, target_modules=asked)
+    trainer = mh.Trainer(model, train_dataset=ROWS, overrides={"data.cache": tmp_path})
+    assert trainer.load().config.method.target_modules == native
+
+
+def test_layers_to_transform_is_refused_with_an_expression_that_reaches_them(folder: Path, tmp_path: Path) -> None:
+    peft = {"r": 4, "target_modules": ["q_proj"], "layers_to_transform": [30, 31]}
+    trainer = mh.Trainer(str(folder), train_dataset=ROWS, peft_config=peft, overrides={"data.cache": tmp_path})
+    with pytest.raises(mh.UserError, match="cannot be run") as error:
+        trainer.load()
+    expression = error.value.details[0].split("`")[-2]
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in (3, 30, 31)]
+    assert [matches(name, expression) for name in names] == [False, True, True]
 
 
 @pytest.mark.parametrize("field", [{"rank_pattern": {"q_proj": 8}}, {"exclude_modules": ["v_proj"]}, {"rank": 4}])

@@ -232,6 +232,13 @@ def test_its_lines_of_python_open_the_folder(tmp_path: Path, kind: str) -> None:
     assert "NF4 **with double quantization**" in text
 
 
+def test_an_adapter_with_another_end_token_is_opened_with_its_own_tokenizer(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "lora", model={"special_tokens": {"eos": "<|im_end|>"}})
+    assert main([str(run), "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
+    assert 'AutoTokenizer.from_pretrained("path/to/this/folder")' in code((tmp_path / "out" / "README.md").read_text())
+
+
 def test_an_adapter_beside_nf4_says_so_where_programs_look_and_peft_opens_it_without_a_word(tmp_path: Path) -> None:
     for name, options in (
         ("lora", {}),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from manyhands.export.record import read_record
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.infer.__main__ import main as infer_main
+from manyhands.infer.load import open_answerer
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.layout import ONLY_WHILE_TRAINING, change, choose_converters
 from manyhands.plan.types import Plan
@@ -28,6 +31,7 @@ from tests.export.tiny import adapt, make_model, save_source
 from tests.support import plans
 
 IDS = torch.arange(5, 25)[None]
+NOTHING: Mapping[str, Any] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +47,13 @@ def verify_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_run(
-    root: Path, method: str, *, keep_best: bool = False, dtype: str = "auto"
+    root: Path, method: str, *, keep_best: bool = False, dtype: str = "auto", model: Mapping[str, Any] = NOTHING
 ) -> tuple[Path, dict[int, torch.nn.Module]]:
     """A run's folder with checkpoints at steps 5 and 7, the best at 5; and the models in memory."""
     source = save_source(root / "base", make_model())
     fields = {
         "name": "tiny",
-        "model": {"name": str(source)},
+        "model": {"name": str(source), **model},
         "method": {"name": method, "rank": 4, "alpha": 8.0},
         "data": {"train": "x.jsonl"},
     }
@@ -147,6 +151,14 @@ def test_an_adapter_alone_and_merged(tmp_path: Path, capsys: pytest.CaptureFixtu
         AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
     ):
         torch.testing.assert_close(logits(opened), logits(models[7]), rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_ends_its_answers_where_the_merged_model_does(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "lora", model={"special_tokens": {"eos": "w9"}})
+    assert main([str(run), "--output", str(tmp_path / "adapter")]) == 0
+    assert main([str(run), "--output", str(tmp_path / "merged"), "--merge"]) == 0
+    adapter, merged = (open_answerer(tmp_path / name) for name in ("adapter", "merged"))
+    assert adapter.tokenizer.eos_token_id in adapter.end_ids == merged.end_ids
 
 
 def test_a_merged_model_has_the_dtype_that_was_asked_for(tmp_path: Path) -> None:

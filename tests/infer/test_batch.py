@@ -225,6 +225,22 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     AnswerFile(tmp_path / "notes", {"seed": 1}, 1).close()
 
 
+def test_a_folder_is_no_file_of_answers(tmp_path: Path) -> None:
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="is a folder"):
+            AnswerFile(tmp_path, {"seed": 1}, 1, overwrite=overwrite)
+
+
+def test_other_fields_of_a_row_come_back_whatever_they_hold(tmp_path: Path) -> None:
+    row = {"prompt": "a", "note": "half \ud83d of a pair", "name": "é\u2028"}
+    file = AnswerFile(tmp_path / "a.jsonl", {"seed": 1}, 1)
+    file.add([(0, {"answer": "b"})])
+    file.finish([row])
+    assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_bytes().split(b"\n") if line] == [
+        row | {"answer": "b"}
+    ]
+
+
 def test_half_of_a_surrogate_pair_is_named_by_its_line(model: Path, tmp_path: Path) -> None:
     from manyhands.infer.prompts import encode_rows
 

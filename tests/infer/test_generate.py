@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from manyhands.config.schema import RunConfig
 from manyhands.infer.generate import end_of_turn, end_token_ids, generate, greedy
+from manyhands.worker import prompts
 from tests.export.tiny import make_model, make_tokenizer
 
 
@@ -106,3 +110,22 @@ def test_without_a_template_the_tokenizers_end_counts(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     assert end_token_ids(tmp_path, tokenizer) == {2}
+
+
+def test_answers_in_training_end_where_the_run_ends_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files name the base's end alone."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    fields = {"name": "a", "model": {"name": "b", "special_tokens": {"eos": "w9"}}, "data": {"train": "c.jsonl"}}
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "w9"
+    rank: Any = SimpleNamespace(
+        plan=SimpleNamespace(model_folder=str(tmp_path)),
+        config=RunConfig.model_validate(fields),
+        tokenizer=tokenizer,
+        engine=SimpleNamespace(is_local=True),
+        is_first=True,
+        show_progress=lambda *_: None,
+    )
+    monkeypatch.setattr(prompts, "_answer_here", lambda rank, prompt, ends: sorted(ends))
+    [(_, ends)] = prompts.answer_prompts(rank, [prompts.SamplePrompt([1], "one")])
+    assert ends == [4, 5, tokenizer.eos_token_id]

@@ -40,7 +40,8 @@ def client(answerer: Answerer) -> Iterator[Any]:
 
 
 def ask(client: Any, path: str = "chat/completions", **body: Any) -> Any:
-    return client.post(f"/v1/{path}", json=({"messages": QUESTION} if path.startswith("chat") else {}) | body)
+    text = json.dumps(({"messages": QUESTION} if path.startswith("chat") else {}) | body)
+    return client.post(f"/v1/{path}", content=text, headers={"content-type": "application/json"})
 
 
 def events(response: Any) -> list[dict[str, Any]]:
@@ -96,6 +97,14 @@ def test_seeds_and_stop_strings_act(client: Any) -> None:
         ({"stop": [1]}, 400, "stop must be"),
         ({"tools": "search"}, 400, "tools must be a list"),
         ({"stream_options": "usage"}, 400, "stream_options must be an object"),
+        ({"stream": "false"}, 400, "stream must be true or false"),
+        ({"prompt": "alpha"}, 400, "prompt has no effect"),
+        ({"model": "\ud800"}, 400, "half of a surrogate pair"),
+        ({"\ud800": 1}, 400, "half of a surrogate pair"),
+        ({"temperature": 10**400}, 400, "temperature is too large"),
+        ({"repetition_penalty": 10**400}, 400, "repetition_penalty is too large"),
+        ({"max_tokens": 1.5}, 400, "max_tokens must be an integer"),
+        ({"seed": 2**63}, 400, "seed must be 0 or more, and below 2**63"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(client: Any, body: dict[str, Any], status: int, said: str) -> None:
@@ -103,6 +112,19 @@ def test_what_would_have_no_effect_is_refused(client: Any, body: dict[str, Any],
     assert response.status_code == status
     assert said in response.json()["error"]["message"] and response.json()["error"]["type"] == "invalid_request_error"
     assert ask(client, n=1, user="me", logprobs=False, response_format={"type": "text"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": QUESTION}, "messages has no effect"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools has no effect"),
+        ({"prompt": "a\ud800b"}, "half of a surrogate pair"),
+    ],
+)
+def test_what_completions_cannot_take_is_refused(client: Any, body: dict[str, Any], said: str) -> None:
+    response = ask(client, "completions", **{"prompt": "alpha"} | body)
+    assert response.status_code == 400 and said in response.json()["error"]["message"]
 
 
 def test_pages_of_the_web_cannot_ask(client: Any) -> None:
@@ -147,6 +169,34 @@ def test_requests_that_wait_together_share_a_batch(answerer: Answerer) -> None:
     assert batches == [3, 1]  # other settings, another batch
     conversations = [[{"role": "user", "content": text}] for text in ("a", "b c d", "e")]
     assert found[:3] == answerer.answer_all(conversations, DEFAULTS)
+
+
+def test_an_answer_that_nobody_waits_for_is_not_finished(answerer: Answerer) -> None:
+    """Of a client that has run into its time limit, say: others would wait for it."""
+    pytest.importorskip("starlette")
+    app = make_app(answerer, "tiny", DEFAULTS)
+    body = json.dumps({"messages": QUESTION, "max_tokens": 1900}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+    scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
+    messages = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def ask_and_go() -> None:
+        async with app.router.lifespan_context(app):
+            await app(scope, receive, send)
+
+    model: Any = answerer.model
+    steps: list[int] = []
+    hook = model.register_forward_hook(lambda *_: steps.append(1))
+    asyncio.run(ask_and_go())
+    hook.remove()
+    assert sent[0]["status"] == 499 and len(steps) < 1900
 
 
 def test_what_waits_has_a_bound(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ GSM8K = "She sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
         ("gsm8k", "#### 72 no, #### 73", 1),  # the first counts
         ("number", "She has $72.", 1),
         ("number", "72, or 73", 0),  # the last counts
+        ("number", "She has 72, in all. Well...", 1),  # neither a comma behind it nor an ellipsis is of a number
+        ("number", "72... of them", 1),
+        ("number", "-72", 0),
         (r"in all (\d+)", "in all 71, no, in all 72", 1),
     ],
 )
@@ -39,6 +42,11 @@ def test_numbers_are_compared_without_commas_and_signs_and_texts_as_they_are() -
         and exact_match("1,2 and 3", "12 and 3") == 0
     )
     assert exact_match(r"so \boxed{7}", r"\boxed{7}", make_extractor("boxed")) == 1
+    fraction = r"\boxed{\frac{1}{2}}"
+    assert exact_match(f"so {fraction}.", fraction, make_extractor("boxed")) == 1
+    assert exact_match(r"so \boxed{\frac{1}{3}}", fraction, make_extractor("boxed")) == 0
+    assert exact_match(r"\boxed{" * 500, fraction, make_extractor("boxed")) == 0
+    assert exact_match("it is 1,200, I think", "1200", make_extractor("number")) == 1
     assert exact_match("The answer is B.", "B", make_extractor("choice")) == 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from manyhands.core import files
 from manyhands.metrics import console as console_module
 from manyhands.metrics.console import ConsoleSink
 from manyhands.metrics.report import read_evaluations
@@ -67,6 +68,21 @@ def test_jsonl_holds_steps_with_their_devices_and_evaluations_with_their_samples
     assert first["devices"][1]["peak_bytes"] == 2**31
     assert (second["kind"], third["kind"], third["loss"]) == ("step", "evaluation", 1.5)
     assert third["samples"] == [{"prompt": "system\nBe brief.", "answer": "answer 2"}]
+
+
+def test_a_line_separator_in_an_answer_ends_no_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    answer = "one\u2028two\u2029three\x85four"
+    sink.after_evaluation(TrainState(), replace(evaluation(2), samples=(("Count.", answer),)))
+    feed(sink, [3])
+    sink.close()
+    assert [row["kind"] for row in files.read_rows(path)] == ["evaluation", "step"]
+    assert read_evaluations(path)[0].samples == (("Count.", answer),)
+    written = path.read_bytes()
+    resumed = JsonlSink(path, resumed_at=3)
+    resumed.close()
+    assert path.read_bytes() == written and resumed.lost == ""
 
 
 def test_only_every_nth_step_is_written(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects import trl
 from manyhands.config.dialects.translation import Around, Translation, Translator, names
 from manyhands.config.keys import nearest_name, show
+from manyhands.config.patterns import REGEX
 from manyhands.config.read import ParsedFile
 from manyhands.core.errors import UserError
 
@@ -44,6 +46,7 @@ ADAPTER = names(
 MODEL = names("model_name revision dtype load_in_4bit load_in_8bit full_finetuning device_map trust_remote_code")
 KEYS = trl.KEYS | ARGUMENTS | ADAPTER | MODEL | names("eval_dataset train_dataset new_tokens adapter")
 OPEN = trl.OPEN | {"device_map", "loftq_config"}
+NAME_OR_PATTERN = re.compile(rf"{REGEX}|\*?[\w.]+$")
 SHARDING = "parallel.strategy fsdp shards the model over all GPUs where it does not fit on one"
 
 
@@ -105,6 +108,9 @@ def read_arguments(arguments: Any) -> dict[str, Any]:
 def as_file(given: Mapping[str, Any]) -> ParsedFile:
     """The parameters of model, adapter and training as the keys of a file."""
     keys = {name: _as_json(value) for name, value in given.items()}
+    asked = keys.get("target_modules")
+    if isinstance(asked, str) and asked != "all-linear" and not NAME_OR_PATTERN.match(asked):
+        keys["target_modules"] = [f"{REGEX}{asked}"]  # PEFT reads a text as a regular expression for the full name
     return ParsedFile(keys, WHERE, text=json.dumps(keys, indent=2) + "\n")
 
 
@@ -202,7 +208,7 @@ def _map_memory(t: Translator) -> Iterator[str]:
 def _map_adapter(t: Translator) -> Iterator[str]:
     t.only("bias", ("none", None), "biases are not trained beside an adapter: write none")
     for key in ("layers_to_transform", "layers_pattern"):
-        t.only(key, (None,), "name the layers in target_modules: `re:layers\\.(30|31)\\..*_proj`")
+        t.only(key, (None,), "name the layers in target_modules: `re:.*layers\\.(30|31)\\..*_proj`")
     if str(t.get("init_lora_weights")).lower() == "loftq":
         t.map("init_lora_weights", "method.init", "loftq")
     else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import UserError
+from manyhands.data.messages import RowRefused, check_messages
+from manyhands.export.record import copy_output
 
 if TYPE_CHECKING:
     from manyhands.api.runs import TrainedRun
@@ -101,8 +103,12 @@ class LanguageModel:
             raise UserError(
                 "the model has not been trained", where=str(self.folder), fix="save it after Trainer(...).train()"
             )
-        [output] = list(self.run.outputs.values())[:1]
-        shutil.copytree(output, folder, dirs_exist_ok=True)
+        output = next(iter(self.run.outputs.values()), None)
+        if output is None:
+            raise UserError(
+                "the run has written no model", where=str(self.run.folder), fix="manyhands export writes one"
+            )
+        copy_output(output, Path(folder))
 
     def generate(self, prompts: Any = None, *, max_new_tokens: int = 256, on_text: Any = None, **options: Any) -> Any:
         """The answer to each prompt, in order: a question, or a conversation as a list of messages with role and
@@ -119,13 +125,25 @@ class LanguageModel:
                 f"prompts are a {type(prompts).__name__}", fix='give a list, such as ["Why is the sky blue?"]'
             )
         asked = [prompts] if isinstance(prompts, str) else prompts
-        conversations = [
-            [{"role": "user", "content": one}] if isinstance(one, str) else [dict(turn) for turn in one]
-            for one in asked
-        ]
         settings = _read_settings(max_new_tokens, options)
-        answers = [found.text for found in self.answerer.answer_all(conversations, settings, on_text=on_text)]
+        try:
+            conversations = [self._read_prompt(number, one) for number, one in enumerate(asked)]
+            answers = [found.text for found in self.answerer.answer_all(conversations, settings, on_text=on_text)]
+        except RowRefused as refused:
+            raise UserError(str(refused), where="generate") from None
         return answers[0] if isinstance(prompts, str) else answers
+
+    def _read_prompt(self, number: int, prompt: Any) -> list[dict[str, Any]]:
+        """A question or a conversation as messages. Raises UserError and RowRefused."""
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, (list, tuple)):
+            raise UserError(
+                f"prompt {number} is a {type(prompt).__name__}",
+                where="generate",
+                fix="give texts or conversations; a single conversation is a list in a list: [[{'role': ...}]]",
+            )
+        return check_messages(list(prompt), f"prompt {number}", {}, self.answerer.images is not None)
 
     def generate_file(
         self,
@@ -217,7 +235,12 @@ def _read_settings(max_new_tokens: int, options: Mapping[str, Any]) -> Any:
                 where="generate",
                 fix=f"did you mean {near}?" if near else f"options are {', '.join(known)}",
             )
-    return GenerationSettings(max_new_tokens=max_new_tokens, **options)
+    given = {"max_new_tokens": max_new_tokens, **options}
+    try:
+        given |= {name: operator.index(given[name]) for name in ("max_new_tokens", "top_k", "seed") if name in given}
+        return GenerationSettings(**given)
+    except TypeError as error:
+        raise UserError("an option has a value of the wrong type", where="generate", why=str(error)) from None
 
 
 def _run_infer(asked: Mapping[str, Any]) -> None:
@@ -236,6 +259,7 @@ def _run_infer(asked: Mapping[str, Any]) -> None:
             child.wait()
             raise
     if child.returncode:
-        begin = next((n for n, line in enumerate(said) if line.startswith("error: ")), max(0, len(said) - 10))
-        what, *rest = "".join(said[begin:]).strip().splitlines() or [f"exit code {child.returncode}"]
+        # without a message of ours, the last line, where a traceback says what happened
+        begin = next((n for n, line in enumerate(said) if line.startswith("error: ")), len(said) - 1)
+        what, *rest = "".join(said[begin:]).strip().split("\n") if said else [f"exit code {child.returncode}"]
         raise UserError(what.removeprefix("error: "), details=[line.strip() for line in rest])

@@ -102,6 +102,10 @@ def open_run(
     validation_data: Any = None,
 ) -> LoadedRun:
     """The run as the command would read it: the same file, checks and messages. Raises ``UserError``."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise UserError(
+            f"overrides are a {type(overrides).__name__}", fix='give a dict of keys and values: {"batch.samples": 64}'
+        )
     given = dict(overrides or {})
     if gpus is not None:
         given.setdefault("parallel.gpus", gpus)
@@ -141,12 +145,22 @@ def read_keys(
 
 
 def plain(value: Any) -> Any:
-    """Paths and tuples as JSON has them."""
+    """Paths, tuples and numpy's numbers as JSON has them. UserError for what JSON cannot hold."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):
+        return plain(value.tolist())
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise UserError(
+        f"a key of the run has a value that is a {type(value).__name__}",
+        why=f"{value!r:.80} is nothing that a run file can hold",
+        fix="give texts, numbers, booleans, None, lists and dicts",
+    )
 
 
 def _read_gpus(gpus: int | str | None) -> tuple[int | None, HostFacts | None]:
@@ -210,7 +224,15 @@ class TrainedRun:
     @cached_property
     def report(self) -> dict[str, Any]:
         """report.json of a finished run."""
-        return json.loads(self._files.report_json.read_text(encoding="utf-8"))
+        try:
+            return json.loads(self._files.report_json.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(
+                "the run has no report",
+                where=str(self._files.report_json),
+                why=f"its state is: {self.state}",
+                fix="let it finish, which writes one",
+            ) from None
 
     @property
     def outputs(self) -> dict[str, Path]:

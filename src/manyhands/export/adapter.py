@@ -28,7 +28,7 @@ from manyhands.convert.trainable import fully_trained_modules, inside
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.files import write_atomically, write_json
 from manyhands.core.holding import reshard
-from manyhands.export.card import name_on_hub
+from manyhands.export.card import changes_tokenizer, name_on_hub
 from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
 from manyhands.export.record import CARD
 from manyhands.export.reference import KindOfBase, Reference, describe_tensor
@@ -73,7 +73,7 @@ def export_adapter(
         tensors |= {name: tensors[first].clone() for name, first in seconds.items()}
         described = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
         partial = begin_folder(folder, replace=replace)
-        own = asked is not None and bool(asked.chat_template or asked.new_tokens or asked.special_tokens)
+        own = asked is not None and changes_tokenizer(asked)
         tokens = write_tokenizer(source, partial, asked) if own and source is not None else {}
         base = _kind_of_base(model, method)
         reference = Reference(

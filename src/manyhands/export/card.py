@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.files import read_json, read_rows
 from manyhands.core.units import describe_ranks
 from manyhands.export.record import CARD
@@ -280,7 +280,7 @@ def make_card(
         curve=read_curve(run / "metrics.jsonl", step),
         versions=versions,
         divergence=divergence,
-        has_tokenizer=kind != "adapter" or bool(model.chat_template or model.new_tokens),
+        has_tokenizer=kind != "adapter" or changes_tokenizer(model),
     ).text()
 
 
@@ -292,6 +292,11 @@ def read_curve(metrics: Path, step: int) -> list[dict[str, Any]]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def changes_tokenizer(asked: ModelSection) -> bool:
+    """Whether a run's tokenizer is another than its base's, so that an adapter's folder holds it too."""
+    return bool(asked.chat_template or asked.new_tokens or asked.special_tokens)
 
 
 def name_on_hub(name: str, model_folder: str) -> str | None:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from manyhands.core.errors import UserError
 from manyhands.core.files import hash_files, read_json, write_json
 
 RECORD = "manyhands.json"
 CARD = "README.md"
+ADAPTER = "adapter_config.json"
 
 
 class FolderRecord(BaseModel):
@@ -82,3 +84,24 @@ def keep_by_hand(old: Path, new: Path) -> list[str]:
         shutil.copy2(old / name, target)
         kept.append(name if stays else f"{name} as {name}.old")
     return kept
+
+
+def copy_output(folder: Path, target: Path) -> None:
+    """Copies a written folder over ``target``, as ``save_pretrained`` of other libraries does; a README.md written by
+    hand stays. UserError where ``target`` is a file, or holds an adapter and ``folder`` a model: the two would be
+    opened as the adapter.
+    """
+    if target.exists() and not target.is_dir():
+        raise UserError("the output folder is a file", where=str(target), fix="name a folder")
+    if target.exists() and target.samefile(folder):
+        return
+    if (target / ADAPTER).is_file() and not (folder / ADAPTER).is_file():
+        raise UserError(
+            "the output folder holds an adapter, and this is a model",
+            where=str(target / ADAPTER),
+            why="a folder with both is opened as the adapter",
+            fix="name another folder",
+        )
+    before, card = read_record(target), target / CARD
+    is_ours = not card.is_file() or (before is not None and before.files.get(CARD) == hash_files([card])[card])
+    shutil.copytree(folder, target, dirs_exist_ok=True, ignore=None if is_ours else shutil.ignore_patterns(CARD))

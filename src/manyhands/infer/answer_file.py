@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import sync
+from manyhands.data.text_files import is_encodable
 
 HEADER = b'{"identity": '  # how the partial file begins
 
@@ -27,6 +28,10 @@ class AnswerFile:
         """Opens or continues the partial file. UserError where ``output`` exists (unless ``overwrite``), where another
         process writes it, or where the partial file has answers to something else.
         """
+        if output.is_dir():
+            raise UserError(
+                "the file of answers is a folder", where=str(output), fix=f"name a file: {output / 'answers.jsonl'}"
+            )
         if output.exists() and not overwrite:
             raise UserError(
                 "the file of answers exists",
@@ -105,7 +110,7 @@ class AnswerFile:
             self._write({"number": number, **answer})
 
     def _write(self, value: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(value, ensure_ascii=False).encode() + b"\n")
+        self._file.write(_write_line(value).encode())
         self._file.flush()
 
     def read(self, number: int) -> dict[str, Any]:
@@ -129,7 +134,7 @@ class AnswerFile:
                     fields = dict(row)
                     if "answer" in fields:
                         fields.setdefault("reference", fields.pop("answer"))
-                    file.write(json.dumps(fields | self.read(number), ensure_ascii=False) + "\n")
+                    file.write(_write_line(fields | self.read(number)))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.output)
@@ -141,6 +146,11 @@ class AnswerFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _write_line(value: Mapping[str, Any]) -> str:
+    """A line of JSON. A row's other fields may hold half of a surrogate pair, which only an escape can write."""
+    return json.dumps(value, ensure_ascii=not is_encodable(value)) + "\n"
 
 
 def _read_line(line: bytes) -> dict[str, Any] | None:

@@ -101,6 +101,7 @@ def complete(
     numbers: Sequence[int] | None = None,
     on_text: OnText | None = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
+    on_token: Callable[[], object] | None = None,
 ) -> list[Completion]:
     """Answers all ``prompts`` (token ids) in one batch, in their order.
 
@@ -108,11 +109,13 @@ def complete(
     called with each new piece of text, without blanks in front and without what may become a stop string. In float32
     an answer has the tokens that it has alone; in bfloat16 two nearly equal logits may change places. ValueError where
     unequal lengths cannot share a batch (``can_pad``). ``inputs``: further inputs of a single prompt, its images.
+    ``on_token`` is called after each forward pass, also where no text can be shown yet, and may raise.
     """
     causal: Any = model
     if len({len(prompt) for prompt in prompts}) > 1 and not can_pad(causal.config):
         raise ValueError("prompts of unequal lengths in a batch of a model for which padding is not exact")
     batch = _Batch(tokenizer, prompts, settings, frozenset(end_ids), numbers, on_text, causal.device)
+    batch.on_token = on_token
     from transformers import GenerationConfig
 
     ends = sorted(end_ids)
@@ -158,6 +161,7 @@ class _Batch:
         self._draws = None if settings.is_greedy else _draw(settings, keys).to(device)
         self._seen: torch.Tensor | None = None  # bool (rows, vocabulary): tokens of the prompt and the answer
         self._active = list(self.rows)
+        self.on_token: Callable[[], object] | None = None
 
     def decode(
         self,
@@ -184,6 +188,8 @@ class _Batch:
             tokens = self._choose(logits, step)
             self._take(tokens.tolist())
             advance()
+            if self.on_token is not None:
+                self.on_token()
             if all(row.done for row in self._active):
                 break
             input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)

@@ -100,10 +100,22 @@ def load_answerer(
     """Model and tokenizer of what ``find_parts`` has found; arguments as of ``load_model``."""
     model = load_model(found, device, device_map, gpus)
     tokenizer = open_found_tokenizer(found)
-    arguments = found.chat_template_kwargs
-    ends = end_token_ids(found.weights, tokenizer, arguments)
     images = open_images(found.weights, tokenizer, found.image_sizes)
-    return Answerer(model, tokenizer, ends, arguments, images)
+    return Answerer(model, tokenizer, find_ends(found, tokenizer), found.chat_template_kwargs, images)
+
+
+def find_ends(found: Found, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer: the model's, the template's, and the end of text that a run gave its adapter, as
+    the merged model's generation_config.json has it too.
+    """
+    from manyhands.data.tokenizer import load_tokenizer
+
+    ends = end_token_ids(found.weights, tokenizer, found.chat_template_kwargs)
+    folders = (found.weights, found.adapter)
+    if not all(folder and (folder / "tokenizer_config.json").is_file() for folder in folders):
+        return ends
+    is_new = tokenizer.eos_token_id is not None and tokenizer.eos_token != load_tokenizer(found.weights).eos_token
+    return ends | {tokenizer.eos_token_id} if is_new else ends
 
 
 def open_found_tokenizer(found: Found) -> Any:

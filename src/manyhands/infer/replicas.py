@@ -181,6 +181,8 @@ class Placement:
         """One for each copy of the model. UserError for more GPUs than there are, or a model that they do not hold."""
         import torch
 
+        if self.processes < 1:
+            raise UserError(f"{self.processes} processes answer nothing", where="--processes", fix="give 1 or more")
         num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
         num = num_visible if self.gpus is None else self.gpus
         if num > num_visible:

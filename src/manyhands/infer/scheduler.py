@@ -118,9 +118,11 @@ class Scheduler:
     def _run(self, batch: list[AnswerRequest]) -> None:
         self.batches.append(len(batch))
 
-        def show(position: int, text: str) -> None:
+        def look() -> None:
             if all(request.abandoned for request in batch):
                 raise _AllAbandoned
+
+        def show(position: int, text: str) -> None:
             on_text = batch[position].on_text
             if on_text is not None and not batch[position].abandoned:
                 on_text(text)
@@ -134,6 +136,8 @@ class Scheduler:
                 self._answerer.end_ids,
                 [request.number for request in batch],
                 show,
+                None,
+                look,
             )
         except Exception as error:
             for request in batch:

@@ -14,13 +14,14 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.data.messages import RowRefused, check_messages
+from manyhands.data.text_files import is_encodable
 from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, find_parts
 from manyhands.infer.replicas import ALL_GPUS, Placement
@@ -29,6 +30,8 @@ from manyhands.infer.settings import SERVED, GenerationSettings
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
+LOOK_S = 0.5  # between looks whether the client still waits for its answer
+CLIENT_GONE = 499  # nginx's number; nobody reads it
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 # Fields of the protocol that act, by the name of the setting that they are.
 SETTINGS = {
@@ -40,7 +43,8 @@ SETTINGS = {
     "repetition_penalty": "repetition_penalty",
     "seed": "seed",
 }
-ACTING = {"model", "messages", "prompt", "tools", "stream", "stream_options", "stop", *SETTINGS}
+ACTING = {"model", "stream", "stream_options", "stop", *SETTINGS}
+ACTING_IN_CHAT, ACTING_IN_COMPLETIONS = ACTING | {"messages", "tools"}, ACTING | {"prompt"}
 # Fields that may be there with the one value that changes nothing; ``user`` and ``metadata`` are for the log of whoever
 # serves, of which there is none.
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -146,11 +150,7 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
             return JSONResponse(_error("too many requests are waiting: try again later", kind="server_error"), 503)
         if asked.streams:
             return StreamingResponse(_stream(scheduler, asked), media_type="text/event-stream")
-        try:
-            completion = await scheduler.answer(asked.request)
-        except Exception as error:  # of the model: this request fails, the server keeps running
-            return JSONResponse(_error(f"{type(error).__name__}: {error}", kind="server_error"), 500)
-        return JSONResponse(asked.body(completion))
+        return JSONResponse(*await _answer_whole(scheduler, asked, request))
 
     async def models(_: Request) -> Any:
         return JSONResponse(
@@ -192,6 +192,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the body is not a JSON object")
+    if not is_encodable(body):  # neither a tokenizer nor an answer that names it could take it
+        raise BadRequest("the body holds half of a surrogate pair: not a character")
     return body
 
 
@@ -202,10 +204,10 @@ class _Asked:
         self, answerer: Answerer, body: Mapping[str, Any], name: str, defaults: GenerationSettings, is_chat: bool
     ) -> None:
         given = {key: value for key, value in body.items() if value is not None}
-        check_fields(given)
+        check_fields(given, ACTING_IN_CHAT if is_chat else ACTING_IN_COMPLETIONS)
         if given.get("model", name) != name:
             raise BadRequest(f"this server has the model {name}, not {given['model']}", "model", 404)
-        self.is_chat, self.streams = is_chat, bool(given.get("stream"))
+        self.is_chat, self.streams = is_chat, _read(given, "stream", bool)
         self.with_usage = bool(_read(given, "stream_options", dict).get("include_usage"))
         self.id, self.created = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
         self._name, self._answerer = name, answerer
@@ -275,11 +277,14 @@ class _Asked:
         return {"id": self.id, "object": kind, "created": self.created, "model": self._name}
 
 
+KINDS = {list: "a list", dict: "an object", bool: "true or false"}
+
+
 def _read(given: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A list or an object of a request; empty where it is left out."""
+    """A list, an object or a boolean of a request; empty or false where it is left out."""
     value = given.get(key, kind())
     if not isinstance(value, kind):
-        raise BadRequest(f"{key} must be {'a list' if kind is list else 'an object'}", key)
+        raise BadRequest(f"{key} must be {KINDS[kind]}", key)
     return value
 
 
@@ -304,10 +309,10 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def check_fields(given: Mapping[str, Any]) -> None:
-    """BadRequest for a field that would have no effect here."""
+def check_fields(given: Mapping[str, Any], acting: Collection[str]) -> None:
+    """BadRequest for a field that would have no effect here; ``acting``: those that the endpoint reads."""
     for key, value in given.items():
-        if key in ACTING or key in UNREAD or value in HARMLESS.get(key, ()):
+        if key in acting or key in UNREAD or value in HARMLESS.get(key, ()):
             continue
         fix = f"leave it out, or {HARMLESS[key][0]!r}" if key in HARMLESS else "leave it out"
         raise BadRequest(f"{key} has no effect on this server: {fix}", key)
@@ -320,9 +325,11 @@ def read_settings(given: Mapping[str, Any], defaults: GenerationSettings) -> tup
     values = defaults.to_json()
     for key, setting in SETTINGS.items():
         if key in given:
-            kinds = float | int if key in ("temperature", "top_p", "repetition_penalty") else int
-            if not isinstance(given[key], kinds) or isinstance(given[key], bool):
-                raise BadRequest(f"{key} must be a number", key)
+            is_real = key in ("temperature", "top_p", "repetition_penalty")
+            if not isinstance(given[key], float | int if is_real else int) or isinstance(given[key], bool):
+                raise BadRequest(f"{key} must be {'a number' if is_real else 'an integer'}", key)
+            if is_real and abs(given[key]) > sys.float_info.max:  # JSON has integers that no float reaches
+                raise BadRequest(f"{key} is too large", key)
             values[setting] = given[key]
     if "stop" in given:
         stop = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
@@ -332,6 +339,20 @@ def read_settings(given: Mapping[str, Any], defaults: GenerationSettings) -> tup
     if values["temperature"] == 0:  # greedy, as the protocol has it: clients send top_p along
         values |= {"top_p": 1.0, "top_k": 0}
     return GenerationSettings.from_json(values), 0 if "seed" in given else secrets.randbits(62)
+
+
+async def _answer_whole(scheduler: Scheduler, asked: _Asked, http: Any) -> tuple[dict[str, Any], int]:
+    """The body and the status; the answer is given up where the client has gone."""
+    answering = asyncio.ensure_future(scheduler.answer(asked.request))
+    while not (await asyncio.wait({answering}, timeout=LOOK_S))[0]:
+        if await http.is_disconnected():
+            asked.request.abandoned = True
+            answering.cancel()
+            return _error("the client has gone"), CLIENT_GONE
+    try:
+        return asked.body(answering.result()), 200
+    except Exception as error:  # of the model: this request fails, the server keeps running
+        return _error(f"{type(error).__name__}: {error}", kind="server_error"), 500
 
 
 async def _stream(scheduler: Scheduler, asked: _Asked) -> AsyncIterator[str]:

@@ -29,7 +29,8 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         """UserError for a value that cannot be, or one that would have no effect."""
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)  # one text is not its characters
+        object.__setattr__(self, "stop", stop)
         for name, fault in self._faults():
             raise UserError(f"{name.replace('_', '-')} {fault}", where=f"--{name.replace('_', '-')}")
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
@@ -47,7 +48,7 @@ class GenerationSettings:
             ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "must be 0 (all tokens) or more"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0"),
-            ("seed", 0 <= self.seed < 2**63, "must be 0 or more"),
+            ("seed", 0 <= self.seed < 2**63, "must be 0 or more, and below 2**63"),
             ("stop", all(self.stop), "must not be empty"),
         )
         return [(name, fault) for name, fine, fault in checks if not fine]

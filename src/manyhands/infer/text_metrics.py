@@ -41,10 +41,17 @@ class Extractor:
         return next((group for group in match.groups() if group is not None), match[0])
 
 
+def _balance_braces(depth: int) -> str:
+    """Text whose braces are balanced, as of ``\\frac{1}{2}``. A recursive pattern would take a time that grows with the
+    square of an answer that repeats an open brace.
+    """
+    return "[^{}]*+" if depth == 0 else rf"(?:[^{{}}]++|\{{{_balance_braces(depth - 1)}\}})*+"
+
+
 EXTRACTORS = {
     "gsm8k": Extractor(r"#### (\-?[0-9\.\,]+)", takes_last=False),  # as GSM8K's answers end
-    "number": Extractor(r"(-?[$0-9.,]{2,})|(-?[0-9]+)"),  # the last one of the text
-    "boxed": Extractor(r"\\boxed\{([^{}]*)\}"),
+    "number": Extractor(r"-?\$?-?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)"),  # the last one; "72, or ..." has no comma in it
+    "boxed": Extractor(rf"\\boxed\{{({_balance_braces(6)})\}}"),
     "choice": Extractor(r"\b([A-J])\b", takes_last=False),
 }
 

@@ -10,8 +10,7 @@ from typing import Any
 from manyhands.core.errors import UserError
 from manyhands.facts.adapter import read_adapter_config
 from manyhands.infer.decode import Completion
-from manyhands.infer.generate import end_token_ids
-from manyhands.infer.load import Found, open_found_tokenizer
+from manyhands.infer.load import Found, find_ends, open_found_tokenizer
 from manyhands.infer.prompts import PromptTokens
 from manyhands.infer.replicas import ALL_GPUS, Placement, Seat
 from manyhands.infer.settings import SERVED, GenerationSettings
@@ -56,7 +55,7 @@ class VllmWorker:
 
         tokenizer = open_found_tokenizer(found)
         self._tokenizer = tokenizer
-        self._ends = end_token_ids(found.weights, tokenizer, found.chat_template_kwargs)
+        self._ends = find_ends(found, tokenizer)
         rank = {} if found.adapter is None else {"max_lora_rank": lora_rank_limit(found.adapter)}
         self._adapter: Any = None if found.adapter is None else LoRARequest("adapter", 1, str(found.adapter))
         self._model = LLM(

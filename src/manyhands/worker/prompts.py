@@ -84,6 +84,8 @@ def answer_prompts(rank: RankContext, prompts: list[SamplePrompt]) -> tuple[tupl
     ranks go through the same forwards.
     """
     ends = end_token_ids(rank.plan.model_folder, rank.tokenizer, chat_template_kwargs_of(rank.config))
+    if "eos" in rank.config.model.special_tokens:
+        ends |= {rank.tokenizer.eos_token_id}  # which the base's files do not name
     if rank.engine.is_local and not rank.is_first:
         return ()
     answers = []
