@@ -18,6 +18,7 @@ from manyhands.plan.batch import BatchSplit, ceil_div, has_one_length, possible_
 from manyhands.plan.candidates import (
     Limits,
     choose_candidate,
+    keeps_less_by_choice,
     list_candidates,
     memory_limits,
     with_reason,
@@ -336,6 +337,7 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             lighter_layers=layout.lighter_layers,
             layers=found.base.model.num_layers,
             last=layout.last_checkpointing,
+            no_faster=found.ran_out is None and keeps_less_by_choice(chosen, found.candidates),
             asked=parallel.activation_checkpointing != "auto",
         ),
     ]
