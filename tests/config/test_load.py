@@ -305,6 +305,7 @@ def test_null_takes_a_key_back(tmp_path):
         ("batch.samples=many", "command line: `batch.samples`: got many, allowed"),
         ("data.max_length=[", "`data.max_length`: got [, allowed"),
         ("zzz.qqq=1", "`manyhands config` lists all keys"),
+        ("data.train={path: a.jsonl, weight: 2}", "write a single source as a list too, `train: [{path: ...}]`"),
     ],
 )
 def test_bad_overrides_say_what_is_expected(tmp_path, override, said):

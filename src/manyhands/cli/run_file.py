@@ -192,6 +192,14 @@ def plan(
 ) -> None:
     """Show what `train` would do, and why."""
     if compare is not None:
+        beside = (run, overrides, gpus, price, examples, as_json, accelerate, deepspeed)
+        if any(value not in (None, False, []) for value in beside):
+            raise UserError(
+                "--compare is given beside a run file or other options",
+                where="command line",
+                why="it prints the newest plan in a run's folder beside what was measured, and makes none",
+                fix=f"write manyhands plan --compare {compare}",
+            )
         _compare(compare)
         return
     if run is None:
