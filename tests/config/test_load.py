@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.config.load import MAX_FINDINGS, config_from_mapping, load_config
+from manyhands.config.read import dump_yaml, parse_yaml_value
 from manyhands.core.errors import EXIT_USAGE, UserError
 from tests.config.builders import minimal
 
@@ -267,6 +268,11 @@ def test_a_file_that_is_not_utf_8(tmp_path):
 def test_a_byte_order_mark_is_no_error(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xef\xbb\xbf" + BASE.encode())
     assert load_config(tmp_path / "run.yaml").model.name == "org/model"
+
+
+@pytest.mark.parametrize("value", ["2e-5", "1.5e3", "08", "-7", "null", "no", "12:30", "2026-01-01", 2e-5, 1e22, None])
+def test_what_is_written_is_read_as_it_was(value):
+    assert parse_yaml_value(dump_yaml(value)) == value and parse_yaml_value(dump_yaml([value])) == [value]
 
 
 def test_overrides_replace_and_the_later_one_wins(tmp_path):

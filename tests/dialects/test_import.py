@@ -50,6 +50,16 @@ def test_import_writes_a_run_file_that_means_the_same_with_the_origin_of_each_ke
     assert load_config(native, ["name=sft"]) == load_run(foreign, ["name=sft"], around=_four()).config
 
 
+def test_no_value_changes_on_its_way_into_the_run_file(tmp_path: Path) -> None:
+    """Long ones have a comment behind them, and a name may look like a number."""
+    foreign, native = write(tmp_path), tmp_path / "run.yaml"
+    text = foreign.read_text().replace("org/model", "organization/a-model-of-a-rather-long-name-7B")
+    foreign.write_text(text.replace("mine", "2e-5") + f"output_dir: {tmp_path}/{'long' * 9}/2e-5\n")
+    done = call("import", foreign, "-o", native, "--gpus", 4)
+    assert done.exit_code == 0, done.output
+    assert load_config(native) == load_run(foreign, around=_four()).config
+
+
 def _four():
     from manyhands.config.dialects.translation import Around
 

@@ -16,11 +16,11 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from manyhands.config.dialects.hints import find_key, find_note, find_value
+from manyhands.config.read import dump_yaml
 from manyhands.config.schema import RunConfig, Section, Source
 from manyhands.core.errors import UserError
 
@@ -353,7 +353,7 @@ def _entry(key: str, values: Mapping[str, Any], indent: str) -> list[str]:
 
 def _scalar(value: Any) -> str:
     """One value in YAML's flow style, on one line, quoted if necessary."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
+    text = dump_yaml(value, default_flow_style=True, width=10**9)
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
