@@ -275,6 +275,11 @@ def test_what_is_written_is_read_as_it_was(value):
     assert parse_yaml_value(dump_yaml(value)) == value and parse_yaml_value(dump_yaml([value])) == [value]
 
 
+def test_numbers_in_a_mapping_to_text_are_named(tmp_path):
+    text = str(refusal(write(tmp_path, BASE), "submit.environment.NCCL_IB_DISABLE=1"))
+    assert "allowed: a mapping, such as {a: b}, of text, with names that match" in text and "]*$. Quote 1." in text
+
+
 def test_overrides_replace_and_the_later_one_wins(tmp_path):
     path = write(tmp_path, BASE + "batch: {samples: 8}\n")
     overrides = """

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from manyhands.config.checks import check
 from manyhands.config.dialects.recognize import drop_replaced, recognize, refuse_settings, translate, translate_settings
 from manyhands.config.dialects.translation import Around, Translation, clean_name, flatten
-from manyhands.config.keys import SOURCE_LISTS, Key, hint, nearest, sections, show, table, wrong_value
+from manyhands.config.keys import Key, hint, nearest, sections, show, table, wrong_value
 from manyhands.config.read import NO_TEXT, ParsedFile, parse_yaml_value, read_run_file
 from manyhands.config.schema import RunConfig
 from manyhands.config.sources import drop_wrong_sources, list_paths, list_sources, open_source
@@ -219,8 +219,7 @@ def _open_section(mapping: dict[str, Any], *names: str) -> dict[str, Any] | None
 
 def _read_value(text: str, key: Key) -> Any:
     value = _parse(text)
-    is_source = isinstance(value, dict) and key.path in SOURCE_LISTS  # as in a file, which is told to write a list
-    if not key.takes_text or value is None or is_source or (key.takes_list and isinstance(value, list)):
+    if key.keeps(value):
         return value
     return value if isinstance(value, str) and text.lstrip()[:1] in "'\"" else text
 
