@@ -52,3 +52,8 @@ def test_a_batch_of_loss_tokens():
     config = run_config(batch__loss_tokens=5000)
     found = facts(llama_8b(), gpus=1, data=data_facts(steps_of_epochs=(30,), first_lengths=(300,), first_labels=(150,)))
     assert "[train] Effective batch size: at least 5,000 loss tokens" in summary(config, found)
+
+
+def test_a_batch_of_packs():
+    found = facts(llama_8b(), gpus=1, data=data_facts(steps_of_epochs=(30,)))
+    assert "[train] Effective batch size: 4 packs of 2,048 tokens" in summary(run_config(batch__packs=4), found)
