@@ -94,6 +94,17 @@ def test_a_native_file_is_not_imported(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "this is already a run file of manyhands" in done.output
 
 
+def test_a_file_of_settings_is_not_imported_and_not_sent_there(tmp_path: Path) -> None:
+    settings, run = tmp_path / "ds.json", tmp_path / "run.yaml"
+    settings.write_text('{"zero_optimization": {"stage": 5}}')
+    run.write_text("model: {name: org/model}\ndata: {train: x.jsonl}\n")
+    refused, imported = call("plan", run, "--deepspeed", settings), call("import", settings)
+    assert "got 5, allowed: 0, 1, 2 or 3" in refused.output and "manyhands import" not in refused.output
+    assert imported.exit_code == 2 and "this is a file of DeepSpeed" in imported.output
+    missing = call("plan", run, "--deepspeed", tmp_path / "no.json")
+    assert missing.exit_code == 2 and "run file" not in missing.output and "--deepspeed" in missing.output
+
+
 def test_strict_refuses_a_substitution(tmp_path: Path) -> None:
     done = call("train", write(tmp_path), "--strict", "--gpus", 1)
     assert done.exit_code == 2 and "line 8, `fp16`" in done.output and "refused under --strict" in done.output

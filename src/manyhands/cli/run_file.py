@@ -86,6 +86,10 @@ def load_run(
             raise UserError(f"{option} and {key} are both given", where="command line", fix="remove one")
         overrides.append(f"{key}={value}")
     files = {name: file for name, file in (("accelerate", accelerate), ("deepspeed", deepspeed)) if file is not None}
+    for name, file in files.items():
+        if not file.exists():
+            option = "--accelerate-config" if name == "accelerate" else "--deepspeed"
+            raise UserError("there is no such file", where=f"{option} {file}", fix="correct the path, or leave it out")
     return load_for_start(run, overrides, settings=files, strict=strict)
 
 

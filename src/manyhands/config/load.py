@@ -116,7 +116,7 @@ def merge_settings(
     """Adds what a settings file asks for. ``defaults``: native keys of the run file that hold only a default of its
     tool. Raises ``UserError`` where the settings refuse a key or contradict the run file.
     """
-    settings.refuse()
+    settings.refuse(imported=False)
     flat, found = flatten(mapping), []
     for native, value in flatten(settings.mapping).items():
         if native in settings.carried and native in flat:
