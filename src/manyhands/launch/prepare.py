@@ -63,7 +63,8 @@ def summarize_start(prepared: Prepared, *, starts: bool = True) -> list[str]:
     config, plan, layout = prepared.config, prepared.plan, prepared.plan.layout
     device = next((reason.values for reason in plan.why if reason.code == "device"), {})
     gpus, on_gpu = device.get("gpus", []), layout.device == "cuda"
-    lines = [f"[train] Detected {len(gpus)} GPU{'s' * (len(gpus) != 1)}{':' if gpus else ''}"]
+    found = "Planned for" if any(reason.code == "hardware" for reason in plan.why) else "Detected"
+    lines = [f"[train] {found} {len(gpus)} GPU{'s' * (len(gpus) != 1)}{':' if gpus else ''}"]
     lines += [f"  GPU {index}: {gpu['name']} ({format_gib(gpu['bytes'])})" for index, gpu in enumerate(gpus)]
     if gpus:
         lines.append(f"[train] Total VRAM: {format_gib(sum(gpu['bytes'] for gpu in gpus))}")
