@@ -149,7 +149,7 @@ class RunFileDumper(yaml.SafeDumper):
 
 def dump_yaml(value: Any, **style: Any) -> str:
     """YAML that ``parse_yaml_value`` reads as this value."""
-    return yaml.dump(value, Dumper=RunFileDumper, **({"allow_unicode": True} | style))
+    return str(yaml.dump(value, Dumper=RunFileDumper, **({"allow_unicode": True} | style)))
 
 
 def parse_yaml_value(text: str) -> Any:
