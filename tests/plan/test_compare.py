@@ -57,6 +57,11 @@ def test_what_a_comparison_does_not_read_is_refused(tmp_path: Path, beside: list
     assert refused.exit_code == 2 and "--compare is given beside" in refused.output
 
 
+def test_a_price_that_json_would_not_show_is_refused() -> None:
+    refused = CliRunner().invoke(app, ["plan", "run.yaml", "--json", "--price", "2"])
+    assert refused.exit_code == 2 and "--price has no effect with --json" in refused.output
+
+
 @pytest.mark.parametrize("arguments", [["plan"]])
 def test_without_a_run_file_one_is_asked_for(arguments: list[str]) -> None:
     done = CliRunner().invoke(app, arguments)

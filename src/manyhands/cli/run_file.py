@@ -206,6 +206,8 @@ def plan(
             )
         _compare(compare)
         return
+    if as_json and price is not None:
+        raise UserError("--price has no effect with --json", where="command line", fix="remove one of them")
     if run is None:
         raise UserError("no run file is named", where="manyhands plan", fix="write manyhands plan RUN.yaml")
     loaded = load_run(run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed)
