@@ -58,7 +58,8 @@ ifeq ($(MAKELEVEL),0)
 GOALS := $(or $(MAKECMDGOALS),help)
 GIVEN := $(foreach name,$(filter-out -%,$(.VARIABLES)),$(if $(filter command,$(firstword $(origin $(name)))),$(name)))
 UNREAD := $(strip $(filter-out $(ALWAYS_READ) $(foreach goal,$(GOALS),$(READS.$(goal))),$(GIVEN)))
-INSTEAD := $(if $(filter NPROC NPROC_PER_NODE NUM_PROCESSES NUM_GPUS N_GPUS NGPUS GPUS,$(UNREAD)),: ARGS='parallel.gpus=N' is the number of GPUs)
+NUMBERS := $(if $(filter $(RUNS),$(GOALS)),$(filter NPROC NPROC_PER_NODE NUM_PROCESSES NUM_GPUS N_GPUS NGPUS GPUS,$(UNREAD)))
+INSTEAD := $(if $(NUMBERS),: ARGS='parallel.gpus=N' is the number of GPUs)
 $(if $(UNREAD),$(error make $(GOALS) does not read $(UNREAD)$(or $(INSTEAD),; it reads: $(or \
 $(sort $(foreach goal,$(GOALS),$(READS.$(goal)))),nothing))))
 endif
@@ -104,24 +105,27 @@ WITH_DEEPSPEED := $(if $(DEEPSPEED_CONFIG),--deepspeed '$(DEEPSPEED_CONFIG)')
 WITH_NODES := $(if $(NODES),--nodes '$(NODES)') $(if $(NODE_RANK),--node-rank '$(NODE_RANK)') \
 $(if $(RENDEZVOUS),--rendezvous '$(RENDEZVOUS)')
 WITH_TENSORBOARD = $(if $(filter %-tb,$@),--tensorboard --port $(PORT))
+# Their number in ARGS, in either spelling, takes the place of the target's own.
+ONE_GPU = $(if $(findstring parallel.gpus=,$(ARGS)),,--gpus 1)
+ALL_GPUS = $(if $(findstring --gpus,$(ARGS)),,parallel.gpus=auto)
 WITH_ACCELERATE := $(if $(filter-out none,$(ACCELERATE_CONFIG)),--accelerate-config '$(ACCELERATE_CONFIG)')
 
 train train-tb: $(READY)
 ifeq ($(CONFIG),)
 	@$(PYTHON) -m manyhands.demo $(WITH_DEEPSPEED) $(WITH_TENSORBOARD) $(ARGS)
 else
-	@$(MANYHANDS) train '$(CONFIG)' --gpus 1 $(WITH_DEEPSPEED) $(WITH_TENSORBOARD) $(ARGS)
+	@$(MANYHANDS) train '$(CONFIG)' $(ONE_GPU) $(WITH_DEEPSPEED) $(WITH_TENSORBOARD) $(ARGS)
 endif
 
 train-distributed train-distributed-tb: $(READY)
-	@$(NEEDS_CONFIG) $(MANYHANDS) train '$(CONFIG)' $(or $(WITH_ACCELERATE),parallel.gpus=auto) $(WITH_DEEPSPEED) \
+	@$(NEEDS_CONFIG) $(MANYHANDS) train '$(CONFIG)' $(or $(WITH_ACCELERATE),$(ALL_GPUS)) $(WITH_DEEPSPEED) \
 	$(WITH_NODES) $(WITH_TENSORBOARD) $(ARGS)
 
 # ZeRO-2, or what DEEPSPEED_CONFIG= says. Without the package a file would be carried out by FSDP2: not under this name.
 train-deepspeed train-deepspeed-tb: $(READY)
 	@$(NEEDS_CONFIG) $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(0 if u.find_spec("deepspeed") else \
 	"error: make $@ needs DeepSpeed\n  fix: pip install deepspeed, or make $(subst deepspeed,distributed,$@)")'
-	@$(MANYHANDS) train '$(CONFIG)' parallel.gpus=auto $(or $(WITH_DEEPSPEED),parallel.strategy=zero2) \
+	@$(MANYHANDS) train '$(CONFIG)' $(ALL_GPUS) $(or $(WITH_DEEPSPEED),parallel.strategy=zero2) \
 	$(WITH_TENSORBOARD) $(ARGS)
 
 eval: $(READY)

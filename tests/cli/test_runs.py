@@ -62,6 +62,13 @@ def test_two_runs_are_compared_by_what_differs(tmp_path):
     assert lines["training loss of b: █▁"]
 
 
+def test_a_missing_run_is_looked_for_where_the_command_can(tmp_path, monkeypatch):
+    """`doctor --run` has no --dir."""
+    monkeypatch.chdir(tmp_path)
+    refused = CliRunner().invoke(app, ["doctor", "--run", "nope"])
+    assert refused.exit_code == 2 and "--dir" not in refused.output and "path/to/runs/NAME" in refused.output
+
+
 def test_a_key_that_only_the_second_run_has_is_compared(tmp_path):
     for name, sets in (("a", {}), ("b", {"easy": "easy.jsonl"})):
         path = write_run(tmp_path, name, [1.0])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.config.load import MAX_FINDINGS, config_from_mapping, load_config
+from manyhands.config.read import dump_yaml, parse_yaml_value
 from manyhands.core.errors import EXIT_USAGE, UserError
 from tests.config.builders import minimal
 
@@ -269,6 +270,16 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
     assert load_config(tmp_path / "run.yaml").model.name == "org/model"
 
 
+@pytest.mark.parametrize("value", ["2e-5", "1.5e3", "08", "-7", "null", "no", "12:30", "2026-01-01", 2e-5, 1e22, None])
+def test_what_is_written_is_read_as_it_was(value):
+    assert parse_yaml_value(dump_yaml(value)) == value and parse_yaml_value(dump_yaml([value])) == [value]
+
+
+def test_numbers_in_a_mapping_to_text_are_named(tmp_path):
+    text = str(refusal(write(tmp_path, BASE), "submit.environment.NCCL_IB_DISABLE=1"))
+    assert "allowed: a mapping, such as {a: b}, of text, with names that match" in text and "]*$. Quote 1." in text
+
+
 def test_overrides_replace_and_the_later_one_wins(tmp_path):
     path = write(tmp_path, BASE + "batch: {samples: 8}\n")
     overrides = """
@@ -305,6 +316,7 @@ def test_null_takes_a_key_back(tmp_path):
         ("batch.samples=many", "command line: `batch.samples`: got many, allowed"),
         ("data.max_length=[", "`data.max_length`: got [, allowed"),
         ("zzz.qqq=1", "`manyhands config` lists all keys"),
+        ("data.train={path: a.jsonl, weight: 2}", "write a single source as a list too, `train: [{path: ...}]`"),
     ],
 )
 def test_bad_overrides_say_what_is_expected(tmp_path, override, said):

@@ -50,6 +50,16 @@ def test_import_writes_a_run_file_that_means_the_same_with_the_origin_of_each_ke
     assert load_config(native, ["name=sft"]) == load_run(foreign, ["name=sft"], around=_four()).config
 
 
+def test_no_value_changes_on_its_way_into_the_run_file(tmp_path: Path) -> None:
+    """Long ones have a comment behind them, and a name may look like a number."""
+    foreign, native = write(tmp_path), tmp_path / "run.yaml"
+    text = foreign.read_text().replace("org/model", "organization/a-model-of-a-rather-long-name-7B")
+    foreign.write_text(text.replace("mine", "2e-5") + f"output_dir: {tmp_path}/{'long' * 9}/2e-5\n")
+    done = call("import", foreign, "-o", native, "--gpus", 4)
+    assert done.exit_code == 0, done.output
+    assert load_config(native) == load_run(foreign, around=_four()).config
+
+
 def _four():
     from manyhands.config.dialects.translation import Around
 
@@ -82,6 +92,17 @@ def test_a_native_file_is_not_imported(tmp_path: Path) -> None:
     native.write_text("model: {name: org/model}\ndata: {train: x.jsonl}\n")
     done = call("import", native)
     assert done.exit_code == 2 and "this is already a run file of manyhands" in done.output
+
+
+def test_a_file_of_settings_is_not_imported_and_not_sent_there(tmp_path: Path) -> None:
+    settings, run = tmp_path / "ds.json", tmp_path / "run.yaml"
+    settings.write_text('{"zero_optimization": {"stage": 5}}')
+    run.write_text("model: {name: org/model}\ndata: {train: x.jsonl}\n")
+    refused, imported = call("plan", run, "--deepspeed", settings), call("import", settings)
+    assert "got 5, allowed: 0, 1, 2 or 3" in refused.output and "manyhands import" not in refused.output
+    assert imported.exit_code == 2 and "this is a file of DeepSpeed" in imported.output
+    missing = call("plan", run, "--deepspeed", tmp_path / "no.json")
+    assert missing.exit_code == 2 and "run file" not in missing.output and "--deepspeed" in missing.output
 
 
 def test_strict_refuses_a_substitution(tmp_path: Path) -> None:

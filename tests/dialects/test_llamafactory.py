@@ -351,6 +351,13 @@ def test_substitutions_are_said_and_refused_by_a_strict_caller(
     assert any(f"`{key}`: " in found and "--strict" in found for found in strict.findings())
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_curves_are_in_every_report(value: bool, tmp_path: Path) -> None:
+    """They are no tracker's, and a strict start has nothing to say of them."""
+    (fate,) = [fate for fate in translated(tmp_path, plot_loss=value).fates if fate.key == "plot_loss"]
+    assert (fate.kind, fate.why) == ("already", "the run's report has the curves")
+
+
 def test_a_format_that_thinks_follows_its_keys(tmp_path: Path) -> None:
     text = native(tmp_path, template="qwen3", enable_thinking=False, default_system="Speak Latin.")
     chat = CHAT_FORMATS["qwen3"]

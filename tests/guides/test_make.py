@@ -45,12 +45,21 @@ def test_deepspeed_is_zero_2_or_the_files(target: str) -> None:
         (("train-distributed", "CONFIG=run.yaml", "NPROC=2"), "does not read NPROC: ARGS='parallel.gpus=N'"),
         (("train-distributed", "CONFG=run.yaml"), "does not read CONFG; it reads: ACCELERATE_CONFIG ARGS CONFIG"),
         (("gpu-info", "DEEPSPEED_CONFIG=ds.json"), "does not read DEEPSPEED_CONFIG; it reads: nothing"),
+        (("gpu-info", "NPROC=2"), "does not read NPROC; it reads: nothing"),
         (("train", "ACCELERATE_CONFIG=a.yaml"), "does not read ACCELERATE_CONFIG"),
     ],
 )
 def test_no_variable_is_ignored(arguments: tuple[str, ...], text: str) -> None:
     done = make(*arguments)
     assert done.returncode == 2 and text in done.stdout
+
+
+@pytest.mark.parametrize("number", ["parallel.gpus=2", "--gpus 2"])
+@pytest.mark.parametrize("target", ["train", "train-distributed", "train-deepspeed"])
+def test_the_number_of_gpus_in_args_is_the_only_one(target: str, number: str) -> None:
+    """Two spellings of it are an error of the command line."""
+    said = make("-n", target, "CONFIG=a.yaml", f"ARGS={number}", HF_HOME="/nonexistent")
+    assert number in said.stdout and ("--gpus" in said.stdout) != ("parallel.gpus" in said.stdout), said.stdout
 
 
 @pytest.mark.parametrize("target", ["train-distributed", "train-distributed-tb", "train-deepspeed", "eval", "infer"])

@@ -14,7 +14,16 @@ from torch.nn.functional import cross_entropy
 
 from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
-from manyhands.infer.compare import _recorded, compare, describe, output_folder, render_page, to_json, write_files
+from manyhands.infer.compare import (
+    _recorded,
+    compare,
+    describe,
+    explain_no_validation,
+    output_folder,
+    render_page,
+    to_json,
+    write_files,
+)
 from manyhands.infer.evaluate import _open_judge, last_turn, sum_losses
 from manyhands.infer.load import find_parts, open_answerer
 from manyhands.infer.replicas import Placement, Seat
@@ -39,6 +48,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # where data.cache is by default
+
+
+def test_why_there_are_no_validation_samples() -> None:
+    """The default holds a fraction out, of ten samples and more."""
+    assert explain_no_validation(make_config(data={"train": "a.jsonl"}), 2).endswith(
+        "and of so few samples (2), or copies of a few, none was held out"
+    )
+    none = make_config(data={"train": "a.jsonl", "validation_fraction": 0.0})
+    assert explain_no_validation(none, 2) == "data.validation is not set and data.validation_fraction is 0"
 
 
 def write_data(path: Path, answers: list[str]) -> str:

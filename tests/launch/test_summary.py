@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.launch.prepare import Prepared, summarize_start
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.search import plan
@@ -24,6 +25,14 @@ def test_a_start_says_what_was_found_and_what_a_step_is():
         "[train] Effective batch size: 32",
         "[train] Starting new lora ddp run with bf16 precision on 2 GPUs",
     ]
+
+
+def test_gpus_that_are_not_here_are_not_detected():
+    found = facts(llama_8b(), data=data_facts(longest=2048)).model_copy(
+        update={"host": describe_host(parse_gpus("2xH200"))}
+    )
+    lines = summary(run_config(), found, starts=False)
+    assert lines[0] == "[train] Planned for 2 GPUs:" and lines[1].startswith("  GPU 0: H200 ")
 
 
 def test_an_automatic_batch_is_called_so_and_a_resumed_run_too(tmp_path):
@@ -52,3 +61,8 @@ def test_a_batch_of_loss_tokens():
     config = run_config(batch__loss_tokens=5000)
     found = facts(llama_8b(), gpus=1, data=data_facts(steps_of_epochs=(30,), first_lengths=(300,), first_labels=(150,)))
     assert "[train] Effective batch size: at least 5,000 loss tokens" in summary(config, found)
+
+
+def test_a_batch_of_packs():
+    found = facts(llama_8b(), gpus=1, data=data_facts(steps_of_epochs=(30,)))
+    assert "[train] Effective batch size: 4 packs of 2,048 tokens" in summary(run_config(batch__packs=4), found)

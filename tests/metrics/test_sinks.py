@@ -110,18 +110,6 @@ def test_resume_takes_back_later_rows_and_a_torn_line(tmp_path):
     ]
 
 
-def test_an_answer_with_a_line_separator_of_unicode_is_one_row_when_read_and_after_a_resume(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path)
-    sink.after_evaluation(TrainState(), replace(evaluation(0), samples=(("a\u2028b", "c\x85d\u2029e"),)))
-    feed(sink, [1])
-    sink.close()
-    assert [one.samples for one in read_evaluations(path)] == [(("a\u2028b", "c\x85d\u2029e"),)]
-    resumed = JsonlSink(path, resumed_at=1)
-    resumed.close()
-    assert not resumed.lost
-    assert [row["kind"] for row in map(json.loads, path.open())] == ["evaluation", "step"]
-
 
 def test_what_a_damaged_file_has_lost_is_said_and_what_is_written_again_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"

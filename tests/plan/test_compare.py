@@ -51,6 +51,17 @@ def test_the_command_reads_a_folder_and_names_what_is_missing(tmp_path: Path) ->
     assert shown.exit_code == 0 and "seconds a step" in shown.output and f"{PLAN.step_s:.4g}" in shown.output
 
 
+@pytest.mark.parametrize("beside", [["run.yaml"], ["--json"], ["--price", "2"], ["--gpus", "8xH200"]])
+def test_what_a_comparison_does_not_read_is_refused(tmp_path: Path, beside: list[str]) -> None:
+    refused = CliRunner().invoke(app, ["plan", *beside, "--compare", str(tmp_path)])
+    assert refused.exit_code == 2 and "--compare is given beside" in refused.output
+
+
+def test_a_price_that_json_would_not_show_is_refused() -> None:
+    refused = CliRunner().invoke(app, ["plan", "run.yaml", "--json", "--price", "2"])
+    assert refused.exit_code == 2 and "--price has no effect with --json" in refused.output
+
+
 @pytest.mark.parametrize("arguments", [["plan"]])
 def test_without_a_run_file_one_is_asked_for(arguments: list[str]) -> None:
     done = CliRunner().invoke(app, arguments)

@@ -46,6 +46,17 @@ def test_memory_and_losers_are_shown():
     assert len(text.splitlines()) < 60
 
 
+def test_less_is_kept_where_more_would_fit_and_be_no_faster():
+    """A small model's step is bound by the host, and half of its activations recomputed cost nothing."""
+    small = model_facts(hidden=576, inner=1536, layers=30, heads=9, kv_heads=3, vocab=49152)
+    data = data_facts(num_samples=240, mean=600, longest=1000)
+    made = plan(run_config(batch__samples=32, batch__micro_tokens=4096), facts(small, gpus=1, data=data))
+    lighter = next(c for c in made.candidates if c.layout.activation_checkpointing == "none")
+    assert made.layout.activation_checkpointing == "selective" and lighter.memory.is_safe
+    (why,) = (explain(reason) for reason in made.why if reason.code == "activation_checkpointing")
+    assert why.endswith("results of linear layers and attention are kept, as keeping more is no faster")
+
+
 def reasons_of(made: Plan) -> list[Reason]:
     return [*made.why, *(candidate.reason for candidate in made.candidates if candidate.reason is not None)]
 

@@ -34,6 +34,13 @@ def manifest(tmp_path, gpus="2x4xH100", **keys) -> tuple[dict, dict]:
     return config_map, train_job
 
 
+def test_text_that_looks_like_a_number_is_quoted(tmp_path):
+    """kubectl reads YAML 1.2's numbers, PyYAML does not, and a value of env must be text."""
+    environment = {"submit.environment": {"A": "1e3", "B": "08"}}
+    text = write_manifest(describe(tmp_path, "2x4xH100", **{**KEYS, **environment}), RUN)
+    assert "value: '1e3'" in text and "value: '08'" in text
+
+
 def pod_of(train_job: dict) -> dict:
     patch = train_job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     return patch["template"]["spec"]["template"]["spec"]

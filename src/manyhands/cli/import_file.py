@@ -62,7 +62,7 @@ def import_file(
 
 
 def _translate(file: Path, gpus: int | None, strict: bool) -> Translation:
-    from manyhands.config.dialects.recognize import recognize, translate
+    from manyhands.config.dialects.recognize import recognize, refuse_settings, translate
     from manyhands.config.dialects.translation import clean_name
     from manyhands.config.load import config_from_mapping, resolve_paths
     from manyhands.config.read import read_run_file
@@ -71,6 +71,7 @@ def _translate(file: Path, gpus: int | None, strict: bool) -> Translation:
     source = read_run_file(file)
     dialect = recognize(source.mapping)
     if dialect is None:
+        refuse_settings(source)
         raise UserError(
             "this is already a run file of manyhands, or its format is unknown",
             where=str(file),

@@ -86,6 +86,10 @@ def load_run(
             raise UserError(f"{option} and {key} are both given", where="command line", fix="remove one")
         overrides.append(f"{key}={value}")
     files = {name: file for name, file in (("accelerate", accelerate), ("deepspeed", deepspeed)) if file is not None}
+    for name, file in files.items():
+        if not file.exists():
+            option = "--accelerate-config" if name == "accelerate" else "--deepspeed"
+            raise UserError("there is no such file", where=f"{option} {file}", fix="correct the path, or leave it out")
     return load_for_start(run, overrides, settings=files, strict=strict)
 
 
@@ -192,8 +196,18 @@ def plan(
 ) -> None:
     """Show what `train` would do, and why."""
     if compare is not None:
+        beside = (run, overrides, gpus, price, examples, as_json, accelerate, deepspeed)
+        if any(value not in (None, False, []) for value in beside):
+            raise UserError(
+                "--compare is given beside a run file or other options",
+                where="command line",
+                why="it prints the newest plan in a run's folder beside what was measured, and makes none",
+                fix=f"write manyhands plan --compare {compare}",
+            )
         _compare(compare)
         return
+    if as_json and price is not None:
+        raise UserError("--price has no effect with --json", where="command line", fix="remove one of them")
     if run is None:
         raise UserError("no run file is named", where="manyhands plan", fix="write manyhands plan RUN.yaml")
     loaded = load_run(run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed)

@@ -148,7 +148,7 @@ def open_run(run: str, folder: Path) -> RunFolder:
     raise UserError(
         f"there is no run called {run}",
         where=f"{folder}/",
-        fix=f"name one of {', '.join(names[:20])}" if names else "give --dir, the folder of the runs",
+        fix=f"name one of {', '.join(names[:20])}" if names else "name the run's folder, such as path/to/runs/NAME",
     )
 
 

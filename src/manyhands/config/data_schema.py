@@ -61,7 +61,7 @@ class DataSection(Section):
     """Training and validation data."""
 
     train: str | tuple[str | Source, ...] = Field(
-        description="Training data: a path (see Source.path), or a list of paths and sources with weights.",
+        description="Training data: a path (see data.train.path), or a list of paths and sources with weights.",
         min_length=1,
     )
     validation: str | tuple[str | Source, ...] | None = Field(

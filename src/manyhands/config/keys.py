@@ -16,11 +16,11 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from manyhands.config.dialects.hints import find_key, find_note, find_value
+from manyhands.config.read import dump_yaml
 from manyhands.config.schema import RunConfig, Section, Source
 from manyhands.core.errors import UserError
 
@@ -105,6 +105,16 @@ class Key:
     def takes_mapping(self) -> bool:
         return any(kind.get("type") == "object" for kind in self.kinds)
 
+    @property
+    def maps_to_text(self) -> bool:
+        return any(_inner(kind).get("type") == "string" for kind in self.kinds)
+
+    def keeps(self, value: Any) -> bool:
+        """Whether a value of the command line, parsed, is meant, and not its text."""
+        if not self.takes_text or value is None or (self.takes_list and isinstance(value, list)):
+            return True
+        return self.path in SOURCE_LISTS and isinstance(value, dict)  # as in a file, which is told to write a list
+
 
 @cache
 def sections() -> dict[str, type[Section]]:
@@ -160,6 +170,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 def wrong_value(path: str, key: Key, value: Any) -> str:
     """A finding: the value, what is allowed, and the key's description."""
     quote = " Quote it." if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+    if isinstance(value, dict) and key.maps_to_text:
+        no_text = [show(inner) for inner in value.values() if not isinstance(inner, str)]
+        quote = f" Quote {', '.join(no_text)}." if no_text else ""
     known = describe_renamed_value(path, value) or find_value(path, show(value))
     return f"`{path}`: got {show(value)}{f' ({known})' if known else ''}, allowed: {key.allowed}.{quote} {key.sentence}"
 
@@ -257,7 +270,7 @@ def _allowed(prop: dict[str, Any]) -> str:
     if kind == "array":
         return f"a list, such as [a, b], of {_allowed(prop['items'])}" if "items" in prop else "a list"
     if kind == "object":
-        return "a mapping, such as {a: b}"
+        return _allowed_mapping(prop)
     if kind == "string":
         return f"text that matches {prop['pattern']}" if "pattern" in prop else "text"
     if kind in ("integer", "number"):
@@ -266,6 +279,19 @@ def _allowed(prop: dict[str, Any]) -> str:
         limits = [f"{sign} {prop[name]:g}" for name, sign in bounds if name in prop]
         return " ".join((noun, " and ".join(limits))).strip()
     return {"boolean": "`true` or `false`", "null": "`null`"}.get(str(kind), "a value")
+
+
+def _allowed_mapping(prop: dict[str, Any]) -> str:
+    inner, text = _inner(prop), "a mapping, such as {a: b}"
+    text += f", of {_allowed(inner)}" if inner else ""
+    names = "".join(f", with names that match {pattern}" for pattern in prop.get("patternProperties", ()))
+    return text + (f", for {', '.join(prop['propertyNames']['enum'])}" if "propertyNames" in prop else names)
+
+
+def _inner(prop: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a mapping's values; empty if any will do."""
+    schemas = [*prop.get("patternProperties", {}).values(), prop.get("additionalProperties")]
+    return next((schema for schema in schemas if isinstance(schema, dict)), {})
 
 
 _IN_SOURCE = re.compile(r"data\.(?:train|validation)(?:\[\d*\])?\.(\w+)")
@@ -353,7 +379,7 @@ def _entry(key: str, values: Mapping[str, Any], indent: str) -> list[str]:
 
 def _scalar(value: Any) -> str:
     """One value in YAML's flow style, on one line, quoted if necessary."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
+    text = dump_yaml(value, default_flow_style=True, width=10**9)
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 

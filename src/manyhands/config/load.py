@@ -116,7 +116,7 @@ def merge_settings(
     """Adds what a settings file asks for. ``defaults``: native keys of the run file that hold only a default of its
     tool. Raises ``UserError`` where the settings refuse a key or contradict the run file.
     """
-    settings.refuse()
+    settings.refuse(imported=False)
     flat, found = flatten(mapping), []
     for native, value in flatten(settings.mapping).items():
         if native in settings.carried and native in flat:
@@ -219,7 +219,7 @@ def _open_section(mapping: dict[str, Any], *names: str) -> dict[str, Any] | None
 
 def _read_value(text: str, key: Key) -> Any:
     value = _parse(text)
-    if not key.takes_text or value is None or (key.takes_list and isinstance(value, list)):
+    if key.keeps(value):
         return value
     return value if isinstance(value, str) and text.lstrip()[:1] in "'\"" else text
 

@@ -136,6 +136,22 @@ _checked("bool", _Loader.construct_yaml_bool)
 _checked("float", _Loader.construct_yaml_float)
 
 
+_RULES = (yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers)
+
+
+class RunFileDumper(yaml.SafeDumper):
+    """Quotes what PyYAML's own rules take for text, and ours for a number: 2e-5, 08."""
+
+    yaml_implicit_resolvers = {
+        first: [one for rules in _RULES for one in rules.get(first, ())] for first in {*_RULES[0], *_RULES[1]}
+    }
+
+
+def dump_yaml(value: Any, **style: Any) -> str:
+    """YAML that ``parse_yaml_value`` reads as this value."""
+    return str(yaml.dump(value, Dumper=RunFileDumper, **({"allow_unicode": True} | style)))
+
+
 def parse_yaml_value(text: str) -> Any:
     """One value in the file's syntax (``1e-4``, ``[q_proj, v_proj]``, ``true``). Raises ``ValueError``."""
     try:

@@ -115,10 +115,19 @@ def choose_data(
         raise UserError(
             "the run has no validation samples",
             where=str(folder),
-            why="data.validation is not set and data.validation_fraction is 0",
+            why=explain_no_validation(config, store.train.num_samples),
             fix="give a file: --data FILE",
         )
     return EvaluationData(store_folder, "validation", "validation samples of the run", asked)
+
+
+def explain_no_validation(config: RunConfig, num_samples: int) -> str:
+    """Why a run of ``num_samples`` training samples has no others."""
+    if config.data.validation is not None:
+        return "no row of data.validation has become a sample"
+    if config.data.validation_fraction == 0:
+        return "data.validation is not set and data.validation_fraction is 0"
+    return f"data.validation is not set, and of so few samples ({num_samples:,}), or copies of a few, none was held out"
 
 
 def _prepare_file(found: Found, run: RunFolder | None, folder: Path, data: str) -> Path:

@@ -63,7 +63,8 @@ def summarize_start(prepared: Prepared, *, starts: bool = True) -> list[str]:
     config, plan, layout = prepared.config, prepared.plan, prepared.plan.layout
     device = next((reason.values for reason in plan.why if reason.code == "device"), {})
     gpus, on_gpu = device.get("gpus", []), layout.device == "cuda"
-    lines = [f"[train] Detected {len(gpus)} GPU{'s' * (len(gpus) != 1)}{':' if gpus else ''}"]
+    found = "Planned for" if any(reason.code == "hardware" for reason in plan.why) else "Detected"
+    lines = [f"[train] {found} {len(gpus)} GPU{'s' * (len(gpus) != 1)}{':' if gpus else ''}"]
     lines += [f"  GPU {index}: {gpu['name']} ({format_gib(gpu['bytes'])})" for index, gpu in enumerate(gpus)]
     if gpus:
         lines.append(f"[train] Total VRAM: {format_gib(sum(gpu['bytes'] for gpu in gpus))}")
@@ -74,8 +75,10 @@ def summarize_start(prepared: Prepared, *, starts: bool = True) -> list[str]:
         accumulation = "as many packs as a step's samples need" if layout.accumulates else "1"
     title = "Auto-calculated batch size" if asked == "auto" else "Batch size"
     lines.append(f"[train] {title}: {size} per {'GPU' if on_gpu else 'process'}, gradient accumulation: {accumulation}")
-    tokens = f"at least {plan.batch_loss_tokens or 0:,} loss tokens"
-    lines.append(f"[train] Effective batch size: {tokens if plan.batch_samples is None else plan.batch_samples}")
+    whole = f"at least {plan.batch_loss_tokens:,} loss tokens" if plan.batch_loss_tokens else plan.batch_samples
+    if plan.batch_packs:
+        whole = f"{plan.batch_packs:,} pack{'s' * (plan.batch_packs > 1)} of {config.data.max_length:,} tokens"
+    lines.append(f"[train] Effective batch size: {whole}")
     if starts:
         begin = f"Resuming from step {prepared.folder.newest_step()}:" if prepared.resume else "Starting new"
         precision = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[layout.compute_dtype]

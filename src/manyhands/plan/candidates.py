@@ -257,6 +257,19 @@ def is_alike(one: Layout, other: Layout) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
+def keeps_less_by_choice(chosen: Candidate, candidates: list[Candidate]) -> bool:
+    """Whether lighter activation checkpointing fits too, in a layout that is otherwise the chosen one: it was no
+    faster, and takes more memory.
+    """
+    best, names = chosen.layout, ("strategy", "reshard_after_forward", "full_micro_tokens", "micro_samples")
+    return not best.lighter_layers and any(
+        RECOMPUTED[other.layout.activation_checkpointing] < RECOMPUTED[best.activation_checkpointing]
+        and all(getattr(other.layout, name) == getattr(best, name) for name in names)
+        and other.memory.is_safe
+        for other in candidates
+    )
+
+
 def with_reason(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Candidate:
     """The candidate marked as chosen, or with the reason why it was not. ``ran_out``: a plan that did, which all that
     are compared are smaller than.

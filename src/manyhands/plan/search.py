@@ -18,6 +18,7 @@ from manyhands.plan.batch import BatchSplit, ceil_div, has_one_length, possible_
 from manyhands.plan.candidates import (
     Limits,
     choose_candidate,
+    keeps_less_by_choice,
     list_candidates,
     memory_limits,
     with_reason,
@@ -330,14 +331,7 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             asked=parallel.strategy != "auto",
             **ranks,
         ),
-        reason(
-            "activation_checkpointing",
-            mode=layout.activation_checkpointing,
-            lighter_layers=layout.lighter_layers,
-            layers=found.base.model.num_layers,
-            last=layout.last_checkpointing,
-            asked=parallel.activation_checkpointing != "auto",
-        ),
+        _why_checkpointing(config, found),
     ]
     why += explain_links(facts, limits.clock, found.base, found.candidates) if limits.clock is not None else []
     if layout.mesh.shard > 1 and layout.accumulates and not layout.zero_stage:
@@ -376,6 +370,19 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
     if positions and longest > positions:
         why.append(reason("long_samples", tokens=longest, positions=positions))
     return why
+
+
+def _why_checkpointing(config: RunConfig, found: SearchResult) -> Reason:
+    layout = found.chosen.layout
+    return reason(
+        "activation_checkpointing",
+        mode=layout.activation_checkpointing,
+        lighter_layers=layout.lighter_layers,
+        layers=found.base.model.num_layers,
+        last=layout.last_checkpointing,
+        no_faster=found.ran_out is None and keeps_less_by_choice(found.chosen, found.candidates),
+        asked=config.parallel.activation_checkpointing != "auto",
+    )
 
 
 def _why_start(facts: Facts) -> list[Reason]:

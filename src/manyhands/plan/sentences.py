@@ -79,7 +79,9 @@ def _checkpointing(v: Values) -> str:
     if v["lighter_layers"]:
         last = {"selective": "only norms, activation functions and sums", "none": "nothing"}[v["last"]]
         what += f"; of the last {v['lighter_layers']} of {v['layers']} blocks {last}"
-    return what + _asked(v, ", as they fit" if v["mode"] == "none" else ", as more does not fit")
+    if v["mode"] == "none":
+        return what + _asked(v, ", as they fit")
+    return what + _asked(v, ", as keeping more is no faster" if v.get("no_faster") else ", as more does not fit")
 
 
 def _reduction(v: Values) -> str:

@@ -308,12 +308,9 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
 
 def describe_end(preview: Preview) -> str:
     """The last line where there are faults."""
-    errors = [error for entry in preview.refused for error in entry.errors]
-    # no row is taken after such a line
-    is_cut = any(error.what.endswith(("line cannot be read", "lines cannot be read")) for error in errors)
     return (
         f"A run refuses this data: correct {count(preview.num_refused, 'source')} first. Samples and counts "
-        f"are of what can be used of it{', up to the first line that cannot be read' * is_cut}."
+        f"are of what can be used of it, of a file up to its first line that cannot be read."
     )
 
 

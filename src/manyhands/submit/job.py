@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from manyhands import __version__
+from manyhands.config.read import RunFileDumper
 from manyhands.config.schema import RunConfig
 from manyhands.config.section_schemas import SubmitSection
 from manyhands.config.sources import list_sources
@@ -179,8 +180,8 @@ def refuse_lost_folder(config: RunConfig, where: str) -> None:
     )
 
 
-class _Blocks(yaml.SafeDumper):
-    """Text of several lines, such as commands, as it is."""
+class _Blocks(RunFileDumper):
+    """Text of several lines, such as commands, as it is; text that kubectl takes for a number (1e3, 08) is quoted."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:

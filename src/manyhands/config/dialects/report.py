@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
 from manyhands.config.dialects.translation import KINDS, Fate, Translation
 from manyhands.config.keys import show, table
+from manyhands.config.read import dump_yaml
 
 SAID = ("substituted", "ignored")  # what a start prints in full
 WORDS: Mapping[str, str] = {
@@ -49,16 +48,16 @@ def _entry(translation: Translation, native: str, value: Any, indent: str) -> li
     leaf = native.rpartition(".")[2]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     is_flat = not any(isinstance(item, (dict, list)) for item in inner)
-    style: dict[str, Any] = {"default_flow_style": False, "width": 100, "allow_unicode": True, "sort_keys": False}
+    style: dict[str, Any] = {"default_flow_style": False, "width": 100, "sort_keys": False}
     if is_flat:
-        flow = yaml.safe_dump(value, **(style | {"default_flow_style": True, "width": 10**9})).removesuffix("\n...\n")
+        flow = dump_yaml(value, **(style | {"default_flow_style": True, "width": 10**9})).removesuffix("\n...\n")
         text = f"{leaf}: {flow.strip()}"
     else:
-        text = yaml.safe_dump({leaf: value}, **style)
+        text = dump_yaml({leaf: value}, **style)
     lines = [f"{indent}{line}" for line in text.rstrip("\n").split("\n")]
     if len(lines) > 1:
         return [*([f"{indent}{comment}"] if comment else []), *lines]
-    return [f"{lines[0]:<{WIDTH}}{comment}".rstrip()]
+    return [f"{lines[0]:<{WIDTH - 1}} {comment}".rstrip()]  # without the space # is part of a long value
 
 
 def summarize(translation: Translation) -> list[str]:

@@ -72,7 +72,9 @@ def map_bystanders(t: Translator) -> None:
     for key in NEVER_ACTS & t.values.keys():
         t.already(key)
     for key in TRACKERS & t.values.keys():
-        if t.get(key) in (None, "none", "tensorboard", ["tensorboard"], ["none"]):
+        if key == "plot_loss":
+            t.already(key, "the run's report has the curves")
+        elif t.get(key) in (None, "none", "tensorboard", ["tensorboard"], ["none"]):
             t.already(key)
         else:
             t.ignore(key, "trackers are opened by log.wandb, log.mlflow and log.trackio alone")

@@ -68,8 +68,10 @@ class Translation:
         """What keeps the file from being run, each with its place."""
         return [f"{fate.place}: {fate.why}" for fate in self.fates if fate.kind in STOPS]
 
-    def refuse(self) -> None:
-        """Raises ``UserError`` with everything that is refused or contradicts itself."""
+    def refuse(self, imported: bool = True) -> None:
+        """Raises ``UserError`` with everything that is refused or contradicts itself. ``imported``: `manyhands import`
+        takes the file, as it does not one that only says how a run is distributed.
+        """
         found = self.findings()
         if not found:
             return
@@ -79,7 +81,7 @@ class Translation:
             f"this {self.tool} file cannot be run as it is, for {count}",
             where=self.where,
             details=details,
-            fix="change these keys; `manyhands import FILE` lists what becomes of every key",
+            fix="change these keys" + "; `manyhands import FILE` lists what becomes of every key" * imported,
         )
 
 
