@@ -110,7 +110,6 @@ def test_resume_takes_back_later_rows_and_a_torn_line(tmp_path):
     ]
 
 
-
 def test_what_a_damaged_file_has_lost_is_said_and_what_is_written_again_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path)
