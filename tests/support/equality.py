@@ -119,6 +119,21 @@ def _other_strategies(unpacked: Callable[..., Case], packed: Callable[..., Case]
     return [*table, packed("hsdp", 4, 256, **pairs), packed("hsdp", 4, 512, **pairs, **everything)]
 
 
+def cases_of_eight() -> list[Case]:
+    """Eight processes, of which five have no row in the short step; the reference first."""
+    named = {
+        "ddp": {"parallel.strategy": "ddp"},
+        "fsdp": {"parallel.strategy": "fsdp"},
+        "hsdp 2 x 4": {"parallel.strategy": "hsdp", "parallel.shard_degree": 4},
+        "hsdp 4 x 2": {"parallel.strategy": "hsdp", "parallel.shard_degree": 2},
+    }
+    rows = {"data.packing": False, "batch.micro_samples": 1, "batch.accumulation": 1}
+    packs = {"data.packing": True, "batch.micro_tokens": 256, "parallel.activation_checkpointing": "full"}
+    table = [Case(f"{name}, 8 processes, a row each", 8, keys | rows) for name, keys in named.items()]
+    table += [Case(f"{name}, 8 processes, packed 256, recomputed", 8, keys | packs) for name, keys in named.items()]
+    return [cases()[0], *table]
+
+
 def faulty_cases() -> list[Case]:
     """Two mistakes that today's tools make; the comparison must refuse both."""
     packed = {"parallel.strategy": "single", "data.packing": True, "batch.micro_tokens": 256}
@@ -327,6 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--engine", choices=["torch", "deepspeed"], default="torch")
+    parser.add_argument("--processes", type=int, choices=[4, 8], default=4, help="of 8 a table of their own")
     parser.add_argument("--methods", nargs="+", choices=list(OF_METHOD), default=list(OF_METHOD))
     parser.add_argument(
         "--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it"
@@ -335,13 +351,14 @@ def main() -> None:
     from tests.support.zero_cases import can_run, zero_cases
 
     dtypes = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
-    faults = faulty_cases() if arguments.device == "cpu" else []
-    marks, place_of = arguments.device, ""
+    is_eight = arguments.processes == 8
+    faults = faulty_cases() if arguments.device == "cpu" and not is_eight else []
+    marks, place_of = arguments.device + " 8" * is_eight, ""
     if arguments.engine == "deepspeed":
         dtypes, faults = tuple(dtype for dtype in dtypes if dtype != "float64"), []
         marks = "deepspeed" if marks == "cpu" else f"deepspeed {marks}"
         place_of = f", DeepSpeed {version('deepspeed')}"
-    size = 4 if arguments.device == "cpu" else min(4, torch.cuda.device_count())
+    size = arguments.processes if arguments.device == "cpu" else min(arguments.processes, torch.cuda.device_count())
     place = f"torch {torch.__version__}, " + (
         f"{size} CPU processes, gloo" if arguments.device == "cpu" else torch.cuda.get_device_name()
     )
@@ -358,6 +375,7 @@ def main() -> None:
                 bounds = f"loss {BOUNDS[dtype]:g}, gradient norm {NORM_BOUNDS[dtype]:g}"
                 lines += ["", f"## {family}, {method}, {dtype} ({place}); bounds: {bounds}", ""]
                 listed = zero_cases() if arguments.engine == "deepspeed" else cases(arguments.device)
+                listed = cases_of_eight() if is_eight else listed
                 chosen = [case for case in listed if case.world_size <= size and can_run(case, method)]
                 for line in table(world, folder, dtype, method, chosen + faults):
                     print(line, file=sys.stderr, flush=True)
