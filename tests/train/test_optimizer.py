@@ -120,6 +120,13 @@ def test_parts_have_rates_of_their_own() -> None:
     }
 
 
+def test_patterns_may_take_all_of_a_part_that_was_given_no_rate() -> None:
+    section = OptimizerSection(part_learning_rates={"language": 0.04}, learning_rates={"norm": 0.01})
+    groups = group_parameters(Tied(), section, 0.1, {"vision": ("norm",), "language": ("*",)})
+    rates = {name: group["lr"] for group in groups for name, _ in group["params"]}
+    assert rates["norm.weight"] == rates["norm.bias"] == 0.01 and rates["inner.weight"] == 0.04
+
+
 @pytest.mark.parametrize(
     ("rates", "why"), [({"outer": 0.1}, "no weight that is trained"), ({"*": 0.1, "inner": 0.1}, "before it")]
 )
