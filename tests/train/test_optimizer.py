@@ -135,6 +135,13 @@ def test_a_pattern_that_chooses_nothing_is_refused(rates: dict[str, float], why:
         make_optimizer(Tied(), OptimizerSection(learning_rates=rates), 0.1)
 
 
+def test_a_part_that_patterns_leave_nothing_is_named_by_its_own_key() -> None:
+    section = OptimizerSection(part_learning_rates={"vision": 0.04}, learning_rates={"norm": 0.01})
+    with pytest.raises(UserError, match=r"'vision' of optimizer\.part_learning_rates chooses no") as caught:
+        group_parameters(Tied(), section, 0.1, {"vision": ("norm",)})
+    assert "narrow those patterns" in caught.value.fix
+
+
 def test_muon_without_a_matrix_is_refused() -> None:
     with pytest.raises(UserError, match="no matrix of the blocks is trained"):
         make_optimizer(Tied(), OptimizerSection(name="muon"), 0.1, blocks=["norm"])

@@ -119,15 +119,16 @@ def choose_patterns(model: nn.Module, patterns: Parts, may_be_empty: Collection[
         ]
         free = [key for key in hits if key not in chosen]
         if not free and pattern not in may_be_empty:
+            is_part = patterns[pattern] != (pattern,)
+            section = f"optimizer.{'part_' * is_part}learning_rates"
+            fix = "narrow those patterns, or remove its rate" if is_part else "put it before the wider pattern"
             raise UserError(
-                f"{pattern!r} of optimizer.learning_rates chooses no trained weight",
-                where="optimizer.learning_rates",
-                why="patterns before it take all that it matches"
+                f"{pattern!r} of {section} chooses no trained weight",
+                where=section,
+                why=f"patterns {'of optimizer.learning_rates' if is_part else 'before it'} take all that it matches"
                 if hits
                 else "no weight that is trained has such a name",
-                fix="put it before the wider pattern"
-                if hits
-                else "name trained weights, for example one of these, or remove it",
+                fix=fix if hits else "name trained weights, for example one of these, or remove it",
                 details=[] if hits else [own[0] for own in names.values()][:20],
             )
         chosen |= dict.fromkeys(free, pattern)
