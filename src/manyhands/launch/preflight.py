@@ -164,9 +164,7 @@ def find_same_adapter(exchange: Exchange, config: RunConfig, report: Report) -> 
     return adapter
 
 
-def refuse_other_files(
-    exchange: Exchange, found: Sequence[Mapping[str, str]], what: str, where: str, fix: str
-) -> None:
+def refuse_other_files(exchange: Exchange, found: Sequence[Mapping[str, str]], what: str, where: str, fix: str) -> None:
     """UserError where the files of ``what``, by digest, are not on every node those of node 0."""
     for node, files in enumerate(found):
         changed = differing_files(found[0], files)
