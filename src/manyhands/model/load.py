@@ -109,8 +109,7 @@ def read_transformers_config(plan: Plan, config: RunConfig) -> Any:
 
 
 def disable_dropout(model_config: Any, *, towers: bool = False) -> list[str]:
-    """Set every dropout of a transformers config to 0, in place; returns what was on, such as
-    ``attention_dropout=0.1``.
+    """Set every dropout of a config to 0, in place; returns what was on, such as ``attention_dropout=0.1``.
 
     A few families have some by default, and ``.train()`` turns it on: dropout comes from our config only. ``towers``:
     of the vision tower too.
