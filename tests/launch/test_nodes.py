@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from manyhands.cli.train_options import choose_place
 from manyhands.core.errors import UserError
@@ -70,6 +74,22 @@ def test_a_model_that_differs_is_named_with_both_digests(tmp_path: Path, monkeyp
     assert all("error: the model on gpu1 is not the one on gpu0" in text for text in texts)
     assert all("config.json: 44136fa355b3 -> " in text for text in texts)
     assert on_all(2, lambda node: preflight.find_model(node, configs[0], lambda _: None)) == [tmp_path / "a"] * 2
+
+
+def test_an_adapter_that_differs_is_named_with_both_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(preflight, "find_model", lambda *_: tmp_path)
+    monkeypatch.setattr(preflight, "prepare_data", lambda *_: SimpleNamespace(folder="data"))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        fields = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 16, "lora_alpha": 32}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(fields))
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(save({"lora_A": np.full(2, ord(name))}))
+    configs = [make_config(**{"method.adapter": str(tmp_path / name)}) for name in ("a", "b")]
+    texts = on_all(2, lambda node: preflight.find_places(node, configs[node.node], lambda _: None))
+    assert all("error: the adapter on gpu1 is not the one on gpu0" in text for text in texts)
+    assert all("adapter_model.safetensors: " in text and "adapter_config.json" not in text for text in texts)
+    same = on_all(2, lambda node: preflight.find_places(node, configs[0], lambda _: None))
+    assert [places["adapter_folder"] for _, places in same] == [str(tmp_path / "a")] * 2
 
 
 def test_a_fresh_run_takes_a_name_under_which_there_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from transformers import AutoConfig
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
 from manyhands.core.errors import UserError
-from manyhands.model.load import disable_dropout
+from manyhands.model.load import build_meta, disable_dropout
 from manyhands.model.probe import choose_layers, probe, shrink
 from tests.support.families import LEAK, MEASURED, measure
-from tests.support.tiny import tiny_config, tiny_model
+from tests.support.tiny import tiny_config, tiny_model, tiny_plan, tiny_run, write_tiny_model
 
 
 @pytest.mark.parametrize("family", MEASURED)
@@ -92,6 +93,13 @@ def test_dropout_of_the_familys_own_is_off_and_said() -> None:
     assert config.attention_dropout == 0.1
     assert "attention_dropout=0.1" in disable_dropout(config)
     assert config.attention_dropout == config.residual_dropout == 0.0 and disable_dropout(config) == []
+
+
+@pytest.mark.parametrize(("method", "advises"), [("full", False), ("lora", True)])
+def test_a_method_that_has_dropout_is_advised_to_set_it(method: str, advises: bool, tmp_path: Path) -> None:
+    folder, said = str(write_tiny_model(tmp_path, "llama", with_tokenizer=False, attention_dropout=0.1)), []
+    build_meta(tiny_plan(folder), tiny_run(folder, method), said.append)
+    assert "attention_dropout=0.1" in said[0] and ("method.dropout" in said[0]) is advises
 
 
 def test_attention_without_lengths_raises_in_training() -> None:

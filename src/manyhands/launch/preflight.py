@@ -8,17 +8,18 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import hash_files
 from manyhands.data.summary import PreparedData
-from manyhands.facts.adapter import find_adapter
+from manyhands.facts.adapter import CONFIG, WEIGHTS, find_adapter
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import differing_files, identify_files
-from manyhands.facts.types import HostFacts
+from manyhands.facts.types import AdapterFacts, HostFacts
 from manyhands.launch.links import measure_links
 from manyhands.launch.nodes import Exchange, NodeGroup
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name, is_taken
@@ -138,18 +139,44 @@ def find_model(exchange: Exchange, config: RunConfig, report: Report) -> Path:
         required=False,  # a cache that others have filled may be read-only
     )
     found = exchange.gather("model", identify_files(folder, config, report))
+    where = f"model.name: {model.name} ({folder} on {exchange.names[exchange.node]})"
+    fix = "put the same files on every machine (model.revision pins a commit of the hub)"
+    refuse_other_files(exchange, found, "model", where, fix)
+    return folder
+
+
+def find_same_adapter(exchange: Exchange, config: RunConfig, report: Report) -> AdapterFacts | None:
+    """The adapter whose training the run continues, if any. UserError where its files differ between nodes: each rank
+    reads its own part of them, or all of them, here.
+    """
+    adapter = find_adapter(config, report)
+    if adapter is None:
+        return None
+    files = [Path(adapter.folder) / name for name in (CONFIG, WEIGHTS)]
+    try:
+        digests = {path.name: digest for path, digest in hash_files(files).items()}
+    except OSError as error:
+        raise UserError("the adapter's files cannot be read", where=adapter.folder, why=str(error)) from error
+    where = f"method.adapter: {config.method.adapter}"
+    refuse_other_files(
+        exchange, exchange.gather("adapter", digests), "adapter", where, "put the same files on every machine"
+    )
+    return adapter
+
+
+def refuse_other_files(exchange: Exchange, found: Sequence[Mapping[str, str]], what: str, where: str, fix: str) -> None:
+    """UserError where the files of ``what``, by digest, are not on every node those of node 0."""
     for node, files in enumerate(found):
         changed = differing_files(found[0], files)
         if changed:
             first, other = exchange.names[0], exchange.names[node]
             raise UserError(
-                f"the model on {other} is not the one on {first}",
-                where=f"model.name: {model.name} ({folder} on {exchange.names[exchange.node]})",
+                f"the {what} on {other} is not the one on {first}",
+                where=where,
                 why=f"its files differ ({first} -> {other}, by SHA-256)",
-                fix="put the same files on every machine (model.revision pins a commit of the hub)",
+                fix=fix,
                 details=changed,
             )
-    return folder
 
 
 def prepare_data(exchange: Exchange, config: RunConfig, folder: Path, report: Report) -> PreparedData:
@@ -176,7 +203,7 @@ def prepare_data(exchange: Exchange, config: RunConfig, folder: Path, report: Re
 def find_places(exchange: Exchange, config: RunConfig, report: Report) -> tuple[PreparedData, dict[str, str]]:
     """Model, adapter and samples on this node, the same by content on all, and where they are here."""
     folder = find_model(exchange, config, report)
-    adapter = find_adapter(config, report)
+    adapter = find_same_adapter(exchange, config, report)
     data = prepare_data(exchange, config, folder, report)
     places = {"model_folder": str(folder), "data_folder": data.folder}
     if adapter is not None:

@@ -61,7 +61,8 @@ def build_meta(plan: Plan, config: RunConfig, report: Callable[[str], object] = 
     layout, model_config = plan.layout, read_transformers_config(plan, config)
     whole = config.method.name == "full" and (layout.trains_everything or not takes_images(plan))
     if disabled := disable_dropout(model_config, towers=takes_images(plan)):
-        report(f"the model's own dropout is off: {', '.join(disabled)}; set method.dropout to train with dropout")
+        other = "; set method.dropout to train with dropout" if config.method.trains_adapters else ""
+        report(f"the model's own dropout is off: {', '.join(disabled)}{other}")
     if plan.new_tokens is not None:
         model_config.get_text_config().vocab_size = plan.new_tokens.vocab_size
     if config.model.init == "pretrained":
@@ -108,8 +109,7 @@ def read_transformers_config(plan: Plan, config: RunConfig) -> Any:
 
 
 def disable_dropout(model_config: Any, *, towers: bool = False) -> list[str]:
-    """Set every dropout of a transformers config to 0, in place; returns what was on, such as
-    ``attention_dropout=0.1``.
+    """Set every dropout of a config to 0, in place; returns what was on, such as ``attention_dropout=0.1``.
 
     A few families have some by default, and ``.train()`` turns it on: dropout comes from our config only. ``towers``:
     of the vision tower too.

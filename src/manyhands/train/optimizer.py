@@ -83,7 +83,8 @@ def group_parameters(
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     rates: dict[str, float] = {part: section.part_learning_rates.get(part, learning_rate) for part in parts}  # type: ignore[call-overload]
     rates |= section.learning_rates
-    chosen = choose_patterns(model, {pattern: (pattern,) for pattern in section.learning_rates} | dict(parts))
+    unrated = parts.keys() - section.part_learning_rates.keys()  # named to keep other parts' patterns off them
+    chosen = choose_patterns(model, {pattern: (pattern,) for pattern in section.learning_rates} | dict(parts), unrated)
     groups: dict[tuple[str | None, bool, bool], Group] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -100,11 +101,12 @@ def group_parameters(
     return sorted(groups.values(), key=lambda group: not group["is_matrix"])
 
 
-def choose_patterns(model: nn.Module, patterns: Parts) -> dict[int, str]:
+def choose_patterns(model: nn.Module, patterns: Parts, may_be_empty: Collection[str] = ()) -> dict[int, str]:
     """The first of ``patterns``, by name with what each stands for, that reaches a trained parameter, by its id; a tied
     one is reached by each of its names.
 
-    UserError for a pattern that reaches no trained parameter, or none that an earlier one has left.
+    UserError for a pattern that reaches no trained parameter, or none that an earlier one has left; unless it
+    ``may_be_empty``.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -116,16 +118,17 @@ def choose_patterns(model: nn.Module, patterns: Parts) -> dict[int, str]:
             key for key, own in names.items() if any(reaches(name, each) for name in own for each in patterns[pattern])
         ]
         free = [key for key in hits if key not in chosen]
-        if not free:
+        if not free and pattern not in may_be_empty:
+            is_part = patterns[pattern] != (pattern,)
+            section = f"optimizer.{'part_' * is_part}learning_rates"
+            fix = "narrow those patterns, or remove its rate" if is_part else "put it before the wider pattern"
             raise UserError(
-                f"{pattern!r} of optimizer.learning_rates chooses no trained weight",
-                where="optimizer.learning_rates",
-                why="patterns before it take all that it matches"
+                f"{pattern!r} of {section} chooses no trained weight",
+                where=section,
+                why=f"patterns {'of optimizer.learning_rates' if is_part else 'before it'} take all that it matches"
                 if hits
                 else "no weight that is trained has such a name",
-                fix="put it before the wider pattern"
-                if hits
-                else "name trained weights, for example one of these, or remove it",
+                fix=fix if hits else "name trained weights, for example one of these, or remove it",
                 details=[] if hits else [own[0] for own in names.values()][:20],
             )
         chosen |= dict.fromkeys(free, pattern)
