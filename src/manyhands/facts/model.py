@@ -46,8 +46,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     is_multimodal = config is not outer
     block = families.block_shapes(families.find(config), config)
     num_tower_parameters, tower, stored, stored_nf4 = 0, None, _config_dtype(outer), None
-    shapes = parameter_shapes(config)
-    decoder = "model.language_model" if is_multimodal else "model"
+    shapes, decoder = parameter_shapes(config), "model.language_model" if is_multimodal else "model"
     if init == "pretrained":
         tensors, in_nf4 = _read_tensors(folder, outer)
         if is_multimodal:
