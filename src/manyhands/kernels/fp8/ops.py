@@ -106,7 +106,7 @@ def matmul_over_rows(
     the values of both, as powers of two: exact, but for terms some 2**-17 of the largest and smaller.
 
     No operator of its own, so that the compiler fuses its 30 small operations: launched one by one they were two of
-    three launches of a Llama-8B step in which everything is trained.
+    three launches of a step in which everything is trained.
     """
     if a.shape[0] == 0:
         return a_scales.new_zeros((a.shape[1], b.shape[1]), dtype=dtype)
