@@ -27,8 +27,8 @@ from tests.support.tiny import write_tiny_model
 from tests.support.vision import processor_of, write_tiny_vision
 
 NEW = 6
-SLOW = ("llava", "llava_onevision", "smolvlm", "internvl", "qwen2_5_vl")
-FAMILIES = ("gemma3", "qwen3_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW))
+SLOW = ("llava", "llava_onevision", "smolvlm", "internvl", "qwen2_5_vl", "lighton_ocr")
+FAMILIES = ("gemma3", "qwen3_vl", "mistral3", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW))
 CPU = Placement(processes=1)
 
 

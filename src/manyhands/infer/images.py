@@ -88,7 +88,7 @@ def image_inputs(
     import torch
 
     from manyhands.data.batches import scale_pixels, to_tensors
-    from manyhands.model.multimodal import KINDS_OF_TOKENS
+    from manyhands.model.multimodal import KINDS_OF_TOKENS, join_patches
 
     layout = batcher.layout
     arrays = batcher.join([[batcher.prepare(image, len(images) == 1) for image in images]])
@@ -97,6 +97,8 @@ def image_inputs(
     found["pixel_values"] = found["pixel_values"].to(model.dtype)
     if layout.leading_axis:
         found["pixel_values"] = found["pixel_values"][None]
+    if layout.layout == "sizes":  # the model's own forward pass wants whole images
+        found["pixel_values"] = join_patches(found["pixel_values"], batch["image_sizes"])
     takes = inspect.signature(model.forward).parameters
     kinds = (torch.tensor([list(ids)], device=model.device) == batcher.token_id).long()
     return found | {name: kinds for name in KINDS_OF_TOKENS if name in takes}
