@@ -137,8 +137,8 @@ def _join_parts(
             continue
         if kind in IMAGE_PARTS:
             raise RowRefused(
-                f"the content of {where} has an image, and this run trains text alone: the model takes no images, or "
-                "data.images is false"
+                f"the content of {where} has an image, and this run trains text alone: the model takes no images, "
+                "data.images is false, or none of the first 100 rows has one (then set data.images: true)"
             )
         if not isinstance(kind, str) or kind not in PARTS:
             known = ", ".join((*PARTS, CALL_PART, *IMAGE_PARTS[:images]))
