@@ -189,7 +189,9 @@ def test_refused_rows_do_not_hide_the_others(write_run):
     assert "faulty.jsonl:6: no field answer" in refused[0] and "faulty.jsonl:7: 3," in refused[0]
     assert "broken.jsonl:11: broken JSON" in refused[1] and "broken.jsonl:12: a row must be an object" in refused[1]
     assert "no such data file" in refused[2] and "A run refuses this data: correct 3 sources first" in refused[2]
-    assert "what can be used of it, of a file up to its first line that cannot be read" in " ".join(shown.stdout.split())
+    assert "what can be used of it, of a file up to its first line that cannot be read" in " ".join(
+        shown.stdout.split()
+    )
     assert shown.stdout.count(" loss tokens ─") == 3 and re.search(r"good +question +\d\d", shown.stdout)
     preview = collect(load_config(run, []), report=lambda _: None)
     counts = {entry.name: entry.num_samples + entry.num_validation_samples for entry in preview.sources}

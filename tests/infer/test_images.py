@@ -145,7 +145,9 @@ def refuse_file(folder: Path, file: Path, row: dict[str, Any]) -> str:
     """What is said of the only row of a file of prompts."""
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match="1 of 1 prompts cannot be answered") as caught:
-        answer_file(folder, file, file.with_suffix(".answers"), GenerationSettings(), placement=CPU, report=lambda _: None)
+        answer_file(
+            folder, file, file.with_suffix(".answers"), GenerationSettings(), placement=CPU, report=lambda _: None
+        )
     return caught.value.details[0]
 
 

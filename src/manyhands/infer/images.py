@@ -61,7 +61,7 @@ class PromptImages:
         if not refs:
             return placed, ()
         if address := next((ref.place for ref in refs if is_address(ref.place)), None):
-            raise RowRefused(f"{name_of(address)} is an address, and images of prompts are not fetched: save it as a file")
+            raise RowRefused(f"{name_of(address)} is an address, and images of prompts are not fetched: give a file")
         try:
             opened = self._opener.open(Conversation(messages=placed, images=refs), str(folder / "prompts"))
         except BadImage as bad:

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.sources import IMAGES
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
-from manyhands.config.sources import IMAGES
 from manyhands.data.columns import carries
 from manyhands.data.messages import ImagesRefused, RowRefused, check_messages
 from manyhands.data.streams import StoredImage
