@@ -273,6 +273,14 @@ def test_images_behind_the_first_rows_are_asked_for(folder: Path, tmp_path: Path
     assert (facts.num_samples, facts.num_images) == (102, 2)
 
 
+def test_images_are_looked_for_however_deeply_a_row_is_nested(folder: Path, write_rows, make_config) -> None:
+    meta: dict[str, Any] = {}
+    for _ in range(400):
+        meta = {"a": [meta]}
+    rows = write_rows([{"messages": turns(text("hello")), "meta": meta}])
+    assert open_store(make_config(rows, validation_fraction=0), folder)[0].num_images == 0
+
+
 def test_an_image_that_changes_after_preparation_is_an_error(
     folder: Path, tmp_path: Path, write_rows, make_config
 ) -> None:

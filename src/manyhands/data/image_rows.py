@@ -43,14 +43,13 @@ class ImageRef:
 
 def read_image(value: Any, where: str) -> ImageRef:
     """One image in any of the forms that rows have. Raises RowRefused."""
-    if isinstance(value, dict):
+    while isinstance(value, dict):
         given = [(key, value[key]) for key in KEYS if value.get(key) is not None]
         if not given:
             raise RowRefused(f"{where} is an object without {', '.join(KEYS)} (keys: {', '.join(map(str, value))})")
-        key, inner = given[0]
-        if isinstance(inner, str) and key in ("bytes", "base64"):
-            return ImageRef(data=_decode(inner, where))
-        return read_image(inner, where)
+        key, value = given[0]
+        if isinstance(value, str) and key in ("bytes", "base64"):
+            return ImageRef(data=_decode(value, where))
     if isinstance(value, (bytes, bytearray)):
         if not value:
             raise RowRefused(f"{where} has no bytes")
