@@ -261,6 +261,26 @@ def test_images_may_be_refused(folder: Path, tmp_path: Path, write_rows, make_co
     assert "data.images is false" in error.details[0]
 
 
+def test_images_behind_the_first_rows_are_asked_for(folder: Path, tmp_path: Path, write_rows, make_config) -> None:
+    draw((40, 40)).save(tmp_path / "a.png")
+    rows = [{"messages": turns(text(f"number {number}"))} for number in range(100)]
+    rows += [{"messages": turns(image("a.png"), text("?"))}, {"messages": turns(text("?")), "images": ["a.png"]}]
+    path = write_rows(rows)
+    part, column = refuse(make_config(path, validation_fraction=0), folder).details
+    assert "none of the first 100 rows has one (then set data.images: true)" in part
+    assert "trains text alone" in column and "data.images: true" in column
+    facts, _ = open_store(make_config(path, validation_fraction=0, images=True), folder)
+    assert (facts.num_samples, facts.num_images) == (102, 2)
+
+
+def test_images_are_looked_for_however_deeply_a_row_is_nested(folder: Path, write_rows, make_config) -> None:
+    meta: dict[str, Any] = {}
+    for _ in range(400):
+        meta = {"a": [meta]}
+    rows = write_rows([{"messages": turns(text("hello")), "meta": meta}])
+    assert open_store(make_config(rows, validation_fraction=0), folder)[0].num_images == 0
+
+
 def test_an_image_that_changes_after_preparation_is_an_error(
     folder: Path, tmp_path: Path, write_rows, make_config
 ) -> None:

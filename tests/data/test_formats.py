@@ -127,6 +127,19 @@ def test_system_prompts_can_be_dropped() -> None:
         assert to_conversation(row(**fields), format, drop_system=True) == Conversation([USER, ANSWER])
 
 
+def test_images_of_a_dropped_system_prompt_go_with_it() -> None:
+    shown = {"role": "system", "content": [{"type": "image", "path": "a"}, {"type": "text", "text": "s"}]}
+    marked = {"role": "system", "content": "<image>s"}
+    asked = {"role": "user", "content": [{"type": "image", "path": "b"}, {"type": "text", "text": "?"}]}
+    for fields in (
+        {"messages": [shown, asked, ANSWER]},
+        {"messages": [marked, {"role": "user", "content": "<image>?"}, ANSWER], "images": ["a", "b"]},
+    ):
+        found = to_conversation(row(**fields), "messages", drop_system=True, images=True)
+        assert isinstance(found, Conversation) and [ref.place for ref in found.images] == ["b"]
+        assert [message["role"] for message in found.messages] == ["user", "assistant"]
+
+
 @pytest.mark.parametrize("value", [{"x": 1, "y": None}, '{"x": 1}'])
 def test_a_row_may_have_template_arguments_of_its_own(value: object) -> None:
     talk = {"messages": [USER, ANSWER], "chat_template_kwargs": value}

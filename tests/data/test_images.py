@@ -196,6 +196,7 @@ FORMS = {
     "path": lambda path, raw: turns(image(path), text("?")),
     "url part": lambda path, raw: turns({"type": "image_url", "image_url": {"url": f"file://{path}"}}, text("?")),
     "path part": lambda path, raw: turns({"type": "image", "path": path}, text("?")),
+    "image_path part": lambda path, raw: turns({"type": "image_path", "image_path": path}, text("?")),
     "data url": lambda path, raw: turns(image("data:image/png;base64," + base64.b64encode(raw).decode()), text("?")),
     "base64": lambda path, raw: turns({"type": "image", "base64": base64.b64encode(raw).decode()}, text("?")),
 }

@@ -27,8 +27,8 @@ from tests.support.tiny import write_tiny_model
 from tests.support.vision import processor_of, write_tiny_vision
 
 NEW = 6
-SLOW = ("llava", "llava_onevision", "smolvlm", "internvl", "qwen2_5_vl")
-FAMILIES = ("gemma3", "qwen3_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW))
+SLOW = ("llava", "llava_onevision", "smolvlm", "internvl", "qwen2_5_vl", "lighton_ocr")
+FAMILIES = ("gemma3", "qwen3_vl", "mistral3", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW))
 CPU = Placement(processes=1)
 
 
@@ -139,6 +139,31 @@ def test_a_text_model_refuses_an_image(tmp_path: Path) -> None:
     folder, (first, _) = write_tiny_model(tmp_path / "model"), draw_images(tmp_path)
     with pytest.raises(UserError, match="the model reads text alone"):
         open_answerer(folder).answer_all([about(first)])
+
+
+def refuse_file(folder: Path, file: Path, row: dict[str, Any]) -> str:
+    """What is said of the only row of a file of prompts."""
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match="1 of 1 prompts cannot be answered") as caught:
+        answer_file(
+            folder, file, file.with_suffix(".answers"), GenerationSettings(), placement=CPU, report=lambda _: None
+        )
+    return caught.value.details[0]
+
+
+def test_a_row_of_prompts_is_refused_with_what_is_wrong_with_its_images(tmp_path: Path) -> None:
+    folder, file = write_tiny_vision(tmp_path / "model", "gemma3"), tmp_path / "prompts.jsonl"
+    draw_images(tmp_path)
+    said = refuse_file(folder, file, {"messages": about(Path("a.png"), text="what <image_soft_token> is it")})
+    assert "5 placeholders for images are in the prompt, and its images take 4" in said
+    said = refuse_file(folder, file, {"prompt": "?", "image": "https://localhost/a.png"})
+    assert "images of prompts are not fetched" in said and "image_urls" not in said
+
+
+@pytest.mark.parametrize("row", [{"messages": about(Path("a.png"))}, {"prompt": "what is it", "images": ["a.png"]}])
+def test_a_text_model_refuses_rows_with_images(tmp_path: Path, row: dict[str, Any]) -> None:
+    said = refuse_file(write_tiny_model(tmp_path / "model"), tmp_path / "prompts.jsonl", row)
+    assert "line 1: the prompt has images, and text alone is read" in said
 
 
 def amplify(folder: Path) -> None:

@@ -94,6 +94,7 @@ def test_seeds_and_stop_strings_act(client: Any) -> None:
         ({"max_tokens": 5000}, 400, "the model has 2048"),
         ({"messages": []}, 400, "a list of messages"),
         ({"messages": [{"role": "robot", "content": "a"}]}, 400, "has the role 'robot'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone is read"),
         ({"stop": [1]}, 400, "stop must be"),
         ({"tools": "search"}, 400, "tools must be a list"),
         ({"stream_options": "usage"}, 400, "stream_options must be an object"),

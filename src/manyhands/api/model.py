@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import UserError
-from manyhands.data.messages import RowRefused, check_messages
+from manyhands.data.messages import RowRefused
 from manyhands.export.record import copy_output
 
 if TYPE_CHECKING:
@@ -143,7 +143,9 @@ class LanguageModel:
                 where="generate",
                 fix="give texts or conversations; a single conversation is a list in a list: [[{'role': ...}]]",
             )
-        return check_messages(list(prompt), f"prompt {number}", {}, self.answerer.images is not None)
+        from manyhands.infer.prompts import read_messages
+
+        return read_messages(list(prompt), f"prompt {number}", images=self.answerer.images is not None)
 
     def generate_file(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,16 @@ def has_images(row: Row, source: Source) -> bool:
 def _holds_part(value: Any) -> bool:
     if isinstance(value, str):
         return PART_IN_TEXT.search(value) is not None
-    if isinstance(value, dict):
-        return value.get("type") in IMAGE_PARTS or _any_holds(value.values())
-    return isinstance(value, list) and _any_holds(value)
-
-
-def _any_holds(values: Iterable[Any]) -> bool:
-    return any(_holds_part(value) for value in values if isinstance(value, (list, dict)))
+    waiting = [value]  # not by recursion: rows may be nested as deeply as JSON is read
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if value.get("type") in IMAGE_PARTS:
+                return True
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return False
 
 
 def choose_format(source: Source, config: RunConfig, has_template: bool, images: bool = False) -> Format | None:

@@ -24,6 +24,9 @@ from manyhands.data.files import Row
 from manyhands.data.messages import RowRefused
 
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # how data sets of several tools mark where the medium goes
+WITHOUT_IMAGES = ("text", *READY)  # formats whose rows never have images
+# Where no row among the first ones has an image, a later one is the first to say that there are some.
+IMAGES_HINT = "data.images: true trains it where the model takes images, "
 MAX_NAMES = 100  # of columns that are not read; more of them are values under names of their own
 MAX_SHAPES = 1000  # sets of names that are remembered
 
@@ -73,8 +76,9 @@ class Columns:
                 self._shapes[key] = shape
         for name in shape.telling:
             if carries(row.fields[name]):
+                hint = IMAGES_HINT if name.strip().casefold() in IMAGES and format not in WITHOUT_IMAGES else ""
                 raise RowRefused(
-                    f"{describe(name, row.fields[name])}: the column {name} would not be used (data.ignore "
+                    f"{describe(name, row.fields[name])}: the column {name} would not be used ({hint}data.ignore "
                     f"leaves it out)"
                 )
         for name in shape.unread:
@@ -97,7 +101,7 @@ class Columns:
                 raise _refusal(row, telling, self._fields)
 
     def _read(self, format: str) -> set[str]:
-        more = IMAGES if self._images and format not in ("text", *READY) else ()
+        more = IMAGES if self._images and format not in WITHOUT_IMAGES else ()
         return {self._fields.get(field, field) for field in (*REQUIRED[format], *OPTIONAL[format], *more)}
 
     def _shape(self, format: str, names: Collection[str]) -> ColumnRule:
@@ -116,6 +120,8 @@ def is_telling(name: str, format: str) -> bool:
 def describe(name: str, value: Any) -> str:
     """What kind of data a row with such a column is."""
     plain = name.strip().casefold()
+    if plain in IMAGES:
+        return "this row comes with images, and this run trains text alone"
     if plain in MEDIA:
         return f"this row comes with {MEDIA[plain]}, which cannot be trained"
     return "this is preference data" if plain in PREFERENCE or _is_verdict(value) else "this row has a label"

@@ -34,7 +34,7 @@ from typing import Any, Literal, cast
 from manyhands.config.sources import INNER, OPTIONAL, READY, REQUIRED, known_fields
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
-from manyhands.data.image_rows import place_images, read_column
+from manyhands.data.image_rows import leave_out_system, place_images, read_column
 from manyhands.data.messages import (
     Message,
     RowRefused,
@@ -247,7 +247,7 @@ def to_conversation(
     if images:
         messages, placed = place_images(messages, *read_column(row.fields, fields), format)
     if drop_system:
-        messages = [message for message in messages if message["role"] not in ("system", "developer")]
+        messages, placed = leave_out_system(messages, placed)
     if not any(message["role"] == "assistant" for message in messages):
         raise RowRefused("no assistant message: this row has no loss tokens")
     tools = (

@@ -1,7 +1,8 @@
 """Which images a row has, and where in its messages they stand. Knows no file, no decoder and no tokenizer.
 
 An image is a path, an address (http, https), a data URL, encoded bytes, base64 text of them, or an object with one of
-these under ``bytes``, ``path``, ``url``, ``image_url``, ``image`` or ``base64``, such as Parquet's image columns have.
+these under ``bytes``, ``path``, ``url``, ``image_url``, ``image_path``, ``image`` or ``base64``, such as Parquet's
+image columns have.
 
 | where a row has them | where they go |
 |---|---|
@@ -27,7 +28,7 @@ from manyhands.data.messages import Message, RowRefused, parse_json
 
 MARK = "<image>"
 LINE_MARK = re.compile(rf"{MARK}\n|\n{MARK}$|{MARK}")
-KEYS = ("bytes", "path", "url", "image_url", "image", "base64")
+KEYS = ("bytes", "path", "url", "image_url", "image_path", "image", "base64")
 MAX_IMAGES = 1000  # of one row
 
 
@@ -42,14 +43,13 @@ class ImageRef:
 
 def read_image(value: Any, where: str) -> ImageRef:
     """One image in any of the forms that rows have. Raises RowRefused."""
-    if isinstance(value, dict):
+    while isinstance(value, dict):
         given = [(key, value[key]) for key in KEYS if value.get(key) is not None]
         if not given:
             raise RowRefused(f"{where} is an object without {', '.join(KEYS)} (keys: {', '.join(map(str, value))})")
-        key, inner = given[0]
-        if isinstance(inner, str) and key in ("bytes", "base64"):
-            return ImageRef(data=_decode(inner, where))
-        return read_image(inner, where)
+        key, value = given[0]
+        if isinstance(value, str) and key in ("bytes", "base64"):
+            return ImageRef(data=_decode(value, where))
     if isinstance(value, (bytes, bytearray)):
         if not value:
             raise RowRefused(f"{where} has no bytes")
@@ -128,6 +128,22 @@ def place_images(
                     next(rest) if own is None else read_image(own, f"image {len(images) + 1} of the messages")
                 )
     return placed, tuple(images)
+
+
+def leave_out_system(
+    messages: Sequence[Message], images: Sequence[ImageRef]
+) -> tuple[list[Message], tuple[ImageRef, ...]]:
+    """The messages without system prompts, and ``images``, which stand in them in this order, without those of these
+    prompts."""
+    rest = iter(images)
+    kept: list[Message] = []
+    shown: list[ImageRef] = []
+    for message in messages:
+        own = [next(rest) for part in parts_of(message) if part["type"] == "image"]
+        if message["role"] not in ("system", "developer"):
+            kept.append(message)
+            shown += own
+    return kept, tuple(shown)
 
 
 def parts_of(message: Message) -> Iterator[dict[str, Any]]:

@@ -38,6 +38,10 @@ class RowRefused(Exception):
     """A row cannot be used; the message says why. The caller adds file and line."""
 
 
+class ImagesRefused(RowRefused):
+    """A message has an image where text alone is read."""
+
+
 def check_messages(value: Any, field: str, fields: Mapping[str, str], images: bool = False) -> list[Message]:
     """A list of messages, or JSON text of one. ``fields`` may give other names for ``role`` and ``content``; with
     ``images`` a content may have parts that are images, and is then a list of parts. Raises RowRefused.
@@ -136,9 +140,9 @@ def _join_parts(
             shown.append({"type": "image"} | ({"image": held} if held.keys() - {"text"} else {}))
             continue
         if kind in IMAGE_PARTS:
-            raise RowRefused(
-                f"the content of {where} has an image, and this run trains text alone: the model takes no images, or "
-                "data.images is false"
+            raise ImagesRefused(
+                f"the content of {where} has an image, and this run trains text alone: the model takes no images, "
+                "data.images is false, or none of the first 100 rows has one (then set data.images: true)"
             )
         if not isinstance(kind, str) or kind not in PARTS:
             known = ", ".join((*PARTS, CALL_PART, *IMAGE_PARTS[:images]))

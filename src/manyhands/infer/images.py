@@ -17,7 +17,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
 from manyhands.data.image_batch import ImageBatcher, ImageWork
-from manyhands.data.image_files import BadImage, PixelBounds
+from manyhands.data.image_files import BadImage, PixelBounds, is_address, name_of
 from manyhands.data.image_open import ImageOpener, OpenedImage
 from manyhands.data.image_processor import PROCESSOR_FILES, family_of, read_json
 from manyhands.data.image_rows import parts_of, place_images, read_column
@@ -60,6 +60,8 @@ class PromptImages:
         placed, refs = place_images([_copy(message) for message in messages], *read_column(row, {}), "messages")
         if not refs:
             return placed, ()
+        if address := next((ref.place for ref in refs if is_address(ref.place)), None):
+            raise RowRefused(f"{name_of(address)} is an address, and images of prompts are not fetched: give a file")
         try:
             opened = self._opener.open(Conversation(messages=placed, images=refs), str(folder / "prompts"))
         except BadImage as bad:
@@ -71,6 +73,17 @@ class PromptImages:
         if not images:
             return text
         return put_images(Text(text, (), ()), self._opener.placeholder, [image.text for image in images]).text
+
+    def check_placeholders(self, ids: Sequence[int], images: Sequence[OpenedImage]) -> None:
+        """RowRefused where a prompt's text holds more placeholders than its images take."""
+        if not images:
+            return
+        expected, found = sum(image.stored.num_tokens for image in images), list(ids).count(self._opener.token_id)
+        if found != expected:
+            raise RowRefused(
+                f"{found:,} placeholders for images are in the prompt, and its images take {expected:,}: leave those "
+                "out of the text"
+            )
 
     def inputs(self, model: Any, ids: Sequence[int], images: Sequence[StoredImage]) -> dict[str, Any]:
         """What ``model``'s forward pass takes for the images of one prompt, on its device. UserError where an image has
@@ -88,7 +101,7 @@ def image_inputs(
     import torch
 
     from manyhands.data.batches import scale_pixels, to_tensors
-    from manyhands.model.multimodal import KINDS_OF_TOKENS
+    from manyhands.model.multimodal import KINDS_OF_TOKENS, join_patches
 
     layout = batcher.layout
     arrays = batcher.join([[batcher.prepare(image, len(images) == 1) for image in images]])
@@ -97,6 +110,8 @@ def image_inputs(
     found["pixel_values"] = found["pixel_values"].to(model.dtype)
     if layout.leading_axis:
         found["pixel_values"] = found["pixel_values"][None]
+    if layout.layout == "sizes":  # the model's own forward pass wants whole images
+        found["pixel_values"] = join_patches(found["pixel_values"], batch["image_sizes"])
     takes = inspect.signature(model.forward).parameters
     kinds = (torch.tensor([list(ids)], device=model.device) == batcher.token_id).long()
     return found | {name: kinds for name in KINDS_OF_TOKENS if name in takes}

@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.sources import IMAGES
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
-from manyhands.data.messages import RowRefused, check_messages
+from manyhands.data.columns import carries
+from manyhands.data.messages import ImagesRefused, RowRefused, check_messages
 from manyhands.data.streams import StoredImage
 from manyhands.data.template import ChatTemplate
 from manyhands.data.text_files import is_encodable
@@ -18,6 +20,7 @@ from manyhands.infer.images import PromptImages, has_images, refuse_images
 
 MAX_NAMED_ROWS = 10
 NO_FIELDS: Mapping[str, Any] = {}
+TEXT_ALONE = "the prompt has images, and text alone is read: by this model, or by serve and vLLM with any model"
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,13 @@ def prompt_of(
     if images is None:
         if has_images(messages):
             raise refuse_images()
+        if any(carries(row.get(name)) for name in IMAGES):
+            raise RowRefused(TEXT_ALONE)
         return PromptTokens(number, tuple(encode_prompt(tokenizer, chat_template_kwargs, messages, tools)))
     messages, opened = images.open(messages, row, folder)
     finish = partial(images.put, images=opened)
     ids = encode_prompt(tokenizer, chat_template_kwargs, messages, tools, finish)
+    images.check_placeholders(ids, opened)
     return PromptTokens(number, tuple(ids), tuple(image.stored for image in opened))
 
 
@@ -145,7 +151,7 @@ def messages_of(
             raise RowRefused("the prompt is empty")
         messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
     else:
-        messages = check_messages(value, given[0], {}, images)
+        messages = read_messages(value, given[0], images=images)
     while len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if options.system is not None and messages[0]["role"] not in ("system", "developer"):
@@ -156,6 +162,14 @@ def messages_of(
     if not isinstance(tools, list):
         raise RowRefused("tools must be a list of functions")
     return messages, tools
+
+
+def read_messages(value: Any, where: str, *, images: bool) -> list[dict[str, Any]]:
+    """A conversation as checked messages; ``images``: parts of a content may be images. Raises RowRefused."""
+    try:
+        return check_messages(value, where, {}, images)
+    except ImagesRefused:  # which speaks of training
+        raise RowRefused(TEXT_ALONE) from None
 
 
 def encode_rows(

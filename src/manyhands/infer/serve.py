@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.data.messages import RowRefused, check_messages
+from manyhands.data.messages import RowRefused
 from manyhands.data.text_files import is_encodable
 from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, find_parts
+from manyhands.infer.prompts import read_messages
 from manyhands.infer.replicas import ALL_GPUS, Placement
 from manyhands.infer.scheduler import AnswerRequest, Scheduler
 from manyhands.infer.settings import SERVED, GenerationSettings
@@ -230,7 +231,7 @@ class _Asked:
         if self.is_chat:
             if "messages" not in given:
                 raise BadRequest("messages are missing", "messages")
-            return self._answerer.encode(check_messages(given["messages"], "messages", {}), self.tools)
+            return self._answerer.encode(read_messages(given["messages"], "messages", images=False), self.tools)
         prompt = given.get("prompt")
         if not isinstance(prompt, str) or not prompt:
             raise BadRequest("prompt must be one text", "prompt")

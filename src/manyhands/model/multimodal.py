@@ -204,6 +204,10 @@ class Images:
         What follows from the grids alone is taken from the batch. Where it is not there, transformers works it out on
         the device and waits for it. Sizes of whole images are read by the host alone.
         """
+        if self._is_one_token(model.config, batch):
+            twice = {name: torch.cat([batch[name]] * 2) for name in self.layout.names}
+            features, deeper = self.features(model, {**batch, **twice})
+            return features[:1], deeper
         known = {name: batch[name] for name in GRID_ENTRIES if name in batch}
         by_host = self.layout.layout in ("anyres", "sizes") or (known and not self.layout.reads_grids)
         inputs = self._inputs(batch, on_device=not by_host) | known
@@ -213,6 +217,11 @@ class Images:
         return torch.cat([part.flatten(0, -2) for part in parts]), list(
             getattr(found, "deepstack_features", None) or ()
         )
+
+    def _is_one_token(self, config: Any, batch: Mapping[str, Any]) -> bool:
+        """Whether all images together are one token, whose axis transformers' models of images of any size drop."""
+        merge = int(getattr(config, "spatial_merge_size", 1))
+        return self.layout.layout == "sizes" and len(batch["pixel_values"]) == merge**2
 
     def _nothing(self, model: Any, device: torch.device) -> torch.Tensor:
         """A zero that depends on every trained weight of tower and projector, so that a micro-batch without images

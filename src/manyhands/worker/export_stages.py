@@ -135,7 +135,11 @@ def _row_with_images(rank: RankContext) -> int | None:
     counts, lengths = rank.store.train.num_images, rank.store.train.lengths
     if counts is None or rank.plan.parts.get("vision", "left_out") == "left_out":
         return None
-    found = np.flatnonzero((counts[:MAX_LOOKED_AT] > 0) & (lengths[:MAX_LOOKED_AT] <= MAX_IMAGE_PROBE))
+    images, tokens = rank.loss_model.images, rank.store.train.image_tokens
+    shown = counts > 0
+    if images is not None and tokens is not None and images.layout.layout == "sizes":
+        shown = tokens > 1  # transformers' own forward pass takes no only image of one token
+    found = np.flatnonzero(shown[:MAX_LOOKED_AT] & (lengths[:MAX_LOOKED_AT] <= MAX_IMAGE_PROBE))
     return int(found[0]) if len(found) else None
 
 
