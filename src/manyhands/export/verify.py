@@ -266,9 +266,7 @@ def dequantize_as_one_row(model: torch.nn.Module, dtype: torch.dtype | None = No
         if isinstance(module, Linear4bit):
             module.forward = functools.partial(forward, module)
     of_peft = dora.dequantize_module_weight
-    dora.dequantize_module_weight = lambda layer: (
-        dequantize(layer) if isinstance(layer, Linear4bit) else of_peft(layer)
-    )
+    dora.dequantize_module_weight = lambda layer: dequantize(layer) if isinstance(layer, Linear4bit) else of_peft(layer)
 
 
 def compare_tokens(folder: Path, reference: Reference) -> list[str]:
