@@ -106,6 +106,16 @@ def test_a_model_quantized_here_and_one_stored_so_train_alike(lab: Lab) -> None:
     torch.testing.assert_close(answers, trained, rtol=1e-4, atol=1e-4)
 
 
+def test_dora_beside_weights_that_had_bfloat16_is_verified(lab: Lab) -> None:
+    """PEFT takes the lengths of rows from a weight that it dequantizes by itself."""
+    folder = quantize(lab.folder / "model", lab.new_path("nf4"), dtype=torch.bfloat16)
+    run = lab.export({"model.name": str(folder), "method.name": "qlora", "method.dora": True})
+    reference, probe = Reference.read(run.folder / "verify" / "adapter.json"), lab.new_path("probe")
+    compute_probe(run.rank.model, probe)
+    found = verify(run.folder / "adapter", reference, base=folder, probe_path=probe)
+    assert found.findings == [] and any("logits of" in note for note in found.notes)
+
+
 def test_layers_that_the_files_keep_in_16_bits_stay_so(lab: Lab) -> None:
     folder = quantize(lab.folder / "model", lab.new_path("nf4"), llm_int8_skip_modules=["lm_head", "v_proj", "up_proj"])
     rank = lab.start({"model.name": str(folder), "method.name": "qlora"})

@@ -105,6 +105,17 @@ def test_what_is_not_computed_here_is_refused(tmp_path: Path, fields: dict[str, 
         find_adapter(ask(write(tmp_path / "a", **fields)))
 
 
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "OLoRA", "corda", "loftq"])
+def test_an_adapter_whose_base_peft_changes_is_refused(tmp_path: Path, init: str) -> None:
+    with pytest.raises(UserError, match=f"init_lora_weights is {init}"):
+        find_adapter(ask(write(tmp_path / "a", init_lora_weights=init)))
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])
+def test_other_first_weights_of_an_adapter_change_nothing(tmp_path: Path, init: bool | str) -> None:
+    assert find_adapter(ask(write(tmp_path / "a", init_lora_weights=init))) is not None
+
+
 def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")

@@ -247,20 +247,26 @@ def dequantize_as_one_row(model: torch.nn.Module, dtype: torch.dtype | None = No
 
     Its own (0.50.2) rounds scales to bfloat16 on CPUs that multiply in it, fails there for rows that are not whole
     blocks of 64, and on other AVX-512 CPUs gets rows wrong that end in half a block. Blocks run over the flattened
-    weight. ``dtype``: of the dequantized weight, in place of the one that the model's files name.
+    weight. ``dtype``: of the dequantized weight, in place of the one that the model's files name. PEFT's DoRA
+    dequantizes by itself, for the lengths of rows, and is given the same weight.
     """
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
+    from peft.tuners.lora import dora
 
-    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    def dequantize(layer: Any) -> torch.Tensor:
         state = copy.copy(layer.weight.quant_state)
         state.shape, state.dtype = (layer.out_features * layer.in_features,), dtype or state.dtype
-        weight = dequantize_4bit(layer.weight.data, state).view(layer.out_features, layer.in_features)
-        return torch.nn.functional.linear(x, weight.to(x.dtype), layer.bias)
+        return dequantize_4bit(layer.weight.data, state).view(layer.out_features, layer.in_features)
+
+    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, dequantize(layer).to(x.dtype), layer.bias)
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.forward = functools.partial(forward, module)
+    of_peft = dora.dequantize_module_weight
+    dora.dequantize_module_weight = lambda layer: dequantize(layer) if isinstance(layer, Linear4bit) else of_peft(layer)
 
 
 def compare_tokens(folder: Path, reference: Reference) -> list[str]:

@@ -32,6 +32,9 @@ UNSUPPORTED = (
     "lora_bias",
     "alora_invocation_tokens",
 )
+# Values of init_lora_weights for which PEFT takes the first A and B out of the base's weights, each time it opens the
+# adapter: beside the weights as they are, A and B mean another model. One that is converted as it is saved says true.
+TAKEN_FROM_BASE = ("pissa", "corda", "olora", "loftq")
 # In the header of such an adapter's weights, as PEFT has no field for it. One that began at NF4's quantization error
 # has BESIDE_NF4 too: it does not fit a base in 16 bits. By method.double_quant.
 QUANTIZED_BASE = {True: {"base_quantization": "nf4, double quantization"}, False: {"base_quantization": "nf4"}}
@@ -111,6 +114,13 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             where=str(path),
             why=f"it sets {', '.join(beyond)}" if beyond else f"peft_type is {fields.get('peft_type')}, not LORA",
             fix="open it with PEFT",
+        )
+    if str(init := fields.get("init_lora_weights", True)).lower().startswith(TAKEN_FROM_BASE):
+        raise UserError(
+            "this adapter cannot be used here",
+            where=str(path),
+            why=f"init_lora_weights is {init}: PEFT changes the base's weights as it opens the adapter",
+            fix="open it with PEFT, merge it (merge_and_unload), and use the model that is saved then",
         )
     return fields
 
