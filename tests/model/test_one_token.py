@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from manyhands.families import find
 from manyhands.model.multimodal import Images
 from manyhands.model.structure import auto_class_of
+from manyhands.worker.export_stages import _row_with_images
 from tests.support.vision import write_tiny_vision
 
 
@@ -26,3 +30,17 @@ def test_the_only_image_may_be_one_token(tmp_path: Path, family: str) -> None:
     found, _ = images.features(model, alone)
     assert found.shape == (1, 64)
     torch.testing.assert_close(found, expected[:1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family, chosen", [("mistral3", 2), ("gemma3", 1)])
+def test_verification_leaves_out_what_transformers_own_forward_pass_does_not_take(family: str, chosen: int) -> None:
+    """Samples without an image, with one of one token, and with a larger one."""
+    train = SimpleNamespace(
+        num_images=np.array([0, 1, 1]), image_tokens=np.array([0, 1, 4]), lengths=np.array([9, 9, 9])
+    )
+    rank: Any = SimpleNamespace(
+        store=SimpleNamespace(train=train),
+        plan=SimpleNamespace(parts={"vision": "frozen"}),
+        loss_model=SimpleNamespace(images=SimpleNamespace(layout=find(family).images)),
+    )
+    assert _row_with_images(rank) == chosen
