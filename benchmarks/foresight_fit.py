@@ -28,6 +28,16 @@ from manyhands.plan.time import TimeInput, estimate_step
 from manyhands.plan.work import work_of_lengths
 
 GIB = 2**30
+# Runs of code that has been changed where they show: their cases are to be measured again
+OUTDATED = {
+    # the first step's gradients lay apart for good (15 GiB); 127 more launches in each block's backward pass
+    (
+        "llama8b,full,2x1x4096,full,linear=fp8,activation_checkpointing=selective,offload_activations=False,"
+        "reshard_after_forward=False,strategy=fsdp",
+        "20261125T104916",
+    ),
+}
+FAR = 0.25  # an error beyond it (of a logarithm) is a term that is missing, for which no constant makes up
 PRIOR = 0.002  # how strongly a constant is drawn to its present value, where rows say little of it
 MAX_SHARE = 0.9  # of a datasheet's rate: elementwise kernels alone reach 4.3 of an H200's 4.8 TB/s
 TIME_FILE = Path(__file__).parents[1] / "src" / "manyhands" / "plan" / "time.toml"
@@ -93,6 +103,7 @@ class Measured:
 def read_rows(files: Sequence[Path]) -> list[Measured]:
     """The newest row of each case on each kind of GPU that has all that is needed."""
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+    rows = [row for row in rows if (row.get("case"), row.get("run")) not in OUTDATED]
     newest = {(row["case"], row["device"]): row for row in rows if "input" in row and row.get("ranks", [{}])[0]}
     calibrations = {row["run"]: row["calibration"] for row in rows if "calibration" in row}
     found = [rebuild(row, calibrations.get(row["run"])) for row in newest.values()]
@@ -178,13 +189,15 @@ def fit(rows: Sequence[Measured], fitted: Fitted, *, steps: int = 20) -> Fitted:
         return np.array([np.log(planned / taken) for planned, taken in (row.compare_seconds(now) for row in rows)])
 
     def loss(point: np.ndarray) -> float:
-        return float((np.abs(errors(point)) ** 1.5).sum() + PRIOR * len(rows) * ((point - begin) ** 2).sum())
+        return float(
+            (np.minimum(np.abs(errors(point)), FAR) ** 1.5).sum() + PRIOR * len(rows) * ((point - begin) ** 2).sum()
+        )
 
     point, best, damping = begin, loss(begin), 1e-2
     for _ in range(steps):
         now = errors(point)
         slopes = np.stack([(errors(point + 1e-3 * axis) - now) / 1e-3 for axis in np.eye(len(names))], axis=1)
-        weights = np.maximum(np.abs(now), 0.005) ** -0.5
+        weights = np.where(np.abs(now) < FAR, np.maximum(np.abs(now), 0.005) ** -0.5, 0.0)
         normal = slopes.T @ (slopes * weights[:, None]) + PRIOR * len(rows) * np.eye(len(names))
         right = slopes.T @ (now * weights) + PRIOR * len(rows) * (point - begin)
         for _ in range(8):

@@ -88,6 +88,20 @@ def test_the_largest_moment_is_that_of_what_stays_on_the_gpu():
     assert host_memory.estimate_host_terms(moved, terms)["gradients"] == memory.gradients(moved) > 0
 
 
+def test_a_step_from_host_memory_is_one_micro_batch_where_16_gib_hold_it():
+    """Each micro-batch moves all weights there and all gradients back, and no gradient stays on the GPU."""
+    samples = data_facts(num_samples=300, mean=8192, longest=8192)
+    the_facts = facts(llama_8b(), gpus=1, gpu_bytes=16 * GIB, host_bytes=128 * GIB, data=samples)
+    keys = KEYS | {"parallel__offload": "all", "batch__samples": 3}
+    made = plan(run_config(**keys), the_facts)
+    assert made.layout.full_micro_tokens >= 3 * 8192 and not made.layout.accumulates
+    assert made.memory.terms.get("pools", 0) < GIB
+    asked = plan(run_config(**keys, batch__micro_tokens=3 * 8192), the_facts)
+    assert asked.layout.activation_checkpointing == made.layout.activation_checkpointing
+    smaller = plan(run_config(**keys, batch__micro_tokens=8192), the_facts)
+    assert made.step_s < 0.9 * smaller.step_s
+
+
 def test_one_gpu_has_two_blocks_of_what_is_in_host_memory_at_a_time():
     """One computes while the engine fetches the next, its weights one by one; FSDP2 on one rank fetches none ahead."""
     one = change_input(FULL, model=llama_8b(), offload="all", device="cuda", reshard_after_forward=True)

@@ -47,6 +47,16 @@ def test_trained_weights_have_a_third_matmul():
     assert 2 * floor < lora < 2.2 * floor
 
 
+def test_more_micro_batches_have_more_kernels_of_the_same_tokens():
+    """Measured on an H100: 14.5 ms for one more micro-batch of 8B with adapters, beside matmuls that take no longer."""
+    whole, half = replace(MICRO, tokens=8192.0), replace(MICRO, tokens=4096.0)
+    on_gpu = asked(change_input(LORA, device="cuda"))
+    more = 2 * time.elementwise(on_gpu, half) - time.elementwise(on_gpu, whole)
+    assert 0.010 < more < 0.020
+    on_cpu = asked(LORA if LORA.layout.device == "cpu" else change_input(LORA, device="cpu"))
+    assert 2 * time.elementwise(on_cpu, half) == pytest.approx(time.elementwise(on_cpu, whole))
+
+
 def test_attention_counts_the_pairs_of_each_sample_alone():
     assert count_pairs(np.array([4, 2])) == 10 + 3
     assert count_pairs(np.array([4, 2]), window=2) == (1 + 2 + 2 + 2) + 3
@@ -63,6 +73,9 @@ def test_recomputation_repeats_the_forward_pass_or_parts_of_it():
         time.recomputation(asked(change_input(LORA, activation_checkpointing=mode)), MICRO) for mode in modes
     )
     assert none == 0 < selective < most < full
+    eager = change_input(LORA, activation_checkpointing="selective", compile=False)
+    again = 32 * time.block_elementwise(asked(eager), 8192, backward=False)
+    assert time.recomputation(asked(eager), MICRO) == pytest.approx(again), "no kernel of the backward pass has them"
     forward = 32 * (
         time.block_matmuls(asked(), 8192, backward=False) + time.block_elementwise(asked(), 8192, backward=False)
     )

@@ -19,14 +19,14 @@ def moved_values(e: EstimateInput, *, backward: bool) -> float:
     return moved
 
 
-def more_kernels(e: EstimateInput, *, backward: bool) -> float:
-    """Kernels of a block that is not compiled beyond those of one that is, whose begins and ends are in what was
-    fitted: 113 for 77 where everything is trained (39 forward; compiled, 1.2e9 parameters), 190 for 116 beside adapters
-    (66 forward; compiled, 8e9). A third of them is the forward pass's.
+def num_kernels(e: EstimateInput, *, backward: bool) -> float:
+    """Kernels of one block's forward or backward pass: compiled 77 where everything is trained (1.2e9 parameters) and
+    116 beside adapters (8e9), else 113 and 190. A third of them is the forward pass's.
     """
-    if e.layout.compile or e.layout.device != "cuda":
+    if e.layout.device != "cuda":
         return 0.0
-    return (74 if e.num_adapter_parameters else 36) * (2 if backward else 1) / 3
+    both = (116 if e.layout.compile else 190) if e.num_adapter_parameters else (77 if e.layout.compile else 113)
+    return both * (2 if backward else 1) / 3
 
 
 def _compiled(e: EstimateInput, *, backward: bool) -> float:

@@ -69,8 +69,12 @@ def gradients_on_host(s: EstimateInput, moment: dict[str, int]) -> int:
     """Of the gradients of a moment, what is in the machine's memory and not on a GPU: all that are offloaded, but
     ``hsdp``'s, which FSDP2 holds there as well until the backward pass ends.
     """
-    leaves = s.layout.offload == "all" and s.layout.device == "cuda" and s.layout.strategy != "hsdp"
-    return moment["gradients"] if leaves else 0
+    return moment["gradients"] if gradients_leave(s) else 0
+
+
+def gradients_leave(s: EstimateInput) -> bool:
+    """Whether each block's gradients leave the GPU while the backward pass goes on."""
+    return s.layout.offload == "all" and s.layout.device == "cuda" and s.layout.strategy != "hsdp"
 
 
 def at_the_loss(s: EstimateInput) -> dict[str, int]:
@@ -360,8 +364,11 @@ def divided_apart(s: EstimateInput) -> int:
 
 def reduced_apart(s: EstimateInput) -> int:
     """Gradients that stay until the step in the pool of the stream that reduces them: those that are cast when they are
-    reduced, and of replicas the last of several micro-batches' (``engine/gradient_memory.py``).
+    reduced, and of replicas the last of several micro-batches' (``engine/gradient_memory.py``). Not what leaves the
+    GPU.
     """
+    if gradients_leave(s):
+        return 0
     several = s.layout.accumulates and s.layout.mesh.replicate > 1
     return gradients(s) if several or not s.layout.sums_are_gradients else 0
 

@@ -46,6 +46,7 @@ from manyhands.plan.steps import Steps, count_steps
 from manyhands.plan.types import Candidate, Cause, DiskEstimate, MemoryFound, Plan, RanOut, Reason, reason
 
 USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
+USEFUL_OFFLOADED = 4  # times as many where each micro-batch moves all weights to the GPU, and their gradients back
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchAsked) -> Plan:
 
 def _search(config: RunConfig, facts: Facts, made: Decisions, launch: LaunchAsked, obstacle: str = "") -> SearchResult:
     """``obstacle``: why features of images are not kept, where something is known that stands against it."""
-    splits = possible_splits(config, facts.data, made.world_size, USEFUL_TOKENS[made.device])
+    useful = USEFUL_TOKENS[made.device] * (USEFUL_OFFLOADED if config.parallel.offload == "all" else 1)
+    splits = possible_splits(config, facts.data, made.world_size, useful)
     limits = memory_limits(config, facts, made)
     limits = replace(limits, clock=make_clock(config, facts, made, limits.num_local, _batch_of(config, splits[0])))
     num_machines = ceil_div(made.world_size, ranks_per_machine(facts, made.device, made.world_size))

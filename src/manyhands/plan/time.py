@@ -18,7 +18,7 @@ from typing import Literal
 from manyhands.plan import zero
 from manyhands.plan.activations import moved_bytes
 from manyhands.plan.collectives import accumulation, communication, copies, gathers, whole_bytes
-from manyhands.plan.elementwise import more_kernels, moved_values
+from manyhands.plan.elementwise import moved_values, num_kernels
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.host_memory import fetched_alone
 from manyhands.plan.layout import Checkpointing
@@ -38,7 +38,11 @@ SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, ove
 # A kernel's time beyond the bytes it moves: 2.5 us (updates of 272 small weights take 1.6 ms for 0.9), and 2 us
 # to the next (steps beside the sum of their kernels, over 1,257 to 14,893 launches of fitted shapes)
 KERNEL_S = 4.5e-6
-SHARD_LAYER_S = 0.0004  # the host's time to gather and reduce one block by ``fully_shard``
+# Of the forward pass's elementwise kernels what selective recomputation adds: compiled, values are computed again in
+# kernels of the backward pass that read the same inputs (0 to 1.2 in nine pairs of layouts on H100s, median 0.3; the
+# rows of H200s fit best with this)
+FUSED_AGAIN = 0.45
+SHARD_LAYER_S = 0.0012  # the host's time to gather and reduce one block by ``fully_shard``: 0.9 of it are its hooks
 CHUNK_S = 0.00002  # the host's time for one parameter in the update
 EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate (H200)
 SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
@@ -192,10 +196,10 @@ def windowed_layers(s: TimeInput) -> int:
 
 
 def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
-    """Bytes of ``moved_values``, over M; where blocks are not compiled, also begin and end of ``more_kernels``."""
+    """Bytes of ``moved_values``, over M; and begin and end of each kernel, whatever the number of tokens."""
     e = s.estimate
     moved = tokens * e.compute_bytes * moved_values(e, backward=backward)
-    return moved / s.rates.memory + KERNEL_S * more_kernels(e, backward=backward)
+    return moved / s.rates.memory + KERNEL_S * num_kernels(e, backward=backward)
 
 
 def elementwise(s: TimeInput, micro: Micro) -> float:
@@ -240,7 +244,9 @@ def recomputation(s: TimeInput, micro: Micro) -> float:
     with_attention = sum(mode == "full" for mode in found) / s.estimate.model.num_layers
     again = whole * block_matmuls(s, micro.tokens, backward=False)
     again += with_attention * all_attention(s, micro, backward=False)
-    return again + sum(mode != "none" for mode in found) * block_elementwise(s, micro.tokens, backward=False)
+    fused = FUSED_AGAIN if s.estimate.layout.compile else 1.0
+    blocks = whole + fused * sum(mode == "selective" for mode in found)
+    return again + blocks * block_elementwise(s, micro.tokens, backward=False)
 
 
 def optimizer(s: TimeInput) -> float:
