@@ -71,3 +71,13 @@ def test_compiled_kernels_move_less_and_are_fewer(tmp_path):
         assert 0 < num_kernels(compiled, backward=backward) < num_kernels(eager, backward=backward)
     frozen = change_input(compiled, num_adapter_parameters=1000)
     assert moved_values(frozen, backward=True) < moved_values(compiled, backward=True), "no gradients of norms' weights"
+
+
+def test_training_in_fp8_quantizes_both_sides_of_each_matmul_and_transposes_those_of_the_weights_gradient(tmp_path):
+    AutoConfig.for_model("llama", **SIZES).save_pretrained(tmp_path)
+    plain = make_input(read_model_facts(tmp_path, "tiny", "random"), device="cuda")
+    outs, ins = (sum(shape[side] for shape in plain.model.block_linear_shapes.values()) for side in (0, 1))
+    for setup, transposed in ((plain, outs + ins), (change_input(plain, num_adapter_parameters=1000), 0)):
+        fp8 = change_input(setup, fp8_blocks=True)
+        more = [moved_values(fp8, backward=backward) - moved_values(setup, backward=backward) for backward in (0, 1)]
+        assert more == pytest.approx([1.5 * ins, 1.5 * outs + transposed * 2 / plain.compute_bytes])
