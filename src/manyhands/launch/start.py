@@ -132,7 +132,8 @@ class Lasting:
     def explain(self, error: UserError, config: RunConfig, place: Place, left: Sequence[int]) -> UserError:
         """``error``, with the commands that go on with the nodes ``left`` where one that was lost has not come back."""
         if self.hellos and left:
-            error.fix = how_to_go_on_without(place, self.hellos, left, config.parallel.gpus)
+            asked, least = config.parallel.gpus, config.launch.min_gpus
+            error.fix = how_to_go_on_without(place, self.hellos, left, asked, least)
         return error
 
     def resumed(self, origin: LoadedRun) -> LoadedRun:
