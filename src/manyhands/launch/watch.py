@@ -373,7 +373,10 @@ def wait_unless_asked(wait: float | Callable[[], object]) -> signal.Signals | No
     """
     try:
         with raise_when_asked(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            wait() if callable(wait) else time.sleep(wait)
+            if callable(wait):
+                wait()
+            else:
+                time.sleep(wait)
     except StopRequested as asked:
         return asked.signal
     return None
