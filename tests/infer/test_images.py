@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from manyhands.core.errors import UserError
+from manyhands.data.messages import RowRefused
 from manyhands.infer.batch import answer_file
 from manyhands.infer.chat import chat
 from manyhands.infer.load import open_answerer
