@@ -123,6 +123,7 @@ def test_images_have_the_sizes_that_the_run_was_trained_on(tmp_path: Path) -> No
 
     as_the_processor_has_it = num_tokens(folder)
     run = RunFolder(folder.parent)
+    run.create()
     run.write_config(make_config(**{"model.name": str(folder), "data.shrink_images_above": 56 * 56}))
     assert num_tokens(run.path) == as_the_processor_has_it - 16 + 4  # a token is 28 x 28 pixels
     run.write_config(make_config(**{"model.name": str(folder), "data.max_image_pixels": 112 * 112}))
