@@ -41,3 +41,12 @@ def test_torchrun_hands_all_options_to_the_row(start: Any, tmp_path: Path, monke
     assert (read.training_script, read.training_script_args) == (module, arguments)
     monkeypatch.setattr("sys.argv", [module, *arguments])
     assert case.parse().run == "today"
+
+
+def test_a_row_that_is_none_is_refused_without_options_that_the_command_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "nope"])
+    assert alone.main() == 2
+    said = capsys.readouterr().err
+    assert "no row called 'nope'" in said and "8b-full" in said and "--steps" not in said and "--shape" not in said

@@ -247,6 +247,7 @@ def test_on_a_gpu_the_copies_are_of_the_moment_and_from_pinned_memory(segments: 
         assert (found.parts["model.weight"] == step).all() and not found.parts["model.weight"].is_cuda
         assert torch.equal(found.parts["optim.exp_avg.weight"], optimizer.state[model.weight]["exp_avg"].cpu())
     assert segment is not None and sorted(segment.committed()) == [2, 3]
+    writer.close()
     model.weight.data.zero_()
     assert Snapshot.read(segment, 3).restore(model, optimizer) == {"step": 3}
     assert (model.weight == 3).all()

@@ -4,9 +4,11 @@ calls are written down instead of made.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from manyhands.checkpoint import pinning
 from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter
 from manyhands.checkpoint.pinning import BounceBuffers, cut, lengths_in_pieces, pin, unpin
 from manyhands.checkpoint.shards import own_files
-from manyhands.checkpoint.staging import Staging, count_staged_bytes, place
+from manyhands.checkpoint.staging import NoRoom, Staging, count_staged_bytes, place
 from manyhands.checkpoint.tensors import checkpoint_tensors
 from manyhands.core.segments import Segment
 from tests.support.segments import open_segments
@@ -220,6 +222,18 @@ def test_no_copy_of_a_checkpoint_crosses_pieces(registrations: Registrations) ->
     assert not registrations.held
 
 
+def test_staging_that_cannot_be_pinned_holds_no_memory(registrations: Registrations) -> None:
+    registrations.fails_at = 2
+    staging = Staging(100 * PIECE, GPU)
+    try:
+        staging.hurry.set()
+        with pytest.raises(NoRoom, match="CUDA error 2"):
+            staging.make_room()
+        assert os.fstat(staging._fd).st_blocks == 0 and not registrations.held
+    finally:
+        staging.close()
+
+
 def check_spans(spans: list[tuple[int, int]]) -> None:
     assert len(spans) > 9, "some are cut"
     assert all(begin // PIECE == max(begin, end - 1) // PIECE for begin, end in spans)
@@ -249,24 +263,62 @@ def test_no_copy_of_a_snapshot_crosses_pieces(registrations: Registrations, segm
             tensor.add_(1)
 
 
+def like_on_a_gpu(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> SnapshotWriter:
+    monkeypatch.setattr(pinning, "PIECE", 2**18)
+    writer = SnapshotWriter(segment, torch.device("cpu"))
+    monkeypatch.setattr(writer, "_stream", SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(writer, "_copy", lambda to, parts: torch._foreach_copy_(to, parts) and None)
+    return writer
+
+
 def test_both_slots_are_registered_each_from_its_begin_or_none(
     registrations: Registrations, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinning, "PIECE", 2**18)
-    writer = SnapshotWriter(segment, torch.device("cpu"))
-    monkeypatch.setattr(writer, "_stream", object())
-    monkeypatch.setattr(writer, "_copy", lambda to, parts: torch._foreach_copy_(to, parts))
+    writer = like_on_a_gpu(segment, monkeypatch)
     registrations.fails_at = 6  # in the second slot
     tensors = {"tensor": torch.zeros(100)}
     with pytest.raises(OSError, match="CUDA error 2"):
         writer.begin(1, tensors, {}, "key")
     assert segment.slot_bytes % 2**18 and not registrations.held
     registrations.fails_at = -1
-    monkeypatch.setattr(writer, "_copy", lambda to, parts: None)
     writer.begin(1, tensors, {}, "key")()
     memory = torch.frombuffer(segment.slots(), dtype=torch.uint8)
     assert {memory.data_ptr(), memory.data_ptr() + segment.slot_bytes} < registrations.held.keys()
     assert sum(registrations.held.values()) == 2 * segment.slot_bytes
+
+
+def test_a_writer_that_is_closed_holds_nothing_and_its_snapshots_stay(
+    registrations: Registrations, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays registered would be in the way of whatever is mapped at its address later."""
+    writer = like_on_a_gpu(segment, monkeypatch)
+    for step in (1, 2):
+        writer.begin(step, {"tensor": torch.full((100,), step)}, {}, "key")()
+        assert registrations.held
+        for _ in range(2):
+            writer.close()
+            assert not registrations.held and not writer.has_asked
+    assert sorted(segment.committed()) == [1, 2]
+    assert (Snapshot.read(segment, 1).parts["tensor"] == 1).all()
+
+
+def test_closing_waits_for_what_is_being_pinned_and_gives_its_memory_back(
+    registrations: Registrations, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, begun, may_end = like_on_a_gpu(segment, monkeypatch), threading.Event(), threading.Event()
+
+    def register(piece: torch.Tensor, device: torch.device) -> int:
+        begun.set()
+        assert may_end.wait(60)
+        return registrations.register(piece, device)
+
+    monkeypatch.setattr(pinning, "_register", register)
+    writer.pin_ahead({"tensor": torch.zeros(100)})
+    assert begun.wait(60)
+    threading.Timer(0.1, may_end.set).start()
+    writer.close()
+    assert registrations.threads and not registrations.held
+    assert os.fstat(segment._fd).st_blocks == 0, "no snapshot is in it"
 
 
 @dataclass
@@ -345,3 +397,4 @@ def test_on_a_gpu_copies_to_memory_in_pieces_are_whole(segment: Segment, monkeyp
         assert Snapshot.read(segment, step).restore(model, optimizer) == {"step": step}
         found = checkpoint_tensors(model, optimizer)
         assert all(torch.equal(found[name], saved[name]) for name in saved)
+    writer.close()

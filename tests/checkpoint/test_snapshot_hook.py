@@ -127,6 +127,7 @@ def pinning(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> Iterator[Futu
     """As on a GPU, where the memory is pinned when the test says so: the result is CUDA's error."""
     answer: Future[int] = Future()
     monkeypatch.setattr(in_memory, "pin", lambda memory, device, hurry: answer.result(60))
+    monkeypatch.setattr(in_memory, "unpin", lambda memory, device: None)
     yield answer
     if not answer.done():
         answer.set_result(0)
@@ -136,7 +137,7 @@ def hook_as_on_a_gpu(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> Snap
     hook = SnapshotHook(rank)
     hook.are_ready = False
     assert hook.writer is not None
-    monkeypatch.setattr(hook.writer, "_stream", object())
+    monkeypatch.setattr(hook.writer, "_stream", SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(hook.writer, "_copy", lambda to, parts: torch._foreach_copy_(to, parts) and None)
     return hook
 
@@ -185,6 +186,21 @@ def test_memory_that_cannot_be_pinned_turns_snapshots_off(
     said = rank.terminal.getvalue()  # type: ignore[attr-defined]
     assert said == "no snapshots in memory: rank 0: the memory cannot be pinned (CUDA error 2)\n"
     assert not hook.is_on and "snapshot_stalls_s" not in rank.measured
+    assert os.stat(os.environ[SEGMENTS]).st_blocks == 0, "the launcher would hold the memory to its end"
+
+
+def test_snapshots_of_the_launch_before_stay_where_none_can_be_pinned(
+    rank: RankContext, pinning: Future[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart may resume from them."""
+    SnapshotHook(rank).between_steps(TrainState(step=1))
+    rank.snapshots = None
+    hook = hook_as_on_a_gpu(rank, monkeypatch)
+    take_step(hook, 1)
+    pinning.set_result(2)
+    settle(hook)
+    take_step(hook, 2)
+    assert not hook.is_on and list(Segment(os.environ[SEGMENTS]).committed()) == [1]
 
 
 def test_what_another_rank_cannot_pin_turns_snapshots_off_here_too(
@@ -199,6 +215,7 @@ def test_what_another_rank_cannot_pin_turns_snapshots_off_here_too(
         take_step(hook, step, 1.0)
     assert rank.terminal.getvalue() == "no snapshots in memory: rank 1: no memory\n"  # type: ignore[attr-defined]
     assert not hook.is_on and Segment(os.environ[SEGMENTS]).committed() == {}
+    assert os.stat(os.environ[SEGMENTS]).st_blocks == 0
 
 
 def test_a_rank_that_keeps_none_is_ready(rank: RankContext) -> None:

@@ -82,6 +82,7 @@ CONTRADICTIONS = [
     ({"task": "cpt", "data__format": "messages"}, "data.format", "task"),
     ({"task": "cpt", "model__chat_template": "x"}, "model.chat_template", "task"),
     ({"parallel__strategy": "single", "parallel__gpus": 2}, "parallel.strategy", "parallel.gpus"),
+    ({"launch__min_gpus": 4, "parallel__gpus": 2}, "launch.min_gpus", "parallel.gpus"),
     (
         {"parallel__strategy": "ddp", "parallel__reshard_after_forward": False},
         "parallel.reshard_after_forward",
@@ -118,6 +119,7 @@ ALLOWED = [
     {"task": "cpt", "data__too_long": "split", "data__format": "text"},
     {"parallel__strategy": "ddp", "parallel__gpus": 1},
     {"parallel__strategy": "single", "parallel__gpus": 1},
+    {"launch__min_gpus": 4, "parallel__gpus": 4},
     {"parallel__reshard_after_forward": True},
     {"evaluate__prompts": 0, "data__validation_fraction": 0.0},
     {"checkpoint__every_steps": 0, "checkpoint__keep_last": 1, "checkpoint__keep_best": True},

@@ -222,6 +222,7 @@ def test_a_turn_of_weight_0_is_not_trained_and_need_not_be_found() -> None:
     [
         ([TURN[0], TURN[1] | {"weight": 0}], "assistant", "no loss token"),
         ([*TURN, TWO[2], TWO[3] | {"train": False}], "last", "no loss token"),
+        ([TURN[0], TURN[1] | {"weight": 2}, *TWO[2:]], "last", "the last answer alone"),
         (TURN[:1], "assistant", "no assistant message"),
         ([TURN[0] | {"weight": 2}, TURN[1]], "assistant", "only assistant turns are trained"),
         ([TURN[0] | {"train": False}, TURN[1]], "all", "every message has weight 1"),
@@ -232,6 +233,13 @@ def test_a_turn_of_weight_0_is_not_trained_and_need_not_be_found() -> None:
 def test_weights_that_train_nothing_or_do_nothing_are_refused(messages: list[dict], train_on: Any, reason: str) -> None:
     with pytest.raises(RowRefused, match=reason):
         render(Conversation(messages), family_tokenizer("chatml"), train_on=train_on)
+
+
+@pytest.mark.parametrize("earlier", [{"weight": 0}, {"weight": 1}, {"train": True}])
+def test_earlier_answers_may_be_chosen_or_not_where_the_last_is_trained(earlier: dict[str, Any]) -> None:
+    tokenizer = family_tokenizer("chatml")
+    rendered = render(Conversation([TURN[0], TURN[1] | earlier, *TWO[2:]]), tokenizer, train_on="last")
+    assert trained_texts(tokenizer, rendered) == ["Fine.<|im_end|>"]
 
 
 def test_all_tokens_with_one_turn_weighed_otherwise() -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from manyhands.core.errors import UserError
+from manyhands.data.messages import RowRefused
 from manyhands.infer.batch import answer_file
 from manyhands.infer.chat import chat
 from manyhands.infer.load import open_answerer
@@ -122,8 +123,14 @@ def test_images_have_the_sizes_that_the_run_was_trained_on(tmp_path: Path) -> No
 
     as_the_processor_has_it = num_tokens(folder)
     run = RunFolder(folder.parent)
+    run.create()
     run.write_config(make_config(**{"model.name": str(folder), "data.shrink_images_above": 56 * 56}))
     assert num_tokens(run.path) == as_the_processor_has_it - 16 + 4  # a token is 28 x 28 pixels
+    run.write_config(make_config(**{"model.name": str(folder), "data.max_image_pixels": 112 * 112}))
+    assert num_tokens(run.path) == as_the_processor_has_it
+    run.write_config(make_config(**{"model.name": str(folder), "data.max_image_pixels": 112 * 112 - 1}))
+    with pytest.raises(RowRefused, match=r"data\.max_image_pixels is 12,543"):
+        num_tokens(run.path)
 
 
 def test_a_chat_shows_an_image_to_its_next_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

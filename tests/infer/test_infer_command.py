@@ -86,6 +86,31 @@ def test_a_turn_that_the_template_refuses_leaves_the_chat_open(
     assert out.getvalue().strip() == answerer.answer([{"role": "user", "content": "w1 w2"}], 8)
 
 
+@pytest.fixture(scope="module")
+def short(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 24 positions."""
+    folder = shutil.copytree(folders / "base", tmp_path_factory.mktemp("short") / "base")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
+    return folder
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask(capsys, short, prompt="w1 w2").strip()
+    assert call("generate", short, prompt="w1 " * 18) == 2  # there is room for the prompt, and not for 8 tokens more
+    assert "24 positions, for the prompt and 8 new tokens" in capsys.readouterr().err
+
+
+def test_a_chat_answers_as_long_as_there_are_positions(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answerer, out = open_answerer(short), io.StringIO()
+    most = next(n for n in range(24) if len(answerer.encode([{"role": "user", "content": "w1 " * n}])) == 21)
+    chat(answerer, GenerationSettings(max_new_tokens=8), lines=["w1 " * most, "w2", "", "w1 w2"], out=out)
+    first, refused, fresh = out.getvalue().splitlines()
+    assert len(answerer.tokenizer.encode(first, add_special_tokens=False)) <= 3 and not refused
+    assert "begin a new conversation" in capsys.readouterr().err
+    assert fresh == answerer.answer([{"role": "user", "content": "w1 w2"}], 8)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

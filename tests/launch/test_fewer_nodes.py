@@ -82,6 +82,8 @@ def test_what_is_said_can_be_given_to_the_command_line(tmp_path: Path, monkeypat
     assert second == (
         f"on gpu2: manyhands train {path} parallel.gpus=4 --nodes 2 --node-rank 1 --rendezvous gpu0:29400"
     )
+    _, also = commands_to_go_on(place, HELLOS, [0, 2], 6, 5)
+    assert " parallel.gpus=4 launch.min_gpus=4 --nodes 2 " in also, "more than there are would be refused"
     config = run_file.load_run(path, ["parallel.gpus=4"], nodes=2).config
     place = train_options.choose_place(config, 1, "gpu0:29400")["place"]
     assert (place.node, place.num_nodes, config.parallel.gpus) == (1, 2, 4)

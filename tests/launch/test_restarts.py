@@ -190,6 +190,22 @@ def test_a_killed_rank_is_started_again_and_both_say_so_in_one_line(launch, capf
     assert folder.read_status()["restarts"] == 1
 
 
+def test_a_signal_while_memory_is_waited_for_ends_the_run(launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed rank may give its memory back for a minute."""
+    plans: list[object] = []
+
+    def wait(gpus: LaunchGpus, ending: object, plan: object) -> None:
+        plans.append(plan)
+        if len(plans) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+
+    monkeypatch.setattr(LaunchGpus, "await_memory", wait)
+    code, log, folder = launch("wait unless killed once", "kill once")
+    assert code == 130 and folder.read_status()["state"] == "interrupted"
+    assert "SIGINT: the run has ended, nothing was saved yet; the same command starts it again" in log
+
+
 def test_what_fails_at_each_attempt_ends_at_the_second(launch) -> None:
     error, log, folder = launch("lost peer", "raise")
     assert isinstance(error, UserError) and error.exit_code == 1

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.bench.rows import BY_NAME, TABLE, BenchRow, append, count_gpus, new_run, start_processes
+from manyhands.core.errors import EXIT_USAGE, UserError
 
 LIMIT_S = 600
 
@@ -22,6 +23,10 @@ LIMIT_S = 600
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the processes of a row, too
     options = parse()
+    if unknown := [name for name in options.rows if name not in BY_NAME]:
+        error = UserError(f"there is no row called {unknown[0]!r}", fix=f"the rows are {', '.join(BY_NAME)}")
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
     rows = [BY_NAME[name] for name in options.rows]
     if options.list or not rows:
         print_rows(rows or list(TABLE), {})
@@ -44,18 +49,11 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def known_row(name: str) -> str:
-    """``name`` if it is a row; else argparse shows what rows there are."""
-    if name not in BY_NAME:
-        raise argparse.ArgumentTypeError(f"there is no row called {name!r}; the rows are {', '.join(BY_NAME)}")
-    return name
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="manyhands bench", description="Measure rows of the speed table on this machine, beside H200s."
     )
-    parser.add_argument("rows", nargs="*", metavar="ROW", type=known_row, help=", ".join(BY_NAME))
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(BY_NAME))
     parser.add_argument("--list", action="store_true", help="show the rows and the recorded figures, measure nothing")
     parser.add_argument("--gpus", type=int, help="measure on at most so many GPUs")
     parser.add_argument("--output", type=Path, help="JSONL file to append the raw rows to")

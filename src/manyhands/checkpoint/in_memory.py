@@ -92,6 +92,19 @@ class SnapshotWriter:
 
         return commit
 
+    def close(self) -> None:
+        """Lets go of pinned memory, also of what is being pinned, and of the segment's where no snapshot is in it. A
+        snapshot that was begun and not completed is none; whoever goes on writing pins anew.
+        """
+        if self._pinning is not None:
+            pinning, self._pinning = self._pinning, None
+            self._hurry.set()
+            pinning.exception()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._unpin()
+        self._segment.free_if_empty()
+
     def forget_after(self, step: int) -> None:
         """Clears snapshots of later steps."""
         if self._pinning is not None:  # the slots may be made anew
@@ -120,12 +133,16 @@ class SnapshotWriter:
             arrived.record()
         return arrived
 
+    def _unpin(self) -> None:
+        """Before the mapping goes: CUDA would take what is mapped at its address later for registered."""
+        while self._pinned:
+            unpin(self._pinned.pop(), self._device)
+        self._slots = {}
+
     def _make_room(self, hurry: threading.Event | None = None) -> None:
         """Two slots for the layout, pinned where a GPU is: each by itself, so that pieces lie alike in both."""
         if self._segment.slot_bytes < self._layout.end:
-            while self._pinned:  # their mapping must not go while it is registered
-                unpin(self._pinned.pop(), self._device)
-            self._slots = {}
+            self._unpin()
             self._segment.make_room(self._layout.end)
         if self._stream is None or self._pinned:
             return

@@ -71,6 +71,8 @@ class Staging:
         self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         if self._device.type == "cuda":
             if status := pin(self._buffer, self._device, self.hurry):
+                self._buffer = self._memory = None  # nothing will be staged: the memory is of use elsewhere
+                os.ftruncate(self._fd, 0)
                 raise NoRoom(f"the memory cannot be pinned (CUDA error {status})")
             self._is_pinned = True
 

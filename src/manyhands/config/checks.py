@@ -19,13 +19,8 @@ from manyhands.config.sources import READY, check_formats, check_sources, list_s
 Findings = Iterator[str]
 
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")  # it becomes part of a curve's name
-LORA_KEYS = (
-    *(
-        f"method.{name}"
-        for name in ("rank", "alpha", "dropout", "target_modules", "rslora", "dora", "modules_to_save", "adapter")
-    ),
-    "output.merge",
-)
+_OF_LORA = "rank alpha dropout target_modules rslora dora modules_to_save adapter"
+LORA_KEYS = (*(f"method.{name}" for name in _OF_LORA.split()), "output.merge")
 
 # Set from the row, from the tokenizer or by rendering: parameters of apply_chat_template, and names it passes to every
 # template.
@@ -282,7 +277,9 @@ def check_template_kwargs(kwargs: Mapping[str, Any], date: str) -> Findings:
 
 
 def _check_parallel(config: RunConfig) -> Findings:
-    parallel = config.parallel
+    parallel, least = config.parallel, config.launch.min_gpus
+    if least is not None and parallel.gpus != "auto" and least > parallel.gpus:
+        yield f"`launch.min_gpus: {least}` is more than `parallel.gpus: {parallel.gpus}`: use at most as many"
     if parallel.strategy == "single" and parallel.gpus != "auto" and parallel.gpus > 1:
         yield (
             f"`parallel.strategy: single` is one process, but `parallel.gpus` is {parallel.gpus}: use strategy auto, "

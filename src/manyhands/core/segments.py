@@ -56,6 +56,12 @@ class Segment:
         assert self._memory is not None
         _SIZE.pack_into(self._memory, 0, slot_bytes)
 
+    def free_if_empty(self) -> None:
+        """Gives the memory back if no snapshot is in it: it would stay until the launcher ends. Nobody may use it."""
+        if not self.committed():
+            self._memory = None
+            os.ftruncate(self._fd, 0)
+
     def close(self) -> None:
         """What was read stays valid."""
         self._memory = None

@@ -30,6 +30,11 @@ NO_CALLS = (
     "the chat template does not support tool calls: leave out samples with tool calls, or use a "
     "model.chat_template that shows them"
 )
+WEIGHTED_ALONE = {
+    "assistant": "only assistant turns are trained",
+    "last": "data.train_on: last trains the last answer alone",
+    "all": "with data.train_on: all every message has weight 1",
+}
 MAX_ARGUMENTS = 256  # of the template, by row, that are remembered
 MAX_UNTOLD = 100  # by so many, rows whose ids do not tell where their tokens lie may outnumber the others
 
@@ -222,15 +227,11 @@ class Renderer:
         if not turns and self._train_on != "all":
             raise RowRefused("no assistant message: this row has no loss tokens")
         for turn, message in enumerate(conversation.messages):
-            if turn in turns or ("weight" not in message and "train" not in message):
+            if turn in chosen or ("weight" not in message and "train" not in message):
                 continue
-            weight = weight_of(message)
-            if weight != (1.0 if self._train_on == "all" else 0.0):
-                whole = (
-                    "with data.train_on: all every message has weight 1"
-                    if self._train_on == "all"
-                    else "only assistant turns are trained"
-                )
+            weight, default = weight_of(message), 1.0 if self._train_on == "all" or turn in turns else 0.0
+            if weight != default and (weight or self._train_on == "all"):
+                whole = WEIGHTED_ALONE[self._train_on]
                 raise RowRefused(f"message {turn + 1} ({message['role']}) has weight {weight:g}, but {whole}")
         weights = {
             turn: conversation.weight * weight_of(conversation.messages[turn]) if turn in chosen else 0.0

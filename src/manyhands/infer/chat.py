@@ -85,7 +85,7 @@ def _answer(
         print(text, end="", file=out, flush=True)
 
     try:
-        return answerer.answer_all([messages], settings, list(options.tools), show)[0].text
+        return answerer.answer_all([messages], settings, list(options.tools), show, shorten=True)[0].text
     except KeyboardInterrupt:
         if not shown:
             raise

@@ -118,8 +118,11 @@ def image_inputs(
 
 
 def sizes_of(config: RunConfig) -> dict[str, int | None]:
-    """The keys of ``data`` by which a run makes images larger or smaller before the model's processor sees them."""
-    return {name: getattr(config.data, name) for name in ("shrink_images_above", "enlarge_images_below")}
+    """The keys of ``data`` by which a run makes images larger or smaller before the model's processor sees them, and
+    the most pixels that it decodes.
+    """
+    names = ("shrink_images_above", "enlarge_images_below", "max_image_pixels")
+    return {name: getattr(config.data, name) for name in names}
 
 
 def open_images(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +52,40 @@ class Answerer:
         settings: GenerationSettings | None = None,
         tools: list[Any] | None = None,
         on_text: OnText | None = None,
+        *,
+        shorten: bool = False,
     ) -> list[Completion]:
         """Answers in the order of the conversations, in batches that fit into memory, on this model's device.
 
         Each conversation's position seeds it where answers are sampled, so the batches do not matter.
         ``on_text(position, text)`` is called with each new piece of text. Files, over several GPUs:
         ``infer.batch.answer_file``.
+
+        UserError where the model has too few positions for a prompt and ``max_new_tokens``; ``shorten``: for a prompt
+        and one new token, and answers may be shorter.
         """
         from manyhands.infer.worker import Worker
 
-        given = (self.tokenizer, self.chat_template_kwargs)
+        settings, given = settings or GenerationSettings(), (self.tokenizer, self.chat_template_kwargs)
         prompts = [prompt_of(n, *given, m, tools, images=self.images) for n, m in enumerate(conversations)]
-        found = Worker(self, settings or GenerationSettings(), on_text=on_text).answer_all(prompts)
+        if prompts:
+            settings = self._fit(max(len(prompt.ids) for prompt in prompts), settings, shorten)
+        found = Worker(self, settings, on_text=on_text).answer_all(prompts)
         return [found[number] for number in range(len(prompts))]
+
+    def _fit(self, longest: int, settings: GenerationSettings, shorten: bool) -> GenerationSettings:
+        model: Any = self.model
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is None or longest + settings.max_new_tokens <= positions:
+            return settings
+        if shorten and longest < positions:
+            return replace(settings, max_new_tokens=positions - longest)
+        raise UserError(
+            f"the prompt is too long for the model: {longest:,} tokens",
+            why=f"the model has {positions:,} positions, for the prompt and "
+            + ("an answer" if shorten else f"{settings.max_new_tokens:,} new tokens"),
+            fix="begin a new conversation" if shorten else "shorten the prompt, or lower max_new_tokens",
+        )
 
     def encode(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
         """The tokens before the answer. UserError for an empty prompt, or for what needs a chat template where there is

@@ -203,22 +203,27 @@ def scale_gpus(asked: Any, num_nodes: int, num_left: int) -> Any:
     return asked if asked == "auto" else asked // num_nodes * num_left
 
 
-def how_to_go_on_without(place: Place, hellos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any) -> str:
+def how_to_go_on_without(
+    place: Place, hellos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any, least: int | None
+) -> str:
     """``UserError.fix`` of a node that is lost: wait for it, or the commands of ``commands_to_go_on``."""
-    commands = commands_to_go_on(place, hellos, left, asked)
+    commands = commands_to_go_on(place, hellos, left, asked, least)
     return "\n    ".join([f"{FIX_OF_LOST}; to go on without what is lost, run:", *commands])
 
 
 def commands_to_go_on(
-    place: Place, hellos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any
+    place: Place, hellos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any, least: int | None = None
 ) -> list[str]:
     """What starts the run again on the nodes ``left``, a line for each; from a step of SLURM one for all. ``asked``:
-    ``parallel.gpus``; ``hellos``: what each node has said of itself.
+    ``parallel.gpus``; ``least``: ``launch.min_gpus``; ``hellos``: what each node has said of itself.
     """
     words, names = list(place.words), {node: str(hello["host"]) for node, hello in hellos.items()}
     if asked != "auto":
         words = _without(words, _OF_THE_NUMBER)
-        words.append(f"parallel.gpus={scale_gpus(asked, place.num_nodes, len(left))}")
+        fewer = scale_gpus(asked, place.num_nodes, len(left))
+        words.append(f"parallel.gpus={fewer}")
+        if least is not None and least > fewer:  # which would be refused
+            words = [*_without(words, ("launch.min_gpus",)), f"launch.min_gpus={fewer}"]
     if place.by_srun:
         lost = ",".join(names[node] for node in sorted(hellos) if node not in left)
         return [shlex.join(["srun", f"--nodes={len(left)}", "--ntasks-per-node=1", f"--exclude={lost}", *words])]

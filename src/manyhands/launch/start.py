@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -131,7 +132,8 @@ class Lasting:
     def explain(self, error: UserError, config: RunConfig, place: Place, left: Sequence[int]) -> UserError:
         """``error``, with the commands that go on with the nodes ``left`` where one that was lost has not come back."""
         if self.hellos and left:
-            error.fix = how_to_go_on_without(place, self.hellos, left, config.parallel.gpus)
+            asked, least = config.parallel.gpus, config.launch.min_gpus
+            error.fix = how_to_go_on_without(place, self.hellos, left, asked, least)
         return error
 
     def resumed(self, origin: LoadedRun) -> LoadedRun:
@@ -261,10 +263,11 @@ def _launch_and_restart(
     report = functools.partial(_report, folder=folder) if leads else print
     num_smaller = 0
     while True:
-        gpus.await_memory(lasting.standbys.list_ending(), found.prepared.plan)
+        ending = lasting.standbys.list_ending()
+        asked = wait_unless_asked(functools.partial(gpus.await_memory, ending, found.prepared.plan))
         driver = _collect_reports(found, gpus, listener)
         try:
-            return _run_attempt(found, arguments, lasting, report, driver)
+            return _run_attempt(found, arguments, lasting, report, driver, asked)
         except UserError as error:
             if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS and restarts.limit:
                 num_smaller += 1
@@ -317,7 +320,12 @@ def _collect_reports(found: Joined, gpus: LaunchGpus, listener: XidListener) -> 
 
 
 def _run_attempt(
-    found: Joined, arguments: Sequence[str], lasting: Lasting, report: Callable[[str], None], driver: DriverReports
+    found: Joined,
+    arguments: Sequence[str],
+    lasting: Lasting,
+    report: Callable[[str], None],
+    driver: DriverReports,
+    asked: signal.Signals | None,
 ) -> int:
     plan, team, memory = found.prepared.plan, found.team, lasting.memory
     environment = dict(memory.own.environment) if memory.own is not None else {}
@@ -334,6 +342,7 @@ def _run_attempt(
             environment=environment,
             driver=driver,
             standbys=lasting.standbys if found.prepared.config.launch.restarts else None,
+            asked=asked,
         )
 
 

@@ -130,7 +130,8 @@ def _prepare(
     if group is None:
         folder = folder_of(config)
         return Joined(Prepared(folder, config, folder.read_plan(), resume=False, finished=True), None)
-    team = Team(channel, group, place, {PLACES: json.dumps(group.places)}, config.parallel.gpus)
+    asked, least = config.parallel.gpus, config.launch.min_gpus
+    team = Team(channel, group, place, {PLACES: json.dumps(group.places)}, asked, least)
     if channel.node != 0:
         return Joined(_received(channel.gather("plan", None)[0], config), team)
     origin = replace(origin, config=config)

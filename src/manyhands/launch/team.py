@@ -82,13 +82,19 @@ class Store(Protocol):
 
 class Team:
     """This node among all of them, for the time of a run. ``environment``: variables for its workers; ``asked``:
-    ``parallel.gpus``.
+    ``parallel.gpus``; ``least``: ``launch.min_gpus``.
     """
 
     def __init__(
-        self, channel: Channel, group: NodeGroup, place: Place, environment: Mapping[str, str], asked: Any = "auto"
+        self,
+        channel: Channel,
+        group: NodeGroup,
+        place: Place,
+        environment: Mapping[str, str],
+        asked: Any = "auto",
+        least: int | None = None,
     ) -> None:
-        self.channel, self.group, self.place, self.asked = channel, group, place, asked
+        self.channel, self.group, self.place, self.asked, self.least = channel, group, place, asked, least
         self.node, self.num_nodes = channel.node, channel.num_nodes
         self.environment = {**_network(channel), **environment}
         self.attempt = 0
@@ -218,7 +224,7 @@ class Team:
 
     def _say_how_to_go_on(self) -> None:
         """In the error of each node that is lost: the commands that do without."""
-        fix = how_to_go_on_without(self.place, self.channel.hellos, self.left, self.asked)
+        fix = how_to_go_on_without(self.place, self.channel.hellos, self.left, self.asked, self.least)
         for error in self.channel.lost.values():
             error.fix = fix
 

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -367,11 +367,16 @@ def raise_when_stopped() -> Iterator[None]:
         raise Stopped(asked) from None
 
 
-def wait_unless_asked(seconds: float) -> signal.Signals | None:
-    """Waits; returns at once with the signal by which this process is asked to end."""
+def wait_unless_asked(wait: float | Callable[[], object]) -> signal.Signals | None:
+    """Waits so many seconds, or for ``wait`` to return; returns at once with the signal by which this process is asked
+    to end.
+    """
     try:
         with raise_when_asked(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            time.sleep(seconds)
+            if callable(wait):
+                wait()
+            else:
+                time.sleep(wait)
     except StopRequested as asked:
         return asked.signal
     return None

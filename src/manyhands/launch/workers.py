@@ -59,6 +59,7 @@ def run_workers(
     environment: Mapping[str, str] = NOTHING,
     driver: DriverReports | None = None,
     standbys: Standbys | None = None,
+    asked: signal.Signals | None = None,
 ) -> int:
     """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them runs
     any more when it returns, however it ends; with ``standbys`` those that were killed may still give memory back.
@@ -67,7 +68,8 @@ def run_workers(
     SLURM's SIGUSR1, unless the run was finished by then: a crash after that is a warning. ``timeout_s``: a rank that
     others wait for, or a node of ``team`` that is silent, is ended after so long without progress. UserError: the
     first cause of a failure on any node, with what the driver reports of GPUs (``driver``), or a MASTER_PORT in use.
-    ``standbys``: where the processes of ranks come from, if they are there.
+    ``standbys``: where the processes of ranks come from, if they are there. ``asked``: a signal that has come before;
+    no worker is started, and other nodes are told.
     """
     world_size, leads = plan.layout.world_size, team is None or team.node == 0
     port = choose_port() if team is None else 0
@@ -80,7 +82,7 @@ def run_workers(
         host, port = team.begin(_open_store)
         name = f"manyhands-{team.attempt}"
         place = Rendezvous(team.node, team.num_nodes, len(team.ranks), "static", f"{host}:{port}", name, timeout_s)
-    ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team, environment, standbys)
+    ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team, environment, standbys, asked)
     if driver is not None:
         ending = replace(ending, reports=driver.describe())
         if ending.cause is not None:
@@ -110,7 +112,8 @@ def _run_and_watch(
     command: Sequence[str],
     team: Team | None,
     environment: Mapping[str, str],
-    standbys: Standbys | None = None,
+    standbys: Standbys | None,
+    asked: signal.Signals | None,
 ) -> LaunchEnd:
     local, added = (None, environment) if team is None else (team.ranks, {**team.environment, **environment})
     try:
@@ -122,9 +125,11 @@ def _run_and_watch(
             team.watching(watch) if team is not None else contextlib.nullcontext(),
             standbys.serving(folder, watch.local_ranks) if standbys is not None else contextlib.nullcontext(),
         ):
+            if asked is not None:
+                signal.raise_signal(asked)
             return _run_agent(folder, place, command, watch)
-    except StopRequested as asked:  # before the agent has taken the signal over: no worker was started
-        return LaunchEnd(asked.signal)
+    except StopRequested as stop:  # before the agent has taken the signal over: no worker was started
+        return LaunchEnd(stop.signal)
 
 
 def report_end(folder: RunFolder, received: signal.Signals | None, report: Callable[[str], None], leads: bool) -> int:

@@ -85,7 +85,9 @@ class SnapshotHook(Hook):
                 rank.print(f"snapshots in memory from step {state.step} on: before it their memory was pinned")
         if reason:  # a later one that has outgrown its slot
             rank.print(f"no snapshots in memory: {reason}")
-            self.writer = None
+            if self.writer is not None:
+                self.writer.close()
+            self.writer = rank.snapshots = None
             return
         rank.measured.setdefault("snapshot_stalls_s", []).append(time.monotonic() - begin)
         if commit is None:
