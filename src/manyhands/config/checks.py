@@ -118,9 +118,9 @@ def _check_stop(config: RunConfig) -> Findings:
     guards = config.guards
     if guards.spike == "off":
         yield from _unused(config, ("guards.spike_mads", "guards.spike_window"), "guards.spike", "set guards.spike")
-    idle = () if "rollback" in (guards.nonfinite, guards.spike) else ("guards.leave_out",)
-    idle += ("guards.max_in_a_row",) if idle and "skip" not in (guards.nonfinite, guards.spike) else ()
-    yield from _unused(config, idle, "guards.nonfinite", "set guards.nonfinite or guards.spike to rollback")
+    if "rollback" not in (guards.nonfinite, guards.spike):
+        idle = ("guards.leave_out", "guards.max_in_a_row")[: 1 if "skip" in (guards.nonfinite, guards.spike) else 2]
+        yield from _unused(config, idle, "guards.nonfinite", "set guards.nonfinite or guards.spike to rollback")
 
 
 def _check_evaluation(config: RunConfig) -> Findings:
