@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.api.runs import plain
+from manyhands.api.runs import open_run, plain
 from manyhands.api.sources import write_rows
 from manyhands.core.errors import UserError
 
@@ -50,6 +50,14 @@ def test_numpy_values_are_plain_ones(tmp_path: Path) -> None:
 def test_numpy_values_of_keys_are_plain_ones() -> None:
     keys = {"seed": np.int64(3), "learning_rate": np.float32(0.5), "list": np.array([1, 2])}
     assert json.dumps(plain(keys)) == '{"seed": 3, "learning_rate": 0.5, "list": [1, 2]}'
+
+
+def test_a_mistake_in_overrides_is_said_to_be_there() -> None:
+    """And not on a command line, which a script does not have."""
+    run = {"model": {"name": "org/model"}, "data": {"train": "rows.jsonl"}}
+    with pytest.raises(UserError) as error:
+        open_run(run, {"stop.max_steps": 0, "nope": 1})
+    assert [detail.split(":")[0] for detail in error.value.details] == ["overrides", "overrides"]
 
 
 def test_a_path_is_itself(tmp_path: Path) -> None:

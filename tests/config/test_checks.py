@@ -61,6 +61,9 @@ CONTRADICTIONS = [
     ({"checkpoint__every_steps": 5, "checkpoint__per_epoch": 1}, "checkpoint.every_steps", "checkpoint.per_epoch"),
     ({"evaluate__per_epoch": 1, "data__validation_fraction": 0.0}, "evaluate.per_epoch", "data.validation_fraction"),
     ({"stop__loss_above_steps": 5}, "stop.loss_above_steps", "stop.loss_above"),
+    ({"guards__spike": "off", "guards__spike_mads": 4.0}, "guards.spike_mads", "guards.spike"),
+    ({"guards__nonfinite": "skip", "guards__leave_out": 2}, "guards.leave_out", "guards.nonfinite"),
+    ({"guards__max_in_a_row": 2}, "guards.max_in_a_row", "guards.nonfinite"),
     ({"optimizer__decay_embeddings": True}, "optimizer.decay_embeddings", "optimizer.weight_decay"),
     ({"method__double_quant": False}, "method.double_quant", "method.name"),
     ({"method__name": "full", "method__rank": 8}, "method.rank", "method.name"),
@@ -126,6 +129,8 @@ ALLOWED = [
     {"model__dtype": "bfloat16", "parallel__device": "cpu"},
     {"model__init": "random", "model__revision": "v1"},
     {"schedule__name": "wsd", "schedule__decay_ratio": 0.5},
+    {"guards__nonfinite": "skip", "guards__max_in_a_row": 2},
+    {"guards__spike": "rollback", "guards__leave_out": 2, "guards__max_in_a_row": 2},
 ]
 
 

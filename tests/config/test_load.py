@@ -350,3 +350,8 @@ def test_a_mapping_is_not_changed_and_its_errors_name_the_place():
     with pytest.raises(UserError, match="error") as raised:
         config_from_mapping(mapping, where="a notebook")
     assert raised.value.where == "a notebook" and mapping == minimal(batch__row=1)
+
+
+def test_a_window_in_which_no_loss_could_be_called_a_spike_is_refused(tmp_path):
+    error = refusal(write(tmp_path, BASE + "guards: {spike_window: 15}\n"))
+    assert "guards.spike_window" in str(error) and "16" in str(error)

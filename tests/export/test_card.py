@@ -147,9 +147,18 @@ def test_how_vllm_serves_it_where_vllm_can() -> None:
         "vllm serve someone/base --enable-lora --max-lora-rank 8 --lora-modules helper=path/to/this/folder"
         in make_card()
     )
+    folder = make_card(config={"model": {"name": "/models/my base"}})
+    assert "vllm serve 'path/to/my base' --enable-lora" in folder, "as a shell takes it"
     assert "vllm serve path/to/this/folder" in make_card("merged")
     for method in ({"name": "lora", "dora": True}, {"name": "qlora"}, {"name": "lora", "modules_to_save": ["lm_head"]}):
         assert "vllm" not in make_card(method=method)
+
+
+def test_a_pinned_base_is_opened_at_its_revision() -> None:
+    """Model, tokenizer and server: weights of another revision are not those beside which the adapter was trained."""
+    text = make_card(config={"model": {"name": "someone/base", "revision": "v1"}})
+    assert 'AutoTokenizer.from_pretrained("someone/base", revision="v1")' in text
+    assert "vllm serve someone/base --revision v1 --enable-lora" in text
 
 
 @pytest.mark.parametrize("kind", ["adapter", "merged", "model"])

@@ -34,7 +34,11 @@ def test_machines_files_and_command(tmp_path):
     assert made["file_mounts"]["~/manyhands-run.json"] == str(tmp_path / "runs" / "demo" / "submit" / "run-1.json")
     rows = os.path.abspath("rows.jsonl")
     assert made["file_mounts"][rows] == rows, "what is on this machine is uploaded"
-    assert made["run"].startswith("timeout --kill-after=60 36000 python3 -m torch.distributed.run")
+    setup, timed = (
+        "set -e\npip install -q manyhands\n",
+        "timeout --kill-after=60 36000 python3 -m torch.distributed.run",
+    )
+    assert made["run"].startswith(setup + timed) and "setup" not in made
 
 
 def test_the_command_that_each_machine_runs(tmp_path):
@@ -54,6 +58,21 @@ def test_the_command_that_each_machine_runs(tmp_path):
         *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4", "--node-rank=1"),
         *("--master-addr=10.0.0.1", "--master-port=29500", "-m", "manyhands.worker", "/home/me/manyhands-run.json"),
     ]
+
+
+def test_setup_reaches_the_run_and_a_failed_one_ends_it(tmp_path):
+    """SkyPilot's own `setup` is another shell: a Python that it activates would not be the run's."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").write_text('#!/bin/bash\necho "$FOUND"\n')
+    (tmp_path / "bin" / "python3").chmod(0o755)
+
+    def call(*setup):
+        command = task(tmp_path, **{"submit.setup": setup})["run"]
+        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+
+    done = call(f"PATH={tmp_path}/bin:$PATH", "export FOUND='a b'")
+    assert (done.returncode, done.stdout) == (0, "a b\n"), done.stderr
+    assert (call("false", f"PATH={tmp_path}/bin:$PATH").returncode) == 1
 
 
 @pytest.mark.parametrize(

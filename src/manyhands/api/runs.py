@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -141,7 +142,11 @@ def read_keys(
     texts = [f"{key}={json.dumps(plain(value), ensure_ascii=False)}" for key, value in (overrides or {}).items()]
     launcher = detect_launcher()
     num_gpus = None if launcher.kind == "none" else launcher.world_size
-    return load_for_start(source, texts, num_gpus=num_gpus, settings=accelerate_settings(), read=read)
+    try:
+        return load_for_start(source, texts, num_gpus=num_gpus, settings=accelerate_settings(), read=read)
+    except UserError as error:  # a script or a notebook has no command line
+        error.details = tuple(re.sub("^command line: ", "overrides: ", detail) for detail in error.details)
+        raise
 
 
 def plain(value: Any) -> Any:

@@ -19,8 +19,8 @@ from manyhands.config.sources import READY, check_formats, check_sources, list_s
 Findings = Iterator[str]
 
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")  # it becomes part of a curve's name
-_OF_LORA = "rank alpha dropout target_modules rslora dora modules_to_save adapter"
-LORA_KEYS = (*(f"method.{name}" for name in _OF_LORA.split()), "output.merge")
+_OF_LORA = ("rank", "alpha", "dropout", "target_modules", "rslora", "dora", "modules_to_save", "adapter")
+LORA_KEYS = (*(f"method.{name}" for name in _OF_LORA), "output.merge")
 
 # Set from the row, from the tokenizer or by rendering: parameters of apply_chat_template, and names it passes to every
 # template.
@@ -115,6 +115,12 @@ def _check_schedule(config: RunConfig) -> Findings:
 def _check_stop(config: RunConfig) -> Findings:
     if config.stop.loss_above is None:
         yield from _unused(config, ("stop.loss_above_steps",), "stop.loss_above", "set stop.loss_above")
+    guards = config.guards
+    if guards.spike == "off":
+        yield from _unused(config, ("guards.spike_mads", "guards.spike_window"), "guards.spike", "set guards.spike")
+    if "rollback" not in (guards.nonfinite, guards.spike):
+        idle = ("guards.leave_out", "guards.max_in_a_row")[: 1 if "skip" in (guards.nonfinite, guards.spike) else 2]
+        yield from _unused(config, idle, "guards.nonfinite", "set guards.nonfinite or guards.spike to rollback")
 
 
 def _check_evaluation(config: RunConfig) -> Findings:

@@ -150,7 +150,7 @@ class GuardsSection(Section):
     spike_mads: PositiveFloat = Field(
         10.0, description="Median absolute deviations, scaled to a standard deviation, above which a loss is a spike."
     )
-    spike_window: PositiveInt = Field(64, description="Losses that are compared with; 16 are needed at least.", ge=16)
+    spike_window: Annotated[int, Field(ge=16)] = Field(64, description="Losses that a step's loss is compared with.")
     max_in_a_row: PositiveInt = Field(
         5, description="Steps skipped in a row, or rollbacks in all, after which the run fails."
     )

@@ -7,6 +7,7 @@ Knows the run's files and values, and no tensors.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,7 +198,9 @@ class Card:
         if limit is None:
             return []
         base = self.base or f"path/to/{Path(self.config.model.name).name}"
-        command = f"vllm serve {base} --enable-lora --max-lora-rank {limit}"
+        revision = self.config.model.revision
+        at = f" --revision {shlex.quote(revision)}" if revision else ""
+        command = f"vllm serve {shlex.quote(base)}{at} --enable-lora --max-lora-rank {limit}"
         return ["", "```bash", f"{command} --lora-modules {self.config.name}=path/to/this/folder", "```"]
 
     def _nf4(self) -> list[str]:
@@ -229,9 +232,9 @@ class Card:
                 f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
             ]
         base, dtype = self.base or f"path/to/{Path(self.config.model.name).name}", self.plan.layout.compute_dtype
-        more = remote
         revision = self.config.model.revision
-        more += f', revision="{revision}"' if revision else ""
+        at = remote + (f', revision="{revision}"' if revision else "")
+        more = at
         lines = ["import torch", "from peft import PeftModel", load]
         quantized = self.config.method.name == "qlora" and self.plan.stored_nf4 is None
         if quantized:
@@ -244,8 +247,8 @@ class Card:
         if self.plan.new_tokens is not None:
             lines.append(f"base.resize_token_embeddings({self.plan.new_tokens.vocab_size})")
         lines.append('model = PeftModel.from_pretrained(base, "path/to/this/folder")')
-        tokenizer = "path/to/this/folder" if self.has_tokenizer else base
-        return [*lines, f'tokenizer = AutoTokenizer.from_pretrained("{tokenizer}"{remote})']
+        tokenizer, at = ("path/to/this/folder", remote) if self.has_tokenizer else (base, at)
+        return [*lines, f'tokenizer = AutoTokenizer.from_pretrained("{tokenizer}"{at})']
 
 
 def make_card(

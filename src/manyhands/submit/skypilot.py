@@ -59,8 +59,8 @@ def write_task(job: ClusterJob) -> str:
         "secrets": dict.fromkeys(asked.secrets),
         "volumes": disks,
         "file_mounts": mounts,
-        "setup": "\n".join(asked.setup),
-        "run": _command(job),
+        # Not as SkyPilot's `setup`, whose shell is another one: what it activates or exports would not reach the run.
+        "run": "\n".join((*(("set -e", *asked.setup) if asked.setup else ()), _command(job))),
     }
     task = {key: value for key, value in task.items() if value}
     return to_yaml(job, task)
