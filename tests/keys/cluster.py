@@ -113,7 +113,7 @@ def python(lab: Lab) -> None:
 
 def setup(lab: Lab) -> None:
     keys = {"submit.setup": ("module load cuda",)}
-    assert "\nmodule load cuda\n" in script(lab, keys) and task(lab, keys)["setup"] == "module load cuda"
+    assert "\nmodule load cuda\n" in script(lab, keys) and "\nmodule load cuda\n" in task(lab, keys)["run"]
     assert "module load cuda\nexec " in train_job(lab, keys)["spec"]["trainer"]["command"][-1]
 
 

@@ -287,10 +287,8 @@ def _check_parallel(config: RunConfig) -> Findings:
     if least is not None and parallel.gpus != "auto" and least > parallel.gpus:
         yield f"`launch.min_gpus: {least}` is more than `parallel.gpus: {parallel.gpus}`: use at most as many"
     if parallel.strategy == "single" and parallel.gpus != "auto" and parallel.gpus > 1:
-        yield (
-            f"`parallel.strategy: single` is one process, but `parallel.gpus` is {parallel.gpus}: use strategy auto, "
-            "ddp or fsdp, or gpus: 1"
-        )
+        alone = "`parallel.strategy: single` is one process"
+        yield f"{alone}, but `parallel.gpus` is {parallel.gpus}: use strategy auto, ddp or fsdp, or gpus: 1"
     if parallel.strategy.startswith("zero"):
         yield from _check_zero(config)
     elif parallel.strategy in ("single", "ddp") and parallel.offload != "all":
