@@ -183,6 +183,20 @@ def test_one_gpu_waits_for_the_first_weights_from_host_memory_and_fetches_the_ot
     assert unhidden == (6000, 0), "FSDP2 alone fetches none ahead"
 
 
+@pytest.mark.parametrize(
+    ("leaves_once", "layout"),
+    [(False, {}), (True, {"reduce_every": False}), (True, {"strategy": "hsdp", "shard_degree": 2})],
+)
+def test_gradients_go_to_host_memory_as_often_as_they_are_reduced(leaves_once: bool, layout: dict[str, object]):
+    """``NativeEngine`` reduces unsharded ones, and sums of replicas, with a step's last micro-batch alone."""
+    s = change_input(FULL, offload="all", device="cuda", **{"strategy": "fsdp", "world_size": 4} | layout)
+    kept = replace(s, layout=replace(s.layout, reshard_after_forward=False))
+    one, two = (time.offload(asked(kept, *[MICRO] * count), 0.0) for count in (1, 2))
+    weights = 2 * s.model.num_parameters / s.num_shards
+    more = weights + (0 if leaves_once else s.num_trained * s.sum_bytes / s.num_shards)
+    assert two - one == pytest.approx(more / RATES.pcie, rel=0.01)
+
+
 def test_the_norm_of_gradients_in_host_memory_costs_a_pass_over_them_where_they_are_sums():
     """Of one micro-batch it is taken before they leave."""
     narrow = change_input(FULL, offload="all", device="cuda", master_dtype="bfloat16", accumulates=False)
