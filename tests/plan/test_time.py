@@ -163,6 +163,26 @@ def test_the_plan_says_how_long_a_step_and_the_run_take(method, gpus):
     assert made.step_s <= 1.003 * min(c.step_s for c in safe)
 
 
+@pytest.mark.parametrize(
+    ("every", "number"),
+    [
+        ({"evaluate__every_steps": 3}, 5),  # before step 1, after 3, 6, 9 and 12, the last of all
+        ({"evaluate__every_steps": 5}, 4),  # 0, 5, 10, 12
+        ({"evaluate__every_steps": 0}, 2),
+        ({"evaluate__every_steps": 3, "evaluate__at_start": False}, 4),
+        ({"evaluate__per_epoch": 2}, 3),
+        ({"evaluate__per_epoch": 50}, 13),  # after every step
+    ],
+)
+def test_evaluations_are_counted_as_the_run_makes_them(every: dict[str, object], number: int):
+    machine = facts(llama_8b(), data=data_facts(num_samples=96)).model_copy(
+        update={"host": describe_host(parse_gpus("H100"))}
+    )
+    made = plan(run_config(batch__samples=8, **every), machine)
+    assert made.num_steps == 12 and made.time is not None
+    assert made.time.num_evaluations == number
+
+
 def test_nothing_is_said_of_a_cpu():
     made = plan(run_config(), facts())
     assert made.step_s is None and made.time is None
