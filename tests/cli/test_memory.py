@@ -154,3 +154,16 @@ def test_a_line_that_was_cut_off_is_skipped(tmp_path):
 
 def test_advice_belongs_to_a_verdict():
     assert set(memory._ADVICE) <= set(memory._ORDER)
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"kind": "step", "step": 1, "devices": ["x"]}', '{"kind": "step", "step": 1, "devices": "x"}']
+)
+@pytest.mark.parametrize("measured", ['"x"', '{"peak_memory_bytes_by_rank": ["x"]}'])
+def test_damaged_measurements_are_none(planned: RunFolder, line: str, measured: str):
+    planned.metrics.write_text(line + "\n")
+    planned.report_json.write_text('{"measured": ' + measured + "}")
+    planned.status_json.write_text('{"state": "finished"}')
+    shown = call("memory-check", planned.path)
+    assert shown.exception is None or isinstance(shown.exception, SystemExit)
+    assert "rank 0" in shown.output and "Traceback" not in shown.output

@@ -72,13 +72,13 @@ def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | No
     if by_process is None:
         by_process = memory_by_process() if is_live and plan.layout.device == "cuda" else {}
     row = last_row(folder.metrics)
-    devices = row.get("devices") or []
+    devices = _list_of(row.get("devices"))
     report = read_json(folder.report_json) if state == "finished" else None
-    measured = report.get("measured", {}) if isinstance(report, dict) else {}
-    peaks = measured.get("peak_memory_bytes_by_rank") or []
+    measured = report.get("measured") if isinstance(report, dict) else None
+    peaks = _list_of(measured.get("peak_memory_bytes_by_rank")) if isinstance(measured, dict) else []
     ranks = []
     for rank in range(plan.layout.world_size):
-        device = devices[rank] if rank < len(devices) else {}
+        device = devices[rank] if rank < len(devices) and isinstance(devices[rank], dict) else {}
         beat = beats.get(rank)
         gpu, driver = by_process.get(beat.pid, (None, None)) if beat is not None and is_live else (None, None)
         ranks.append(
@@ -88,7 +88,8 @@ def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | No
                 limit=plan.memory.limit,
                 now=_bytes(device.get("memory_allocated_bytes")) if is_live else None,
                 peak=max(
-                    (size for size in (_bytes(device.get("peak_bytes")), *_at(peaks, rank)) if size), default=None
+                    (size for size in map(_bytes, (device.get("peak_bytes"), *peaks[rank : rank + 1])) if size),
+                    default=None,
                 ),
                 driver=driver,
                 gpu=gpu,
@@ -119,7 +120,7 @@ def last_row(metrics: Path) -> dict[str, Any]:
     for line in reversed(lines):
         try:
             row = json.loads(line)
-        except ValueError:  # cut off, by a kill or by where the tail begins
+        except (ValueError, RecursionError):  # cut off, by a kill or by where the tail begins; or damaged
             continue
         if isinstance(row, dict) and row.get("kind") == "step":
             return row
@@ -150,5 +151,6 @@ def _bytes(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) else None
 
 
-def _at(values: list[Any], index: int) -> list[int]:
-    return [int(values[index])] if index < len(values) else []
+def _list_of(value: Any) -> list[Any]:
+    """A list of a damaged file may be anything."""
+    return value if isinstance(value, list) else []

@@ -131,8 +131,11 @@ def compare(plan: Plan, report: Mapping[str, Any]) -> list[Row]:
     """Memory of the rank that held most, seconds of a step and tokens/s; then what was planned by term, which a run
     measures only as a whole. ``report`` is what report.json holds.
     """
-    measured = report.get("measured", {})
-    peaks = measured.get("peak_memory_bytes_by_rank") or []
+    found = report.get("measured")
+    found = found if isinstance(found, dict) else {}  # a file may be damaged
+    measured = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    listed = found.get("peak_memory_bytes_by_rank")
+    peaks = [peak for peak in listed if isinstance(peak, int | float)] if isinstance(listed, list) else []
     rows = []
     on_gpu = plan.layout.device == "cuda"
     if peaks:
