@@ -157,7 +157,8 @@ def test_advice_belongs_to_a_verdict():
 
 
 @pytest.mark.parametrize(
-    "line", ["[" * 100_000, '{"kind": "step", "step": 1, "devices": ["x"]}', '{"kind": "step", "step": 1, "devices": "x"}']
+    "line",
+    ["[" * 100_000, '{"kind": "step", "step": 1, "devices": ["x"]}', '{"kind": "step", "step": 1, "devices": "x"}'],
 )
 @pytest.mark.parametrize("measured", ['"x"', '{"peak_memory_bytes_by_rank": ["x"]}'])
 def test_damaged_measurements_are_none(planned: RunFolder, line: str, measured: str):

@@ -54,3 +54,14 @@ def test_what_does_not_help_is_not_proposed():
     assert "max_length" not in fix and "one of these fits: " in fix
     tiny = facts(llama_8b(), gpus=1, gpu_bytes=2 * GIB, data=LONG, host_bytes=2 * GIB)
     assert "one of these fits" not in refused(run_config(method__name="qlora"), tiny)
+
+
+def test_where_host_memory_is_short_changes_that_fit_are_proposed():
+    """It named fewer activations, of which none were in host memory."""
+    full = {"method__name": "full", "parallel__offload": "all"}
+    fix = refused(run_config(**full), machine("1xH100-80GB"))
+    assert "activation" not in fix and "use method.name=lora (single, " in fix and "use more GPUs: 2 (fsdp, " in fix
+    short = facts(llama_8b(), gpus=2, gpu_bytes=140 * GIB, data=LONG, host_bytes=40 * GIB)
+    fix = refused(run_config(**full), short)
+    (kind,) = re.findall(r"keep more on the GPUs: parallel\.offload=(\w+) \(fsdp", fix)
+    assert plan(run_config(method__name="full", parallel__offload=kind), short).memory.fits
