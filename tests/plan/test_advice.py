@@ -10,13 +10,15 @@ from manyhands.core.errors import UserError
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.facts.types import Facts
 from manyhands.plan.search import plan
-from tests.plan.examples import GIB, data_facts, facts, llama_8b, run_config
+from tests.plan.examples import GIB, data_facts, facts, llama_1b, llama_8b, run_config
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=32_768)
 
 
 def machine(gpus: str, **more) -> Facts:
-    return facts(llama_8b(), data=more.pop("data", LONG)).model_copy(update={"host": describe_host(parse_gpus(gpus))})
+    return facts(more.pop("model", llama_8b()), data=more.pop("data", LONG)).model_copy(
+        update={"host": describe_host(parse_gpus(gpus))}
+    )
 
 
 def refused(config, the_facts) -> str:
@@ -65,3 +67,12 @@ def test_where_host_memory_is_short_changes_that_fit_are_proposed():
     fix = refused(run_config(**full), short)
     (kind,) = re.findall(r"keep more on the GPUs: parallel\.offload=(\w+) \(fsdp", fix)
     assert plan(run_config(method__name="full", parallel__offload=kind), short).memory.fits
+
+
+def test_each_kind_of_offloading_that_fits_is_proposed():
+    """With states alone in host memory small micro-batches may take longer than with weights there too."""
+    fix = refused(
+        run_config(method__name="full"), machine("2xT4", model=llama_1b(), data=data_facts(mean=1000, longest=2000))
+    )
+    seconds = dict(re.findall(r"parallel\.offload=(\w+) \(fsdp, ([\d.]+) s a step", fix))
+    assert float(seconds["all"]) < float(seconds["optimizer"])

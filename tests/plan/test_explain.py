@@ -17,7 +17,17 @@ from manyhands.plan.explain import explain_plan
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import SENTENCES, explain
 from manyhands.plan.types import Code, Plan, Reason
-from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, on_nodes, run_config, tower_facts
+from tests.plan.examples import (
+    GIB,
+    data_facts,
+    facts,
+    llama_1b,
+    llama_8b,
+    model_facts,
+    on_nodes,
+    run_config,
+    tower_facts,
+)
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
 EQUAL = data_facts(num_samples=100, mean=4096, longest=4096, num_validation_tokens=20 * 4096)
@@ -84,6 +94,8 @@ def plans() -> tuple[Plan, ...]:
         plan(run_config(**full, parallel__offload="all"), replace_host(eight, 1000)),
         plan(run_config(parallel__offload_activations=True), replace_host(one, 30)),
         plan(run_config(parallel__offload_activations=False, batch__micro_tokens=8192), room),
+        plan(run_config(parallel__offload_activations=True), replace_host(eight, 4000)),
+        plan(run_config(**full), facts(llama_1b(), gpus=2, data=LONG)),
         plan(run_config(**full, model__master_dtype="bfloat16"), eight),
         plan(run_config(**full), facts(llama_8b(), gpus=8, data=LONG, world_size=16)),
         plan(run_config(**full), facts(llama_8b(), gpus=2, gpu_bytes=60 * GIB, data=LONG, world_size=16)),

@@ -58,7 +58,7 @@ def _proposals(config: RunConfig, facts: Facts) -> Iterator[Iterator[Change]]:
     yield _kept(config, facts)
     yield _methods(config, facts)
     yield _shorter(config, facts)
-    yield _offloads(config, facts)
+    yield from (iter((change,)) for change in _offloads(config, facts))  # either may be the faster
     yield _more_gpus(config, facts)
 
 

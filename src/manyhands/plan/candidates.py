@@ -302,4 +302,11 @@ def _why_lost(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -
         reason("computes_attention_again", slower=slower),
     )
     pairs = zip(reasons, differences(candidate), differences(chosen), strict=True)
-    return next((found for found, mine, best in pairs if mine > best), reason("no_faster"))
+    found = next((found for found, mine, best in pairs if mine > best), None)
+    if found is not None:
+        return found
+    if layout.offload_activations and chosen.layout.offload_activations:
+        return reason("moves_more_activations", slower=slower)
+    if layout.holds_copies and not chosen.layout.holds_copies:
+        return reason("updates_copies", slower=slower)
+    return reason("no_faster", slower=slower)
