@@ -18,7 +18,7 @@ from manyhands.facts import host
 from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.launch.heartbeat import SILENT_S, this_host
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.usage import TAIL_BYTES, last_row, read_usage
+from manyhands.launch.usage import TAIL_BYTES, find_live_runs, last_row, read_usage
 from manyhands.plan.types import MemoryEstimate
 from tests.launch.builders import make_config, make_plan
 
@@ -129,6 +129,23 @@ def test_a_killed_run_holds_nothing_now(planned):
     write_beat(planned, 0, gone.pid)
     usage = read_usage(planned)
     assert usage.state == "killed" and usage.ranks[0].now is None and usage.ranks[0].peak == 8 * GIB
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["nothing left", "last heartbeat left"])
+def test_a_run_whose_launcher_alone_was_killed_is_no_longer_running(planned, left: bool):
+    """Its ranks then end by themselves; `doctor --run` called it killed, others running."""
+    write_step(planned, 8.0, 8.0)
+    if left:
+        write_beat(planned, 0, os.getpid())
+        planned.beat(0).write_text(json.dumps(json.loads(planned.beat(0).read_text()) | {"done": True}))
+    gone = subprocess.Popen(["true"])
+    planned.write_status("running", pid=gone.pid)
+    gone.wait()
+    assert read_usage(planned).state == "killed" and find_live_runs(planned.path.parent) == []
+    assert "demo: killed, step 3 of" in call("runs", "show", planned.path).stdout
+    assert " killed " in call("runs", "list", "--dir", planned.path.parent).stdout
+    planned.write_status("running", pid=os.getpid())
+    assert read_usage(planned).state == "running"
 
 
 def test_before_the_first_step_nothing_is_claimed(planned):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manyhands.core.files import read_json
-from manyhands.launch.heartbeat import lives, read_beats
+from manyhands.launch.heartbeat import lives, read_beats, was_killed
 from manyhands.launch.run_folder import RunFolder
 
 Verdict = Literal["unmeasured", "within the plan", "above the plan", "above the limit"]
@@ -49,7 +49,7 @@ class RankUsage:
 
 @dataclass(frozen=True)
 class RunUsage:
-    """``state`` as in status.json; ``killed`` where it says running but no rank lives."""
+    """``state`` as in status.json; ``killed`` where it says running but no rank lives, or no launcher."""
 
     name: str
     device: str
@@ -66,9 +66,9 @@ def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | No
     config, plan, status = folder.read_config(), folder.read_plan(), folder.read_status()
     beats = read_beats(folder)
     state = str(status.get("state", "not started"))
-    is_live = state == "running" and any(lives(folder, beat) for beat in beats.values())
-    if state == "running" and beats and not is_live:
+    if was_killed(folder, status, beats):
         state = "killed"
+    is_live = state == "running" and any(lives(folder, beat) for beat in beats.values())
     if by_process is None:
         by_process = memory_by_process() if is_live and plan.layout.device == "cuda" else {}
     row = last_row(folder.metrics)
@@ -100,12 +100,15 @@ def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | No
 
 def find_live_runs(runs: Path) -> list[RunFolder]:
     """The runs in a folder of runs that have a living rank on this machine."""
-    found = [RunFolder(path.parent) for path in sorted(runs.glob("*/status.json"))]
+    found = {
+        folder: read_beats(folder) for folder in map(RunFolder, sorted(p.parent for p in runs.glob("*/status.json")))
+    }
     return [
         folder
-        for folder in found
-        if folder.read_status().get("state") == "running"
-        and any(lives(folder, beat) for beat in read_beats(folder).values())
+        for folder, beats in found.items()
+        if (status := folder.read_status()).get("state") == "running"
+        and any(lives(folder, beat) for beat in beats.values())
+        and not was_killed(folder, status, beats)
     ]
 
 
