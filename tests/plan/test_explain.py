@@ -56,6 +56,16 @@ def test_memory_and_losers_are_shown():
     assert len(text.splitlines()) < 60
 
 
+def test_a_layout_is_called_too_large_only_where_no_micro_batch_of_it_is_safe():
+    """`fsdp, selective` was shown with the one size that came too close to the limit, beside smaller ones with room."""
+    made = plan(run_config(), facts(llama_8b(), gpus=2, gpu_bytes=80 * GIB, data=LONG))
+    safe = [c.layout for c in made.candidates if c.memory.is_safe]
+    rows = [line for line in shown(made).splitlines() if "too close" in line or " needs " in line]
+    for layout in safe:
+        name = layout.strategy + ", resharded" * layout.reshard_after_forward
+        assert not any(line.startswith(f"{name} ") and f" {layout.activation_checkpointing} " in line for line in rows)
+
+
 def test_less_is_kept_where_more_would_fit_and_be_no_faster():
     """A small model's step is bound by the host, and half of its activations recomputed cost nothing."""
     small = model_facts(hidden=576, inner=1536, layers=30, heads=9, kv_heads=3, vocab=49152)
