@@ -18,7 +18,7 @@ from manyhands.facts import host
 from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.launch.heartbeat import SILENT_S, this_host
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.usage import TAIL_BYTES, last_row, read_usage
+from manyhands.launch.usage import TAIL_BYTES, find_live_runs, last_row, read_usage
 from manyhands.plan.types import MemoryEstimate
 from tests.launch.builders import make_config, make_plan
 
@@ -131,6 +131,23 @@ def test_a_killed_run_holds_nothing_now(planned):
     assert usage.state == "killed" and usage.ranks[0].now is None and usage.ranks[0].peak == 8 * GIB
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["nothing left", "last heartbeat left"])
+def test_a_run_whose_launcher_alone_was_killed_is_no_longer_running(planned, left: bool):
+    """Its ranks then end by themselves; `doctor --run` called it killed, others running."""
+    write_step(planned, 8.0, 8.0)
+    if left:
+        write_beat(planned, 0, os.getpid())
+        planned.beat(0).write_text(json.dumps(json.loads(planned.beat(0).read_text()) | {"done": True}))
+    gone = subprocess.Popen(["true"])
+    planned.write_status("running", pid=gone.pid)
+    gone.wait()
+    assert read_usage(planned).state == "killed" and find_live_runs(planned.path.parent) == []
+    assert "demo: killed, step 3 of" in call("runs", "show", planned.path).stdout
+    assert " killed " in call("runs", "list", "--dir", planned.path.parent).stdout
+    planned.write_status("running", pid=os.getpid())
+    assert read_usage(planned).state == "running"
+
+
 def test_before_the_first_step_nothing_is_claimed(planned):
     assert "verdict: all ranks unmeasured" in call("memory-check", planned.path).stdout
 
@@ -154,3 +171,17 @@ def test_a_line_that_was_cut_off_is_skipped(tmp_path):
 
 def test_advice_belongs_to_a_verdict():
     assert set(memory._ADVICE) <= set(memory._ORDER)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 100_000, '{"kind": "step", "step": 1, "devices": ["x"]}', '{"kind": "step", "step": 1, "devices": "x"}'],
+)
+@pytest.mark.parametrize("measured", ['"x"', '{"peak_memory_bytes_by_rank": ["x"]}'])
+def test_damaged_measurements_are_none(planned: RunFolder, line: str, measured: str):
+    planned.metrics.write_text(line + "\n")
+    planned.report_json.write_text('{"measured": ' + measured + "}")
+    planned.status_json.write_text('{"state": "finished"}')
+    shown = call("memory-check", planned.path)
+    assert shown.exception is None or isinstance(shown.exception, SystemExit)
+    assert "rank 0" in shown.output and "Traceback" not in shown.output

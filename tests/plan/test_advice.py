@@ -10,13 +10,15 @@ from manyhands.core.errors import UserError
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.facts.types import Facts
 from manyhands.plan.search import plan
-from tests.plan.examples import GIB, data_facts, facts, llama_8b, run_config
+from tests.plan.examples import GIB, data_facts, facts, llama_1b, llama_8b, run_config
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=32_768)
 
 
 def machine(gpus: str, **more) -> Facts:
-    return facts(llama_8b(), data=more.pop("data", LONG)).model_copy(update={"host": describe_host(parse_gpus(gpus))})
+    return facts(more.pop("model", llama_8b()), data=more.pop("data", LONG)).model_copy(
+        update={"host": describe_host(parse_gpus(gpus))}
+    )
 
 
 def refused(config, the_facts) -> str:
@@ -54,3 +56,23 @@ def test_what_does_not_help_is_not_proposed():
     assert "max_length" not in fix and "one of these fits: " in fix
     tiny = facts(llama_8b(), gpus=1, gpu_bytes=2 * GIB, data=LONG, host_bytes=2 * GIB)
     assert "one of these fits" not in refused(run_config(method__name="qlora"), tiny)
+
+
+def test_where_host_memory_is_short_changes_that_fit_are_proposed():
+    """It named fewer activations, of which none were in host memory."""
+    full = {"method__name": "full", "parallel__offload": "all"}
+    fix = refused(run_config(**full), machine("1xH100-80GB"))
+    assert "activation" not in fix and "use method.name=lora (single, " in fix and "use more GPUs: 2 (fsdp, " in fix
+    short = facts(llama_8b(), gpus=2, gpu_bytes=140 * GIB, data=LONG, host_bytes=40 * GIB)
+    fix = refused(run_config(**full), short)
+    (kind,) = re.findall(r"keep more on the GPUs: parallel\.offload=(\w+) \(fsdp", fix)
+    assert plan(run_config(method__name="full", parallel__offload=kind), short).memory.fits
+
+
+def test_each_kind_of_offloading_that_fits_is_proposed():
+    """With states alone in host memory small micro-batches may take longer than with weights there too."""
+    fix = refused(
+        run_config(method__name="full"), machine("2xT4", model=llama_1b(), data=data_facts(mean=1000, longest=2000))
+    )
+    seconds = dict(re.findall(r"parallel\.offload=(\w+) \(fsdp, ([\d.]+) s a step", fix))
+    assert float(seconds["all"]) < float(seconds["optimizer"])

@@ -51,6 +51,22 @@ def test_the_command_reads_a_folder_and_names_what_is_missing(tmp_path: Path) ->
     assert shown.exit_code == 0 and "seconds a step" in shown.output and f"{PLAN.step_s:.4g}" in shown.output
 
 
+@pytest.mark.parametrize(
+    "measured", [None, "x", {"step_s": "x"}, {"peak_memory_bytes_by_rank": "x"}, {"peak_memory_bytes_by_rank": ["x"]}]
+)
+def test_of_a_report_with_wrong_values_the_plan_is_shown_alone(measured: object) -> None:
+    rows = rows_of({"measured": measured})
+    assert "weights, GiB" in rows and "seconds a step" not in rows and "rank 0, GiB" not in rows
+
+
+def test_a_damaged_report_is_called_damaged(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write_plan(PLAN)
+    folder.report_json.write_text('{"measured": {')
+    refused = CliRunner().invoke(app, ["plan", "--compare", str(folder.path)])
+    assert refused.exit_code == 2 and "the run's report is damaged" in refused.output
+
+
 @pytest.mark.parametrize("beside", [["run.yaml"], ["--json"], ["--price", "2"], ["--gpus", "8xH200"]])
 def test_what_a_comparison_does_not_read_is_refused(tmp_path: Path, beside: list[str]) -> None:
     refused = CliRunner().invoke(app, ["plan", *beside, "--compare", str(tmp_path)])

@@ -17,7 +17,17 @@ from manyhands.plan.explain import explain_plan
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import SENTENCES, explain
 from manyhands.plan.types import Code, Plan, Reason
-from tests.plan.examples import GIB, data_facts, facts, llama_8b, model_facts, on_nodes, run_config, tower_facts
+from tests.plan.examples import (
+    GIB,
+    data_facts,
+    facts,
+    llama_1b,
+    llama_8b,
+    model_facts,
+    on_nodes,
+    run_config,
+    tower_facts,
+)
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
 EQUAL = data_facts(num_samples=100, mean=4096, longest=4096, num_validation_tokens=20 * 4096)
@@ -44,6 +54,16 @@ def test_memory_and_losers_are_shown():
         assert word in text
     assert max(map(len, text.splitlines())) <= 180
     assert len(text.splitlines()) < 60
+
+
+def test_a_layout_is_called_too_large_only_where_no_micro_batch_of_it_is_safe():
+    """`fsdp, selective` was shown with the one size that came too close to the limit, beside smaller ones with room."""
+    made = plan(run_config(), facts(llama_8b(), gpus=2, gpu_bytes=80 * GIB, data=LONG))
+    safe = [c.layout for c in made.candidates if c.memory.is_safe]
+    rows = [line for line in shown(made).splitlines() if "too close" in line or " needs " in line]
+    for layout in safe:
+        name = layout.strategy + ", resharded" * layout.reshard_after_forward
+        assert not any(line.startswith(f"{name} ") and f" {layout.activation_checkpointing} " in line for line in rows)
 
 
 def test_less_is_kept_where_more_would_fit_and_be_no_faster():
@@ -84,6 +104,8 @@ def plans() -> tuple[Plan, ...]:
         plan(run_config(**full, parallel__offload="all"), replace_host(eight, 1000)),
         plan(run_config(parallel__offload_activations=True), replace_host(one, 30)),
         plan(run_config(parallel__offload_activations=False, batch__micro_tokens=8192), room),
+        plan(run_config(parallel__offload_activations=True), replace_host(eight, 4000)),
+        plan(run_config(**full), facts(llama_1b(), gpus=2, data=LONG)),
         plan(run_config(**full, model__master_dtype="bfloat16"), eight),
         plan(run_config(**full), facts(llama_8b(), gpus=8, data=LONG, world_size=16)),
         plan(run_config(**full), facts(llama_8b(), gpus=2, gpu_bytes=60 * GIB, data=LONG, world_size=16)),

@@ -17,7 +17,7 @@ from manyhands.plan.search import NothingSmaller, plan
 from manyhands.plan.sentences import explain
 from manyhands.plan.smaller import LAYOUT_FIELDS
 from manyhands.plan.types import MemoryFound, Plan, reason
-from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_8b, model_facts, run_config
+from tests.plan.examples import GIB, H200_BYTES, data_facts, facts, llama_1b, llama_8b, model_facts, run_config
 from tests.support.plans import explain_why
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
@@ -82,6 +82,26 @@ def test_8b_full_is_sharded_over_2_and_8_h200s():
     assert eight.memory.total < two.memory.total
     ddp = [c for c in eight.candidates if c.layout.strategy == "ddp"]
     assert ddp and all(not c.memory.is_safe or c.step_s > eight.step_s for c in ddp)
+
+
+@pytest.mark.parametrize("keys", [{"method__name": "full"}, {"parallel__offload_activations": True}])
+def test_what_is_slower_is_told_by_how_much(keys):
+    """Of copies that each rank updates, and of activations that all travel, it said `no faster than the chosen one`."""
+    machine = facts(llama_1b(), gpus=2, host_bytes=400 * GIB, data=data_facts(mean=1000, longest=2000))
+    made = plan(run_config(**keys), machine)
+    slower = [c for c in made.candidates if c.memory.is_safe and c.step_s > 1.01 * made.step_s]
+    assert slower and all(f"{c.step_s / made.step_s - 1:.1%} slower" in explain(c.reason) for c in slower)
+
+
+def test_more_memory_is_not_slower():
+    """Unsharded gradients took what 21 lighter layers had filled: 1 % gained for 5."""
+    data = data_facts(num_samples=10_000, mean=1000, longest=2000)
+    config = run_config(method__name="full", batch__samples=128, batch__micro_tokens=12_288)
+    steps = [
+        plan(config, facts(llama_8b(), gpus=4, gpu_bytes=gib * GIB, host_bytes=512 * GIB, data=data)).step_s
+        for gib in range(68, 80)
+    ]
+    assert all(more <= 1.002 * less for less, more in itertools.pairwise(steps))
 
 
 def test_a_small_gpu_recomputes_before_it_gives_up():

@@ -163,6 +163,26 @@ def test_the_plan_says_how_long_a_step_and_the_run_take(method, gpus):
     assert made.step_s <= 1.003 * min(c.step_s for c in safe)
 
 
+@pytest.mark.parametrize(
+    ("every", "number"),
+    [
+        ({"evaluate__every_steps": 3}, 5),  # before step 1, after 3, 6, 9 and 12, the last of all
+        ({"evaluate__every_steps": 5}, 4),  # 0, 5, 10, 12
+        ({"evaluate__every_steps": 0}, 2),
+        ({"evaluate__every_steps": 3, "evaluate__at_start": False}, 4),
+        ({"evaluate__per_epoch": 2}, 3),
+        ({"evaluate__per_epoch": 50}, 13),  # after every step
+    ],
+)
+def test_evaluations_are_counted_as_the_run_makes_them(every: dict[str, object], number: int):
+    machine = facts(llama_8b(), data=data_facts(num_samples=96)).model_copy(
+        update={"host": describe_host(parse_gpus("H100"))}
+    )
+    made = plan(run_config(batch__samples=8, **every), machine)
+    assert made.num_steps == 12 and made.time is not None
+    assert made.time.num_evaluations == number
+
+
 def test_nothing_is_said_of_a_cpu():
     made = plan(run_config(), facts())
     assert made.step_s is None and made.time is None
@@ -181,6 +201,20 @@ def test_one_gpu_waits_for_the_first_weights_from_host_memory_and_fetches_the_ot
     assert time.offload(asked(two), compute) < 0.03 * 2 * (moved / RATES.pcie + first)
     unhidden = fetched_alone(change_input(one, device="cpu"), 3, 6, 1000)
     assert unhidden == (6000, 0), "FSDP2 alone fetches none ahead"
+
+
+@pytest.mark.parametrize(
+    ("leaves_once", "layout"),
+    [(False, {}), (True, {"reduce_every": False}), (True, {"strategy": "hsdp", "shard_degree": 2})],
+)
+def test_gradients_go_to_host_memory_as_often_as_they_are_reduced(leaves_once: bool, layout: dict[str, object]):
+    """``NativeEngine`` reduces unsharded ones, and sums of replicas, with a step's last micro-batch alone."""
+    s = change_input(FULL, offload="all", device="cuda", **{"strategy": "fsdp", "world_size": 4} | layout)
+    kept = replace(s, layout=replace(s.layout, reshard_after_forward=False))
+    one, two = (time.offload(asked(kept, *[MICRO] * count), 0.0) for count in (1, 2))
+    weights = 2 * s.model.num_parameters / s.num_shards
+    more = weights + (0 if leaves_once else s.num_trained * s.sum_bytes / s.num_shards)
+    assert two - one == pytest.approx(more / RATES.pcie, rel=0.01)
 
 
 def test_the_norm_of_gradients_in_host_memory_costs_a_pass_over_them_where_they_are_sums():

@@ -250,11 +250,12 @@ def _compare(folder: Path) -> None:
     place = RunFolder(folder)
     report = read_json(place.report_json)
     if not isinstance(report, dict):
+        damaged = place.report_json.exists()
         raise UserError(
-            "there is no report to compare the plan with",
+            "the run's report is damaged" if damaged else "there is no report to compare the plan with",
             where=str(place.report_json),
-            why="a run writes it when it has finished",
-            fix="name the folder of a finished run, such as runs/NAME",
+            why="it is no JSON object" if damaged else "a run writes it when it has finished",
+            fix="restore the file" if damaged else "name the folder of a finished run, such as runs/NAME",
         )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("", "planned", "measured", "error"):

@@ -194,7 +194,11 @@ def measure(run: RunFolder) -> dict[str, str]:
 
 
 def read_status(run: RunFolder) -> dict[str, Any]:
-    return _read_json(run.status_json)
+    """What status.json says, with the state ``killed`` of a run that was."""
+    from manyhands.launch.heartbeat import read_beats, was_killed
+
+    status = _read_json(run.status_json)
+    return status | ({"state": "killed"} if was_killed(run, status, read_beats(run)) else {})
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

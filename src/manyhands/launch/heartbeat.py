@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,15 @@ def lives(folder: RunFolder, beat: Beat) -> bool:
     with contextlib.suppress(OSError):
         return time.time() - folder.beat(beat.rank).stat().st_mtime < SILENT_S
     return False
+
+
+def was_killed(folder: RunFolder, status: Mapping[str, Any], beats: Mapping[int, Beat]) -> bool:
+    """Whether a run whose status is ``running`` has no rank any more; where none is at work, no launcher."""
+    at_work = [beat for beat in beats.values() if not beat.done]
+    if status.get("state") != "running" or any(lives(folder, beat) for beat in at_work):
+        return False
+    launcher = status.get("pid")
+    return bool(at_work) or (isinstance(launcher, int) and not psutil.pid_exists(launcher))
 
 
 def read_begun(folder: RunFolder, rank: int) -> int | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manyhands.core.files import read_json
-from manyhands.launch.heartbeat import lives, read_beats
+from manyhands.launch.heartbeat import lives, read_beats, was_killed
 from manyhands.launch.run_folder import RunFolder
 
 Verdict = Literal["unmeasured", "within the plan", "above the plan", "above the limit"]
@@ -49,7 +49,7 @@ class RankUsage:
 
 @dataclass(frozen=True)
 class RunUsage:
-    """``state`` as in status.json; ``killed`` where it says running but no rank lives."""
+    """``state`` as in status.json; ``killed`` where it says running but no rank lives, or no launcher."""
 
     name: str
     device: str
@@ -66,19 +66,19 @@ def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | No
     config, plan, status = folder.read_config(), folder.read_plan(), folder.read_status()
     beats = read_beats(folder)
     state = str(status.get("state", "not started"))
-    is_live = state == "running" and any(lives(folder, beat) for beat in beats.values())
-    if state == "running" and beats and not is_live:
+    if was_killed(folder, status, beats):
         state = "killed"
+    is_live = state == "running" and any(lives(folder, beat) for beat in beats.values())
     if by_process is None:
         by_process = memory_by_process() if is_live and plan.layout.device == "cuda" else {}
     row = last_row(folder.metrics)
-    devices = row.get("devices") or []
+    devices = _list_of(row.get("devices"))
     report = read_json(folder.report_json) if state == "finished" else None
-    measured = report.get("measured", {}) if isinstance(report, dict) else {}
-    peaks = measured.get("peak_memory_bytes_by_rank") or []
+    measured = report.get("measured") if isinstance(report, dict) else None
+    peaks = _list_of(measured.get("peak_memory_bytes_by_rank")) if isinstance(measured, dict) else []
     ranks = []
     for rank in range(plan.layout.world_size):
-        device = devices[rank] if rank < len(devices) else {}
+        device = devices[rank] if rank < len(devices) and isinstance(devices[rank], dict) else {}
         beat = beats.get(rank)
         gpu, driver = by_process.get(beat.pid, (None, None)) if beat is not None and is_live else (None, None)
         ranks.append(
@@ -88,7 +88,8 @@ def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | No
                 limit=plan.memory.limit,
                 now=_bytes(device.get("memory_allocated_bytes")) if is_live else None,
                 peak=max(
-                    (size for size in (_bytes(device.get("peak_bytes")), *_at(peaks, rank)) if size), default=None
+                    (size for size in map(_bytes, (device.get("peak_bytes"), *peaks[rank : rank + 1])) if size),
+                    default=None,
                 ),
                 driver=driver,
                 gpu=gpu,
@@ -99,12 +100,15 @@ def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | No
 
 def find_live_runs(runs: Path) -> list[RunFolder]:
     """The runs in a folder of runs that have a living rank on this machine."""
-    found = [RunFolder(path.parent) for path in sorted(runs.glob("*/status.json"))]
+    found = {
+        folder: read_beats(folder) for folder in map(RunFolder, sorted(p.parent for p in runs.glob("*/status.json")))
+    }
     return [
         folder
-        for folder in found
-        if folder.read_status().get("state") == "running"
-        and any(lives(folder, beat) for beat in read_beats(folder).values())
+        for folder, beats in found.items()
+        if (status := folder.read_status()).get("state") == "running"
+        and any(lives(folder, beat) for beat in beats.values())
+        and not was_killed(folder, status, beats)
     ]
 
 
@@ -119,7 +123,7 @@ def last_row(metrics: Path) -> dict[str, Any]:
     for line in reversed(lines):
         try:
             row = json.loads(line)
-        except ValueError:  # cut off, by a kill or by where the tail begins
+        except (ValueError, RecursionError):  # cut off, by a kill or by where the tail begins; or damaged
             continue
         if isinstance(row, dict) and row.get("kind") == "step":
             return row
@@ -150,5 +154,6 @@ def _bytes(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) else None
 
 
-def _at(values: list[Any], index: int) -> list[int]:
-    return [int(values[index])] if index < len(values) else []
+def _list_of(value: Any) -> list[Any]:
+    """A list of a damaged file may be anything."""
+    return value if isinstance(value, list) else []

@@ -55,9 +55,10 @@ def with_advice(error: UserError, config: RunConfig, facts: Facts, make_plan: Ma
 def _proposals(config: RunConfig, facts: Facts) -> Iterator[Iterator[Change]]:
     """Each yields changes of one kind, the smallest first: of these the first that fits is proposed."""
     yield _freed(config, facts)
+    yield _kept(config, facts)
     yield _methods(config, facts)
     yield _shorter(config, facts)
-    yield _offloads(config, facts)
+    yield from (iter((change,)) for change in _offloads(config, facts))  # either may be the faster
     yield _more_gpus(config, facts)
 
 
@@ -87,6 +88,16 @@ def _freed(config: RunConfig, facts: Facts) -> Iterator[Change]:
     if micro:
         keys = ", ".join(f"batch.{name}=auto" for name in micro)
         yield Change("micro", keys, _with(config, "batch", **micro), facts)
+
+
+def _kept(config: RunConfig, facts: Facts) -> Iterator[Change]:
+    """Less in host memory, where that is what is short."""
+    parallel = config.parallel
+    if parallel.offload_activations is True:
+        kept = _with(config, "parallel", offload_activations="auto")
+        yield Change("kept", "parallel.offload_activations=auto", kept, facts)
+    for kind in {"all": ("optimizer", "none"), "optimizer": ("none",)}.get(parallel.offload, ()):
+        yield Change("kept", f"parallel.offload={kind}", _with(config, "parallel", offload=kind), facts)
 
 
 def _methods(config: RunConfig, facts: Facts) -> Iterator[Change]:

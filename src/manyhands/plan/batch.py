@@ -15,6 +15,8 @@ from manyhands.core.errors import UserError
 from manyhands.data.pack import padded_tokens
 from manyhands.facts.types import DataFacts
 
+USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
+USEFUL_OFFLOADED = 4  # times as many where each micro-batch moves all weights to the GPU, and their gradients back
 ALIGNED_TOKENS = 16  # matmuls take a multiple of them as it is: in fp8, where tokens are summed over, others are padded
 AUTO_SAMPLES = 32
 SHORT_SAMPLE_TOKENS = 256  # packed samples shorter than this on average go 64 to a batch
@@ -34,6 +36,19 @@ class BatchSplit:
     accumulation: int | None
     full_micro_tokens: int
     accumulates: bool  # not every step is one micro-batch of each rank
+
+
+def useful_splits(config: RunConfig, data: DataFacts, num_ranks: int, device: str) -> list[BatchSplit]:
+    """``possible_splits`` up to ``USEFUL_TOKENS``, and larger ones before them where weights are in host memory.
+
+    These come on top, as sizes follow from the largest: without the others some runs would find only slower ones.
+    """
+    useful = USEFUL_TOKENS[device]
+    splits = possible_splits(config, data, num_ranks, useful)
+    if config.parallel.offload != "all":
+        return splits
+    larger = possible_splits(config, data, num_ranks, USEFUL_OFFLOADED * useful)
+    return [*(split for split in larger if split not in splits and split.full_micro_tokens > useful), *splits]
 
 
 def possible_splits(config: RunConfig, data: DataFacts, num_ranks: int, useful_tokens: int) -> list[BatchSplit]:

@@ -2,9 +2,9 @@
 were not. Pure.
 
 The fastest by the estimated seconds of a step is chosen (``clock.py``); of those as fast within 0.2 % the one that
-needs the least memory, if that spares a twentieth. Each spends what memory is left first: unsharded gradients wait for
-the last micro-batch (``reduce_once``), and as many of the last layers as fit have lighter activation checkpointing
-(``lighten``).
+needs the least memory, if that spares a twentieth. Each spends what memory is left first (``spend``): unsharded
+gradients wait for the last micro-batch (``reduce_once``), and as many of the last layers as fit have lighter activation
+checkpointing (``lighten``).
 """
 
 from __future__ import annotations
@@ -200,8 +200,14 @@ def seconds_of(candidate: Candidate) -> float:
 
 
 def spend(config: RunConfig, candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
-    """The candidate with what memory it leaves spent on speed."""
-    return lighten(config, reduce_once(candidate, base, limits), base, limits)
+    """The candidate with what memory it leaves spent on speed: first on unsharded gradients, or on lighter layers
+    alone where these gain more by what the gradients would take.
+    """
+    once = reduce_once(candidate, base, limits)
+    spent = lighten(config, once, base, limits)
+    if once is candidate:
+        return spent
+    return min(spent, lighten(config, candidate, base, limits), key=seconds_of)
 
 
 def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
@@ -302,4 +308,11 @@ def _why_lost(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -
         reason("computes_attention_again", slower=slower),
     )
     pairs = zip(reasons, differences(candidate), differences(chosen), strict=True)
-    return next((found for found, mine, best in pairs if mine > best), reason("no_faster"))
+    found = next((found for found, mine, best in pairs if mine > best), None)
+    if found is not None:
+        return found
+    if layout.offload_activations and chosen.layout.offload_activations:
+        return reason("moves_more_activations", slower=slower)
+    if layout.holds_copies and not chosen.layout.holds_copies:
+        return reason("updates_copies", slower=slower)
+    return reason("no_faster", slower=slower)

@@ -139,6 +139,7 @@ def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions
 
 def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
     memory = smallest.memory
+    fewer = "keep fewer activations (parallel.activation_checkpointing=full), " * ("activations" in memory.host_terms)
     return UserError(
         f"what is kept in host memory does not fit: {format_gib(memory.host_total)} per rank,"
         f" and there are {format_gib(memory.host_limit or 0)} of host memory",
@@ -146,9 +147,9 @@ def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
         why="the limit is 90 % of the machine's free memory over its ranks;"
         " pinned memory takes about 1.4 times what it holds"
         + (", and DeepSpeed's checkpoints pass through it" if smallest.layout.zero_stage else ""),
-        fix="offload less, keep fewer activations (parallel.activation_checkpointing=full),"
-        " or use more machines with parallel.strategy=fsdp",
+        fix=f"offload less, {fewer}or use more machines with parallel.strategy=fsdp",
         details=[f"{name}: {format_gib(size)}" for name, size in memory.host_terms.items() if size],
+        kind=DOES_NOT_FIT,
     )
 
 

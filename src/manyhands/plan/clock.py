@@ -51,6 +51,7 @@ class Clock:
     attention: Literal["varlen", "sdpa", "blockwise"]
     num_local: int
     batch: dict[str, Any]  # batch_samples, batch_loss_tokens, batch_packs, pack_tokens
+    evaluates_at_start: bool = True
     _works: dict[tuple[Any, ...], MeanStep] = field(default_factory=dict)
 
     def terms(self, asked: EstimateInput) -> dict[str, float]:
@@ -128,6 +129,7 @@ def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int,
         attention=made.attention,
         num_local=num_local,
         batch=batch,
+        evaluates_at_start=config.evaluate.at_start,
     )
 
 
@@ -159,7 +161,7 @@ def estimate_time(
     terms = clock.terms(asked)
     step_s, work = sum(terms.values()), clock.work(asked)
     ranks, data = asked.layout.world_size, facts.data
-    evaluations = count_evaluations(steps, data.num_validation_samples)
+    evaluations = count_evaluations(steps, data.num_validation_samples, at_start=clock.evaluates_at_start)
     evaluation_s = _forward(clock, asked, data.num_validation_tokens, data.mean_length)
     checkpoint_s = disk.checkpoint_bytes / DISK_BYTES_S
     start_s = COMPILE_S + asked.model.num_parameters * 2 / DISK_BYTES_S
@@ -182,13 +184,13 @@ def estimate_time(
     )
 
 
-def count_evaluations(steps: Steps, num_samples: int) -> int:
-    """Of the whole run, the one at the end and one at the start included; none without samples."""
+def count_evaluations(steps: Steps, num_samples: int, *, at_start: bool) -> int:
+    """Of the whole run, the one after its last step included, which may be due then anyway; none without samples."""
     if not num_samples:
         return 0
     if steps.evaluate_per_epoch:
-        return 1 + ceil_div(steps.evaluate_per_epoch * steps.total, steps.per_epoch)
-    return 2 + (steps.total // steps.evaluate_every if steps.evaluate_every else 0)
+        return at_start + min(steps.total, ceil_div(steps.evaluate_per_epoch * steps.total, steps.per_epoch))
+    return at_start + (ceil_div(steps.total, steps.evaluate_every) if steps.evaluate_every else 1)
 
 
 def _forward(clock: Clock, asked: EstimateInput, num_tokens: int, mean_length: float) -> float:

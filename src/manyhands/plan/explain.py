@@ -99,8 +99,9 @@ def _candidates(plan: Plan) -> list[RenderableType]:
 
 
 def _one_each(plan: Plan) -> list[Candidate]:
-    """The chosen one first; of every other strategy and checkpointing mode the largest that fits, or else the
-    smallest."""
+    """The chosen one first; of every other strategy and checkpointing mode the largest that leaves its margin free, or
+    else the largest that fits, or else the smallest.
+    """
     groups: dict[tuple[str, bool, str], list[Candidate]] = {}
     for candidate in plan.candidates:
         groups.setdefault(
@@ -111,11 +112,13 @@ def _one_each(plan: Plan) -> list[Candidate]:
             ),
             [],
         ).append(candidate)
-    best = [
-        max(group, key=lambda c: (c.chosen, c.memory.fits, c.layout.micro if c.memory.fits else -c.layout.micro))
-        for group in groups.values()
-    ]
+    best = [max(group, key=_shown_first) for group in groups.values()]
     return sorted(best, key=lambda candidate: not candidate.chosen)
+
+
+def _shown_first(candidate: Candidate) -> tuple[bool, bool, bool, int]:
+    memory, micro = candidate.memory, candidate.layout.micro
+    return candidate.chosen, memory.is_safe, memory.fits, micro if memory.fits else -micro
 
 
 def _name(candidate: Candidate) -> str:
@@ -131,8 +134,11 @@ def compare(plan: Plan, report: Mapping[str, Any]) -> list[Row]:
     """Memory of the rank that held most, seconds of a step and tokens/s; then what was planned by term, which a run
     measures only as a whole. ``report`` is what report.json holds.
     """
-    measured = report.get("measured", {})
-    peaks = measured.get("peak_memory_bytes_by_rank") or []
+    found = report.get("measured")
+    found = found if isinstance(found, dict) else {}  # a file may be damaged
+    measured = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    listed = found.get("peak_memory_bytes_by_rank")
+    peaks = [peak for peak in listed if isinstance(peak, int | float)] if isinstance(listed, list) else []
     rows = []
     on_gpu = plan.layout.device == "cuda"
     if peaks:

@@ -85,6 +85,7 @@ def describe_cost(time: TimeEstimate | None, price: float) -> str:
 CHANGES = {
     "layout": "let the plan choose: {}",
     "micro": "give a smaller micro-batch: {}",
+    "kept": "keep more on the GPUs: {}",
     "method": "use method.name={}",
     "length": "shorten the samples: data.max_length={}",
     "offload": "keep states in host memory: parallel.offload={}",

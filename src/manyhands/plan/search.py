@@ -14,7 +14,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts
 from manyhands.plan.advice import DOES_NOT_FIT, with_advice
-from manyhands.plan.batch import BatchSplit, ceil_div, has_one_length, possible_splits
+from manyhands.plan.batch import BatchSplit, ceil_div, has_one_length, useful_splits
 from manyhands.plan.candidates import (
     Limits,
     choose_candidate,
@@ -44,9 +44,6 @@ from manyhands.plan.smaller import NothingSmaller as NothingSmaller
 from manyhands.plan.smaller import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.plan.steps import Steps, count_steps
 from manyhands.plan.types import Candidate, Cause, DiskEstimate, MemoryFound, Plan, RanOut, Reason, reason
-
-USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
-USEFUL_OFFLOADED = 4  # times as many where each micro-batch moves all weights to the GPU, and their gradients back
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,7 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchAsked) -> Plan:
 
 def _search(config: RunConfig, facts: Facts, made: Decisions, launch: LaunchAsked, obstacle: str = "") -> SearchResult:
     """``obstacle``: why features of images are not kept, where something is known that stands against it."""
-    useful = USEFUL_TOKENS[made.device] * (USEFUL_OFFLOADED if config.parallel.offload == "all" else 1)
-    splits = possible_splits(config, facts.data, made.world_size, useful)
+    splits = useful_splits(config, facts.data, made.world_size, made.device)
     limits = memory_limits(config, facts, made)
     limits = replace(limits, clock=make_clock(config, facts, made, limits.num_local, _batch_of(config, splits[0])))
     num_machines = ceil_div(made.world_size, ranks_per_machine(facts, made.device, made.world_size))

@@ -386,5 +386,7 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "gathers_again": ("", lambda v: _slower(v, "gathers weights again in the backward pass")),
     "smaller_micro_batch": ("", lambda v: _slower(v, "smaller micro-batches")),
     "more_memory": ("", lambda _: "as fast, and needs more memory"),
-    "no_faster": ("", lambda _: "no faster than the chosen one"),
+    "moves_more_activations": ("", lambda v: _slower(v, "moves more activations to host memory")),
+    "updates_copies": ("", lambda v: _slower(v, "every rank reduces and updates all that is trained")),
+    "no_faster": ("", lambda v: f"{v['slower']:.1%} slower" if "slower" in v else "no faster than the chosen one"),
 }

@@ -275,12 +275,14 @@ def optimizer(s: TimeInput) -> float:
 
 def offload(s: TimeInput, compute: float) -> float:
     """What moves to host memory and back, as far as compute does not hide it: activations once each way, weights by
-    each gather and gradients back. Weights of a single shard that nothing hides: ``fetched_alone``.
+    each gather and gradients back, as often as all ranks have reduced them. Weights of a single shard that nothing
+    hides: ``fetched_alone``.
     """
     e, micro = s.estimate, s.work.num_micro
+    reductions = micro if e.layout.reduce_every and e.layout.mesh.replicate == 1 else 1.0
     alone, fetched = fetched_alone(e, micro, gathers(s), whole_bytes(e))
     leaving = e.num_trained * e.sum_bytes / e.num_shards if e.layout.offload == "all" else 0.0
-    seconds = (micro * (2 * moved_bytes(e) + leaving) + fetched) / s.rates.pcie
+    seconds = (micro * 2 * moved_bytes(e) + reductions * leaving + fetched) / s.rates.pcie
     return alone / s.rates.pcie + max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
 
 
