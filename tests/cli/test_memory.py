@@ -146,6 +146,16 @@ def test_a_run_whose_launcher_alone_was_killed_is_no_longer_running(planned, lef
     assert " killed " in call("runs", "list", "--dir", planned.path.parent).stdout
     planned.write_status("running", pid=os.getpid())
     assert read_usage(planned).state == "running"
+    planned.write_status("running", pid=gone.pid, host="another machine")
+    assert read_usage(planned).state == "running", "nothing is known of a launcher there"
+
+
+def test_between_two_attempts_a_run_goes_on(planned):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    write_beat(planned, 0, gone.pid)
+    planned.write_status("running", pid=os.getpid())
+    assert read_usage(planned).state == "running"
 
 
 def test_before_the_first_step_nothing_is_claimed(planned):

@@ -208,12 +208,16 @@ def lives(folder: RunFolder, beat: Beat) -> bool:
 
 
 def was_killed(folder: RunFolder, status: Mapping[str, Any], beats: Mapping[int, Beat]) -> bool:
-    """Whether a run whose status is ``running`` has no rank any more; where none is at work, no launcher."""
+    """Whether a run whose status is ``running`` has no rank at work that lives, and no launcher: of another machine's
+    launcher the ranks tell. Between two attempts there is a launcher and no rank.
+    """
     at_work = [beat for beat in beats.values() if not beat.done]
     if status.get("state") != "running" or any(lives(folder, beat) for beat in at_work):
         return False
     launcher = status.get("pid")
-    return bool(at_work) or (isinstance(launcher, int) and not psutil.pid_exists(launcher))
+    if status.get("host", this_host()) == this_host() and isinstance(launcher, int):
+        return not psutil.pid_exists(launcher)
+    return bool(at_work)
 
 
 def read_begun(folder: RunFolder, rank: int) -> int | None:

@@ -21,6 +21,7 @@ from typing import Any
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_TERMINATED, FAULT, UserError
 from manyhands.launch.environment import launcher_environment
 from manyhands.launch.failure import FoundCause, find_cause
+from manyhands.launch.heartbeat import this_host
 from manyhands.launch.lost_gpus import DriverReports
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.standby import Standbys
@@ -75,7 +76,7 @@ def run_workers(
     port = choose_port() if team is None else 0
     if leads:
         folder.clear_ranks()
-        folder.write_status("running", pid=os.getpid(), plan=plan.number)
+        folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
     if team is None:
         place = Rendezvous(0, 1, world_size, "c10d", f"127.0.0.1:{port}", folder.path.name, timeout_s)
     else:  # not before the files of an earlier launch are removed

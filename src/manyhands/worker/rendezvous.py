@@ -31,6 +31,7 @@ from manyhands.launch.environment import (
     refuse_silent_single,
     set_worker_environment,
 )
+from manyhands.launch.heartbeat import this_host
 from manyhands.launch.nodes import NodeGroup
 from manyhands.launch.prepare import prepare_run, summarize_start
 from manyhands.launch.resume_rules import folder_of
@@ -188,7 +189,7 @@ def _prepare(session: Session, arguments: argparse.Namespace, find_out: FindOut 
         session.lock = prepared.lock
         folder, config, plan, finished = prepared.folder, prepared.config, prepared.plan, prepared.finished
         if not finished:
-            folder.write_status("running", pid=os.getpid(), plan=plan.number)
+            folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
             print("\n".join(summarize_start(prepared)), file=session.context.terminal, flush=True)
     fields = {"folder": str(folder.path.resolve()), "finished": finished}
     return json.dumps(fields | {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
