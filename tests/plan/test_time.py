@@ -67,6 +67,18 @@ def test_attention_counts_the_pairs_of_each_sample_alone():
     assert one < two < 2 * one and three - two == pytest.approx(two - one)
 
 
+def test_micro_batches_of_as_many_tokens_are_one_with_the_mean_of_their_pairs():
+    """Steps of mixed lengths have hundreds, and a plan with advice looked at each of them for 11 s."""
+    packs = [np.array([100, 28]), np.array([64, 64]), np.array([128]), np.array([60])]
+    layout = replace(LORA.layout, micro_tokens=128)
+    merged = work_of_lengths([[[pack] for pack in packs]], layout, None).micros
+    alone = [micro for pack in packs for micro in work_of_lengths([[[pack]]], layout, None).micros]
+    assert len(merged) < len(alone) == 4
+    for term in (time.attention, time.matmuls, time.recomputation):
+        found, wanted = (sum(micro.count * term(asked(), micro) for micro in micros) for micros in (merged, alone))
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
 def test_recomputation_repeats_the_forward_pass_or_parts_of_it():
     modes = ("none", "selective", "except_attention", "full")
     none, selective, most, full = (

@@ -80,12 +80,15 @@ def _pairs(lengths: np.ndarray, layout: Layout, window: int | None) -> float:
 
 
 def _merge(micros: list[Micro]) -> tuple[Micro, ...]:
-    """Equal ones together."""
-    counts: dict[tuple[float, float, float], float] = {}
+    """Those of equal tokens together, with the mean of their pairs: in these seconds are linear."""
+    sums: dict[float, np.ndarray] = {}
     for micro in micros:
-        key = (micro.tokens, micro.pairs, micro.window_pairs)
-        counts[key] = counts.get(key, 0.0) + micro.count
-    return tuple(Micro(count, *key) for key, count in counts.items())
+        more = micro.count * np.array([1.0, micro.pairs, micro.window_pairs])
+        sums[micro.tokens] = sums.get(micro.tokens, 0.0) + more
+    return tuple(
+        Micro(float(count), tokens, float(pairs / count), float(windows / count))
+        for tokens, (count, pairs, windows) in sums.items()
+    )
 
 
 def mean_work(
