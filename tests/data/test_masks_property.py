@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from manyhands.data.formats import Conversation
@@ -21,6 +21,11 @@ from manyhands.data.template import ChatTemplate, complete_arguments
 from .families import FAMILIES, family_tokenizer
 
 DATE = "2026-01-01"
+_CALLS: list[dict[str, Any]] = [
+    {"id": name, "type": "function", "function": {"name": "look", "arguments": {"x": text}}}
+    for name, text in (("abcdefghi", "б"), ("bcdefghij", "д"))
+]
+CALLS_FIRST = Conversation([{"role": "assistant", "content": "", "tool_calls": _CALLS}], None)
 EXAMPLES = int(os.environ.get("MANYHANDS_EXAMPLES", "150"))
 GREEK, CYRILLIC = "αβγδ", "бгдж"
 MARKERS = sorted({token for family in FAMILIES.values() for token in (*family.special, *family.plain)})
@@ -100,6 +105,7 @@ def conversations() -> st.SearchStrategy[Conversation]:
     max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(st.sampled_from(sorted(FAMILIES)), conversations(), st.booleans())
+@example("glm4", CALLS_FIRST, False)  # no prompt before the calls, and no token closes them
 def test_the_assistants_words_are_trained_and_no_others(
     family: str, conversation: Conversation, trim_offsets: bool
 ) -> None:

@@ -96,6 +96,14 @@ def test_signals_to_the_whole_group_leave_them_working(workers: BatchWorkers) ->
     assert len(list(workers.collate("train", SHAPE, UNITS))) == len(UNITS)
 
 
+def test_so_do_signals_before_they_have_imported_anything() -> None:
+    workers = BatchWorkers(open_drawn, 1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(workers.pids[0], number)
+    assert len(list(workers.collate("train", SHAPE, UNITS))) == len(UNITS)
+    workers.close()
+
+
 def test_a_killed_process_is_a_clear_error() -> None:
     for when in ("amid a batch", "between two"):
         workers = BatchWorkers(open_deadly if when == "amid a batch" else open_drawn, 1)

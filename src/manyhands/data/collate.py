@@ -47,6 +47,7 @@ from manyhands.data.image_batch import ImageWork, add_images
 from manyhands.data.streams import PACKED_BY, BatchEntry, Sample, Stream, add_label_positions
 
 MIN_BOUNDS = 16  # entries of cu_seq_lens where their number is rounded up
+IGNORED = (signal.SIGINT, signal.SIGTERM)  # by processes that prepare batches
 
 Arrays = dict[str, Any]  # name -> array, or int
 # What every batch of text may hold. Any other entry is an input of the model's forward pass, under its own name.
@@ -199,7 +200,11 @@ class BatchWorkers:
             process = context.Process(
                 target=_serve, args=(open_samples, theirs), name=f"{number}-manyhands-collate", daemon=True
             )
-            process.start()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # inherited until it ignores them
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
@@ -300,8 +305,9 @@ class BatchWorkers:
 
 def _serve(open_samples: OpenSamples, pipe: Connection) -> None:
     # Ctrl-C and a cluster's SIGTERM reach the whole group; the rank finishes its step and saves, and needs its batches.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     sample_sets: Mapping[str, Samples] | None = None
     while True:
         try:

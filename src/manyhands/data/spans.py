@@ -328,9 +328,12 @@ class SpanFinder:
             self._template.try_render([*whole.messages[:turn], filled, *self._followers(whole, turn)], whole.tools)
             or ""
         )
-        closing = self._ends.cut_closing(tail, other.partition(private)[2], turn + 1 == len(whole.messages))
+        behind = other.partition(private)[2]
+        closing = self._ends.cut_closing(tail, behind, turn + 1 == len(whole.messages))
         ending = self._ends.find()
         marker = ending.marker if turn + 1 == len(whole.messages) else ending.inner
+        if not marker and filled.get("content") != private:  # the slot is a call's name: the rest of the calls follows
+            closing = tail[: measure_common(tail, behind)].removesuffix(ending.trailer)
         if not closing and marker:
             closing = tail[: self._markers.measure_first(tail) or (len(marker) if tail.startswith(marker) else 0)]
         if not closing and marker:
