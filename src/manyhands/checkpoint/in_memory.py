@@ -93,8 +93,8 @@ class SnapshotWriter:
         return commit
 
     def close(self) -> None:
-        """Lets go of pinned memory, also of what is being pinned, and of the segment's where no snapshot is in it. A
-        snapshot that was begun and not completed is none; whoever goes on writing pins anew.
+        """Unpins the memory, waiting for a pinning under way, and frees the segment if it holds no complete snapshot. The
+        next ``begin`` pins again.
         """
         if self._pinning is not None:
             pinning, self._pinning = self._pinning, None

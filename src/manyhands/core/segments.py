@@ -57,7 +57,7 @@ class Segment:
         _SIZE.pack_into(self._memory, 0, slot_bytes)
 
     def free_if_empty(self) -> None:
-        """Gives the memory back if no snapshot is in it: it would stay until the launcher ends. Nobody may use it."""
+        """Frees the memory if it holds no snapshot; else it stays until the launcher ends. No view may be in use."""
         if not self.committed():
             self._memory = None
             os.ftruncate(self._fd, 0)

@@ -73,7 +73,7 @@ def gradients_on_host(s: EstimateInput, moment: dict[str, int]) -> int:
 
 
 def gradients_leave(s: EstimateInput) -> bool:
-    """Whether each block's gradients leave the GPU while the backward pass goes on."""
+    """Whether gradients are moved to host memory block by block during the backward pass."""
     return s.layout.offload == "all" and s.layout.device == "cuda" and s.layout.strategy != "hsdp"
 
 
@@ -364,8 +364,8 @@ def divided_apart(s: EstimateInput) -> int:
 
 def reduced_apart(s: EstimateInput) -> int:
     """Gradients that stay until the step in the pool of the stream that reduces them: those that are cast when they are
-    reduced, and of replicas the last of several micro-batches' (``engine/gradient_memory.py``). Not what leaves the
-    GPU.
+    reduced, and of replicas the last of several micro-batches' (``engine/gradient_memory.py``). None that are
+    offloaded.
     """
     if gradients_leave(s):
         return 0

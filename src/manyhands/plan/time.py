@@ -42,7 +42,9 @@ KERNEL_S = 4.5e-6
 # kernels of the backward pass that read the same inputs (0 to 1.2 in nine pairs of layouts on H100s, median 0.3; the
 # rows of H200s fit best with this)
 FUSED_AGAIN = 0.45
-SHARD_LAYER_S = 0.0012  # the host's time to gather and reduce one block by ``fully_shard``: 0.9 of it are its hooks
+# The host's time to gather and reduce one block by ``fully_shard``: 0.9 ms of hooks (processor time on a CPU, with
+# collectives that do nothing); the rest, for launches of copies and collectives, is a guess
+SHARD_LAYER_S = 0.0012
 CHUNK_S = 0.00002  # the host's time for one parameter in the update
 EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate (H200)
 SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
