@@ -93,8 +93,8 @@ class SnapshotWriter:
         return commit
 
     def close(self) -> None:
-        """Unpins the memory, waiting for a pinning under way, and frees the segment if it holds no complete snapshot. The
-        next ``begin`` pins again.
+        """Unpins the memory, waiting for a pinning under way, and frees the segment if it holds no complete snapshot.
+        The next ``begin`` pins again.
         """
         if self._pinning is not None:
             pinning, self._pinning = self._pinning, None

@@ -368,9 +368,7 @@ def raise_when_stopped() -> Iterator[None]:
 
 
 def wait_unless_asked(wait: float | Callable[[], object]) -> signal.Signals | None:
-    """Waits so many seconds, or for ``wait`` to return; returns at once with the signal by which this process is asked
-    to end.
-    """
+    """Sleeps for ``wait`` seconds, or calls it; returns early with the signal that asks this process to end."""
     try:
         with raise_when_asked(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if callable(wait):
