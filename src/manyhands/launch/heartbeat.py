@@ -208,8 +208,8 @@ def lives(folder: RunFolder, beat: Beat) -> bool:
 
 
 def was_killed(folder: RunFolder, status: Mapping[str, Any], beats: Mapping[int, Beat]) -> bool:
-    """Whether the status says ``running`` though no rank and no launcher is alive. Between two attempts only the launcher
-    is; one on another machine cannot be seen, so there its ranks decide.
+    """Whether the status says ``running`` though no rank and no launcher is alive. Between two attempts only the
+    launcher is; one on another machine cannot be seen, so there its ranks decide.
     """
     at_work = [beat for beat in beats.values() if not beat.done]
     if status.get("state") != "running" or any(lives(folder, beat) for beat in at_work):
