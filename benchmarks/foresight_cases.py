@@ -168,6 +168,7 @@ TWO_GPUS = (
 )
 FOUR_GPUS = (
     Case("llama8b", "full", 4, 1, 8192, keys=FSDP | KEEP | NONE, cost_s=75),
+    Case("llama8b", "full", 4, 1, 8192, keys=FP8 | FSDP | KEEP | SELECTIVE, cost_s=80),
     Case("qwen14b", "full", 4, 1, 4096, keys=FSDP | RESHARD | FULL, cost_s=90),
     Case("llama8b", "full", 4, 2, 4096, keys=HSDP | KEEP | SELECTIVE, cost_s=80),
     Case("qwen4b", "full", 4, 2, 4096, keys=HSDP | KEEP | NONE, cost_s=75),
@@ -204,6 +205,9 @@ WORKLOADS = (
     Workload(Case("llama8b", "lora", 1, 1, 32768, steps=5, cost_s=60), (SELECTIVE, EXCEPT_ATTENTION)),
     Workload(Case("phi3mini", "full", 1, 4, 4096, cost_s=26), (NONE | micro(8192), SELECTIVE)),
     Workload(Case("llama8b", "full", 1, 1, 8192, steps=6, cost_s=45), (EXCEPT_ATTENTION, FULL)),
+    # Steps of several micro-batches: whether larger ones than the plan takes are faster
+    Workload(Case("llama1b", "full", 1, 16, 4096, cost_s=28), (NONE | micro(16384), NONE | micro(32768))),
+    Workload(Case("smollm360m", "full", 1, 64, 2048, cost_s=28), (NONE | micro(16384), NONE | micro(32768))),
     Workload(
         Case("llama1b", "full", 2, 4, 4096, cost_s=45),
         (FSDP | KEEP | NONE, FSDP | RESHARD | NONE, FSDP | KEEP | SELECTIVE, DDP | NONE),

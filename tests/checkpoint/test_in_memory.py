@@ -256,3 +256,4 @@ def test_on_a_gpu_the_copies_are_of_the_moment_and_from_pinned_memory(segments: 
     torch.cuda.synchronize()
     seconds = time.monotonic() - begin
     print(f"{num_bytes / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms: {num_bytes / seconds / 1e9:.1f} GB/s")
+    writer.close()  # else the next test's memory may be mapped where this one's is registered

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from manyhands.launch import rank_process
-from manyhands.launch.rank_process import RankProcess, await_memory, killed_by
+from manyhands.launch.rank_process import RankProcess, await_end, await_memory, has_given_back, killed_by
 
 PAUSE = [sys.executable, "-c", "import time; time.sleep(60)"]
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -61,17 +61,43 @@ def process(*gone: bool) -> Mock:
     return made
 
 
+def test_nothing_is_left_of_those_that_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "LOOK_S", 0.0)
+    waited = [process(True), process(False, False, True)]
+    await_end(waited)
+    assert all(one.is_gone for one in waited)
+    monkeypatch.setattr(rank_process, "GONE_S", 0.2)
+    await_end([process(False)])  # not for ever
+
+
+@linux
 def test_who_has_room_does_not_wait_and_who_has_none_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_process, "LOOK_S", 0.0)
-    free = iter([10, 20, 30, 40])
-    await_memory([process(False)], 30, lambda: next(free))
-    assert next(free) == 40, "three looks"
-    asked = Mock(return_value=None)
-    await_memory([process(True), process(False, False, True)], 0, asked)
-    assert asked.call_count == 2, "nothing can start beside it"
-    await_memory([], 1, Mock(side_effect=AssertionError))
+    free, looks, running = iter([10, 20, 30, 40]), Mock(), start()
+    await_memory([running.pid], 30, lambda: next(free), looks)
+    assert next(free) == 40 and looks.call_count == 2, "room at the third look"
+    os.kill(running.pid, signal.SIGKILL)
+    await_memory([running.pid, 2**22 + 1], 30, lambda: 0, looks)  # a zombie, as nobody has asked for its exit code
+    assert has_given_back(running.pid) and Path(f"/proc/{running.pid}").exists()
+    running.wait()
+    await_memory([], 1, Mock(side_effect=AssertionError), looks)
 
 
+@linux
+def test_a_zombie_whose_threads_run_on_has_given_nothing_back() -> None:
+    """As a rank that was killed, whose last thread frees pinned memory."""
+    threads = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
+    leader = start(sys.executable, "-c", threads + "; ctypes.CDLL(None).pthread_exit(None)")
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{leader.pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+    assert not has_given_back(leader.pid)
+    leader.kill()
+    await_memory([leader.pid], 1, lambda: 0, Mock())
+    assert has_given_back(leader.pid)
+
+
+@linux
 def test_one_that_never_ends_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_process, "GONE_S", 0.2)
-    await_memory([process(False)], 1, lambda: 0)
+    await_memory([os.getpid()], 1, lambda: 0, Mock())

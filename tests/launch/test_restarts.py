@@ -14,15 +14,17 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from manyhands.core.errors import FAULT, UserError
-from manyhands.core.files import read_rows, write_json
+from manyhands.core.files import read_json, read_rows, write_json
 from manyhands.core.segments import RankSegments, Segment
 from manyhands.facts.types import GpuFacts
 from manyhands.launch import restarts as restarts_module
 from manyhands.launch import start
+from manyhands.launch.environment import ATTEMPT, ENDING
 from manyhands.launch.heartbeat import Beat, Heartbeat
 from manyhands.launch.lost_gpus import LaunchGpus
 from manyhands.launch.prepare import Prepared
@@ -190,17 +192,25 @@ def test_a_killed_rank_is_started_again_and_both_say_so_in_one_line(launch, capf
     assert folder.read_status()["restarts"] == 1
 
 
+def test_ranks_know_the_attempt_and_what_may_still_hold_memory(launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start.Standbys, "list_ending", lambda self: [SimpleNamespace(pid=7), SimpleNamespace(pid=8)])
+    monkeypatch.setattr(LaunchGpus, "await_end", lambda gpus, ending: None)
+    code, _, folder = launch("environment", "kill once")
+    seen = read_json(folder.path / "environment-0.json")
+    assert code == 0 and (seen[ATTEMPT], seen[ENDING]) == ("2", "7 8") and ATTEMPT not in os.environ
+
+
 def test_a_signal_while_memory_is_waited_for_ends_the_run(launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed rank may give its memory back for a minute."""
-    plans: list[object] = []
+    waits: list[object] = []
 
-    def wait(gpus: LaunchGpus, ending: object, plan: object) -> None:
-        plans.append(plan)
-        if len(plans) == 2:
+    def wait(gpus: LaunchGpus, ending: object) -> None:
+        waits.append(ending)
+        if len(waits) == 2:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
 
-    monkeypatch.setattr(LaunchGpus, "await_memory", wait)
+    monkeypatch.setattr(LaunchGpus, "await_end", wait)
     code, log, folder = launch("wait unless killed once", "kill once")
     assert code == 130 and folder.read_status()["state"] == "interrupted"
     assert "SIGINT: the run has ended, nothing was saved yet; the same command starts it again" in log

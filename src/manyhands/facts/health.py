@@ -155,21 +155,21 @@ def find_lost(uuids: Sequence[str]) -> dict[str, str]:
             pynvml.nvmlShutdown()
 
 
-def free_memory(uuids: Sequence[str]) -> int | None:
-    """Bytes that are free on each of NVIDIA's GPUs; None where one does not say, or takes one process at a time."""
+def allow_several_processes(uuids: Sequence[str]) -> bool:
+    """Whether each of NVIDIA's GPUs takes more than one process at a time (its compute mode); False where one does not
+    say.
+    """
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return None
+        return False
     try:
         handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        if any(pynvml.nvmlDeviceGetComputeMode(handle) != pynvml.NVML_COMPUTEMODE_DEFAULT for handle in handles):
-            return None
-        return min((int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles), default=None)
+        return all(pynvml.nvmlDeviceGetComputeMode(handle) == pynvml.NVML_COMPUTEMODE_DEFAULT for handle in handles)
     except pynvml.NVMLError:
-        return None
+        return False
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()

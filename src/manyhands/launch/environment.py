@@ -270,6 +270,8 @@ def _check(launcher: Launcher) -> Launcher:
 # The pid a worker's parent has as long as our launcher lives; also says that it was our launcher.
 LAUNCHER_PID = "MANYHANDS_LAUNCHER_PID"
 PLACES = "MANYHANDS_PLACES"  # of several nodes: where model, adapter and samples are on this one, as JSON
+ATTEMPT = "MANYHANDS_ATTEMPT"  # of our launcher to run these ranks, counted from 1
+ENDING = "MANYHANDS_ENDING"  # processes of the attempt before that may still give memory back, separated by spaces
 MAX_GPU_THREADS = 8  # a GPU rank computes little on the host; more threads only disturb its neighbors
 
 

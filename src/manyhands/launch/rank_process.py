@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-LOOK_S = 0.1
+LOOK_S = 0.05
 GONE_S = 60.0  # for the memory of a killed process to be given back
 _STATE, _EXIT_CODE = 0, 49  # fields of /proc/PID/stat after the name
 
@@ -51,15 +51,30 @@ def killed_by(pid: int) -> int | None:
     return -code if fields[_STATE] == "Z" and code else None
 
 
-def await_memory(
-    ending: Sequence[RankProcess], needed: int = 0, read_free: Callable[[], int | None] = lambda: None
-) -> None:
-    """Returns once all of ``ending`` are gone, or the next ranks' GPUs have ``needed`` bytes beside what those still
-    hold. ``read_free``: of the GPU that has least; None where nothing can start beside them.
-    """
+def await_end(ending: Sequence[RankProcess]) -> None:
+    """Returns once nothing of these processes is left, within ``GONE_S``."""
     deadline = time.monotonic() + GONE_S
     while not all(process.is_gone for process in ending) and time.monotonic() < deadline:
-        free = read_free()
-        if free is not None and free >= needed:
-            return
         time.sleep(LOOK_S)
+
+
+def await_memory(pids: Sequence[int], needed: int, read_free: Callable[[], int], look: Callable[[], object]) -> None:
+    """Returns once ``needed`` bytes are free, or all of the processes ``pids`` have given their memory back, within
+    ``GONE_S``. Their parent may be another process. ``look`` is called at each look.
+    """
+    deadline = time.monotonic() + GONE_S
+    while not all(has_given_back(pid) for pid in pids) and time.monotonic() < deadline and read_free() < needed:
+        look()
+        time.sleep(LOOK_S)
+
+
+def has_given_back(pid: int) -> bool:
+    """Whether a process that has ended holds nothing any more: the last of its threads becomes a zombie, or goes, after
+    it has given back what they share.
+    """
+    folder = Path(f"/proc/{pid}")
+    try:
+        state = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[_STATE]
+        return state in "ZX" and len(list((folder / "task").iterdir())) <= 1
+    except (OSError, IndexError):
+        return True

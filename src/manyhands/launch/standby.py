@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.core.files import read_json, write_json
+from manyhands.launch.environment import ATTEMPT, ENDING
 from manyhands.launch.heartbeat import read_beat
-from manyhands.launch.rank_process import RankProcess, await_memory
+from manyhands.launch.rank_process import RankProcess, await_end
 from manyhands.launch.restarts import TRAINING
 from manyhands.launch.run_folder import RunFolder
 
@@ -32,8 +33,8 @@ ANSWER_S = 5.0  # of a process that waits
 COMMAND = ("-u", "-m", "manyhands.worker")
 READY, BEGUN = b"r", b"b"  # what it answers
 MODULES = ("torch", "transformers", "manyhands", "triton", "numpy", "safetensors", "tokenizers", "pyarrow", "pydantic")
-# What torch's agent sets anew for each attempt. Everything else may be read when a library is imported.
-_OF_ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")  # beginnings of names
+# What torch's agent and the launcher set anew for each attempt. Everything else may be read when a library is imported.
+_OF_ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", ATTEMPT, ENDING)  # beginnings of names
 
 
 @dataclass
@@ -137,7 +138,7 @@ class Standbys:
             for one in self._waiting.values():
                 one.end()
             self._waiting.clear()
-        await_memory(self.list_ending())
+        await_end(self.list_ending())
 
     def _run(self) -> None:
         trains_since: float | None = None

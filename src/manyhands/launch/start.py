@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
-from manyhands.launch.environment import detect_launcher, refuse_alone
+from manyhands.launch.environment import ATTEMPT, ENDING, detect_launcher, refuse_alone
 from manyhands.launch.folder_lock import FolderLock, take_over
 from manyhands.launch.lost_gpus import DriverReports, LaunchGpus, Lost, find_lost, restored_environment
 from manyhands.launch.neighbors import NodeMemory, copying
@@ -261,13 +261,15 @@ def _launch_and_restart(
     """
     folder, leads = found.prepared.folder, found.team is None or found.team.node == 0
     report = functools.partial(_report, folder=folder) if leads else print
-    num_smaller = 0
+    num_smaller = attempt = 0
     while True:
+        attempt += 1
         ending = lasting.standbys.list_ending()
-        asked = wait_unless_asked(functools.partial(gpus.await_memory, ending, found.prepared.plan))
+        asked = wait_unless_asked(functools.partial(gpus.await_end, ending))
         driver = _collect_reports(found, gpus, listener)
+        added = {ATTEMPT: str(attempt), ENDING: " ".join(str(process.pid) for process in ending)}
         try:
-            return _run_attempt(found, arguments, lasting, report, driver, asked)
+            return _run_attempt(found, arguments, lasting, report, driver, asked, added)
         except UserError as error:
             if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS and restarts.limit:
                 num_smaller += 1
@@ -326,9 +328,10 @@ def _run_attempt(
     report: Callable[[str], None],
     driver: DriverReports,
     asked: signal.Signals | None,
+    added: Mapping[str, str],
 ) -> int:
     plan, team, memory = found.prepared.plan, found.team, lasting.memory
-    environment = dict(memory.own.environment) if memory.own is not None else {}
+    environment = {**added, **(memory.own.environment if memory.own is not None else {})}
     with contextlib.ExitStack() as beside:
         if team is not None and found.prepared.config.checkpoint.every_step_in_memory:
             environment |= beside.enter_context(copying(memory, team, not plan.layout.holds_copies, report))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 
@@ -25,6 +26,7 @@ from manyhands.facts.health import (
 )
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import Figure, GpuKind
+from manyhands.launch.environment import ATTEMPT
 from manyhands.launch.nodes import host_name
 from manyhands.worker.context import RankContext
 
@@ -34,13 +36,15 @@ LINK_BYTES, LINK_ROUNDS = 2**26, 5
 
 
 def check_machines(rank: RankContext) -> None:
-    """Rank 0 shows what might slow the run down or end it. Nothing here ends it."""
-    is_gpu = rank.world.device.type == "cuda"
-    rate = matmul_tflops(rank.world.device) if is_gpu else None
+    """Rank 0 shows what might slow the run down or end it. Nothing here ends it. After a restart most of it is known,
+    and the driver would answer late, as it takes back what the ranks of before have held.
+    """
+    is_gpu, is_restart = rank.world.device.type == "cuda", int(os.environ.get(ATTEMPT, 1)) > 1
+    rate = matmul_tflops(rank.world.device) if is_gpu and not is_restart else None
     link = all_reduce_gb_s(rank.world.device) if is_gpu and rank.world.world_size > 1 else None
-    health = read_health(host_name(), rank.folder.path) if rank.world.local_rank == 0 else None
+    health = None if is_restart or rank.world.local_rank else read_health(host_name(), rank.folder.path)
     found = run_on_all_ranks(lambda: (host_name(), rate, health))
-    if not rank.is_first:
+    if not rank.is_first or is_restart:
         return
     kind = _kind() if is_gpu else None
     for finding in judge_all(found, kind, link):

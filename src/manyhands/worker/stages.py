@@ -4,6 +4,7 @@ resumed.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from manyhands.data.streams import Sample, cut_to_loss
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
+from manyhands.launch.environment import ENDING
+from manyhands.launch.rank_process import await_memory
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.features import KeptFeatures, digest_of_weights
 from manyhands.model.image_checks import ProbeImages, check_images
@@ -35,6 +38,7 @@ from manyhands.worker.batches import images_of, shape_of
 from manyhands.worker.context import RankContext
 from manyhands.worker.snapshots import find_snapshot
 
+STANDING = ("weights", "optimizer", "overhead")  # terms of the planned memory that are there before the first step
 PROBE_TOKENS = 2048  # of the micro-batch for self-tests, which run uncompiled and keep every activation
 
 
@@ -83,6 +87,7 @@ def find_checkpoint(rank: RankContext) -> None:
 def build_model(rank: RankContext) -> None:
     """The model on meta, changed by the plan's converters; weights onto their shards; the optimizer."""
     plan, config, world = rank.plan, rank.config, rank.world
+    await_room(rank, sum(plan.memory.terms.get(name, 0) for name in STANDING))
     if config.kernels.deterministic:
         use_deterministic_kernels()
     context = Context(config, plan, world.device, resumes=rank.checkpoint is not None or rank.snapshot is not None)
@@ -103,6 +108,19 @@ def build_model(rank: RankContext) -> None:
     rank.measured |= {"num_parameters": total, "num_trained_parameters": trained}
     rank.print(f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%})")
     keep_features(rank)
+
+
+def await_room(rank: RankContext, needed: int) -> None:
+    """After a restart: until ``needed`` bytes of the GPU are this rank's or free, or the ranks of the attempt before
+    have given all of theirs back, which takes seconds. What needs less goes on beside it.
+    """
+    pids, device = [int(pid) for pid in os.environ.get(ENDING, "").split()], rank.world.device
+    if device.type == "cuda":
+
+        def read_free() -> int:
+            return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+        await_memory(pids, needed, read_free, rank.beat)
 
 
 def use_deterministic_kernels() -> None:
