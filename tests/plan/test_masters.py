@@ -90,12 +90,13 @@ def test_the_largest_moment_is_that_of_what_stays_on_the_gpu():
 
 def test_a_step_from_host_memory_is_one_micro_batch_where_16_gib_hold_it():
     """Each micro-batch moves all weights there and all gradients back, and no gradient stays on the GPU."""
-    samples = data_facts(num_samples=300, mean=8192, longest=8192)
+    samples = data_facts(num_samples=300, mean=8192, longest=8192, num_validation_samples=0, num_validation_tokens=0)
     the_facts = facts(llama_8b(), gpus=1, gpu_bytes=16 * GIB, host_bytes=128 * GIB, data=samples)
     keys = KEYS | {"parallel__offload": "all", "batch__samples": 3}
     made = plan(run_config(**keys), the_facts)
     assert made.layout.full_micro_tokens >= 3 * 8192 and not made.layout.accumulates
-    assert made.memory.terms.get("pools", 0) < GIB
+    root = 2 * 128256 * 4096 * 2
+    assert made.memory.terms["pools"] < root, "of the reductions' pool no more than the largest unit's result"
     asked = plan(run_config(**keys, batch__micro_tokens=3 * 8192), the_facts)
     assert asked.layout.activation_checkpointing == made.layout.activation_checkpointing
     smaller = plan(run_config(**keys, batch__micro_tokens=8192), the_facts)

@@ -4,6 +4,8 @@ refused.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -177,6 +179,10 @@ def test_of_states_in_host_memory_two_chunks_are_on_the_gpu(ranks, chunk):
     setup = one if ranks == 1 else change_input(one, strategy="fsdp", world_size=ranks)
     terms = {"weights": 1, "gradients": 2, "optimizer": 8 * model.num_parameters // ranks}
     assert host_memory.keep_on_device(setup, terms) == {"weights": 1, "gradients": 2, "optimizer": 2 * 2 * chunk}
+    on_gpu = dataclasses.replace(setup, layout=dataclasses.replace(setup.layout, device="cuda"))
+    mapped = host_memory.keep_on_device(on_gpu, terms | {"overhead": 0})["overhead"]
+    pinned = host_memory.estimate_host_terms(on_gpu, terms)["optimizer"]
+    assert mapped == math.ceil(pinned / 512), "8 bytes of page tables for each 4 KiB of pinned memory"
     few = terms | {"optimizer": 100}  # never more than there are
     assert host_memory.keep_on_device(change_input(setup, model=model_facts()), few)["optimizer"] == 100
 

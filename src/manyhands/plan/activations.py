@@ -33,18 +33,19 @@ def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
 def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
     """What one block under ``mode`` needs in its backward pass beyond what all keep.
 
-    What is computed again of it: ``T k`` if all (k of ``block_bytes_per_token``), ``T (k - l)`` if selective, and
-    ``T (k - a)`` if all but attention. The gradients of its result and of the residual stream, ``2 T c H``. And of the
-    MLP, the widest part, gradients of the product, gate and up in turn: ``3 T c I``, of which compiled code puts one
-    where the product was. Beside adapters in fp8 also fp8 values of gate's and up's gradients, of the result's and of
-    the input, ``T (2 I + 2 H)``: measured, 4.6 GiB of 131,072 tokens of an 8B model.
+    What is computed again of it: ``T (k - c H)`` if all but its input, which is kept (k of ``block_bytes_per_token``),
+    ``T (k - l)`` if selective, and ``T (k - c H - a)`` if all but input and attention. The gradients of its result and
+    of the residual stream, ``2 T c H``. And of the MLP, the widest part, gradients of the product, gate and up in turn:
+    ``3 T c I``, of which compiled code puts one where the product was. Beside adapters in fp8 also fp8 values of gate's
+    and up's gradients, of the result's and of the input, ``T (2 I + 2 H)``: measured, 4.6 GiB of 131,072 tokens of an
+    8B model.
     """
     m, c = s.model, s.compute_bytes
     again = {
         "none": 0,
         "selective": max(0, block_bytes_per_token(s) - linear_bytes_per_token(s)),
-        "except_attention": block_bytes_per_token(s) - attention_bytes_per_token(s),
-        "full": block_bytes_per_token(s),
+        "except_attention": block_bytes_per_token(s) - c * m.hidden_size - attention_bytes_per_token(s),
+        "full": block_bytes_per_token(s) - c * m.hidden_size,
     }
     inner = (2 if s.layout.compile else 3) * c * m.intermediate_size
     in_fp8 = 2 * (m.intermediate_size + m.hidden_size) if s.fp8_blocks and s.num_adapter_parameters else 0

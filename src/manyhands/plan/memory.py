@@ -1,7 +1,7 @@
 """Bytes a rank holds at its worst moment: one small function a term. Pure arithmetic; knows no torch and reads nothing.
 
-Its input is an ``EstimateInput`` (estimate_input.py); what blocks keep and need is in ``activations.py``, and what is
-offloaded in ``host_memory.py``; on a CPU the device is the machine, and nothing moves.
+Its input is an ``EstimateInput`` (estimate_input.py); what blocks keep and need is in ``activations.py``, gradients are
+in ``gradients.py``, and what is offloaded in ``host_memory.py``; on a CPU the device is the machine, and nothing moves.
 
 Notation, here and there: P parameters, A trained parameters of adapters, B parameters of one block, R of the rest
 (embeddings, last norm, head), L blocks, T tokens of a micro-batch, H hidden size, I inner size of the MLP, V
@@ -36,18 +36,27 @@ from manyhands.plan.activations import (
     kept_bytes_per_token,
 )
 from manyhands.plan.estimate_input import EstimateInput, TrainedWeights, count_state_bytes
+from manyhands.plan.gradients import (
+    BLOCKS_IN_FLIGHT,
+    earlier_gradients,
+    gradients,
+    gradients_leave,
+    gradients_on_host,
+    reduction,
+    root_reduction,
+    unreduced,
+)
 from manyhands.plan.towers import with_images
 
-BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes
 GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it
 # CUDA context and loaded kernels, 0.80 to 0.82 GiB measured on H200s; on CPU the imports
 CONTEXT_BYTES = {"cuda": int(0.82 * GIB), "cpu": int(0.6 * GIB)}
 WORKSPACE_BYTES = {"cuda": 2**26, "cpu": 0}  # of cuBLAS and cuBLASLt, 32 MiB each on Hopper: torch allocates them
 # NCCL's / gloo's buffers, with more than one rank: 0.74 to 0.76 GiB measured on 2 and 4 H200s
 COMMUNICATION_BYTES = {"cuda": int(0.76 * GIB), "cpu": GIB // 16}
-# Share of what comes and goes that the allocator cannot use: measured 0.1 to 2 %, as segments expand.
-FRAGMENTATION = {"cuda": 0.012, "cpu": 0.05}
-UNFUSED_FRAGMENTATION = 0.06  # adapters in modules that are not fused: the mean of 4.0 and 7.9 %, two shapes
+# Share of what comes and goes that the allocator cannot use: 0.1 to 1.9 % of fitted rows, whose segments expand.
+FRAGMENTATION = {"cuda": 0.015, "cpu": 0.05}
+UNFUSED_FRAGMENTATION = 0.079  # adapters in modules that are not fused: the more of 4.0 and 7.9 %, two fitted shapes
 
 
 def estimate_terms(setup: EstimateInput) -> dict[str, int]:
@@ -55,26 +64,12 @@ def estimate_terms(setup: EstimateInput) -> dict[str, int]:
     standing = {"weights": weights(setup), "optimizer": optimizer(setup), "gathered": gathered(setup) + fetched(setup)}
     moments: tuple[dict[str, int], ...] = (at_the_loss(setup), in_the_backward_pass(setup), at_its_end(setup))
     standing, moments = with_images(setup, standing, moments)
-    worst = max(moments, key=lambda moment: sum(moment.values()) - gradients_on_host(setup, moment))
-    terms = standing | worst
-    passing = ("gathered", "dequantized", "activations", "logits", "reduction")
-    terms["pools"] = pools(setup, terms) + math.ceil(fragmentation(setup) * sum(terms[name] for name in passing))
+    every = [standing | moment | {"pools": unused(setup, standing | moment)} for moment in moments]
+    terms = max(every, key=lambda terms: sum(terms.values()) - gradients_on_host(setup, terms))
     terms["overhead"] = overhead(setup)
     if setup.layout.device == "cpu":
         terms["snapshots"] = setup.snapshot_bytes(terms["optimizer"])
     return terms
-
-
-def gradients_on_host(s: EstimateInput, moment: dict[str, int]) -> int:
-    """Of the gradients of a moment, what is in the machine's memory and not on a GPU: all that are offloaded, but
-    ``hsdp``'s, which FSDP2 holds there as well until the backward pass ends.
-    """
-    return moment["gradients"] if gradients_leave(s) else 0
-
-
-def gradients_leave(s: EstimateInput) -> bool:
-    """Whether gradients are moved to host memory block by block during the backward pass."""
-    return s.layout.offload == "all" and s.layout.device == "cuda" and s.layout.strategy != "hsdp"
 
 
 def at_the_loss(s: EstimateInput) -> dict[str, int]:
@@ -102,7 +97,7 @@ def in_the_backward_pass(s: EstimateInput) -> dict[str, int]:
 
 def at_its_end(s: EstimateInput) -> dict[str, int]:
     """All gradients are there; the first block is at work, or those of the root are reduced, whichever is more. Of what
-    waited for the last micro-batch, the blocks' have been reduced.
+    waited for the last micro-batch, the blocks' have been reduced. ``unfilled`` lies between the gradients.
     """
     first = (
         s.layout.full_micro_tokens * kept_bytes_per_token(s, s.layout.activation_checkpointing)
@@ -110,7 +105,7 @@ def at_its_end(s: EstimateInput) -> dict[str, int]:
         + attention_mask(s)
         + block_scores(s)
     )
-    block = {"dequantized": dequantized(s), "activations": first, "logits": 0, "reduction": reduction(s)}
+    block = {"dequantized": dequantized(s), "activations": first, "logits": 0, "reduction": reduction(s) + unfilled(s)}
     root = {"dequantized": 0, "activations": 0, "logits": 0, "reduction": root_reduction(s)}
     terms = max(block, root, key=lambda terms: sum(terms.values()))
     waiting = min(unreduced(s), s.num_root_parameters * s.sum_bytes) if s.layout.accumulates else 0
@@ -141,36 +136,6 @@ def quantized_weights(s: EstimateInput) -> int:
     if not s.fp8_blocks or s.fp8_weights or s.trains_everything or s.num_shards > 1 or s.layout.offload == "all":
         return 0
     return 2 * s.model.num_layers * sum(out * into for out, into in s.model.block_linear_shapes.values())
-
-
-def gradients(s: EstimateInput) -> int:
-    """One gradient for each trained weight, reduced and kept until the step: ``trained m / S``, or as
-    ``gradient_bytes`` has it.
-    """
-    if s.layout.zero_stage == 1:  # sums of all on every rank, and where they are cast what the backward pass gives
-        return s.num_trained * (s.sum_bytes + (s.compute_bytes if s.is_cast else 0))
-    return s.num_trained * s.gradient_bytes // s.num_shards
-
-
-def unreduced(s: EstimateInput) -> int:
-    """Gradients that wait for the last micro-batch of a step, whole on every rank: ``trained m``; none if each one
-    reduces.
-    """
-    if s.layout.reduce_every or s.num_shards == 1 or s.layout.zero_stage:
-        return 0
-    return s.num_trained * s.sum_bytes
-
-
-def earlier_gradients(s: EstimateInput) -> dict[str, int]:
-    """Of a step's earlier micro-batches: they are there while one is at work, reduced or not. None where a step is one
-    micro-batch, as gradients are freed after each step, but in DDP's own buckets.
-    """
-    in_buckets = (s.layout.strategy == "ddp" and not s.is_cast) or s.layout.zero_stage > 0
-    waiting = unreduced(s) if s.layout.accumulates else 0
-    return {
-        "gradients": gradients(s) if (s.layout.accumulates and not waiting) or in_buckets else 0,
-        "unreduced": waiting,
-    }
 
 
 def optimizer(s: EstimateInput) -> int:
@@ -287,69 +252,57 @@ def logits(s: EstimateInput) -> int:
     return chunk * vocabulary * (c + 4 + 4) + 2 * trained * c
 
 
-def reduction(s: EstimateInput) -> int:
-    """Gradients on their way during the backward pass, where the model's own weights are trained.
-
-    By ``fully_shard``: two blocks, unsharded in compute dtype and in master dtype for the reduction, ``2 B (c + m)``,
-    and the head's, which waits for the rest of the root: ``V H c``. A kept copy's go into the masters' as they come: a
-    compiled block's, ``B (c + m)``, and the head's, ``V H c`` where it waits for the embeddings that it is tied to,
-    else ``V H m``; where the optimizer takes them as they are, ``B c`` and ``V H c``. Plain ones are those that are
-    kept. By patterns the same of what is trained. Adapters' gradients are too small to count. Where weights compute in
-    the dtype they have, ``m`` is ``c``: nothing is summed over ranks.
+def unused(s: EstimateInput, terms: dict[str, int]) -> int:
+    """What torch's allocator has reserved and nothing is in, at the moment of ``terms``: whole pools, a share of what
+    comes and goes, and the room of a dequantized weight, which larger tensors do not fit into while it is away.
     """
-    c, m, head = s.compute_bytes, s.sum_bytes if s.is_cast else s.master_bytes, s.num_trained_in_head
-    if s.layout.zero_stage:
-        return zero.buckets(s)
-    if s.partially_trained is not None:
-        largest = s.partially_trained.num_in_largest_block
-        return head * c + (largest * c if s.num_shards == 1 else BLOCKS_IN_FLIGHT * largest * (c + m))
-    if not s.trains_everything:
-        return 0
-    if not s.gathers_whole and s.num_shards == 1:
-        return head * c
-    if s.keeps_copy:
-        narrow = s.gradient_bytes == c
-        return s.model.num_block_parameters * (c if narrow else c + m) + head * (
-            c if narrow or s.model.tied_embeddings else m
-        )
-    return BLOCKS_IN_FLIGHT * s.model.num_block_parameters * (c + m) + head * c
+    passing = sum(terms[name] for name in ("gathered", "dequantized", "activations", "logits", "reduction"))
+    room = dequantized(s) if s.layout.device == "cuda" else 0
+    return pools(s, terms) + room + math.ceil(fragmentation(s) * passing)
 
 
-def root_reduction(s: EstimateInput) -> int:
-    """Gradients of the root, reduced last of all: ``R (c + m)``. A kept copy's are widened one after the other: ``V H
-    c``.
+def unfilled(s: EstimateInput) -> int:
+    """Room between sharded gradients that none of them fits into, beyond what is counted as on its way.
+
+    A unit's sums are one tensor of ``g = 4 B / S``; a block's backward pass frees the ``a`` bytes that it kept. Where
+    ``g / 2 < a < g`` only every second tensor lies where activations were, in the room of two blocks, and ``2 a - g``
+    stay free each time: ``L / 2 (2 a - g) / 2`` until rooms join, about halfway through the blocks (by the allocator's
+    own rules, best fit in segments that expand, over the tensors of a step; 4.1 GiB of 40 blocks measured). Where
+    blocks keep more, activations are the worst moment. A second block on its way is counted by ``reduction`` and
+    ``gathered``, but is not there: ``B (3 c + 4)``.
     """
-    if s.layout.zero_stage:
-        return zero.buckets(s)
-    if s.partially_trained is not None:
-        return s.partially_trained.num_in_root * (s.compute_bytes + (s.sum_bytes if s.num_shards > 1 else 0))
-    if not s.trains_everything or (not s.gathers_whole and s.num_shards == 1):
+    if s.num_shards == 1 or s.layout.zero_stage or not s.trains_everything or not s.layout.sums_are_gradients:
         return 0
-    if s.keeps_copy:
-        return s.head_elements * s.compute_bytes
-    return s.num_root_parameters * (s.compute_bytes + (s.sum_bytes if s.is_cast else s.master_bytes))
+    if s.layout.device == "cpu" or not s.layout.reshard_after_forward:
+        return 0  # a block's own weights are freed beside its activations, and make the room large enough
+    shard = s.model.num_block_parameters * s.sum_bytes // s.num_shards
+    kept = s.layout.full_micro_tokens * kept_bytes_per_token(s, s.layout.activation_checkpointing)
+    on_its_way = s.model.num_block_parameters * (3 * s.compute_bytes + s.sum_bytes)
+    return max(0, s.model.num_layers * (2 * min(kept, shard) - shard) // 4 - on_its_way)
 
 
 def pools(s: EstimateInput, terms: dict[str, int]) -> int:
     """What torch's allocator holds for one stream and another cannot use, at the moment of ``terms``.
 
     ``fully_shard`` gathers in a stream of its own, whose pool keeps the largest buffer: the root's, or two blocks', of
-    which one block's is counted in ``gathered``. Blocks whose gathered weights come and go among activations that stay
+    which one block's is counted in ``gathered``; and of weights that are cast the root's shards in compute dtype beside
+    it, ``R c / S`` (``foreach_all_gather``). Blocks whose gathered weights come and go among activations that stay
     leave one block's room between them. Reductions have another pool, in which the next steps' activations find no
     room: see ``reduced_apart`` and ``divided_apart``. So have DeepSpeed's buckets, and weights that its stage 3 has
     released.
     """
     if s.layout.zero_stage and s.layout.device == "cuda":
-        return max(0, zero.buckets(s) - terms["reduction"]) + zero.released_weights(s)
+        return (0 if terms["reduction"] else zero.buckets(s)) + zero.released_weights(s)
     if s.layout.wrapper != "fully_shard" or s.layout.device == "cpu":
         return 0
-    apart = max(0, reduced_apart(s) - terms["gradients"])
+    apart = reduced_apart(s, terms["gradients"])
     if s.num_shards == 1:
         return apart + divided_apart(s)
     block = s.model.num_block_parameters * s.compute_bytes if s.trains_everything else s.frozen_block_bytes
     root = s.num_root_parameters * (s.compute_bytes if s.trains_everything else s.frozen_bytes)
+    cast = root // s.num_shards if s.is_cast and s.layout.offload != "all" else 0
     resharded = s.layout.reshard_after_forward and s.model.num_layers >= GATHERED_BLOCKS
-    gathering = max(0, max(root, BLOCKS_IN_FLIGHT * block) - resharded * block)
+    gathering = max(0, max(root + cast, BLOCKS_IN_FLIGHT * block) - resharded * block)
     between = block if resharded and s.layout.last_checkpointing != "full" else 0
     return gathering + between + apart
 
@@ -358,19 +311,34 @@ def divided_apart(s: EstimateInput) -> int:
     """What FSDP2 makes of the largest unit's sums where replicas have nothing to scatter: a quotient of its own, by the
     factor of 1 that several ranks are given, in the stream that reduces (``foreach_reduce``): ``4 max(R, B)``.
     """
+    return largest_sums(s) if s.trains_everything and s.layout.world_size > 1 else 0
+
+
+def largest_sums(s: EstimateInput) -> int:
+    """Of the largest unit, the result of a reduction: ``4 max(R, B) / S``, in the gradients' own dtype where weights
+    compute in the dtype they have.
+    """
     largest = max(s.num_root_parameters, s.model.num_block_parameters)
-    return largest * s.sum_bytes if s.trains_everything and s.layout.world_size > 1 else 0
+    several = s.is_cast or s.layout.world_size > 1
+    return largest * (s.sum_bytes if several else s.master_bytes) // s.num_shards
 
 
-def reduced_apart(s: EstimateInput) -> int:
-    """Gradients that stay until the step in the pool of the stream that reduces them: those that are cast when they are
-    reduced, and of replicas the last of several micro-batches' (``engine/gradient_memory.py``). None that are
-    offloaded.
+def reduced_apart(s: EstimateInput, counted: int) -> int:
+    """Gradients in the pool of the stream that reduces them, beyond those that are ``counted``.
+
+    All of them until the step where they are cast when they are reduced, and of replicas that reduce several
+    micro-batches (``engine/gradient_memory.py``): there the largest unit's result lies beside its earlier sum as well
+    (``foreach_reduce``: ``partial_reduce_output``). Of those that are offloaded the largest unit's: the pool keeps its
+    room, of which ``reduction`` counts two blocks'.
     """
     if gradients_leave(s):
+        blocks = BLOCKS_IN_FLIGHT * s.model.num_block_parameters * s.master_bytes // s.num_shards
+        return max(0, largest_sums(s) - blocks) if s.trains_everything else 0
+    reduces_each = s.layout.reduce_every or s.num_shards == 1
+    several = s.layout.accumulates and s.layout.mesh.replicate > 1 and reduces_each
+    if not several and s.layout.sums_are_gradients:
         return 0
-    several = s.layout.accumulates and s.layout.mesh.replicate > 1
-    return gradients(s) if several or not s.layout.sums_are_gradients else 0
+    return max(0, gradients(s) - counted) + (largest_sums(s) if several and s.trains_everything else 0)
 
 
 def fragmentation(s: EstimateInput) -> float:
