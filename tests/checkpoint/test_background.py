@@ -221,12 +221,12 @@ def test_it_is_under_way_until_what_follows_the_commit_is_done(tmp_path: Path, c
     assert save.status == Status.COMMITTED and save.seconds > 0
 
 
-@pytest.mark.parametrize("broken", ["subprocess.Popen", "mmap.mmap"])
+@pytest.mark.parametrize("broken", ["subprocess.Popen", "map_shared"])
 def test_what_cannot_be_started_or_mapped_is_a_reason_to_save_while_training_waits(
     case: Case, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object, **options: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "no more") if broken == "subprocess.Popen" else ValueError("no more")
+        raise OSError(errno.EAGAIN if broken == "subprocess.Popen" else errno.ENOMEM, "no more")
 
     monkeypatch.setattr(f"manyhands.checkpoint.staging.{broken}", fail)
     assert "no more" in case.saver.reserve(case.tensors())

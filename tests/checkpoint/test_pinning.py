@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support.segments import open_segments
 
 GPU = torch.device("cuda")
 PIECE = 256  # bytes
+MAP = pinning.MADV_POPULATE_WRITE
 
 
 @dataclass
@@ -123,14 +125,39 @@ def test_pauses_are_as_long_as_pieces_took_and_end_when_somebody_waits(
 def test_beside_the_training_pages_are_mapped_a_little_at_a_time(
     registrations: Registrations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever else maps memory waits for each call."""
-    parts: list[torch.Tensor] = []
-    monkeypatch.setattr(pinning, "_populate", parts.append)
+    """Whatever else maps memory waits for each call. Huge pages are made of each part, unless somebody waits."""
+    calls: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(
+        pinning, "_advise", lambda part, advice=MAP: calls.append((part.data_ptr(), part.nbytes, advice))
+    )
     monkeypatch.setattr(pinning, "MAP_BYTES", PIECE // 4)
-    memory = torch.zeros(3 * PIECE + 5, dtype=torch.uint8)
+    memory = torch.zeros(4 * PIECE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % PIECE + PIECE // 8 :][: 3 * PIECE]
     assert pin(memory, GPU, threading.Event()) == 0
-    assert [part.nbytes for part in parts] == [PIECE // 4] * 12 + [5]
-    assert [part.data_ptr() - memory.data_ptr() for part in parts] == [*range(0, 3 * PIECE + 1, PIECE // 4)]
+    mapped = [call[:2] for call in calls if call[2] == MAP]
+    assert mapped == sorted(call[:2] for call in calls if call[2] == pinning.MADV_COLLAPSE)
+    assert sum(size for _, size in mapped) == memory.nbytes and max(size for _, size in mapped) == PIECE // 4
+    assert all(begin % (PIECE // 4) == 0 for begin, _ in mapped if (begin - memory.data_ptr()) % PIECE)
+    unpin(memory, GPU)
+    calls.clear()
+    assert pin(memory, GPU, Pauses(until=1)) == 0
+    assert [advice for *_, advice in calls].count(pinning.MADV_COLLAPSE) == 0
+
+
+def test_memory_of_snapshots_is_made_of_huge_pages_where_the_kernel_has_them(segment: Segment) -> None:
+    segment.make_room(16 * 2**20)
+    memory = torch.frombuffer(segment.slots(), dtype=torch.uint8)
+    pinning.map_beside(memory, threading.Event())
+    [size] = [
+        int(line.split()[1])
+        for block in Path("/proc/self/smaps").read_text().split("VmFlags")
+        if "manyhands-" in block or "memfd:" in block
+        for line in block.splitlines()
+        if line.startswith("ShmemPmdMapped")
+    ]
+    if not size:
+        pytest.skip("this kernel makes no huge pages of shared memory on request")
+    assert size >= 28 * 2**10, "of 32 MiB, but where slots and header meet"
 
 
 @pytest.mark.parametrize("fails_at", [0, 3])

@@ -22,9 +22,10 @@ ALIGNMENT = 64  # bytes; of each tensor in pinned memory, for every dtype
 PIECE = 128 * 2**20  # bytes, a multiple of a page: about 30 ms
 BOUNCE_BYTES = 64 * 2**20
 PORTABLE = 1  # cudaHostRegisterPortable
-MADV_POPULATE_WRITE = 23  # Linux's
+MADV_POPULATE_WRITE, MADV_COLLAPSE = 23, 25  # Linux's
 MAP_THREADS = 8
 MAP_BYTES = 8 * 2**20  # mapped at once beside the training
+HUGE_THREADS = 4  # one copies 2 GB/s into huge pages
 _TURN = threading.Lock()  # so that one memory is not registered in the pauses of another
 
 
@@ -81,25 +82,33 @@ def map_pages(memory: torch.Tensor) -> None:
     stretch = -(-memory.nbytes // (MAP_THREADS * mmap.PAGESIZE)) * mmap.PAGESIZE
     with ThreadPoolExecutor(MAP_THREADS) as threads:
         for part in memory.split(max(stretch, mmap.PAGESIZE)):
-            threads.submit(_populate, part)
+            threads.submit(_advise, part)
 
 
 def map_beside(memory: torch.Tensor, hurry: threading.Event) -> None:
-    """The same beside the training, a little at a time and with pauses until ``hurry`` is set.
+    """The same beside the training, a little at a time and with pauses until ``hurry`` is set; then in huge pages,
+    where the kernel has them (from Linux 6.1 on). Of 8 GiB of these a killed process takes 0.16 s to give back, in
+    pages of 4 KiB 0.66 s; and they are registered in half of the time (an H100's host).
 
     Until a call returns, whatever else in the process maps or frees memory waits, a launch of a kernel among it:
-    8 s for 6 GiB mapped by two threads at once, 55 ms in parts of 16 MiB (two CPU cores).
+    8 s for 6 GiB mapped by two threads at once, 55 ms in parts of 16 MiB (two CPU cores). Huge pages are no such call.
     """
-    for part in memory.split(MAP_BYTES):
+    first = min(-memory.data_ptr() % MAP_BYTES, memory.nbytes)  # parts end where huge pages do
+    parts = [memory[:first], *memory[first:].split(MAP_BYTES)]
+    for part in parts:
         begin = time.monotonic()
-        _populate(part)
+        _advise(part)
         hurry.wait(time.monotonic() - begin)
+    if not hurry.is_set():
+        with ThreadPoolExecutor(HUGE_THREADS) as threads:
+            for part in parts:
+                threads.submit(_advise, part, MADV_COLLAPSE)
 
 
-def _populate(memory: torch.Tensor) -> None:
+def _advise(memory: torch.Tensor, advice: int = MADV_POPULATE_WRITE) -> None:
     madvise = ctypes.CDLL(None).madvise  # without the interpreter's lock, which mmap.madvise keeps
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    madvise(memory.data_ptr(), memory.nbytes, MADV_POPULATE_WRITE)
+    madvise(memory.data_ptr(), memory.nbytes, advice)
 
 
 def align(size: int) -> int:

@@ -23,6 +23,7 @@ import torch
 from manyhands.checkpoint import shard_writer
 from manyhands.checkpoint.pinning import align, cut, lengths_in_pieces, pin, unpin
 from manyhands.checkpoint.shards import ShardFile
+from manyhands.core.segments import map_shared
 
 Spans = Mapping[str, Sequence[tuple[int, int]]]  # of each file's pieces in the memory: (start, bytes)
 
@@ -41,7 +42,7 @@ class Staging:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Starts the process. For the main thread: with the thread that starts it the process ends."""
         self.num_bytes, self._device = num_bytes, device
-        self._memory: mmap.mmap | None = None
+        self._memory: memoryview | None = None
         self._buffer: torch.Tensor | None = None
         self._is_pinned = False
         self.hurry = threading.Event()  # set by whoever waits for the room
@@ -67,7 +68,7 @@ class Staging:
             self._ask({"room": self.num_bytes})
         except OSError as error:
             raise NoRoom(error.strerror or str(error)) from error
-        self._memory = mmap.mmap(self._fd, self.num_bytes)
+        self._memory = map_shared(self._fd, self.num_bytes)
         self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         if self._device.type == "cuda":
             if status := pin(self._buffer, self._device, self.hurry):

@@ -10,10 +10,12 @@ been copied.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +29,31 @@ _COPIED_AT = _SIZE.size + 2 * _COMMIT.size
 _NO_MORE = 2**64 - 1  # nobody copies any more
 _DIGEST_AT = 1024  # of each slot: SHA-256
 UNKNOWN = bytes(32)  # in place of a digest
+HUGE_PAGE = 2**21  # bytes
+_MAP_FIXED = 0x10  # Linux's, as all that is used here
+
+
+def map_shared(fd: int, num_bytes: int) -> memoryview:
+    """A nameless file's memory, mapped at a multiple of ``HUGE_PAGE``, without which the kernel cannot give it huge
+    pages. Unmapped when the last view of it is gone.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+    def map_at(address: int | None, size: int, *flags: int) -> int:
+        found = int(libc.mmap(address, size, *flags, 0) or 0)
+        if found == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return found
+
+    room = map_at(None, num_bytes + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    begin = -(-room // HUGE_PAGE) * HUGE_PAGE
+    map_at(begin, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    memory = (ctypes.c_char * num_bytes).from_address(begin)
+    weakref.finalize(memory, libc.munmap, room, num_bytes + HUGE_PAGE).atexit = False  # others may still use it then
+    return memoryview(memory).cast("B")
 
 
 class Segment:
@@ -34,12 +61,12 @@ class Segment:
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._memory: mmap.mmap | None = None
+        self._memory: memoryview | None = None
         self._map()
 
     def _map(self) -> None:
         size = os.fstat(self._fd).st_size
-        self._memory = mmap.mmap(self._fd, size) if size else None
+        self._memory = map_shared(self._fd, size) if size else None
 
     @property
     def slot_bytes(self) -> int:
@@ -82,7 +109,7 @@ class Segment:
         _COMMIT.pack_into(self._memory, self._at(slot), 0, 0)
         self._set_digest(slot, UNKNOWN)
         begin = HEADER_BYTES + slot * self.slot_bytes
-        return memoryview(self._memory)[begin : begin + self.slot_bytes]
+        return self._memory[begin : begin + self.slot_bytes]
 
     def commit(self, slot: int, step: int, num_bytes: int, digest: bytes = UNKNOWN) -> None:
         """The slot's first ``num_bytes`` are the snapshot of ``step``; ``digest`` is their SHA-256."""
@@ -122,13 +149,13 @@ class Segment:
     def slots(self) -> memoryview:
         """The memory of both."""
         assert self._memory is not None
-        return memoryview(self._memory)[HEADER_BYTES:]
+        return self._memory[HEADER_BYTES:]
 
     def read(self, slot: int) -> memoryview:
         """What was committed."""
         assert self._memory is not None
         begin = HEADER_BYTES + slot * self.slot_bytes
-        return memoryview(self._memory)[begin : begin + self._read(slot)[1]]
+        return self._memory[begin : begin + self._read(slot)[1]]
 
     def _read(self, slot: int) -> tuple[int, int]:
         assert self._memory is not None
