@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import manyhands as mh
+from manyhands.api.callbacks import Callbacks
+from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.workers import report_end
 
 
 @pytest.fixture
@@ -21,3 +26,28 @@ def keys(tmp_path: Path) -> dict[str, Any]:
 def test_a_fresh_run_reaches_the_launcher(keys: dict[str, Any], hooks: Any) -> None:
     with pytest.raises(mh.UserError, match="none' is no folder"):
         mh.train(keys, fresh=True, hooks=hooks)
+
+
+def raising(row: dict[str, Any]) -> None:
+    raise ValueError("the cat sat\non the keyboard")
+
+
+def test_what_a_callback_raised_is_the_reason_in_status_and_log(tmp_path: Path) -> None:
+    folder, callbacks, log = RunFolder(tmp_path), Callbacks({"evaluation": raising}), io.StringIO()
+    folder.create()
+    callbacks({"kind": "evaluation", "step": 1})
+    callbacks.explain(folder, log)
+    said: list[str] = []
+    assert report_end(folder, signal.SIGINT, said.append, leads=True) == 130
+    reason = "on_evaluate raised ValueError: the cat sat on the keyboard"
+    assert folder.read_status()["reason"] == reason and said[0].startswith(f"{reason}: the run has ended")
+    assert "in raising" in log.getvalue() and "ValueError: the cat sat" in log.getvalue()
+
+
+def test_ctrl_c_in_a_callback_is_ctrl_c(tmp_path: Path) -> None:
+    folder, callbacks = RunFolder(tmp_path), Callbacks({"step": lambda row: signal.raise_signal(signal.SIGINT)})
+    folder.create()
+    callbacks({"kind": "step", "step": 1})
+    callbacks.explain(folder, io.StringIO())
+    report_end(folder, signal.SIGINT, lambda text: None, leads=True)
+    assert isinstance(callbacks.error, KeyboardInterrupt) and folder.read_status()["reason"] == "SIGINT"

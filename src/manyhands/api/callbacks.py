@@ -4,18 +4,26 @@ processes; and the name by which another process can import a function or class 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from manyhands.core.errors import UserError
+from manyhands.launch.run_folder import RunFolder
+
+MAX_REASON = 500  # characters
 
 Row = dict[str, Any]
 Callback = Callable[[Row], object]
+
+
+PARAMETERS = {"step": "on_step", "evaluation": "on_evaluate", "checkpoint": "on_checkpoint"}  # by the kind of row
 
 
 @dataclass
@@ -26,6 +34,19 @@ class Callbacks:
 
     functions: Mapping[str, Callback | None] = field(default_factory=dict)
     error: BaseException | None = None
+    raised: str = ""  # the parameter whose function raised ``error``
+
+    def explain(self, folder: RunFolder, log: TextIO) -> None:
+        """Notes in a run that is still under way why it is asked to end, and writes the traceback to ``log``. Nothing
+        where it was Ctrl-C, which the run's status names itself.
+        """
+        if self.error is None or isinstance(self.error, KeyboardInterrupt):
+            return
+        reason = " ".join("".join(traceback.format_exception_only(self.error)).split())[:MAX_REASON]
+        folder.ask_to_end(f"{self.raised} raised {reason}")
+        with contextlib.suppress(OSError):
+            traceback.print_exception(self.error, file=log)
+            log.flush()
 
     def __bool__(self) -> bool:
         return any(function is not None for function in self.functions.values())
@@ -37,7 +58,7 @@ class Callbacks:
         try:
             function(row)
         except BaseException as error:
-            self.error = error
+            self.error, self.raised = error, PARAMETERS[row["kind"]]
 
 
 class Follower:

@@ -180,6 +180,10 @@ class _Waiting:
             if self.show is not None:
                 self.show.take(row)
         if self.callbacks.error is not None and not self.interrupts:
+            if self.folder is not None and self.code is None and self.error is None:
+                folder = RunFolder(self.folder)
+                with contextlib.suppress(OSError), open(folder.launcher_log, "a", encoding="utf-8") as log:
+                    self.callbacks.explain(folder, log)
             self._interrupt()
 
     def _interrupt(self) -> None:

@@ -104,6 +104,11 @@ class RunFolder:
         return self.ranks / "modules.json"
 
     @property
+    def stop_reason(self) -> Path:
+        """Why the process that started this launch has asked it to end (``ask_to_end``)."""
+        return self.ranks / "stop-reason.txt"
+
+    @property
     def asked(self) -> Path:
         """Holds a token when all ranks are asked what they are doing (``stacks.ask``)."""
         return self.ranks / "ask"
@@ -266,6 +271,19 @@ class RunFolder:
         """Whether the newest launch ended on the user's file STOP."""
         status = self.read_status()
         return (status.get("state"), status.get("reason")) == ("interrupted", self.stop_file.name)
+
+    def ask_to_end(self, reason: str) -> None:
+        """Notes why the launch, which is then sent a signal, is to end; without room on the disk it is the signal."""
+        with suppress(OSError):
+            self.ranks.mkdir(exist_ok=True)
+            self.stop_reason.write_text(reason, encoding="utf-8")
+
+    def read_stop_reason(self) -> str:
+        """What ``ask_to_end`` has noted for this launch, or ""."""
+        try:
+            return self.stop_reason.read_text(encoding="utf-8")
+        except OSError:
+            return ""
 
     @property
     def is_finished(self) -> bool:
