@@ -51,3 +51,39 @@ def test_ctrl_c_in_a_callback_is_ctrl_c(tmp_path: Path) -> None:
     callbacks.explain(folder, io.StringIO())
     report_end(folder, signal.SIGINT, lambda text: None, leads=True)
     assert isinstance(callbacks.error, KeyboardInterrupt) and folder.read_status()["reason"] == "SIGINT"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gpus": 2, "overrides": {"parallel.gpus": 1}}, "gpus=2 and overrides parallel.gpus=1"),
+        ({"gpus": 2.0}, "gpus is 2.0"),
+        ({"gpus": [0, 1]}, r"gpus is \[0, 1\]"),
+        ({"gpus": True}, "gpus is True"),
+        (
+            {"train_data": [{"text": "a"}], "overrides": {"data.train": "a.jsonl"}},
+            "train_data and overrides data.train",
+        ),
+        ({"on_step": 3}, "on_step is a int"),
+        ({"hooks": "module:name"}, "hooks is a str"),
+        ({"metrics": ["module:name"]}, "metrics is a list"),
+        ({"hooks": [3]}, "int cannot be imported by the ranks"),
+    ],
+)
+def test_wrong_and_contradicting_arguments_are_refused(
+    keys: dict[str, Any], tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    keys["data"]["cache"] = str(tmp_path / "cache")
+    with pytest.raises(mh.UserError, match=says):
+        mh.train(keys, **options)
+    if set(options) <= {"gpus", "overrides", "train_data"}:
+        with pytest.raises(mh.UserError, match=says):
+            mh.plan(keys, **options)
+
+
+def test_gpus_of_a_kind_and_their_number(keys: dict[str, Any]) -> None:
+    with pytest.raises(mh.UserError, match="gpus=8 and overrides parallel.gpus=4"):
+        mh.plan(keys, {"parallel.gpus": 4}, gpus="8xH200")
+    for gpus in ("auto", 1, "8xH200"):  # as far as the model
+        with pytest.raises(mh.UserError, match="none' is no folder"):
+            mh.plan(keys, gpus=gpus)

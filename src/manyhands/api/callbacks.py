@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -59,6 +59,20 @@ class Callbacks:
             function(row)
         except BaseException as error:
             self.error, self.raised = error, PARAMETERS[row["kind"]]
+
+
+def check_functions(functions: Mapping[str, Any], hooks: Any, metrics: Any) -> None:
+    """UserError for callbacks that cannot be called, and hooks and metrics that are no list and no dict."""
+    for kind, function in functions.items():
+        if function is not None and not callable(function):
+            what = f"{PARAMETERS[kind]} is a {type(function).__name__}, not a function"
+            raise UserError(what, fix="give a function of one row, a dict as in metrics.jsonl")
+    if isinstance(hooks, (str, Mapping)) or not isinstance(hooks, Iterable):
+        what = f"hooks is a {type(hooks).__name__}, not a list"
+        raise UserError(what, fix="give a list of functions, or of their names: hooks=['module:name']")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        what = f"metrics is a {type(metrics).__name__}, not a dict"
+        raise UserError(what, fix="give functions by the name of their figure: metrics={'name': function}")
 
 
 class Follower:
