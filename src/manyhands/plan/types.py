@@ -207,6 +207,10 @@ class Plan(Part):
         Console(file=text, width=width, force_jupyter=False).print(explain_plan(self))
         return text.getvalue().rstrip()
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython and notebooks show of a plan."""
+        printer.text(self.explain())
+
 
 def method_of(plan: Plan, config: RunConfig) -> MethodSection:
     """What is trained: as asked, or as the adapter has it from which the run continues; target modules by name, and
