@@ -134,8 +134,10 @@ def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     monkeypatch.setitem(
         sys.modules,
         "manyhands.launch.prepare",
-        types.SimpleNamespace(gather_facts=lambda config, **options: "facts"),
+        types.SimpleNamespace(gather_facts=lambda config, **options: types.SimpleNamespace(model=None)),
     )
+    unmatched = types.SimpleNamespace(refuse_unmatched=lambda config, plan, model: None)
+    monkeypatch.setitem(sys.modules, "manyhands.launch.rehearsal", unmatched)
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", types.SimpleNamespace(plan=lambda config, facts: made))
     monkeypatch.setitem(
         sys.modules, "manyhands.plan.explain", types.SimpleNamespace(explain_plan=lambda plan: "one GPU, 8 rows")

@@ -45,6 +45,7 @@ def plan(
     ``validation_data``: rows in memory in place of files (see ``train``). Raises ``UserError``.
     """
     from manyhands.launch.prepare import gather_facts
+    from manyhands.launch.rehearsal import refuse_unmatched
     from manyhands.plan.search import plan as make_plan
 
     number, host = _read_gpus(gpus)
@@ -53,7 +54,9 @@ def plan(
     launched = None if launcher.kind == "none" or host is not None else launcher.world_size
     config = loaded.config if host is not None else apply_variables(loaded.config)[0]
     facts = gather_facts(config, world_size=launched, identify=False, host=host, report=_report_aside)
-    return make_plan(config, facts)
+    made = make_plan(config, facts)
+    refuse_unmatched(config, made, facts.model)
+    return made
 
 
 def train(
