@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import manyhands as mh
-from manyhands.api.callbacks import Callbacks
+from manyhands.api.callbacks import Callbacks, Follower
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.workers import report_end
 
@@ -87,3 +87,20 @@ def test_gpus_of_a_kind_and_their_number(keys: dict[str, Any]) -> None:
     for gpus in ("auto", 1, "8xH200"):  # as far as the model
         with pytest.raises(mh.UserError, match="is no folder"):
             mh.plan(keys, gpus=gpus)
+
+
+def test_rows_of_a_damaged_file_are_skipped(tmp_path: Path) -> None:
+    """As a killed launch, or a disk, may leave it to the next one."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "st\n\xff\n[1]\n{}\n{"kind": "step", "step": 1, "loss": 2.0, "time": 1}\n{"kind": "st')
+    follower = Follower(path)
+    with path.open("ab") as file:
+        file.write(b'ep", "step": 2, "loss": 1.0, "time": 2}\nnothing\n')
+    assert [row["step"] for row in follower.read()] == [2]
+    assert mh.TrainedRun(tmp_path).losses == [2.0, 1.0]
+
+
+def test_a_damaged_report_is_named(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"planned": ')
+    with pytest.raises(mh.UserError, match="the run's report is damaged"):
+        _ = mh.TrainedRun(tmp_path).report

@@ -62,6 +62,30 @@ def test_two_runs_are_compared_by_what_differs(tmp_path):
     assert lines["training loss of b: █▁"]
 
 
+@pytest.mark.parametrize("text", ['{"state": "fini', "", "[1]", '{"state": 3}'])
+def test_a_damaged_status_is_named_and_a_report_says_that_the_run_was_finished(tmp_path, text):
+    for name in ("reported", "unknown"):
+        path = write_run(tmp_path, name, [3.0])
+        (path / "status.json").write_text(text)
+    (tmp_path / "reported" / "report.json").write_text("{}")
+    states = {line.split()[0]: line.split()[1] for line in call("list", "--dir", str(tmp_path)).splitlines()}
+    assert (states["reported"], states["unknown"]) == ("finished", "unknown")
+    assert "status.json is damaged" in call("show", "unknown", "--dir", str(tmp_path))
+    asked = CliRunner().invoke(app, ["doctor", "--run", str(tmp_path / "unknown")])
+    assert "unknown (status.json is damaged)" in asked.output, asked.output
+
+
+def test_odd_files_in_a_runs_folder_are_no_traceback(tmp_path):
+    path = write_run(tmp_path, "odd", [3.0])
+    (path / "metrics.jsonl").unlink()
+    (path / "metrics.jsonl").mkdir()
+    (path / "report.md").write_bytes(b"\xff report")
+    assert "finished" in call("list", "--dir", str(tmp_path))
+    assert "report" in call("show", "odd", "--dir", str(tmp_path))
+    refused = CliRunner().invoke(app, ["plan", "--compare", str(path / "report.md")])
+    assert refused.exit_code == 2 and "there is no report" in refused.output
+
+
 def test_a_missing_run_is_looked_for_where_the_command_can(tmp_path, monkeypatch):
     """`doctor --run` has no --dir."""
     monkeypatch.chdir(tmp_path)

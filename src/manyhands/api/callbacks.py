@@ -5,7 +5,6 @@ processes; and the name by which another process can import a function or class 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import traceback
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import parse_rows
 from manyhands.launch.run_folder import RunFolder
 
 MAX_REASON = 500  # characters
@@ -81,7 +81,7 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._inode, self._offset = 0, 0
-        self._seen: set[tuple[str, int, float]] = set()
+        self._seen: set[tuple[Any, ...]] = set()
         self.read()  # what is there already was seen by whoever started the run before
 
     def read(self) -> list[Row]:
@@ -98,10 +98,9 @@ class Follower:
         text = text[: text.rfind(b"\n") + 1]
         self._offset += len(text)
         rows = []
-        for line in text.splitlines():
-            row = json.loads(line)
-            key = row["kind"], row["step"], row["time"]
-            if key not in self._seen:
+        for row in parse_rows(text.decode("utf-8", "replace")):
+            key = row.get("kind"), row.get("step"), row.get("time")
+            if key[0] in PARAMETERS and key not in self._seen:
                 self._seen.add(key)
                 rows.append(row)
         return rows

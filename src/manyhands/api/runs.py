@@ -17,7 +17,7 @@ from manyhands.config.load import LoadedRun
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.files import read_rows
+from manyhands.core.files import read_json, read_rows
 from manyhands.launch.environment import accelerate_settings, apply_variables, detect_launcher
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
@@ -237,7 +237,7 @@ class TrainedRun:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: ``kind`` is step, evaluation or checkpoint. Losses are in nats a loss token."""
-        return read_rows(self._files.metrics)
+        return [row for row in read_rows(self._files.metrics) if isinstance(row.get("kind"), str)]
 
     @property
     def losses(self) -> list[float | None]:
@@ -252,15 +252,17 @@ class TrainedRun:
     @cached_property
     def report(self) -> dict[str, Any]:
         """report.json of a finished run."""
-        try:
-            return json.loads(self._files.report_json.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(
-                "the run has no report",
-                where=str(self._files.report_json),
-                why=f"its state is: {self.state}",
-                fix="let it finish, which writes one",
-            ) from None
+        found, where = read_json(self._files.report_json), str(self._files.report_json)
+        if isinstance(found, dict):
+            return found
+        if self._files.report_json.exists():
+            raise UserError("the run's report is damaged", where=where, why="it is no JSON object", fix="restore it")
+        raise UserError(
+            "the run has no report",
+            where=where,
+            why=f"its state is: {self.state}",
+            fix="let it finish, which writes one",
+        )
 
     @property
     def outputs(self) -> dict[str, Path]:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -150,10 +150,10 @@ class RunFolder:
                 else str(error)
             )
             raise UserError(
-                "run.json was not written by this version of manyhands",
+                "the run's run.json is damaged, or was not written by this version of manyhands",
                 where=str(self.run_json),
                 why=reason,
-                fix="use another name, or --fresh for a new folder; this folder was not changed",
+                fix="restore the file, or use another name or --fresh for a new run; this folder was not changed",
             ) from None
 
     def write_config(self, config: RunConfig) -> None:
@@ -240,9 +240,17 @@ class RunFolder:
             file.write(json.dumps(restart) + "\n")
 
     def read_status(self) -> dict[str, Any]:
-        """status.json, or ``{}``."""
+        """status.json, or ``{}``. One that is damaged: ``finished`` where there is a report, which only a finished run
+        has, else ``unknown``.
+        """
         status = read_json(self.status_json)
-        return status if isinstance(status, dict) else {}
+        if isinstance(status, dict) and status.get("state") in get_args(State):
+            return status
+        if not self.status_json.exists():
+            return {}
+        is_finished = isinstance(read_json(self.report_json), dict)
+        why = f"{self.status_json.name} is damaged" + f"; there is a {self.report_json.name}" * is_finished
+        return {"state": "finished" if is_finished else "unknown", "reason": why}
 
     def ran_out_of_memory(self, plan: Plan) -> bool:
         """Whether the launch of ``plan`` ended because memory ran out."""
