@@ -19,7 +19,7 @@ from manyhands.config.dialects.translation import Fate, Translation
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.files import explain_full_disk, is_disk_full
+from manyhands.core.files import explain_refused
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
@@ -48,10 +48,10 @@ def main(argv: list[str]) -> int:
         report(error=error.to_json())
         return error.exit_code
     except OSError as error:
-        if not is_disk_full(error):
+        if (refused := explain_refused(error, folder_of(loaded.config).path)) is None:
             raise
-        report(error=(full := explain_full_disk(error, folder_of(loaded.config).path)).to_json())
-        return full.exit_code
+        report(error=refused.to_json())
+        return refused.exit_code
     report(code=code)
     return code
 

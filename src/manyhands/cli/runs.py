@@ -133,8 +133,9 @@ def find_runs(folder: Path) -> Iterator[Summary]:
 
         try:
             yield summarize(RunFolder(path.parent))
-        except UserError as error:
-            print(f"note: {path.parent} is left out: {error.what}")
+        except (UserError, OSError) as error:
+            why = error.what if isinstance(error, UserError) else f"{error.strerror}: {error.filename}"
+            print(f"note: {path.parent} is left out: {why}")
 
 
 def open_run(run: str, folder: Path) -> RunFolder:

@@ -103,6 +103,20 @@ def explain_full_disk(error: BaseException, folder: Path) -> UserError:
     )
 
 
+def explain_refused(error: OSError, folder: Path) -> UserError | None:
+    """The error for the user where the disk is full or the file system refuses a file; None for anything else."""
+    if is_disk_full(error):
+        return explain_full_disk(error, folder)
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return None
+    return UserError(
+        "a file or folder cannot be read or written",
+        where=str(error.filename or folder),
+        why=error.strerror or str(error),
+        fix="correct its permissions (ls -ld shows them), or use a copy in another folder",
+    )
+
+
 def _find_disk_full(error: BaseException | None) -> BaseException | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

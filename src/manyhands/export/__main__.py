@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
-from manyhands.core.files import nearest_folder, read_json
+from manyhands.core.files import explain_refused, nearest_folder, read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +55,11 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if (refused := explain_refused(error, output)) is None:
+            raise
+        print(refused, file=sys.stderr)
+        return refused.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0

@@ -240,16 +240,20 @@ class RunFolder:
             file.write(json.dumps(restart) + "\n")
 
     def read_status(self) -> dict[str, Any]:
-        """status.json, or ``{}``. One that is damaged: ``finished`` where there is a report, which only a finished run
-        has, else ``unknown``.
+        """status.json; ``{}`` before the first launch. Where it is damaged, or gone: ``finished`` if there is a report,
+        which only a finished run has, else ``unknown``.
         """
         status = read_json(self.status_json)
         if isinstance(status, dict) and status.get("state") in get_args(State):
             return status
-        if not self.status_json.exists():
+        is_there = self.status_json.exists()
+        if not is_there and not self.metrics.exists():
             return {}
         is_finished = isinstance(read_json(self.report_json), dict)
-        why = f"{self.status_json.name} is damaged" + f"; there is a {self.report_json.name}" * is_finished
+        why = (
+            f"{self.status_json.name} is {'damaged' if is_there else 'missing'}"
+            + f"; there is a {self.report_json.name}" * is_finished
+        )
         return {"state": "finished" if is_finished else "unknown", "reason": why}
 
     def ran_out_of_memory(self, plan: Plan) -> bool:

@@ -140,7 +140,9 @@ def report_end(folder: RunFolder, received: signal.Signals | None, report: Calla
         if leads:
             folder.clear_ranks()
         if received is not None:
-            report(f"{asked or f'{received.name} arrived'}, too late to end the run: it is finished")
+            report(
+                f"{asked}: the run had finished" if asked else f"{received.name} arrived too late: the run is finished"
+            )
         return 0
     reason = folder.stop_file.name if folder.was_stopped_by_file() else asked or received.name
     if leads:
