@@ -259,7 +259,8 @@ class RunFolder:
     def ran_out_of_memory(self, plan: Plan) -> bool:
         """Whether the launch of ``plan`` ended because memory ran out."""
         status = self.read_status()
-        return (status.get("state"), status.get("cause"), status.get("plan")) == ("failed", OUT_OF_MEMORY, plan.number)
+        ended = status.get("state") in ("failed", "interrupted")
+        return ended and (status.get("cause"), status.get("plan")) == (OUT_OF_MEMORY, plan.number)
 
     def memory_found(self) -> MemoryFound | None:
         """What the launch that ran out of memory had measured; None where it could not."""
@@ -278,6 +279,15 @@ class RunFolder:
         if error.data:
             cause["measured"] = error.data
         self.write_status("failed", reason=error.what, plan=plan.number, **cause)
+
+    def write_interrupted(self, reason: str) -> None:
+        """Writes status.json of an interrupted launch. That the one before it ran out of memory stays known: it may be
+        interrupted while a smaller plan is made.
+        """
+        status = self.read_status()
+        keeps = (status.get("state"), status.get("cause")) == ("failed", OUT_OF_MEMORY)
+        kept = {name: status[name] for name in ("cause", "measured", "plan") if keeps and name in status}
+        self.write_status("interrupted", reason=reason, **kept)
 
     def was_stopped_by_file(self) -> bool:
         """Whether the newest launch ended on the user's file STOP."""

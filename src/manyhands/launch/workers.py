@@ -146,7 +146,7 @@ def report_end(folder: RunFolder, received: signal.Signals | None, report: Calla
         return 0
     reason = folder.stop_file.name if folder.was_stopped_by_file() else asked or received.name
     if leads:
-        folder.write_status("interrupted", reason=reason)
+        folder.write_interrupted(reason)
     step = folder.newest_step()
     saved = f"saved at step {step}; the same command resumes from there"
     if step is None:
