@@ -244,7 +244,7 @@ def test_the_doctors_exit_code_is_real(monkeypatch):
         machine, "CHECKS", (lambda: iter([CheckResult("ok", "fine"), CheckResult("warning", "slow", "buy more")]),)
     )
     result = call("doctor")
-    assert result.exit_code == 0 and "slow -> buy more" in result.stdout and "0 missing, 1 warnings" in result.stdout
+    assert result.exit_code == 0 and "slow -> buy more" in result.stdout and "0 missing, 1 warning" in result.stdout
     monkeypatch.setattr(machine, "CHECKS", (lambda: iter([CheckResult("bad", "no torch", "pip install torch")]),))
     assert call("doctor").exit_code == EXIT_FAILED
 

@@ -20,6 +20,7 @@ from manyhands.config.dialects.translation import names
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import DataSection
 from manyhands.core.errors import UserError
+from manyhands.core.units import count_of
 from manyhands.facts.host import read_host_facts
 
 if TYPE_CHECKING:
@@ -347,7 +348,7 @@ def tokenizer_differences(tokenizer: Any, model: LanguageModel) -> dict[str, Any
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     if plain := [token for token in added if token not in special]:
         raise UserError(
-            f"the tokenizer has {len(plain)} added tokens that are not special",
+            f"the tokenizer has {count_of(len(plain), 'added token')} not marked as special",
             why=f"such as {plain[0]!r}; a run adds special tokens only",
             fix="add them with tokenizer.add_tokens([...], special_tokens=True)",
         )

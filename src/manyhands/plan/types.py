@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.core.units import count_of
 from manyhands.facts.types import AdapterFacts, NewTokens, Nf4Facts
 from manyhands.plan.layout import Dtype, Layout
 
@@ -23,7 +24,11 @@ Cause = Literal["first", "resume", "resize", "out_of_memory"]
 
 def describe_checkpointing(layout: Layout) -> str:
     """``full``, or ``full, the last 63 layers selective``."""
-    lighter = f", the last {layout.lighter_layers} layers {layout.last_checkpointing}" if layout.lighter_layers else ""
+    lighter = (
+        f", the last {count_of(layout.lighter_layers, 'layer')} {layout.last_checkpointing}"
+        if layout.lighter_layers
+        else ""
+    )
     return layout.activation_checkpointing + lighter
 
 

@@ -13,6 +13,7 @@ from manyhands.config.dialects.deepspeed import map_deepspeed
 from manyhands.config.dialects.fsdp import fsdp_keys, fsdp_options, map_fsdp
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, names
 from manyhands.config.keys import nearest_name, show
+from manyhands.core.units import count_of
 
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     # their name: ours, and what is said where it is not the same
@@ -238,7 +239,7 @@ def map_batch(t: Translator, *, per_device: int, accumulation: int = 1, packs: b
         t.refuse(key if t.has(key) else "gradient_accumulation_steps", UNKNOWN_GPUS)
         return
     native = "batch.packs" if packs else "batch.samples"
-    total, sum_ = micro * gpus * steps, f"{micro} per GPU × {gpus} GPU(s) × {steps} accumulation"
+    total, sum_ = micro * gpus * steps, f"{micro} per GPU × {count_of(gpus, 'GPU')} × {steps} accumulation"
     found = [name for name in (key, "gradient_accumulation_steps") if t.has(name)]
     for name in found:
         t.map(name, native, total, sum_)
