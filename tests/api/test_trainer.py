@@ -160,6 +160,28 @@ def test_unknown_names_are_refused_where_they_are_given(folder: Path) -> None:
         mh.Trainer(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model": None}, "model is a NoneType"),
+        ({"tokenizer": "name"}, "the tokenizer is a str"),
+        ({"peft_config": "lora"}, "peft_config is a str"),
+        ({"overrides": ["a=b"]}, "overrides are a list"),
+        ({"formatting_func": "text"}, "formatting_func is a str"),
+        ({"on_evaluate": 3}, "on_evaluate is a int"),
+        ({"hooks": "module:name"}, "hooks is a str"),
+    ],
+)
+def test_wrong_types_are_refused(folder: Path, tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    asked: dict[str, Any] = {"model": folder, "train_dataset": ROWS, "overrides": {"data.cache": tmp_path}, **options}
+    with pytest.raises(mh.UserError, match=says):
+        mh.Trainer(**asked).load()
+
+
+def test_an_empty_list_of_callbacks_asks_for_nothing(folder: Path) -> None:
+    mh.Trainer(folder, train_dataset=ROWS, callbacks=[])
+
+
 def test_an_adapter_of_get_peft_model_and_of_peft(folder: Path, tmp_path: Path) -> None:
     model, _ = mh.FastLanguageModel.from_pretrained(folder, load_in_4bit=False)
     model = mh.FastLanguageModel.get_peft_model(
@@ -234,7 +256,7 @@ def test_a_changed_tokenizer_acts(folder: Path, tmp_path: Path) -> None:
     config = mh.Trainer(model, tokenizer=tokenizer, train_dataset=ROWS, overrides=overrides).load().config
     assert (config.model.chat_template, config.model.new_tokens) == (tokenizer.chat_template, ("<tool>",))
     tokenizer.add_tokens(["plain"])
-    with pytest.raises(mh.UserError, match="1 added tokens that are not special"):
+    with pytest.raises(mh.UserError, match="1 added token not marked as special"):
         mh.Trainer(model, tokenizer=tokenizer, train_dataset=ROWS, overrides=overrides).load()
 
 

@@ -21,6 +21,7 @@ from manyhands.core.segments import COPIED, SEGMENTS, Segment, SegmentReader
 from manyhands.core.world import World
 from manyhands.train.types import TrainState
 from manyhands.worker import snapshots
+from manyhands.worker.checkpoints import CheckpointHook
 from manyhands.worker.context import RankContext
 from manyhands.worker.snapshots import SnapshotHook
 from tests.support.segments import open_segments
@@ -172,6 +173,25 @@ def test_the_first_steps_have_none_while_their_memory_is_pinned(
     after = SnapshotHook(rank)  # of a rollback
     take_step(after, 6, 1.0)
     assert len(rank.measured["snapshot_stalls_s"]) == 3
+
+
+def test_memory_of_checkpoints_is_pinned_after_that_of_snapshots(
+    rank: RankContext, pinning: Future[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook, asked = hook_as_on_a_gpu(rank, monkeypatch), []
+    rank.plan.async_checkpoints, rank.plan.checkpoint_every = False, None  # type: ignore[misc]
+    checkpoints = CheckpointHook(rank)
+    monkeypatch.setattr(checkpoints, "engine", rank.engine)
+    monkeypatch.setattr(checkpoints, "_is_due", lambda state: False)
+    checkpoints.saver = SimpleNamespace(has_asked=False, make_room=asked.append)  # type: ignore[assignment]
+    for step in (1, 2):
+        checkpoints.between_steps(TrainState(step=step))
+        take_step(hook, step, 1.0)
+    assert not asked
+    pinning.set_result(0)
+    settle(hook)
+    checkpoints.between_steps(TrainState(step=3))
+    assert len(asked) == 1
 
 
 def test_memory_that_cannot_be_pinned_turns_snapshots_off(

@@ -134,8 +134,10 @@ def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     monkeypatch.setitem(
         sys.modules,
         "manyhands.launch.prepare",
-        types.SimpleNamespace(gather_facts=lambda config, **options: "facts"),
+        types.SimpleNamespace(gather_facts=lambda config, **options: types.SimpleNamespace(model=None)),
     )
+    unmatched = types.SimpleNamespace(refuse_unmatched=lambda config, plan, model: None)
+    monkeypatch.setitem(sys.modules, "manyhands.launch.rehearsal", unmatched)
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", types.SimpleNamespace(plan=lambda config, facts: made))
     monkeypatch.setitem(
         sys.modules, "manyhands.plan.explain", types.SimpleNamespace(explain_plan=lambda plan: "one GPU, 8 rows")
@@ -242,7 +244,7 @@ def test_the_doctors_exit_code_is_real(monkeypatch):
         machine, "CHECKS", (lambda: iter([CheckResult("ok", "fine"), CheckResult("warning", "slow", "buy more")]),)
     )
     result = call("doctor")
-    assert result.exit_code == 0 and "slow -> buy more" in result.stdout and "0 missing, 1 warnings" in result.stdout
+    assert result.exit_code == 0 and "slow -> buy more" in result.stdout and "0 missing, 1 warning" in result.stdout
     monkeypatch.setattr(machine, "CHECKS", (lambda: iter([CheckResult("bad", "no torch", "pip install torch")]),))
     assert call("doctor").exit_code == EXIT_FAILED
 

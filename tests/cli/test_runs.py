@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -60,6 +61,49 @@ def test_two_runs_are_compared_by_what_differs(tmp_path):
     assert lines["held-out loss, best"][-2:] == ["1.5000", "1.2500"]
     assert not {"name", "method.alpha"} & lines.keys()
     assert lines["training loss of b: █▁"]
+
+
+@pytest.mark.parametrize("text", ['{"state": "fini', "", "[1]", '{"state": 3}', None])
+def test_a_damaged_status_is_named_and_a_report_says_that_the_run_was_finished(tmp_path, text):
+    for name in ("reported", "unknown"):
+        path = write_run(tmp_path, name, [3.0])
+        (path / "status.json").unlink() if text is None else (path / "status.json").write_text(text)
+    (tmp_path / "reported" / "report.json").write_text("{}")
+    states = {line.split()[0]: line.split()[1] for line in call("list", "--dir", str(tmp_path)).splitlines()}
+    assert (states["reported"], states["unknown"]) == ("finished", "unknown")
+    why = "status.json is missing" if text is None else "status.json is damaged"
+    assert why in call("show", "unknown", "--dir", str(tmp_path))
+    asked = CliRunner().invoke(app, ["doctor", "--run", str(tmp_path / "unknown")])
+    assert f"unknown ({why})" in asked.output, asked.output
+
+
+def test_odd_files_in_a_runs_folder_are_no_traceback(tmp_path):
+    path = write_run(tmp_path, "odd", [3.0])
+    (path / "metrics.jsonl").unlink()
+    (path / "metrics.jsonl").mkdir()
+    (path / "report.md").write_bytes(b"\xff report")
+    assert "finished" in call("list", "--dir", str(tmp_path))
+    assert "report" in call("show", "odd", "--dir", str(tmp_path))
+    refused = CliRunner().invoke(app, ["plan", "--compare", str(path / "report.md")])
+    assert refused.exit_code == 2 and "there is no report" in refused.output
+
+
+def test_what_may_not_be_read_is_an_error_of_the_user(tmp_path, monkeypatch):
+    """As root, for whom every file may be read, it is pretended."""
+    path, sound = write_run(tmp_path, "closed", [3.0]), write_run(tmp_path, "open", [3.0])
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / "metrics.jsonl"))
+    read_text = Path.read_text
+
+    def refuse(self, *arguments, **options):
+        if self == path / "metrics.jsonl":
+            raise denied
+        return read_text(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    listed = call("list", "--dir", str(tmp_path))
+    assert f"{path} is left out: Permission denied" in listed and sound.name in listed
+    refused = RUNNER.invoke(app, ["runs", "compare", "closed", "open", "--dir", str(tmp_path)])
+    assert refused.exit_code == 2 and f"where: {path}/metrics.jsonl\n  why: Permission denied" in refused.output
 
 
 def test_a_missing_run_is_looked_for_where_the_command_can(tmp_path, monkeypatch):

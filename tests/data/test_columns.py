@@ -94,7 +94,7 @@ def test_what_is_left_out_is_as_if_it_were_not_there(write_rows, make_config, mo
     facts, store, lines = run(config, model_folder)
     assert facts.num_tokens == wanted.num_tokens and store.meta["sources"][0]["left_out"] == ["images", "system"]
     assert "columns of b that are left out by data.ignore: images, system" in lines
-    assert any(line.startswith("20 rows hold <image>") for line in lines)
+    assert any(line.startswith("20 rows with <image>") for line in lines)
     source = {"path": config.data.train, "ignore": ["images"]}
     data = config.data.model_dump() | {"train": [source]}
     own, _, _ = run(config.model_validate(config.model_dump() | {"data": data}), model_folder)

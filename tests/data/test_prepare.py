@@ -166,7 +166,7 @@ def test_too_long_rows(write_rows, make_config, model_folder: Path) -> None:
     facts, _, lines = run(
         make_config(write_rows(rows[:51], "b.jsonl"), max_length=100, too_long="truncate"), model_folder
     )
-    assert facts.num_truncated == 1 and facts.max_length == 100 and "1 samples cut at 100 tokens" in lines
+    assert facts.num_truncated == 1 and facts.max_length == 100 and "1 sample cut at 100 tokens" in lines
     with pytest.raises(UserError, match="task: cpt"):
         run(make_config(path, too_long="split"), model_folder)
 
@@ -181,7 +181,7 @@ def test_long_text_is_split_and_no_target_is_lost(tmp_path: Path, make_config, p
     whole, _, _ = run(make_config(path, task="cpt", max_length=100_000, validation_fraction=0), plain_folder)
     assert whole.num_samples == 3 and facts.num_split == 1 and facts.num_loss_tokens == whole.num_loss_tokens
     assert facts.max_length == 64 and all(a[-1] == b[0] for a, b in pairwise(tokenizer_ids[:-2]))
-    assert "1 documents split" in "\n".join(lines)
+    assert "1 document split" in "\n".join(lines)
 
 
 def test_refused_rows_are_listed_with_file_line_and_reason(write_rows, make_config, model_folder: Path) -> None:

@@ -46,7 +46,7 @@ def test_import_writes_a_run_file_that_means_the_same_with_the_origin_of_each_ke
     assert "line 8, `fp16` -> model.dtype: bfloat16 (float16 is not available: bfloat16)" in done.stdout
     assert "line 10, `report_to`: trackers are opened by" in done.stdout and "TRL's default" in done.stdout
     text = native.read_text()
-    assert "# line 5, `lora_r`" in text and "batch sizes for 4 GPU(s)" in text
+    assert "# line 5, `lora_r`" in text and "batch sizes for 4 GPUs" in text
     assert load_config(native, ["name=sft"]) == load_run(foreign, ["name=sft"], around=_four()).config
 
 

@@ -42,6 +42,7 @@ if mh.get_rank() == 0:
     assert [{**row, "time": 0} for row in steps[-count:]] == [{**row, "time": 0} for row in written[-count:]]
     print("RESULT", json.dumps([[row["loss"] for row in steps], checkpoints]))
 """
+CAT = "on_step raised ValueError: the cat sat on the keyboard"
 
 
 def results(output: str) -> tuple[list[float], list[int]]:
@@ -119,6 +120,7 @@ def test_a_callback_that_raises_ends_the_run_with_its_state_saved(
     assert ended.code == 1 and "ValueError: the cat sat on the keyboard" in ended.output, ended.output
     assert place.run("cat").steps_saved() == [4], "the step that was under way is finished"
     assert place.run("cat").read("status.json")["state"] == "interrupted"
+    assert place.run("cat").read("status.json")["reason"] == CAT
     again = place.call(*TORCHRUN, script, "cat")
     assert again.code == 0 and place.run("cat").course() == whole[1].course(), again.output
 
@@ -130,6 +132,7 @@ def test_a_callback_that_raises_ends_the_processes_that_train_started(place: Pla
     assert ended.code == 1 and "ValueError: the cat sat on the keyboard" in ended.output, ended.output
     assert place.run("cat-alone").steps_saved()
     assert place.run("cat-alone").read("status.json")["state"] == "interrupted"
+    assert place.run("cat-alone").read("status.json")["reason"] == CAT
 
 
 @pytest.mark.slow

@@ -142,6 +142,21 @@ def test_a_chat_shows_an_image_to_its_next_turn(tmp_path: Path, capsys: pytest.C
     assert "gone.png does not exist" in said.err
 
 
+def test_images_of_a_refused_turn_wait_for_the_next_until_they_are_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, (first, _) = write_tiny_vision(tmp_path / "model", "gemma3"), draw_images(tmp_path)
+    answerer, settings = open_answerer(folder), GenerationSettings(max_new_tokens=NEW)
+    refused = "what <image_soft_token> is it\n"  # a placeholder of the user's own
+    chat(answerer, settings, lines=[f"/image {first}\n", refused, "what is it\n"])
+    said = capsys.readouterr()
+    assert said.out.split("\n")[1] == answerer.answer_all([about(first)], settings)[0].text
+    assert "1 image waits for the next turn; /image alone drops it" in said.err
+    chat(answerer, settings, lines=[f"/image {first}\n", refused, "/image\n", "what is it\n"])
+    alone = answerer.answer_all([[{"role": "user", "content": "what is it"}]], settings)[0].text
+    assert capsys.readouterr().out.split("\n")[1] == alone
+
+
 def test_a_text_model_refuses_an_image(tmp_path: Path) -> None:
     folder, (first, _) = write_tiny_model(tmp_path / "model"), draw_images(tmp_path)
     with pytest.raises(UserError, match="the model reads text alone"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -157,3 +159,19 @@ def test_an_adapter_on_another_base_than_its_runs_is_refused(folders: Path, tmp_
         find_parts(run.path)
     assert refused.value.details[0].startswith("model.safetensors: ")
     assert find_parts(run.path, str(base)).weights == base, "asked for by name"
+
+
+def test_figures_are_shown_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that may not be written loses none."""
+
+    def refuse(found: object, output: Path) -> list[Path]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(output))
+
+    monkeypatch.setattr("manyhands.infer.compare.compare", lambda folder, **options: "found")
+    monkeypatch.setattr("manyhands.infer.compare.describe", lambda found: "the figures")
+    monkeypatch.setattr("manyhands.infer.compare.write_files", refuse)
+    assert main(["evaluate", json.dumps({"folder": str(tmp_path), "output": str(tmp_path / "out")})]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "the figures\n" and f"where: {tmp_path}/out\n  why: Permission denied" in shown.err

@@ -13,7 +13,8 @@ from manyhands.cli.main import app
 from manyhands.config.load import load_config
 from manyhands.core.errors import UserError
 from manyhands.launch.prepare import gather_facts
-from manyhands.launch.prepare import rehearse as rehearse_in_process
+from manyhands.launch.rehearsal import may_match_nothing
+from manyhands.launch.rehearsal import rehearse as rehearse_in_process
 from manyhands.plan.search import plan as make_plan
 from tests.e2e.runs import Place, write_place
 
@@ -79,6 +80,52 @@ def test_a_process_that_cannot_answer_is_a_refusal(place: Place, monkeypatch: py
 def test_patterns_that_match_nothing(place: Place, arguments: tuple[str, ...], words: str) -> None:
     said = rehearse(place, *arguments)
     assert words in said and bool(words) == bool(said)
+
+
+# What the workers refuse, and what they accept.
+FULL = ("method.name=full", *PATTERNS[1:])
+MUON = (*PATTERNS, "optimizer.name=muon", "method.train=[norm]")
+LORA = "optimizer.learning_rates={'*.lora_B.*': 1e-3, lm_head: 1e-4}"
+REFUSED = [
+    (*PATTERNS, "method.train=[layers.1, nothing]"),
+    (*PATTERNS, "method.train=['layers[7:]']"),
+    (*PATTERNS, "method.freeze=[nothing]"),
+    (*PATTERNS, "method.freeze=['re:model.*', lm_head]"),
+    ("method.target_modules=[q_proj, nothing]",),
+    ("method.target_modules=[q_proj, lm_head]",),
+    ("method.modules_to_save=[nothing]",),
+    ("method.modules_to_save=[layers]",),
+    ("method.target_modules=[q_proj, v_proj]", "method.modules_to_save=[v_proj]"),
+    ("optimizer.learning_rates={embed_tokens: 1e-4}",),
+    (*FULL, "optimizer.learning_rates={'*_proj': 1e-4, q_proj: 1e-3}"),
+    MUON,
+]
+ACCEPTED = [
+    ("optimizer.name=muon",),
+    (*PATTERNS, "method.train=['layers[-1:].mlp', lm_head]", "method.freeze=['re:.*up_proj.*']", "optimizer.name=muon"),
+    ("method.target_modules=[q_proj, 're:.*layers\\.1\\.mlp\\.up_proj']", "method.modules_to_save=[lm_head]", LORA),
+    (*FULL, "optimizer.learning_rates={q_proj: 1e-3, '*_proj': 1e-4, lm_head: 1e-5}"),
+]
+
+
+@pytest.mark.parametrize("arguments", [*REFUSED, *ACCEPTED])
+def test_names_in_the_files_show_what_need_not_be_rehearsed(place: Place, arguments: tuple[str, ...]) -> None:
+    config = load_config(place.folder / "run.yaml", arguments)
+    facts = gather_facts(config, report=lambda _: None)
+    try:
+        plan = make_plan(config, facts)
+    except UserError as error:
+        assert "no layer matches" in str(error)
+        return
+    assert may_match_nothing(config, plan, facts.model) == (arguments in REFUSED) == bool(rehearse(place, *arguments))
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_what_matches_nothing_is_refused_before_the_launch(place: Place, tmp_path: Path, command: str) -> None:
+    run = [command, str(place.folder / "run.yaml"), "name=early", f"output.dir={tmp_path}", *MUON]
+    refused = CliRunner().invoke(app, run)
+    assert refused.exit_code == 2 and "no matrix of the blocks is trained" in str(refused.stderr), refused.output
+    assert not (tmp_path / "early").exists()
 
 
 @pytest.mark.parametrize(

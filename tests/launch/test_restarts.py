@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from manyhands.core.errors import FAULT, UserError
+from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.core.files import read_json, read_rows, write_json
 from manyhands.core.segments import RankSegments, Segment
 from manyhands.facts.types import GpuFacts
@@ -31,8 +31,8 @@ from manyhands.launch.prepare import Prepared
 from manyhands.launch.restarts import Restarts
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start_nodes import Joined
-from manyhands.launch.watch import wait_unless_asked
-from manyhands.plan.types import reason
+from manyhands.launch.watch import raise_when_stopped, wait_unless_asked
+from manyhands.plan.types import Plan, reason
 from tests.launch.builders import make_config, make_plan
 from tests.support.nvml import FakeEvents, fake_events
 
@@ -214,6 +214,37 @@ def test_a_signal_while_memory_is_waited_for_ends_the_run(launch, monkeypatch: p
     code, log, folder = launch("wait unless killed once", "kill once")
     assert code == 130 and folder.read_status()["state"] == "interrupted"
     assert "SIGINT: the run has ended, nothing was saved yet; the same command starts it again" in log
+
+
+def test_a_signal_while_fewer_gpus_are_planned_for_ends_the_run(launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    @raise_when_stopped()
+    def plan_fewer(prepared: Prepared, num_left: int) -> Prepared:
+        signal.raise_signal(signal.SIGTERM)
+        return prepared
+
+    monkeypatch.setattr(start, "plan_fewer", plan_fewer)
+    code, log, folder = launch("lost peer", "bad device", **{"launch.min_gpus": 1})
+    assert code == 143 and folder.read_status()["state"] == "interrupted"
+    assert "SIGTERM: the run has ended, nothing was saved yet; the same command starts it again" in log
+
+
+def test_a_signal_while_a_smaller_plan_is_made_ends_the_run_which_the_next_start_plans_smaller(
+    launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(folder: RunFolder, plan: Plan, **options: object) -> int:
+        folder.write_failed(error := UserError("out of memory", kind=OUT_OF_MEMORY, data={"needed": 2}), plan)
+        raise error
+
+    @raise_when_stopped()
+    def plan_smaller(prepared: Prepared) -> Prepared:
+        signal.raise_signal(signal.SIGINT)
+        return prepared
+
+    monkeypatch.setattr(start, "run_workers", run_out)
+    monkeypatch.setattr(start, "plan_smaller", plan_smaller)
+    code, _, folder = launch("beat")
+    assert code == 130 and folder.read_status()["state"] == "interrupted"
+    assert folder.ran_out_of_memory(folder.read_plan()) and folder.read_status()["measured"] == {"needed": 2}
 
 
 def test_what_fails_at_each_attempt_ends_at_the_second(launch) -> None:

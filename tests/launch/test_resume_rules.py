@@ -32,7 +32,7 @@ def world(tmp_path, monkeypatch):
     def gather_facts(config, world_size=None, local_world_size=None, host=None, group=None, report=print):
         if state.plan is None:
             raise UserError("no such file")
-        return SimpleNamespace(world_size=world_size or state.world_size)
+        return SimpleNamespace(world_size=world_size or state.world_size, model=None)
 
     def plan(config, facts, *, number=1, cause="first", before=None, found=None):
         state.found = found
@@ -43,6 +43,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr("manyhands.launch.prepare.gather_facts", gather_facts)
     monkeypatch.setitem(sys.modules, "manyhands.plan.search", SimpleNamespace(plan=plan))
     monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
+    monkeypatch.setattr("manyhands.launch.prepare.refuse_unmatched", lambda config, plan, model: None)
     monkeypatch.setitem(sys.modules, "manyhands.plan.explain", SimpleNamespace(explain_plan=lambda plan: "the plan"))
     return state
 

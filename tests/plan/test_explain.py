@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -185,3 +186,6 @@ def test_the_text_is_a_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -
     plain = made.explain()
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert made.explain() == plain and "strategy" in plain
+    shown: list[str] = []
+    made._repr_pretty_(SimpleNamespace(text=shown.append), cycle=False)
+    assert shown == [plain]

@@ -40,7 +40,9 @@ def test_hybrid_divides_states_by_the_ranks_of_a_copy():
 
 def test_one_copy_over_all_ranks_is_said_as_one():
     made = plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=2), facts(gpus=2))
-    assert "one copy, sharded over 2 GPUs" in sentence(made, "strategy")
+    assert "one copy, sharded over 2 GPUs, which is what fsdp does" in sentence(made, "strategy")
+    made = plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=1), facts(gpus=2))
+    assert "a copy on each of 2 GPUs, nothing sharded, which is what ddp does" in sentence(made, "strategy")
 
 
 def test_auto_takes_hybrid_across_machines_where_a_copy_fits_in_one():

@@ -4,18 +4,26 @@ processes; and the name by which another process can import a function or class 
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import parse_rows
+from manyhands.launch.run_folder import RunFolder
+
+MAX_REASON = 500  # characters
 
 Row = dict[str, Any]
 Callback = Callable[[Row], object]
+
+
+PARAMETERS = {"step": "on_step", "evaluation": "on_evaluate", "checkpoint": "on_checkpoint"}  # by the kind of row
 
 
 @dataclass
@@ -26,6 +34,19 @@ class Callbacks:
 
     functions: Mapping[str, Callback | None] = field(default_factory=dict)
     error: BaseException | None = None
+    raised: str = ""  # the parameter whose function raised ``error``
+
+    def explain(self, folder: RunFolder, log: TextIO) -> None:
+        """Notes in a run that is still under way why it is asked to end, and writes the traceback to ``log``. Nothing
+        where it was Ctrl-C, which the run's status names itself.
+        """
+        if self.error is None or isinstance(self.error, KeyboardInterrupt):
+            return
+        reason = " ".join("".join(traceback.format_exception_only(self.error)).split())[:MAX_REASON]
+        folder.ask_to_end(f"{self.raised} raised {reason}")
+        with contextlib.suppress(OSError):
+            traceback.print_exception(self.error, file=log)
+            log.flush()
 
     def __bool__(self) -> bool:
         return any(function is not None for function in self.functions.values())
@@ -37,7 +58,21 @@ class Callbacks:
         try:
             function(row)
         except BaseException as error:
-            self.error = error
+            self.error, self.raised = error, PARAMETERS[row["kind"]]
+
+
+def check_functions(functions: Mapping[str, Any], hooks: Any, metrics: Any) -> None:
+    """UserError for callbacks that cannot be called, and hooks and metrics that are no list and no dict."""
+    for kind, function in functions.items():
+        if function is not None and not callable(function):
+            what = f"{PARAMETERS[kind]} is a {type(function).__name__}, not a function"
+            raise UserError(what, fix="give a function of one row, a dict as in metrics.jsonl")
+    if isinstance(hooks, (str, Mapping)) or not isinstance(hooks, Iterable):
+        what = f"hooks is a {type(hooks).__name__}, not a list"
+        raise UserError(what, fix="give a list of functions, or of their names: hooks=['module:name']")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        what = f"metrics is a {type(metrics).__name__}, not a dict"
+        raise UserError(what, fix="give functions by the name of their figure: metrics={'name': function}")
 
 
 class Follower:
@@ -46,7 +81,7 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._inode, self._offset = 0, 0
-        self._seen: set[tuple[str, int, float]] = set()
+        self._seen: set[tuple[Any, ...]] = set()
         self.read()  # what is there already was seen by whoever started the run before
 
     def read(self) -> list[Row]:
@@ -63,10 +98,9 @@ class Follower:
         text = text[: text.rfind(b"\n") + 1]
         self._offset += len(text)
         rows = []
-        for line in text.splitlines():
-            row = json.loads(line)
-            key = row["kind"], row["step"], row["time"]
-            if key not in self._seen:
+        for row in parse_rows(text.decode("utf-8", "replace")):
+            key = row.get("kind"), row.get("step"), row.get("time")
+            if key[0] in PARAMETERS and key not in self._seen:
                 self._seen.add(key)
                 rows.append(row)
         return rows

@@ -1,12 +1,11 @@
 """``python -m manyhands.api.launcher FD``: the process that ``manyhands.train`` starts, which starts the ranks.
 
-Reads the run as JSON from standard input, whose end means that the caller is gone; writes JSON lines to the file
-descriptor: the folder, then the exit code or the error.
+Reads the run, and how to start it, as a line of JSON from standard input, whose end means that the caller is gone;
+writes JSON lines to the file descriptor: the folder, then the exit code or the error.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,43 +19,39 @@ from manyhands.config.dialects.translation import Fate, Translation
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.files import explain_full_disk, is_disk_full
+from manyhands.core.files import explain_refused
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("manyhands.api.launcher", description=__doc__)
-    parser.add_argument("report", type=int)
-    parser.add_argument("--fresh", action="store_true")
-    parser.add_argument("worker_arguments", nargs="*")
-    arguments = parser.parse_args(argv)
-    loaded = read_run(json.loads(_read_line()))
+    descriptor, asked = int(argv[0]), json.loads(_read_line())
+    loaded, fresh = read_run(asked["run"]), asked["fresh"]
     threading.Thread(target=_end_with_caller, daemon=True).start()
 
     def report(**message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
-            os.write(arguments.report, json.dumps(message).encode() + b"\n")
+            os.write(descriptor, json.dumps(message).encode() + b"\n")
 
     @contextlib.contextmanager
     def beside(folder: RunFolder) -> Iterator[None]:
         report(folder=str(folder.path))
         yield
 
-    os.set_inheritable(arguments.report, False)
-    if not arguments.fresh:
+    os.set_inheritable(descriptor, False)
+    if not fresh:
         report(folder=str(folder_of(loaded.config).path))
     try:
-        code = start(loaded, fresh=arguments.fresh, beside=beside, arguments=arguments.worker_arguments)
+        code = start(loaded, fresh=fresh, beside=beside, arguments=asked["arguments"])
     except UserError as error:
         report(error=error.to_json())
         return error.exit_code
     except OSError as error:
-        if not is_disk_full(error):
+        if (refused := explain_refused(error, folder_of(loaded.config).path)) is None:
             raise
-        report(error=(full := explain_full_disk(error, folder_of(loaded.config).path)).to_json())
-        return full.exit_code
+        report(error=refused.to_json())
+        return refused.exit_code
     report(code=code)
     return code
 

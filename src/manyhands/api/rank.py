@@ -109,7 +109,8 @@ class RankInProcess(Session):
 
     def attach(self, folder: RunFolder) -> None:
         folder.logs.mkdir(parents=True, exist_ok=True)
-        self.context.log = open(folder.log(self.launcher.rank), "a", encoding="utf-8")
+        self.context.log = log = open(folder.log(self.launcher.rank), "a", encoding="utf-8")
+        self.sink.explain = lambda: self.sink.callbacks.explain(folder, log)
         self.sink.every_steps = self.context.config.log.every_steps
         self.start_heartbeat(folder)
         self.stop.listen()
@@ -163,12 +164,16 @@ class CallbackSink(JsonlSink):
 
     def __init__(self, callbacks: Callbacks) -> None:
         self.callbacks, self.every_steps, self._devices = callbacks, 1, []
+        self.explain: Callable[[], None] = lambda: None  # what a callback has raised, once the folder is known
 
     def close(self, outcome: Outcome = "finished") -> None:
         pass
 
     def _put(self, row: dict[str, Any]) -> None:
+        before = self.callbacks.error
         self.callbacks(row)
+        if self.callbacks.error is not before:
+            self.explain()
 
 
 def _open_store(launcher: Launcher) -> Any:

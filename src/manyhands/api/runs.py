@@ -17,7 +17,7 @@ from manyhands.config.load import LoadedRun
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.files import read_rows
+from manyhands.core.files import read_json, read_rows
 from manyhands.launch.environment import accelerate_settings, apply_variables, detect_launcher
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
@@ -45,6 +45,7 @@ def plan(
     ``validation_data``: rows in memory in place of files (see ``train``). Raises ``UserError``.
     """
     from manyhands.launch.prepare import gather_facts
+    from manyhands.launch.rehearsal import refuse_unmatched
     from manyhands.plan.search import plan as make_plan
 
     number, host = _read_gpus(gpus)
@@ -53,7 +54,9 @@ def plan(
     launched = None if launcher.kind == "none" or host is not None else launcher.world_size
     config = loaded.config if host is not None else apply_variables(loaded.config)[0]
     facts = gather_facts(config, world_size=launched, identify=False, host=host, report=_report_aside)
-    return make_plan(config, facts)
+    made = make_plan(config, facts)
+    refuse_unmatched(config, made, facts.model)
+    return made
 
 
 def train(
@@ -84,13 +87,14 @@ def train(
     themselves or as ``"module:name"``.
     Raises ``UserError``, and ``KeyboardInterrupt`` after Ctrl-C, when the state is saved.
     """
-    from manyhands.api.callbacks import Callbacks
+    from manyhands.api.callbacks import Callbacks, check_functions
     from manyhands.api.start import start
 
     def load() -> LoadedRun:
         return open_run(run, overrides, gpus=gpus, train_data=train_data, validation_data=validation_data)
 
     callbacks = Callbacks({"step": on_step, "evaluation": on_evaluate, "checkpoint": on_checkpoint})
+    check_functions(callbacks.functions, hooks, metrics)
     return TrainedRun(start(load, fresh=fresh, callbacks=callbacks, hooks=hooks, metrics=metrics))
 
 
@@ -98,18 +102,17 @@ def open_run(
     run: Run,
     overrides: Mapping[str, Any] | None = None,
     *,
-    gpus: int | None = None,
+    gpus: int | str | None = None,
     train_data: Any = None,
     validation_data: Any = None,
 ) -> LoadedRun:
     """The run as the command would read it: the same file, checks and messages. Raises ``UserError``."""
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise UserError(
-            f"overrides are a {type(overrides).__name__}", fix='give a dict of keys and values: {"batch.samples": 64}'
-        )
-    given = dict(overrides or {})
+    given = dict(check_overrides(overrides) or {})
     if gpus is not None:
-        given.setdefault("parallel.gpus", gpus)
+        if isinstance(gpus, bool) or (not isinstance(gpus, str) and not hasattr(gpus, "__index__")):
+            raise UserError(f"gpus is {gpus!r}, not a number of GPUs", fix="give a whole number, or 'auto' for all")
+        _refuse_both("gpus", gpus, "parallel.gpus", given)
+        given["parallel.gpus"] = gpus
     source: str | os.PathLike[str] | ParsedFile
     if isinstance(run, RunConfig):
         source = ParsedFile(run.model_dump(mode="json", exclude_unset=True), "the given RunConfig")
@@ -129,8 +132,28 @@ def open_run(
         cache = Path(found.config.data.cache)
         for name, data in (("train", train_data), ("validation", validation_data)):
             if data is not None:
+                _refuse_both(f"{name}_data", ..., f"data.{name}", given)
                 given[f"data.{name}"] = write_rows(data, cache, name)
     return read_keys(file, given)
+
+
+def check_overrides(overrides: Any) -> Mapping[str, Any] | None:
+    """``overrides``. UserError for what is no dict."""
+    if overrides is None or isinstance(overrides, Mapping):
+        return overrides
+    fix = 'give a dict of keys and values: {"batch.samples": 64}'
+    raise UserError(f"overrides are a {type(overrides).__name__}", fix=fix)
+
+
+def _refuse_both(option: str, value: Any, key: str, overrides: Mapping[str, Any]) -> None:
+    """UserError where a parameter and an override ask for different things; ... differs from everything."""
+    if key not in overrides or overrides[key] == value:
+        return
+    given = option if value is ... else f"{option}={value!r}"
+    raise UserError(
+        f"{given} and overrides {key}={overrides[key]!r} contradict each other",
+        fix=f"keep one: {option} is short for the key {key}",
+    )
 
 
 def read_keys(
@@ -168,9 +191,9 @@ def plain(value: Any) -> Any:
     )
 
 
-def _read_gpus(gpus: int | str | None) -> tuple[int | None, HostFacts | None]:
+def _read_gpus(gpus: int | str | None) -> tuple[int | str | None, HostFacts | None]:
     """A number of GPUs, and the machine that has them where they are named by kind."""
-    if gpus is None or isinstance(gpus, int):
+    if not isinstance(gpus, str) or gpus == "auto":
         return gpus, None
     from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 
@@ -214,7 +237,7 @@ class TrainedRun:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: ``kind`` is step, evaluation or checkpoint. Losses are in nats a loss token."""
-        return read_rows(self._files.metrics)
+        return [row for row in read_rows(self._files.metrics) if isinstance(row.get("kind"), str)]
 
     @property
     def losses(self) -> list[float | None]:
@@ -229,15 +252,17 @@ class TrainedRun:
     @cached_property
     def report(self) -> dict[str, Any]:
         """report.json of a finished run."""
-        try:
-            return json.loads(self._files.report_json.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(
-                "the run has no report",
-                where=str(self._files.report_json),
-                why=f"its state is: {self.state}",
-                fix="let it finish, which writes one",
-            ) from None
+        found, where = read_json(self._files.report_json), str(self._files.report_json)
+        if isinstance(found, dict):
+            return found
+        if self._files.report_json.exists():
+            raise UserError("the run's report is damaged", where=where, why="it is no JSON object", fix="restore it")
+        raise UserError(
+            "the run has no report",
+            where=where,
+            why=f"its state is: {self.state}",
+            fix="let it finish, which writes one",
+        )
 
     @property
     def outputs(self) -> dict[str, Path]:

@@ -80,15 +80,7 @@ def _start_processes(loaded: LoadedRun, *, fresh: bool, callbacks: Callbacks, ar
     sys.stdout.flush()  # what was printed before stands above what the run prints
     reading, writing = os.pipe()
     child = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "manyhands.api.launcher",
-            str(writing),
-            *(["--fresh"] if fresh else []),
-            "--",
-            *arguments,
-        ],
+        [sys.executable, "-m", "manyhands.api.launcher", str(writing)],
         stdin=subprocess.PIPE,
         stdout=None if show is None else subprocess.PIPE,
         stderr=None if show is None else subprocess.STDOUT,
@@ -98,7 +90,8 @@ def _start_processes(loaded: LoadedRun, *, fresh: bool, callbacks: Callbacks, ar
     )
     os.close(writing)
     assert child.stdin is not None
-    child.stdin.write(json.dumps(asdict(loaded), default=_as_json).encode() + b"\n")
+    asked = {"run": asdict(loaded), "fresh": fresh, "arguments": list(arguments)}
+    child.stdin.write(json.dumps(asked, default=_as_json).encode() + b"\n")
     child.stdin.flush()  # and stays open: at its end the launcher knows that this process is gone
     lines = threading.Thread(target=_pass_on, args=(child.stdout, show), daemon=True) if show is not None else None
     if lines is not None:
@@ -187,6 +180,10 @@ class _Waiting:
             if self.show is not None:
                 self.show.take(row)
         if self.callbacks.error is not None and not self.interrupts:
+            if self.folder is not None and self.code is None and self.error is None:
+                folder = RunFolder(self.folder)
+                with contextlib.suppress(OSError), open(folder.launcher_log, "a", encoding="utf-8") as log:
+                    self.callbacks.explain(folder, log)
             self._interrupt()
 
     def _interrupt(self) -> None:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.api.arguments import SFT, as_file, read_arguments, translate
-from manyhands.api.callbacks import Callback, Callbacks
+from manyhands.api.callbacks import Callback, Callbacks, check_functions
 from manyhands.api.model import LanguageModel, check_device_map
-from manyhands.api.runs import TrainedRun, plan, read_keys
+from manyhands.api.runs import TrainedRun, check_overrides, plan, read_keys
 from manyhands.api.sources import list_rows, write_rows
 from manyhands.api.start import start
 from manyhands.config.dialects.translation import names
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import DataSection
 from manyhands.core.errors import UserError
+from manyhands.core.units import count_of
 from manyhands.facts.host import read_host_facts
 
 if TYPE_CHECKING:
@@ -160,16 +161,25 @@ class Trainer:
     ) -> None:
         further = {name: value for name, value in others.items() if name in SFT}
         _refuse("Trainer", {name: value for name, value in others.items() if name not in SFT}, TRAINER)
+        if not isinstance(model, (LanguageModel, str, os.PathLike)):
+            raise UserError(
+                f"model is a {type(model).__name__}",
+                where="Trainer",
+                fix="give the model of FastLanguageModel.from_pretrained, or a hub name or folder",
+            )
         self.model = model if isinstance(model, LanguageModel) else LanguageModel(Path(os.fspath(model)))
         self.model.given |= _read_peft(peft_config)
         self._given = dict(self.model.given)  # training changes the model's: this trainer's run stays what it is
         self.args = args
         self.tokenizer = tokenizer if tokenizer is not None else processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        if formatting_func is not None and not callable(formatting_func):
+            raise UserError(f"formatting_func is a {type(formatting_func).__name__}", fix="give a function of one row")
         self.formatting_func = formatting_func
         self.functions = {"step": on_step, "evaluation": on_evaluate, "checkpoint": on_checkpoint}
+        check_functions(self.functions, hooks, metrics)
         self.hooks, self.metrics = tuple(hooks), dict(metrics or {})
-        self.overrides = dict(overrides or {})
+        self.overrides = dict(check_overrides(overrides) or {})
         self.run: TrainedRun | None = None
         self._further = further
         if train_dataset is None:
@@ -208,7 +218,7 @@ class Trainer:
         """The run that the arguments mean, with its data written where they were in memory. Raises ``UserError``."""
         given = {**self._given, **self._read_tokenizer(), **read_arguments(self.args), **self._further}
         given = {name: value for name, value in given.items() if value is not None}
-        cache = Path(self.overrides.get("data.cache", DataSection.model_fields["cache"].default))
+        cache = Path(str(self.overrides.get("data.cache", DataSection.model_fields["cache"].default)))
         given["train_dataset"] = write_rows(self._format(self.train_dataset, "train_dataset"), cache, "train")
         if self.eval_dataset is not None:
             given["eval_dataset"] = write_rows(self._format(self.eval_dataset, "eval_dataset"), cache, "validation")
@@ -240,6 +250,8 @@ def _read_peft(config: Any) -> dict[str, Any]:
     """A ``LoraConfig``, or its fields."""
     if config is None:
         return {}
+    if not isinstance(config, Mapping) and not hasattr(config, "peft_type"):
+        raise UserError(f"peft_config is a {type(config).__name__}", fix="give peft.LoraConfig(...), or its fields")
     given = dict(config) if isinstance(config, Mapping) else vars(config)
     if str(getattr(given.get("peft_type"), "value", given.get("peft_type", "LORA"))) != "LORA":
         raise UserError(f"peft_config is a {type(config).__name__}", fix="give peft.LoraConfig(...)")
@@ -276,10 +288,10 @@ TRAINER = {
 
 
 def _refuse(where: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """UserError for parameters that would not act; known ones that are None or False ask for nothing."""
+    """UserError for parameters that would not act; known ones that are None, False or empty ask for nothing."""
     from manyhands.config.keys import nearest_name
 
-    asked = [name for name, value in given.items() if name not in reasons or (value is not None and value is not False)]
+    asked = [name for name, value in given.items() if name not in reasons or not _asks_nothing(value)]
     if not asked:
         return
     details = []
@@ -287,6 +299,10 @@ def _refuse(where: str, given: Mapping[str, Any], reasons: Mapping[str, str]) ->
         near = None if name in reasons else nearest_name(name, sorted({*reasons, *SFT}))
         details.append(f"`{name}`: {reasons.get(name) or (f'did you mean {near}?' if near else 'there is none')}")
     raise UserError("parameters that are not available", where=where, details=details, fix="remove them")
+
+
+def _asks_nothing(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (list, tuple)) and not value)
 
 
 def _check_text(text: Any, name: str) -> str:
@@ -309,6 +325,9 @@ def tokenizer_differences(tokenizer: Any, model: LanguageModel) -> dict[str, Any
     from manyhands.facts.hub import locate_model
 
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    if not hasattr(tokenizer, "get_vocab"):
+        fix = "give the tokenizer that from_pretrained returned, or leave it out"
+        raise UserError(f"the tokenizer is a {type(tokenizer).__name__}", fix=fix)
     given = model.given
     folder = locate_model(given["model_name"], given.get("revision"), False)
     own = load_tokenizer(Path(folder), trust_remote_code=bool(given.get("trust_remote_code")))
@@ -329,7 +348,7 @@ def tokenizer_differences(tokenizer: Any, model: LanguageModel) -> dict[str, Any
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     if plain := [token for token in added if token not in special]:
         raise UserError(
-            f"the tokenizer has {len(plain)} added tokens that are not special",
+            f"the tokenizer has {count_of(len(plain), 'added token')} not marked as special",
             why=f"such as {plain[0]!r}; a run adds special tokens only",
             fix="add them with tokenizer.add_tokens([...], special_tokens=True)",
         )

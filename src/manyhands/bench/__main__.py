@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhands.bench.rows import BY_NAME, TABLE, BenchRow, append, count_gpus, new_run, start_processes
 from manyhands.core.errors import EXIT_USAGE, UserError
+from manyhands.core.units import count_of
 
 LIMIT_S = 600
 
@@ -40,7 +41,7 @@ def main() -> int:
             print(f"{row.name}: needs {world_size} GPUs, {num_gpus} here (--gpus N measures it on fewer)")
             failed = True
             continue
-        print(f"{row.name}: on {world_size} GPU(s) ...", flush=True)
+        print(f"{row.name}: on {count_of(world_size, 'GPU')} ...", flush=True)
         found = measure(row, world_size, options, run)
         failed = failed or found is None
         if found is not None:

@@ -85,7 +85,7 @@ def find_sound(checkpoints: Path, report: Callable[[str], None]) -> Path | None:
         return checkpoints / name
     if len(damaged) > 1:
         raise UserError(
-            f"all {len(damaged)} checkpoints are damaged",
+            "the only checkpoint is damaged" if len(damaged) == 1 else f"all {len(damaged)} checkpoints are damaged",
             where=str(checkpoints),
             why=damaged[0].why,
             fix="restore one of them from a copy, or use --fresh to start over in a new folder",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.core.errors import UserError
+from manyhands.core.units import count_of
 
 if TYPE_CHECKING:
     from manyhands.facts.types import HostFacts
@@ -78,7 +79,7 @@ def describe_default(path: Path, num_gpus: int) -> list[str]:
     lines = [f"accelerate's default configuration, which `make train-distributed` follows: {path} ({shown})"]
     asked = keys.get("num_processes")
     if isinstance(asked, int) and num_gpus and asked > num_gpus:
-        lines.append(f"warning: it asks for {asked} processes, but {num_gpus} GPUs are visible")
+        lines.append(f"warning: it asks for {asked} processes, but {count_of(num_gpus, 'GPU')} are visible")
     return lines
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from manyhands.core.errors import EXIT_FAILED
+from manyhands.core.units import count_of
 
 MIN_PYTHON = (3, 11)
 NEEDED = {
@@ -76,7 +77,7 @@ def doctor(
             )
     num_bad = sum(result.state == "bad" for result in results)
     num_warnings = sum(result.state == "warning" for result in results)
-    console.print(f"{num_bad} missing, {num_warnings} warnings")
+    console.print(f"{num_bad} missing, {count_of(num_warnings, 'warning')}")
     raise typer.Exit(EXIT_FAILED if num_bad else 0)
 
 
@@ -172,7 +173,7 @@ def _check_torch() -> Iterator[CheckResult]:
     elif int(usable) < num_gpus:
         yield CheckResult("bad", f"{num_gpus} GPUs, but torch ({build}) can use {usable}", "update the GPU driver")
     else:
-        yield CheckResult("ok", f"torch can use all {num_gpus} GPUs ({build})")
+        yield CheckResult("ok", f"torch can use {'the GPU' if num_gpus == 1 else f'all {num_gpus} GPUs'} ({build})")
 
 
 def _check_memory() -> Iterator[CheckResult]:
@@ -228,7 +229,7 @@ def _check_limits() -> Iterator[CheckResult]:
     found = [CheckResult(*finding) for finding in judge_host(health, max(1, len(health.gpus)))]
     yield from found
     if not found:
-        gpus = f"; {len(health.gpus)} GPUs without errors or throttling" if health.gpus else ""
+        gpus = f"; {count_of(len(health.gpus), 'GPU')} without errors or throttling" if health.gpus else ""
         yield CheckResult("ok", f"limits of open files, locked and shared memory suffice{gpus}")
 
 

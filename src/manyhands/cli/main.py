@@ -23,8 +23,8 @@ from manyhands.cli.prove import prove
 from manyhands.cli.run_file import data, plan, train
 from manyhands.cli.runs import app as runs
 from manyhands.cli.submit import submit
-from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
-from manyhands.core.files import explain_full_disk, is_disk_full
+from manyhands.core.errors import EXIT_INTERRUPTED, UserError
+from manyhands.core.files import explain_refused
 
 
 class _CommandGroup(TyperGroup):
@@ -35,10 +35,10 @@ class _CommandGroup(TyperGroup):
             print(error, file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
-            if not is_disk_full(error):
+            if (refused := explain_refused(error, Path.cwd())) is None:
                 raise
-            print(explain_full_disk(error, Path.cwd()), file=sys.stderr)
-            raise typer.Exit(EXIT_FAILED) from None
+            print(refused, file=sys.stderr)
+            raise typer.Exit(refused.exit_code) from None
         except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl-C or Ctrl-D at a prompt
             print("interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -21,6 +21,7 @@ import typer
 from manyhands.cli.run_file import Overrides, RunFile, load_run, report_aside
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import read_rows
+from manyhands.core.units import count_of
 
 # Largest relative deviation allowed of the loss and of the gradient norm; why: docs/equality.md.
 BOUNDS = {"float64": (1e-9, 1e-9), "float32": (1e-5, 1e-5), "bfloat16": (1e-3, 2e-2)}
@@ -103,7 +104,7 @@ def parse_layouts(text: str, batch: int | None) -> list[Trial]:
                 raise UserError(
                     f"{name}: a step cannot be cut into {count} equal micro-batches",
                     where="--layouts",
-                    why="it is sized in tokens or packs" if batch is None else f"it has {batch} samples",
+                    why="it is sized in tokens or packs" if batch is None else f"it has {count_of(batch, 'sample')}",
                     fix="choose a divisor of batch.samples",
                 )
             keys = ["parallel.gpus=1", "data.packing=false", f"batch.micro_samples={batch // count}"]

@@ -211,31 +211,30 @@ def plan(
     if run is None:
         raise UserError("no run file is named", where="manyhands plan", fix="write manyhands plan RUN.yaml")
     loaded = load_run(run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed)
-    if loaded.translations:
-        from manyhands.config.dialects.report import summarize
-
-        report_aside("\n".join(line for one in loaded.translations for line in summarize(one)))
     config = loaded.config
     from rich.console import Console
 
+    from manyhands.config.dialects.report import summarize
     from manyhands.launch.environment import apply_variables
     from manyhands.launch.prepare import gather_facts
+    from manyhands.launch.rehearsal import refuse_unmatched
     from manyhands.plan.explain import explain_plan
     from manyhands.plan.phrases import describe_cost
     from manyhands.plan.search import plan as make_plan
 
+    for line in (line for one in loaded.translations for line in summarize(one)):
+        report_aside(line)
     host = host_to_plan(config, gpus)
     if host is None:  # as a start on this machine would
         config, notes = apply_variables(config)
         for note in notes:
             report_aside(f"note: {note}")
-    made = make_plan(config, gather_facts(config, identify=False, host=host, report=report_aside))
-    if as_json:
-        print(made.model_dump_json(indent=2))
-    else:
-        Console().print(explain_plan(made))
-        if price is not None:
-            print(describe_cost(made.time, price))
+    facts = gather_facts(config, identify=False, host=host, report=report_aside)
+    made = make_plan(config, facts)
+    refuse_unmatched(config, made, facts.model)
+    print(made.model_dump_json(indent=2)) if as_json else Console().print(explain_plan(made))
+    if price is not None:
+        print(describe_cost(made.time, price))
 
 
 def _compare(folder: Path) -> None:

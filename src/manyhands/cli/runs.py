@@ -68,7 +68,7 @@ def show(run: Name, folder: Folder = RUNS) -> None:
     found = open_run(run, folder)
     report = found.path / "report.md"
     if report.exists():
-        print(report.read_text(encoding="utf-8"), end="")
+        print(report.read_text(encoding="utf-8", errors="replace"), end="")
         return
     one = summarize(found)
     step = "before its first step" if one.step is None else f"step {one.step:,} of {one.num_steps or '?'}"
@@ -133,8 +133,9 @@ def find_runs(folder: Path) -> Iterator[Summary]:
 
         try:
             yield summarize(RunFolder(path.parent))
-        except UserError as error:
-            print(f"note: {path.parent} is left out: {error.what}")
+        except (UserError, OSError) as error:
+            why = error.what if isinstance(error, UserError) else f"{error.strerror}: {error.filename}"
+            print(f"note: {path.parent} is left out: {why}")
 
 
 def open_run(run: str, folder: Path) -> RunFolder:
@@ -197,7 +198,7 @@ def read_status(run: RunFolder) -> dict[str, Any]:
     """What status.json says, with the state ``killed`` of a run that was."""
     from manyhands.launch.heartbeat import read_beats, was_killed
 
-    status = _read_json(run.status_json)
+    status = run.read_status()
     return status | ({"state": "killed"} if was_killed(run, status, read_beats(run)) else {})
 
 

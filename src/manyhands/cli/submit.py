@@ -11,7 +11,7 @@ import typer
 from manyhands.cli.gpus import host_to_plan
 from manyhands.cli.run_file import Accelerate, DeepSpeed, Examples, Overrides, RunFile, Strict, load_run, report_aside
 from manyhands.core.errors import UserError
-from manyhands.core.units import format_gib
+from manyhands.core.units import count_of, format_gib
 
 if TYPE_CHECKING:
     from manyhands.config.schema import RunConfig
@@ -137,7 +137,7 @@ def _describe(written: Written) -> str:
     if plan is not None:
         memory = plan.memory
         parts += [plan.layout.strategy, f"{format_gib(memory.total)} of {format_gib(memory.limit)} each planned"]
-        parts += [f"{plan.num_steps:,} steps"]
+        parts += [f"{count_of(plan.num_steps, 'step')}"]
     if job.time_limit_s is not None:
         parts.append(f"at most {job.time_limit_s / 3600:.1f} h")
     return ", ".join(parts)

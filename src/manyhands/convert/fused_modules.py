@@ -23,6 +23,7 @@ from torch import nn
 
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.errors import UserError
+from manyhands.core.units import count_of
 from manyhands.families import KnownModule, known_modules
 from manyhands.kernels.fp8.linear import QuantizedWeights, fp8_linears, fp8_mlp
 from manyhands.kernels.lora import Layer, activate, lora_linears, lora_mlp
@@ -50,7 +51,7 @@ class FuseReport:
     def __str__(self) -> str:
         parts = [f"{count} {kind}" for kind, count in Counter(self.fused.values()).items()]
         text = f"fused: {', '.join(parts) or 'nothing'}"
-        reasons = [f"{count} modules ({reason})" for reason, count in Counter(self.left.values()).items()]
+        reasons = [f"{count_of(count, 'module')} ({reason})" for reason, count in Counter(self.left.values()).items()]
         return text + (f"; generic path: {', '.join(reasons)}" if reasons else "")
 
 

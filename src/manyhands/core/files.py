@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,20 @@ def explain_full_disk(error: BaseException, folder: Path) -> UserError:
     )
 
 
+def explain_refused(error: OSError, folder: Path) -> UserError | None:
+    """The error for the user where the disk is full or the file system refuses a file; None for anything else."""
+    if is_disk_full(error):
+        return explain_full_disk(error, folder)
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return None
+    return UserError(
+        "a file or folder cannot be read or written",
+        where=str(error.filename or folder),
+        why=error.strerror or str(error),
+        fix="correct its permissions (ls -ld shows them), or use a copy in another folder",
+    )
+
+
 def _find_disk_full(error: BaseException | None) -> BaseException | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -129,7 +143,7 @@ def read_json(path: Path) -> Any | None:
     """The value; None if there is no such file or its JSON is incomplete (another process may be writing)."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError, RecursionError):
         return None
 
 
@@ -137,16 +151,19 @@ def read_rows(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, of one ``kind`` or all, in order; those of earlier launches too. A line that was cut
     off or damaged is skipped, a file that is not there has none.
     """
-    found = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return [row for row in parse_rows(text) if kind in (None, row.get("kind"))]
+
+
+def parse_rows(text: str) -> Iterator[dict[str, Any]]:
+    """The rows of the lines of ``text``; what is none is skipped."""
     for line in text.split("\n"):  # str.splitlines would also cut a row at U+2028 and the like inside an answer
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and kind in (None, row.get("kind")) and _is_measured(row):
-            found.append(row)
-    return found
+        if isinstance(row, dict) and _is_measured(row):
+            yield row
 
 
 def _is_measured(row: dict[str, Any]) -> bool:

@@ -29,6 +29,11 @@ def describe_ranks(device: str, world_size: int) -> str:
     return f"{world_size} {one if world_size == 1 else many}"
 
 
+def count_of(number: int, noun: str, plural: str = "") -> str:
+    """``1 sample``, ``1,024 samples``; ``plural`` where it is not the noun and an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def format_share(share: float) -> str:
     """In per cent; with a decimal between 90 and 100 %, where it matters."""
     return f"{share:.{0 if share <= 0.9 or share == 1 else 1}%}"

@@ -20,7 +20,7 @@ import numpy as np
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
 from manyhands.core.files import make_folder
-from manyhands.core.units import describe_counts
+from manyhands.core.units import count_of, describe_counts
 from manyhands.data.cache import (
     UNFINISHED,
     clean_unfinished,
@@ -93,7 +93,7 @@ def prepare(
         store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes, make_all)
     else:
         report(
-            f"tokens cached: {store.train.num_samples:,} samples, "
+            f"tokens cached: {count_of(store.train.num_samples, 'sample')}, "
             f"{_millions(int(store.train.lengths.sum(dtype=np.int64)))} tokens"
         )
     for line in store.meta["notes"]:
@@ -172,8 +172,8 @@ def _tokenize(
     )
     with_how_many = f" by {job.num_processes} processes" if job.num_processes > 1 else ""
     report(
-        f"tokenized {num_samples:,} samples, {_millions(num_tokens)} tokens in {time.monotonic() - start:.1f} "
-        f"s{with_how_many}"
+        f"tokenized {count_of(num_samples, 'sample')}, {_millions(num_tokens)} tokens in "
+        f"{time.monotonic() - start:.1f} s{with_how_many}"
     )
     return [
         outcome.to_meta() | {"samples_of_files": list(files.values())}
@@ -316,7 +316,7 @@ def note_left_out(sources: Sequence[Mapping[str, Any]]) -> list[str]:
 def _note_source(source: Mapping[str, Any]) -> str:
     weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
     return (
-        f"source {source['name']} ({source['format']}): {source['num_samples']:,} samples, "
+        f"source {source['name']} ({source['format']}): {count_of(source['num_samples'], 'sample')}, "
         f"{_millions(source['num_tokens'])} tokens{weight}"
     )
 
@@ -324,16 +324,22 @@ def _note_source(source: Mapping[str, Any]) -> str:
 def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
     max_length = f"{config.data.max_length:,} tokens"
     said = {
-        "num_truncated": f"samples cut at {max_length}",
-        "num_split": f"documents split into samples of at most {max_length}",
-        "num_straddling_tokens": "tokens lie across the beginning of a trained part (answers that begin, or "
-        "prompts that end, in blanks)",
-        "num_rows_with_placeholders": "rows hold <image>, <video> or <audio>, which is text like any other to "
-        "this model",
-        "num_rows_with_markers": "rows contain the spelling of a special token, which the tokenizer takes for "
-        "the token itself",
+        "num_truncated": ("sample", f"cut at {max_length}"),
+        "num_split": ("document", f"split into samples of at most {max_length}"),
+        "num_straddling_tokens": (
+            "token",
+            "across the beginning of a trained part (answers that begin, or prompts that end, in blanks)",
+        ),
+        "num_rows_with_placeholders": (
+            "row",
+            "with <image>, <video> or <audio>, which is text like any other to this model",
+        ),
+        "num_rows_with_markers": (
+            "row",
+            "with the spelling of a special token, which the tokenizer takes for the token itself",
+        ),
     }
-    return [f"{totals[name]:,} {text}" for name, text in said.items() if totals[name]]
+    return [f"{count_of(totals[name], noun)} {text}" for name, (noun, text) in said.items() if totals[name]]
 
 
 def _stamp(path: Path) -> tuple[int, int]:

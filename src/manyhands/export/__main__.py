@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
-from manyhands.core.files import nearest_folder, read_json
+from manyhands.core.files import explain_refused, nearest_folder, read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +55,11 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if (refused := explain_refused(error, output)) is None:
+            raise
+        print(refused, file=sys.stderr)
+        return refused.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0
@@ -171,6 +176,7 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
     """(run's folder, checkpoint's folder). Of a run that keeps its best checkpoint, the best; else the newest."""
     from manyhands.checkpoint import checkpoint_folder, newest_checkpoint
     from manyhands.checkpoint.manifest import MANIFEST, TRAIN_STATE
+    from manyhands.launch.run_folder import RunFolder
 
     if (source / MANIFEST).is_file():
         return source.resolve().parent.parent, source.resolve()
@@ -188,10 +194,8 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
             where=str(source / "checkpoints"),
             fix="start the run again and let it save one",
         )
-    best = json.loads((newest / TRAIN_STATE).read_text(encoding="utf-8")).get("best_step")
-    keeps_best = (
-        json.loads((source / "run.json").read_text(encoding="utf-8")).get("checkpoint", {}).get("keep_best", False)
-    )
+    best = (read_json(newest / TRAIN_STATE) or {}).get("best_step")
+    keeps_best = RunFolder(source).read_config().checkpoint.keep_best
     if not keeps_best or not best:  # 0: the model before training, a mark to pass
         return source, newest
     chosen = checkpoint_folder(source / "checkpoints", best)

@@ -17,7 +17,7 @@ import yaml
 
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.files import read_json, read_rows
-from manyhands.core.units import describe_ranks
+from manyhands.core.units import count_of, describe_ranks
 from manyhands.export.record import CARD
 from manyhands.facts.adapter import nf4_options
 from manyhands.infer.vllm import RANK_LIMITS
@@ -138,7 +138,7 @@ class Card:
     def _plan(self) -> list[str]:
         """How it was computed: what another run needs to be the same."""
         layout = self.plan.layout
-        sizes = f"{self.plan.num_steps:,} steps, digest of the plan `{self.plan.digest}`"
+        sizes = f"{count_of(self.plan.num_steps, 'step')}, digest of the plan `{self.plan.digest}`"
         where = f"{layout.strategy} on {describe_ranks(layout.device, layout.world_size)}"
         rows = {
             "layout": f"{where}, activation checkpointing {describe_checkpointing(layout)}",

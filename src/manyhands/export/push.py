@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.files import read_json
-from manyhands.core.units import format_size
+from manyhands.core.units import count_of, format_size
 from manyhands.export.record import CARD, RECORD, find_changed, read_record
 from manyhands.facts.adapter import CONFIG
+from manyhands.launch.run_folder import RunFolder
 
 TOKEN = "HF_TOKEN"
 OUTPUTS = ("adapter", "model")  # of a run's folder: an adapter before the model that it is merged into
@@ -49,7 +49,7 @@ class Upload:
         """The table of a dry run."""
         total = format_bytes(sum(self.sizes.values()))
         kind = "private" if self.private else "PUBLIC"
-        lines = [f"{self.folder} -> {self.repository} ({kind}): {len(self.sizes)} files, {total}"]
+        lines = [f"{self.folder} -> {self.repository} ({kind}): {count_of(len(self.sizes), 'file')}, {total}"]
         width = max(len(name) for name in self.sizes)
         lines += [f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in self.sizes.items()]
         if self.left_out:
@@ -117,7 +117,7 @@ def find_output(source: Path) -> Path:
     """The folder to upload. UserError for a run that has not finished, or has written nothing."""
     if not (source / "run.json").is_file():
         return source
-    status = read_json(source / "status.json") or {}
+    status = RunFolder(source).read_status()
     if status.get("state") != "finished":
         raise UserError(
             "the run has not finished",

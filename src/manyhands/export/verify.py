@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from manyhands.convert.fp8 import round_to_fp8
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.units import count_of
 from manyhands.export.reference import Kind, Probe, Reference, TensorReference, describe_tensor, load_probe, name_dtype
 from manyhands.facts.adapter import WEIGHTS, needed_tokens, nf4_options
 from manyhands.model.attention import plain_attention
@@ -51,7 +52,7 @@ def verify(
     ``base``: folder of an adapter's base model. ``probe_path``: input and logits saved by ``save_probe``.
     """
     found = Verification(findings=compare_files(folder, reference))
-    found.notes.append(f"{len(reference.tensors)} tensors compared in the files")
+    found.notes.append(f"{count_of(len(reference.tensors), 'tensor')} compared in the files")
     if found.findings:
         return found
     obstacle = reason_not_reopened(folder, reference, base)

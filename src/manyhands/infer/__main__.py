@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
+from manyhands.core.files import explain_refused
 from manyhands.infer.prompts import PromptOptions
 from manyhands.infer.settings import GenerationSettings
 
@@ -117,12 +118,11 @@ def evaluate(
         placement=Placement(**(placement or {})),
         **chosen,
     )
+    print(json.dumps(compare.to_json(found)) if as_json else compare.describe(found), flush=True)
     is_run = (Path(folder) / "run.json").is_file()
     target = Path(output) if output is not None else compare.output_folder(Path(folder), data) if is_run else None
-    written = compare.write_files(found, target) if target is not None else []
-    for path in written:
+    for path in compare.write_files(found, target) if target is not None else ():
         print(f"written: {path}", file=sys.stderr)
-    print(json.dumps(compare.to_json(found)) if as_json else compare.describe(found))
     return 0
 
 
@@ -137,10 +137,10 @@ def harness(
     from manyhands.infer.harness import describe, run_tasks
 
     results = run_tasks(Path(folder), tasks, base=base, **chosen)
+    print(json.dumps(results, default=str) if as_json else describe(results), flush=True)
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
         (Path(output) / "lm-eval.json").write_text(json.dumps(results, indent=2, default=str) + "\n")
-    print(json.dumps(results, default=str) if as_json else describe(results))
     return 0
 
 
@@ -165,6 +165,11 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if (denied := explain_refused(error, Path.cwd())) is None:
+            raise
+        print(denied, file=sys.stderr)
+        return denied.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

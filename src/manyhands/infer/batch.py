@@ -13,6 +13,7 @@ import torch
 
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.core.files import hash_files, refuse_outside_links
+from manyhands.core.units import count_of
 from manyhands.infer.answer_file import AnswerFile
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import open_images
@@ -211,7 +212,7 @@ class _AnswerRate:
 
     def finish(self, output: Path) -> None:
         rate = f", {self._rate(time.monotonic())} with loading" if self._new else ""
-        self._report(f"{self._total:,} answers in {output}{rate}")
+        self._report(f"{count_of(self._total, 'answer')} in {output}{rate}")
 
 
 def _describe(num_prompts: int, num_answered: int, seats: Sequence[Seat]) -> str:
@@ -220,7 +221,7 @@ def _describe(num_prompts: int, num_answered: int, seats: Sequence[Seat]) -> str
         where += f" on {len(seats) * len(seats[0].gpus)} GPUs"
     already = f", {num_answered:,} of them answered already" if num_answered else ""
     return (
-        f"{num_prompts:,} prompts{already}, on {where}"
+        f"{count_of(num_prompts, 'prompt')}{already}, on {where}"
         if len(seats) == 1
-        else f"{num_prompts:,} prompts{already}, {where}"
+        else f"{count_of(num_prompts, 'prompt')}{already}, {where}"
     )

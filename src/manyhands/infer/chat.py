@@ -13,10 +13,10 @@ from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions
 from manyhands.infer.settings import GenerationSettings
 
 HELP = (
-    "An empty line starts a new conversation, /image PATH shows an image to the next turn, Ctrl-C ends an answer, "
-    "Ctrl-D ends the chat."
+    "An empty line starts a new conversation, /image PATH shows an image to the next turn and /image alone drops those "
+    "that wait, Ctrl-C ends an answer, Ctrl-D ends the chat."
 )
-IMAGE = "/image "
+IMAGE = "/image"
 
 
 def chat(
@@ -26,7 +26,8 @@ def chat(
     lines: Iterable[str] | None = None,
     out: TextIO | None = None,
 ) -> None:
-    """Each line is a turn; the model sees those before it. ``lines`` and ``out``: standard input and output.
+    """Each line is a turn; the model sees those before it. Images of a turn that was refused wait for the next one.
+    ``lines`` and ``out``: standard input and output.
 
     The prompt sign and help are for terminals only, so that a pipe gets answers alone, one after the other.
     """
@@ -34,7 +35,8 @@ def chat(
     out = out or sys.stdout
     if on_terminal:
         print(HELP, file=sys.stderr)
-    messages, images = _begin(options), []  # images of the next turn
+    messages = _begin(options)
+    images: list[dict[str, str]] = []  # of the next turn
     for line in lines if lines is not None else _read_lines(on_terminal):
         text = line.rstrip("\n")
         if not text.strip():
@@ -42,18 +44,23 @@ def chat(
             continue
         if not answerer.tokenizer.chat_template:  # a model that continues text has no turns
             messages = []
-        if text.startswith(IMAGE):
-            images.append({"type": "image", "image": text.removeprefix(IMAGE).strip()})
+        if text.split()[0] == IMAGE:
+            path = text.strip().removeprefix(IMAGE).strip()
+            images = [*images, {"type": "image", "image": path}] if path else []
             continue
         said = {"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}
-        messages, images = [*messages, said], []
+        messages.append(said)
         try:
             answer = _answer(answerer, messages, settings, options, out)
         except (RowRefused, UserError) as error:
             print(error if isinstance(error, UserError) else UserError(str(error)), file=sys.stderr)
             messages.pop()
+            if images:
+                wait, them = ("image waits", "it") if len(images) == 1 else ("images wait", "them")
+                print(f"  {len(images)} {wait} for the next turn; {IMAGE} alone drops {them}", file=sys.stderr)
             continue
         messages.append({"role": "assistant", "content": answer})
+        images = []
 
 
 def _begin(options: PromptOptions) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, write_atomically, write_json
+from manyhands.core.units import count_of
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from manyhands.infer.batch import report_aside
@@ -118,7 +119,7 @@ def choose_data(
             why=explain_no_validation(config, store.train.num_samples),
             fix="give a file: --data FILE",
         )
-    return EvaluationData(store_folder, "validation", "validation samples of the run", asked)
+    return EvaluationData(store_folder, "validation", "the run's validation samples", asked)
 
 
 def explain_no_validation(config: RunConfig, num_samples: int) -> str:
@@ -196,9 +197,9 @@ TITLES = {"before": "recorded before", "after": "recorded after", "base": "base 
 def describe(comparison: Comparison) -> str:
     """The table as text."""
     scores = comparison.scores
-    counts = f"{scores.num_samples:,} samples"
-    counts += f", {scores.num_loss_tokens:,} loss tokens" if scores.num_loss_tokens else ""
-    counts += f", {len(scores.judged):,} answers" if scores.judged else ""
+    counts = f"{count_of(scores.num_samples, 'sample')}"
+    counts += f", {count_of(scores.num_loss_tokens, 'loss token')}" if scores.num_loss_tokens else ""
+    counts += f", {count_of(len(scores.judged), 'answer')}" if scores.judged else ""
     titles = [TITLES[name] for name in comparison.columns]
     width = max(12, *(len(name) for name in comparison.metrics))
     lines = [

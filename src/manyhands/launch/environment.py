@@ -18,6 +18,7 @@ from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.machine import count_cores
+from manyhands.core.units import count_of
 from manyhands.launch import slurm
 from manyhands.launch.address import LOOPBACK
 from manyhands.launch.slurm import read_integer
@@ -85,7 +86,7 @@ def refuse_silent_single(launcher: Launcher, config: RunConfig, num_gpus: int | 
         return
     raise UserError(
         "this one process would train alone",
-        where=f"parallel.gpus: {asked}; {num_gpus} GPU(s) visible",
+        where=f"parallel.gpus: {asked}; {count_of(num_gpus, 'GPU')} visible",
         why="`python -m manyhands.worker` is one rank, and no launcher has started others",
         fix="use `manyhands train RUN.yaml`, or `torchrun --nproc_per_node=N -m manyhands.worker RUN.yaml`; "
         "for a single process set parallel.gpus=1",

@@ -6,10 +6,6 @@ All facts are gathered here: the model, the prepared samples, this machine.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +26,7 @@ from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
 from manyhands.launch.environment import apply_variables
 from manyhands.launch.folder_lock import FolderLock, TakeLock
 from manyhands.launch.nodes import NodeGroup, join_hosts
+from manyhands.launch.rehearsal import refuse_unmatched, rehearse
 from manyhands.launch.resume_rules import fetch_run, find_run, folder_of, fresh_name, is_taken, refuse_other_course
 from manyhands.launch.run_folder import RunFolder, refuse_unusable
 from manyhands.launch.watch import raise_when_stopped
@@ -268,6 +265,8 @@ def _plan_launch(
         after = plan(asked, facts, number=number, cause="resize")
     if before is not None and (continues or after.cause == "out_of_memory"):
         refuse_other_course(before, after, folder)
+    if before is None:
+        refuse_unmatched(config, after, facts.model)
     return after if asked is config else after.model_copy(update={"config_digest": config.digest})
 
 
@@ -283,36 +282,6 @@ def _remove_empty(folder: RunFolder) -> None:
     if {entry.name for entry in folder.path.iterdir()} <= {folder.lock_file.name}:
         folder.lock_file.unlink(missing_ok=True)
         folder.path.rmdir()
-
-
-TIMEOUT_S = 600.0  # most of it is importing torch from a cold disk
-
-
-def rehearse(config: RunConfig, plan: Plan) -> None:
-    """Raises the UserError that the run would end with before its weights are read."""
-    asked = json.dumps({"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "manyhands.convert.rehearse"]
-    try:
-        done = subprocess.run(
-            command, input=asked, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-        )
-        said = done.stderr.strip().splitlines()
-        if done.returncode == 0:
-            answer = json.loads(done.stdout.strip().splitlines()[-1])
-            if answer is None:
-                return
-            raise UserError(answer.pop("what"), **answer)
-        why = said[-1] if said else f"exit code {done.returncode}"
-    except subprocess.TimeoutExpired:
-        said, why = [], f"no answer within {TIMEOUT_S:.0f} s"
-    raise UserError(
-        "the model cannot be built as the run would build it",
-        where=plan.model_folder,
-        why=why,
-        fix="the last lines of the process that built it are above",
-        details=said[-10:],
-    )
 
 
 def gather_facts(

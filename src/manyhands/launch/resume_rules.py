@@ -116,7 +116,8 @@ def refuse_other_run(before: RunConfig, config: RunConfig, where: str) -> None:
         raise UserError(
             f"this folder contains another run named {before.name!r}",
             where=where,
-            why=f"{len(differences)} key(s) differ from its run.json (there -> now)",
+            why=f"{len(differences)} {'key differs' if len(differences) == 1 else 'keys differ'} from its run.json "
+            "(there -> now)",
             fix=f"{restore} to resume that run, choose another name=..., or use --fresh for a new folder",
             details=differences,
         )

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -104,6 +104,11 @@ class RunFolder:
         return self.ranks / "modules.json"
 
     @property
+    def stop_reason(self) -> Path:
+        """Why the process that started this launch has asked it to end (``ask_to_end``)."""
+        return self.ranks / "stop-reason.txt"
+
+    @property
     def asked(self) -> Path:
         """Holds a token when all ranks are asked what they are doing (``stacks.ask``)."""
         return self.ranks / "ask"
@@ -145,10 +150,10 @@ class RunFolder:
                 else str(error)
             )
             raise UserError(
-                "run.json was not written by this version of manyhands",
+                "the run's run.json is damaged, or was not written by this version of manyhands",
                 where=str(self.run_json),
                 why=reason,
-                fix="use another name, or --fresh for a new folder; this folder was not changed",
+                fix="restore the file, or use another name or --fresh for a new run; this folder was not changed",
             ) from None
 
     def write_config(self, config: RunConfig) -> None:
@@ -235,14 +240,27 @@ class RunFolder:
             file.write(json.dumps(restart) + "\n")
 
     def read_status(self) -> dict[str, Any]:
-        """status.json, or ``{}``."""
+        """status.json; ``{}`` before the first launch. Where it is damaged, or gone: ``finished`` if there is a report,
+        which only a finished run has, else ``unknown``.
+        """
         status = read_json(self.status_json)
-        return status if isinstance(status, dict) else {}
+        if isinstance(status, dict) and status.get("state") in get_args(State):
+            return status
+        is_there = self.status_json.exists()
+        if not is_there and not self.metrics.exists():
+            return {}
+        is_finished = isinstance(read_json(self.report_json), dict)
+        why = (
+            f"{self.status_json.name} is {'damaged' if is_there else 'missing'}"
+            + f"; there is a {self.report_json.name}" * is_finished
+        )
+        return {"state": "finished" if is_finished else "unknown", "reason": why}
 
     def ran_out_of_memory(self, plan: Plan) -> bool:
         """Whether the launch of ``plan`` ended because memory ran out."""
         status = self.read_status()
-        return (status.get("state"), status.get("cause"), status.get("plan")) == ("failed", OUT_OF_MEMORY, plan.number)
+        ended = status.get("state") in ("failed", "interrupted")
+        return ended and (status.get("cause"), status.get("plan")) == (OUT_OF_MEMORY, plan.number)
 
     def memory_found(self) -> MemoryFound | None:
         """What the launch that ran out of memory had measured; None where it could not."""
@@ -262,10 +280,32 @@ class RunFolder:
             cause["measured"] = error.data
         self.write_status("failed", reason=error.what, plan=plan.number, **cause)
 
+    def write_interrupted(self, reason: str) -> None:
+        """Writes status.json of an interrupted launch. That the one before it ran out of memory stays known: it may be
+        interrupted while a smaller plan is made.
+        """
+        status = self.read_status()
+        keeps = (status.get("state"), status.get("cause")) == ("failed", OUT_OF_MEMORY)
+        kept = {name: status[name] for name in ("cause", "measured", "plan") if keeps and name in status}
+        self.write_status("interrupted", reason=reason, **kept)
+
     def was_stopped_by_file(self) -> bool:
         """Whether the newest launch ended on the user's file STOP."""
         status = self.read_status()
         return (status.get("state"), status.get("reason")) == ("interrupted", self.stop_file.name)
+
+    def ask_to_end(self, reason: str) -> None:
+        """Notes why the launch, which is then sent a signal, is to end; without room on the disk it is the signal."""
+        with suppress(OSError):
+            self.ranks.mkdir(exist_ok=True)
+            self.stop_reason.write_text(reason, encoding="utf-8")
+
+    def read_stop_reason(self) -> str:
+        """What ``ask_to_end`` has noted for this launch, or ""."""
+        try:
+            return self.stop_reason.read_text(encoding="utf-8")
+        except OSError:
+            return ""
 
     @property
     def is_finished(self) -> bool:

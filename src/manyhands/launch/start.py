@@ -38,7 +38,7 @@ from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.slurm import block_save_signal, refuse_outside_step
 from manyhands.launch.standby import Standbys
 from manyhands.launch.start_nodes import Joined, joined
-from manyhands.launch.watch import wait_unless_asked
+from manyhands.launch.watch import Stopped, wait_unless_asked
 from manyhands.launch.workers import report_end, run_workers
 from manyhands.plan.sentences import sentence_of
 
@@ -223,6 +223,10 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
             gpus = LaunchGpus.of(plan) if team is None else LaunchGpus.of_node(plan, len(team.ranks))
             with XidListener(gpus.uuids) as listener:
                 return _launch_and_restart(found, arguments, lasting, lasting.restarts, gpus, listener)
+    except Stopped as stopped:  # while the plan of another attempt was made
+        leads = team is None or team.node == 0
+        report = functools.partial(_report, folder=prepared.folder) if leads else print
+        return report_end(prepared.folder, stopped.signal, report, leads)
     except UserError as error:
         if team is None or not team.channel.lost or team.was_asked:
             raise
@@ -314,11 +318,7 @@ def _plan_fewer(found: Joined, lost: Lost, report: Callable[[str], None]) -> Joi
 
 def _collect_reports(found: Joined, gpus: LaunchGpus, listener: XidListener) -> DriverReports:
     team = found.team
-    return (
-        DriverReports(listener, gpus.gpus)
-        if team is None
-        else DriverReports(listener, gpus.gpus, team.ranks.start, host_name())
-    )
+    return DriverReports(listener, gpus.gpus, *(() if team is None else (team.ranks.start, host_name())))
 
 
 def _run_attempt(

@@ -328,11 +328,12 @@ class StopRequested(BaseException):
 
 
 class Stopped(UserError):
-    """The run was stopped before any rank had started: not an error, so it is not printed as one."""
+    """The run was stopped by ``signal`` while no rank was there: not an error, so it is not printed as one."""
 
     def __init__(self, asked: StopRequested) -> None:
         what = f"{asked.signal.name}: stopped while data and plan were being prepared, no rank has started"
         super().__init__(what, fix="the same command starts it again", exit_code=128 + asked.signal)
+        self.signal = asked.signal
 
     def __str__(self) -> str:
         return f"{self.what}; {self.fix}"

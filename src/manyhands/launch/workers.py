@@ -135,15 +135,18 @@ def _run_and_watch(
 
 def report_end(folder: RunFolder, received: signal.Signals | None, report: Callable[[str], None], leads: bool) -> int:
     """Says how a run has ended that did not fail, by the signal ``received`` if by any; returns the exit code."""
+    asked = folder.read_stop_reason()
     if received is None or folder.is_finished:
         if leads:
             folder.clear_ranks()
         if received is not None:
-            report(f"{received.name} arrived too late: the run is finished")
+            report(
+                f"{asked}: the run had finished" if asked else f"{received.name} arrived too late: the run is finished"
+            )
         return 0
-    reason = folder.stop_file.name if folder.was_stopped_by_file() else received.name
+    reason = folder.stop_file.name if folder.was_stopped_by_file() else asked or received.name
     if leads:
-        folder.write_status("interrupted", reason=reason)
+        folder.write_interrupted(reason)
     step = folder.newest_step()
     saved = f"saved at step {step}; the same command resumes from there"
     if step is None:

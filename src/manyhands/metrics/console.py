@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from manyhands.core.limits import GIB
+from manyhands.core.units import count_of
 from manyhands.metrics.sinks import Devices, Outcome, Sink
 from manyhands.train.types import Evaluation, StepResult, TrainState
 
@@ -94,7 +95,7 @@ class ConsoleSink(Sink):
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._first, self._last = self._first or evaluation, evaluation
-        counts = f"{evaluation.num_samples} samples, {evaluation.num_loss_tokens:,} loss tokens"
+        counts = f"{count_of(evaluation.num_samples, 'sample')}, {count_of(evaluation.num_loss_tokens, 'loss token')}"
         self._show(
             f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}, perplexity {_perplexity(evaluation)}, "
             f"token accuracy {evaluation.accuracy:.1%} ({counts}, {evaluation.seconds:.1f} s)"

@@ -20,7 +20,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.files import read_rows, write_atomically
 from manyhands.core.limits import GIB
-from manyhands.core.units import draw_line
+from manyhands.core.units import count_of, draw_line
 from manyhands.metrics.page import render_report
 from manyhands.metrics.summary import (
     describe_settings,
@@ -165,8 +165,8 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"Training took {done['training_s']:.0f} s, evaluations, checkpoints and the first steps included, which the"
-        f" speed above leaves out: {done['samples']:,} samples, {done['tokens']:,} tokens, {done['loss_tokens']:,} of"
-        " them in the loss.",
+        f" speed above leaves out: {count_of(done['samples'], 'sample')}, {done['tokens']:,} tokens,"
+        f" {done['loss_tokens']:,} of them in the loss.",
     ]
     if "trained_parameters" in done and "parameters" in done:
         share = done["trained_parameters"] / done["parameters"]
@@ -299,7 +299,7 @@ def _setting_lines(report: Mapping[str, Any]) -> list[str]:
     for source in report["data"].get("sources", []):
         held_out = f", {source['num_validation_samples']:,} held out" if source["num_validation_samples"] else ""
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
-        counts = f"{source['num_samples']:,} samples, {source['num_tokens']:,} tokens{held_out}{weight}"
+        counts = f"{count_of(source['num_samples'], 'sample')}, {source['num_tokens']:,} tokens{held_out}{weight}"
         counts += "".join(f", {number:,} left out by {key}" for key, number in source.get("left_out", {}).items())
         lines.append(f"- `{source['name']}` ({source['format']}): {counts}")
     begun = f"Started {report['started']}, finished" if "started" in report else "Finished"

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.core.units import describe_ranks, format_duration, format_gib, format_size
+from manyhands.core.units import count_of, describe_ranks, format_duration, format_gib, format_size
 from manyhands.plan.phrases import Values
 from manyhands.plan.types import Code
 
@@ -131,7 +131,7 @@ def _images(v: Values) -> str:
 
 
 def _features(v: Values) -> str:
-    size = f"{format_size(v['bytes'])} of {v['images']:,} images"
+    size = f"{format_size(v['bytes'])} of {count_of(v['images'], 'image')}"
     obstacles = {
         "configured": "computed in every epoch, as configured",
         "trained": "computed in every epoch, as the vision tower is trained",

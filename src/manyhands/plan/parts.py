@@ -5,6 +5,7 @@ from __future__ import annotations
 from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.units import count_of
 from manyhands.facts.types import Facts, ModelFacts
 from manyhands.plan.estimate_input import EstimateInput
 from manyhands.plan.layout import ZERO_STAGES
@@ -118,7 +119,7 @@ def _check_text_model(asked: dict[str, str], facts: Facts) -> None:
         )
     if facts.data.num_images:
         raise UserError(
-            f"{facts.data.num_images:,} images in the training data, and the model reads text alone",
+            f"{count_of(facts.data.num_images, 'image')} in the training data, and the model reads text alone",
             where="model.name",
             why=f"{model.name} ({model.model_type}) is a text model: its config.json has no vision_config",
             fix="name a vision-language model, or leave the images out of the data",
@@ -171,7 +172,8 @@ def _check_left_out(asked: dict[str, str], facts: Facts) -> None:
     for part in OUTER_PARTS:
         if asked.get(part) == "left_out":
             raise UserError(
-                f"method.parts.{part} is left_out, but the training data has {facts.data.num_images:,} images",
+                f"method.parts.{part} is left_out, but the training data has"
+                f" {count_of(facts.data.num_images, 'image')}",
                 where=f"method.parts.{part}",
                 why="every image passes through vision tower and projector",
                 fix="set it to frozen, trained or auto, or leave the images out of the data",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.core.units import describe_ranks, format_duration, format_gib, format_size
+from manyhands.core.units import count_of, describe_ranks, format_duration, format_gib, format_size
 from manyhands.plan.types import TimeEstimate
 
 Values = Mapping[str, Any]
@@ -24,7 +24,7 @@ def describe_layout(v: Values) -> str:
     """Whatever of a layout takes or saves memory, but for the size of a micro-batch; ``v`` has its fields by name."""
     text = f"{v['strategy']}, activation checkpointing {v['activation_checkpointing']}"
     if v["lighter_layers"]:
-        text += f" (lighter in the last {v['lighter_layers']} layers)"
+        text += f" (lighter in the last {count_of(v['lighter_layers'], 'layer')})"
     if v["reshard_after_forward"]:
         text += ", weights freed after the forward pass"
     if v["reduce_every"] and v["strategy"] in ("fsdp", "hsdp"):
@@ -66,7 +66,9 @@ def describe_waiting(v: Values) -> str:
 
 def describe_run(time: TimeEstimate) -> str:
     """Speed, and what the run takes."""
-    evaluations = f", {time.num_evaluations} evaluations of {time.evaluation_s:.1f} s" * (time.num_evaluations > 0)
+    evaluations = f", {count_of(time.num_evaluations, 'evaluation')} of {time.evaluation_s:.1f} s" * (
+        time.num_evaluations > 0
+    )
     mfu = "" if time.mfu is None else f", MFU {time.mfu:.0%}"
     return (
         f"{time.tokens_per_s:,.0f} tokens/s{mfu}; the run: {format_duration(time.total_s)}, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manyhands.core.units import describe_counts, describe_ranks, format_gib, format_share, format_size
+from manyhands.core.units import count_of, describe_counts, describe_ranks, format_gib, format_share, format_size
 from manyhands.plan.fact_sentences import IMAGE_SENTENCES, MACHINE_SENTENCES
 from manyhands.plan.phrases import (
     Values,
@@ -58,9 +58,11 @@ def _strategy(v: Values) -> str:
         "single": "one process, nothing sharded" + (f", the bfloat16 copy {freed}" if v["reshard"] else ""),
         "ddp": f"a copy on each of {ranks}" + (f", in bfloat16 {freed}" if v["reshard"] else ""),
         "fsdp": f"sharded over {ranks}, {gathered}",
-        "hsdp": f"{v['replicate']} copies, each sharded over {v['shard']} of {ranks}, {gathered}"
+        "hsdp": f"a copy on each of {ranks}, nothing sharded, which is what ddp does"
+        if v["shard"] == 1
+        else f"{v['replicate']} copies, each sharded over {v['shard']} of {ranks}, {gathered}"
         if v["replicate"] != 1
-        else f"one copy, sharded over {ranks}, {gathered}",
+        else f"one copy, sharded over {ranks}, which is what fsdp does, {gathered}",
         "zero1": f"DeepSpeed's ZeRO: weights on each of {ranks}, masters and optimizer states sharded",
         "zero2": f"DeepSpeed's ZeRO: weights on each of {ranks}, gradients, masters and optimizer states sharded",
         "zero3": f"DeepSpeed's ZeRO: weights, gradients and optimizer states sharded over {ranks}",
@@ -109,14 +111,17 @@ def _batch(v: Values) -> str:
     if v.get("packs"):
         packs = "1 pack" if v["packs"] == 1 else f"{v['packs']:,} packs"
         text = f"samples of {packs} of {v['pack_tokens']:,} tokens over {ranks}, in micro-batches of "
-        text += f"{v['micro_samples']} samples" if v["micro_samples"] else f"{v['micro_tokens']:,} tokens"
+        text += count_of(v["micro_samples"], "sample") if v["micro_samples"] else f"{v['micro_tokens']:,} tokens"
     elif v["micro_samples"]:
-        text = f"{v['samples']} samples = {v['micro_samples']} micro × {ranks} × {v['accumulation']} accumulation"
+        factors = f"{v['micro_samples']} micro × {ranks} × {v['accumulation']} accumulation"
+        text = f"{count_of(v['samples'], 'sample')} = {factors}"
     elif v["loss_tokens"]:
         text = f"at least {v['loss_tokens']:,} loss tokens, in packs of {v['micro_tokens']:,} tokens over {ranks}"
     else:
         about = v["samples"] * v["mean_tokens"]
-        text = f"{v['samples']} samples ≈ {about:,.0f} tokens, in packs of {v['micro_tokens']:,} over {ranks}"
+        text = (
+            f"{count_of(v['samples'], 'sample')} ≈ {about:,.0f} tokens, in packs of {v['micro_tokens']:,} over {ranks}"
+        )
         if v["samples"] < v["ranks"]:
             text += " (fewer samples than ranks: some are idle)"
     return text + (" (auto)" if v["auto"] else "")
@@ -208,16 +213,11 @@ def _adapter(v: Values) -> str:
 def _validation(v: Values) -> str:
     if not v["samples"]:
         return "none"
-    given = (
-        f"samples, those of evaluate.data ({', '.join(v['sets'])}) included"
-        if v.get("sets")
-        else "samples of data.validation"
-    )
-    of = given if v["of"] is None else f"of {v['of']:,} samples held out"
-    checked = (
-        f"{v['repeated']:,} of them also in the training set" if v["repeated"] else "none of them in the training set"
-    )
-    return f"{v['samples']:,} {of}, {checked}"
+    sets = f", those of evaluate.data ({', '.join(v['sets'])}) included" if v.get("sets") else " of data.validation"
+    given = count_of(v["samples"], "sample") + sets
+    text = given if v["of"] is None else f"{v['samples']:,} of {count_of(v['of'], 'sample')} held out"
+    checked = f"{v['repeated']:,} of them also" if v["repeated"] else "none of them"
+    return f"{text}, {checked} in the training set"
 
 
 def _steps(v: Values) -> str:
@@ -227,7 +227,7 @@ def _steps(v: Values) -> str:
     elif v["batch_samples"] is None:
         first = f"{v['per_epoch']:,} {{}}, of at least {v['batch_loss_tokens']:,} loss tokens each"
     else:
-        first = f"ceil({v['samples_per_epoch']:,} samples / {v['batch_samples']}) = {v['per_epoch']:,} {{}}"
+        first = f"ceil({count_of(v['samples_per_epoch'], 'sample')} / {v['batch_samples']}) = {v['per_epoch']:,} {{}}"
         if v["num_samples"] is not None:
             first += f", drawn from {v['num_samples']:,} by source weight"
     epochs = f"{v['epochs']:g} {'epoch' if v['epochs'] == 1 else 'epochs'}"
@@ -246,8 +246,10 @@ def _steps(v: Values) -> str:
 
 def _warmup(v: Values) -> str:
     if v["source"] == "ratio":
-        return f"{v['ratio']:g} × {v['total']:,} steps = {v['steps']:,}"
-    return f"{v['steps']:,} steps, {'as configured' if v['source'] == 'asked' else 'all steps before the decay'}"
+        return f"{v['ratio']:g} × {count_of(v['total'], 'step')} = {v['steps']:,}"
+    return (
+        f"{count_of(v['steps'], 'step')}, {'as configured' if v['source'] == 'asked' else 'all steps before the decay'}"
+    )
 
 
 def _evaluation(v: Values) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.units import count_of
 from manyhands.data.order import share_of, stretch_of, sum_steps
 from manyhands.facts.types import DataFacts
 from manyhands.plan.types import Reason, reason
@@ -120,7 +121,7 @@ def _warmup(config: RunConfig, total: int) -> tuple[int, Reason]:
     if schedule.warmup_steps is not None:
         if schedule.warmup_steps > total:
             raise UserError(
-                f"schedule.warmup_steps: {schedule.warmup_steps} is more than the run's {total} steps",
+                f"schedule.warmup_steps: {schedule.warmup_steps} is more than the run's {count_of(total, 'step')}",
                 where="schedule.warmup_steps",
                 why="the learning rate would never reach its peak",
                 fix="make it smaller, or train for more steps (stop.epochs, stop.max_steps)",
@@ -128,7 +129,7 @@ def _warmup(config: RunConfig, total: int) -> tuple[int, Reason]:
         if schedule.warmup_steps > room:
             raise UserError(
                 f"schedule.warmup_steps: {schedule.warmup_steps} reaches into the decay,"
-                f" the last {total - room} of {total} steps",
+                f" the last {total - room} of {count_of(total, 'step')}",
                 where="schedule.warmup_steps, schedule.decay_ratio",
                 fix="make one of them smaller, or train for more steps (stop.epochs, stop.max_steps)",
             )

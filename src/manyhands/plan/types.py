@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.core.units import count_of
 from manyhands.facts.types import AdapterFacts, NewTokens, Nf4Facts
 from manyhands.plan.layout import Dtype, Layout
 
@@ -23,7 +24,11 @@ Cause = Literal["first", "resume", "resize", "out_of_memory"]
 
 def describe_checkpointing(layout: Layout) -> str:
     """``full``, or ``full, the last 63 layers selective``."""
-    lighter = f", the last {layout.lighter_layers} layers {layout.last_checkpointing}" if layout.lighter_layers else ""
+    lighter = (
+        f", the last {count_of(layout.lighter_layers, 'layer')} {layout.last_checkpointing}"
+        if layout.lighter_layers
+        else ""
+    )
     return layout.activation_checkpointing + lighter
 
 
@@ -206,6 +211,10 @@ class Plan(Part):
         text = StringIO()
         Console(file=text, width=width, force_jupyter=False).print(explain_plan(self))
         return text.getvalue().rstrip()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython and notebooks show of a plan."""
+        printer.text(self.explain())
 
 
 def method_of(plan: Plan, config: RunConfig) -> MethodSection:

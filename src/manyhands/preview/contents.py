@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
+from manyhands.core.units import count_of
 from manyhands.core.units import describe_counts as describe_by_source
 
 
@@ -167,18 +168,13 @@ def describe_lengths(lengths: np.ndarray) -> str:
     if not len(lengths):
         return "no samples"
     low, median, high, top = (int(value) for value in np.quantile(lengths, (0.0, 0.5, 0.9, 1.0)))
-    return f"shortest {low:,}, median {median:,}, nine in ten up to {high:,}, longest {top:,} tokens"
+    return f"shortest {low:,}, median {median:,}, 90 % up to {high:,}, longest {top:,} tokens"
 
 
 SOURCE_TITLES = ("samples", "tokens", "loss tokens", "held out", "weight", "share")
 LENGTH_TITLES = ("samples", "of all samples", "tokens")
 SHARE_NOTE = "share: of the tokens of one epoch, each source repeated by its weight"
 NUMBER_NOTE = "Each sample is headed by its number among the training samples, its source, file:line, and its tokens."
-
-
-def count(number: int, noun: str, plural: str = "") -> str:
-    """1 sample, 2 samples."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def percent(share: float) -> str:
@@ -230,22 +226,22 @@ def describe_batch(batch: ShownBatch) -> str:
     capacity = (
         f" of at most {batch.capacity:,}"
         if batch.packed
-        else f" (micro-batches of at most {count(batch.capacity, 'sample')}, not packed)"
+        else f" (micro-batches of at most {count_of(batch.capacity, 'sample')}, not packed)"
     )
     laid = (
-        f"{count(batch.num_samples, 'sample')}{' side by side' if batch.num_samples > 1 else ''}, "
+        f"{count_of(batch.num_samples, 'sample')}{' side by side' if batch.num_samples > 1 else ''}, "
         f"{batch.num_tokens:,} tokens"
         if batch.packed
-        else count(batch.num_samples, "sample")
+        else count_of(batch.num_samples, "sample")
     )
     laid += capacity
-    head = f"Step {batch.step:,} of {batch.num_steps:,} trains {count(batch.num_step_samples, 'sample')}"
+    head = f"Step {batch.step:,} of {batch.num_steps:,} trains {count_of(batch.num_step_samples, 'sample')}"
     if not several:
         return f"{head}, in one micro-batch: {laid}."
     processes = f" on each of {batch.num_ranks:,} processes" if batch.num_ranks > 1 else ""
     first = "the first micro-batch" + (" of process 0" if batch.num_ranks > 1 else "")
     return (
-        f"{head}, in {count(batch.num_micro_batches, 'micro-batch', 'micro-batches')}{processes}. This is "
+        f"{head}, in {count_of(batch.num_micro_batches, 'micro-batch', 'micro-batches')}{processes}. This is "
         f"{first}: {laid}."
     )
 
@@ -259,13 +255,13 @@ def describe_plan_error(error: UserError) -> str:
 
 def head_row(row: ShownSample) -> str:
     return (
-        f"sample {row.number:,} · {row.source} · {row.place} · {count(row.num_tokens, 'token')}, "
-        f"{count(row.num_loss_tokens, 'loss token')}"
+        f"sample {row.number:,} · {row.source} · {row.place} · {count_of(row.num_tokens, 'token')}, "
+        f"{count_of(row.num_loss_tokens, 'loss token')}"
     )
 
 
 def head_image(image: ShownImage) -> str:
-    return f"image {image.place} · {image.width:,} x {image.height:,} pixels · {count(image.num_tokens, 'token')}"
+    return f"image {image.place} · {image.width:,} x {image.height:,} pixels · {count_of(image.num_tokens, 'token')}"
 
 
 def describe_more(preview: Preview) -> str:
@@ -273,9 +269,9 @@ def describe_more(preview: Preview) -> str:
     if not preview.num_more_rows:
         return ""
     if preview.batch is None:
-        return f"{count(preview.num_more_rows, 'more sample')}: --rows N shows more"
+        return f"{count_of(preview.num_more_rows, 'more sample')}: --rows N shows more"
     holds = "this micro-batch holds " if preview.rows else "the micro-batch holds "
-    more = count(preview.num_more_rows, "more sample" if preview.rows else "sample")
+    more = count_of(preview.num_more_rows, "more sample" if preview.rows else "sample")
     return f"{holds}{more}: --step {preview.batch.step} shows all of it, --rows N the first N"
 
 
@@ -285,7 +281,7 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
     if preview.efficiency and preview.batch is not None:
         yield "packing" if preview.batch.packed else "not packed", preview.efficiency
     held_out = (
-        f"{count(preview.num_validation_samples, 'sample')}, {preview.num_validation_tokens:,} tokens"
+        f"{count_of(preview.num_validation_samples, 'sample')}, {preview.num_validation_tokens:,} tokens"
         if preview.num_validation_samples
         else "none"
     )
@@ -296,20 +292,20 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
     yield "validation", held_out
     length = f"data.max_length = {preview.max_length:,} tokens"
     if preview.num_truncated:
-        yield "cut", f"{count(preview.num_truncated, 'sample')} at {length}"
+        yield "cut", f"{count_of(preview.num_truncated, 'sample')} at {length}"
     if preview.num_split:
-        yield "split", f"{count(preview.num_split, 'document')} into samples of {length}"
+        yield "split", f"{count_of(preview.num_split, 'document')} into samples of {length}"
     for key, counts in preview.left_out.items():
         yield "left out", f"{describe_by_source(counts)}, by {key}"
     if preview.num_dropped:
-        yield "left out", f"{count(preview.num_dropped, 'sample')} beyond max_samples"
-    yield "refused", f"rows of {count(preview.num_refused, 'source')}, see below" if preview.refused else "none"
+        yield "left out", f"{count_of(preview.num_dropped, 'sample')} beyond max_samples"
+    yield "refused", f"rows of {count_of(preview.num_refused, 'source')}, see below" if preview.refused else "none"
 
 
 def describe_end(preview: Preview) -> str:
     """The last line where there are faults."""
     return (
-        f"A run refuses this data: correct {count(preview.num_refused, 'source')} first. Samples and counts "
+        f"A run refuses this data: correct {count_of(preview.num_refused, 'source')} first. Samples and counts "
         f"are of what can be used of it, of a file up to its first line that cannot be read."
     )
 

@@ -18,7 +18,8 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import write_atomically
 from manyhands.facts.types import HostFacts
-from manyhands.launch.prepare import gather_facts, rehearse
+from manyhands.launch.prepare import gather_facts
+from manyhands.launch.rehearsal import rehearse
 from manyhands.launch.resume_rules import find_run, folder_of
 from manyhands.launch.run_folder import RunFolder, refuse_unusable
 from manyhands.plan.search import plan as make_plan

@@ -31,7 +31,7 @@ FIRST_STEPS = 5  # of a launch: compilation, caches
 def stop_reason(stop: StopSection, num_steps: int, state: TrainState, next_tokens: int) -> str:
     """Why the next step of ``next_tokens`` tokens must not be taken; "" if it may. The same on every rank."""
     if state.step >= num_steps:
-        return f"all {num_steps} steps are done"
+        return f"all {num_steps} steps are done" if num_steps > 1 else "its one step is done"
     if stop.max_tokens is not None and state.tokens + next_tokens > stop.max_tokens:
         return (
             f"stop.max_tokens = {stop.max_tokens} would be passed ({state.tokens} seen, {next_tokens} in the next step)"
@@ -40,7 +40,10 @@ def stop_reason(stop: StopSection, num_steps: int, state: TrainState, next_token
         return f"stop.max_time_s = {stop.max_time_s:g} is reached"
     if stop.patience is not None and state.evaluations_without_gain >= stop.patience:
         return (
-            f"{state.evaluations_without_gain} evaluations in a row did not lower the validation loss (stop.patience)"
+            "the last evaluation did not lower the validation loss (stop.patience)"
+            if state.evaluations_without_gain == 1
+            else f"{state.evaluations_without_gain} evaluations in a row did not lower the validation loss "
+            "(stop.patience)"
         )
     return ""
 
@@ -90,13 +93,13 @@ class DivergenceGuard(Hook):
             self._found(
                 state,
                 f"the loss is {result.loss:.4g} at step {result.step}, and was {state.best_level:.4g}",
-                f"it was above {self.stop.divergence_factor:g} times its best for {state.steps_above} steps in a row",
+                f"it was above {self.stop.divergence_factor:g} times its best for {_in_a_row(state.steps_above)}",
             )
         elif over and state.steps_over_bound >= self.stop.loss_above_steps:
             self._found(
                 state,
                 f"the loss is {result.loss:.4g} at step {result.step}",
-                f"it was above {bound:g} (stop.loss_above) for {state.steps_over_bound} steps in a row",
+                f"it was above {bound:g} (stop.loss_above) for {_in_a_row(state.steps_over_bound)}",
             )
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
@@ -156,6 +159,10 @@ class DivergenceGuard(Hook):
             " the last checkpoint is untouched. To continue anyway, set stop.divergence=warn",
             exit_code=EXIT_FAILED,
         )
+
+
+def _in_a_row(num_steps: int) -> str:
+    return "one step" if num_steps == 1 else f"{num_steps} steps in a row"
 
 
 def _when(evaluation: Evaluation) -> str:

@@ -55,12 +55,6 @@ def make_optimizer(
             return Adafactor(groups, lr=learning_rate)
         case "muon":
             matrices, rest = split_matrices(groups, blocks)
-            if not matrices:
-                raise UserError(
-                    "optimizer.name: muon has nothing to do: no matrix of the blocks is trained",
-                    where="optimizer.name",
-                    fix="use optimizer.name=adamw, or train matrices of the blocks",
-                )
             return Muon(matrices, rest, lr=learning_rate, betas=betas, eps=section.eps, dtype=compute_dtype)
         case "adamw":
             return make_adamw(groups, lr=learning_rate, betas=betas, eps=section.eps)
@@ -136,13 +130,21 @@ def choose_patterns(model: nn.Module, patterns: Parts, may_be_empty: Collection[
 
 
 def split_matrices(groups: list[Group], blocks: Collection[str]) -> tuple[list[Group], list[Group]]:
-    """The same groups for Muon, with the matrices of ``blocks``, and for AdamW, with everything else."""
+    """The same groups for Muon, with the matrices of ``blocks``, and for AdamW, with everything else. UserError where
+    there is no such matrix.
+    """
 
     def is_matrix(name: str, parameter: torch.Tensor) -> bool:
         return parameter.ndim == 2 and any(name.startswith(f"{block}.") for block in blocks)
 
     matrices = [{**group, "params": [pair for pair in group["params"] if is_matrix(*pair)]} for group in groups]
     rest = [{**group, "params": [pair for pair in group["params"] if not is_matrix(*pair)]} for group in groups]
+    if not any(group["params"] for group in matrices):
+        raise UserError(
+            "optimizer.name: muon has nothing to do: no matrix of the blocks is trained",
+            where="optimizer.name",
+            fix="use optimizer.name=adamw, or train matrices of the blocks",
+        )
     return [group for group in matrices if group["params"]], [group for group in rest if group["params"]]
 
 

@@ -82,11 +82,15 @@ class CheckpointHook(Hook):
     def between_steps(self, state: TrainState) -> None:
         if self._is_due(state):
             self.save(state)
-        elif self.saver is not None and self.engine is not None and not self.saver.has_asked:
+        elif self.saver is not None and self.engine is not None and not self.saver.has_asked and self._may_pin():
             self.saver.make_room(self.engine.checkpoint_tensors())  # the optimizer's states are there now
 
     def after_training(self, state: TrainState) -> None:
         self.save_and_wait(state)
+
+    def _may_pin(self) -> bool:
+        """Memory of snapshots is pinned first: those are taken from then on, and the first checkpoint is far."""
+        return self.rank.snapshots is None or self.rank.snapshots.is_ready
 
     def _is_due(self, state: TrainState) -> bool:
         plan, section = self.rank.plan, self.rank.config.checkpoint

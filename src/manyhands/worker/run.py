@@ -79,7 +79,8 @@ def end_interrupted(session: Session) -> int:
         rank.folder.write_status("interrupted", reason=rank.folder.stop_file.name)
         rank.folder.stop_file.unlink(missing_ok=True)
     elif session.is_first and kind != "manyhands":  # our launcher does it itself
-        reason = signal.Signals(number).name if number else "a rank was asked to stop"
+        asked = rank.folder.read_stop_reason() or "a rank was asked to stop"
+        reason = signal.Signals(number).name if number else asked
         rank.folder.write_status("interrupted", reason=reason)
     rank.print(f"stopped after step {rank.state.step}; the same command resumes from there")
     if kind == "slurm":

@@ -20,6 +20,7 @@ from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, name
 from manyhands.config.keys import nearest_name, show
 from manyhands.config.read import read_run_file
 from manyhands.core.errors import UserError
+from manyhands.core.units import count_of
 
 TOOL = "LLaMA-Factory v1"
 REFUSES_UNKNOWN = True
@@ -307,8 +308,11 @@ def _map_batch(t: Translator) -> None:
         t.refuse("micro_batch_size", UNKNOWN_GPUS)
         return
     if total is not None and total % (micro * gpus):
-        t.contradict("global_batch_size", f"{total} is no multiple of {micro} per GPU × {gpus} GPU(s) = {micro * gpus}")
-    size, why = total or micro * gpus, f"{micro} per GPU × {gpus} GPU(s)"
+        t.contradict(
+            "global_batch_size",
+            f"{total} is no multiple of {micro} per GPU × {count_of(gpus, 'GPU')} = {micro * gpus}",
+        )
+    size, why = total or micro * gpus, f"{micro} per GPU × {count_of(gpus, 'GPU')}"
     if strategy in ("normal", "padding_free"):
         native: dict[str, Any] = {"batch.samples": size}
         if strategy == "padding_free":

@@ -9,6 +9,7 @@ from typing import Any
 from manyhands.config.dialects.translation import KINDS, Fate, Translation
 from manyhands.config.keys import show, table
 from manyhands.config.read import dump_yaml
+from manyhands.core.units import count_of
 
 SAID = ("substituted", "ignored")  # what a start prints in full
 WORDS: Mapping[str, str] = {
@@ -25,7 +26,7 @@ WIDTH = 46  # of a key and its value, before the comment
 
 def native_yaml(translation: Translation) -> str:
     """The native run file: each key with the place that it comes from, or the default of the tool that it holds."""
-    gpus = "" if translation.gpus is None else f", batch sizes for {translation.gpus} GPU(s)"
+    gpus = "" if translation.gpus is None else f", batch sizes for {count_of(translation.gpus, 'GPU')}"
     lines = [f"# From {translation.where} ({translation.tool}){gpus}."]
     lines += ["# `manyhands plan FILE` shows what it would do, `manyhands train FILE` runs it."]
     mapping = translation.mapping
@@ -66,7 +67,7 @@ def summarize(translation: Translation) -> list[str]:
     parts = [f"{counts[kind]} {WORDS[kind]}" for kind in KINDS if counts[kind]]
     lines = [f"{translation.where}: read as {translation.tool}'s; keys: {', '.join(parts)}"]
     if translation.gpus is not None:
-        lines.append(f"  batch sizes per GPU are multiplied by {translation.gpus} GPU(s)")
+        lines.append(f"  batch sizes per GPU are multiplied by {count_of(translation.gpus, 'GPU')}")
     return lines + [f"  {WORDS[fate.kind]}: {_line(fate)}" for fate in translation.fates if fate.kind in SAID]
 
 

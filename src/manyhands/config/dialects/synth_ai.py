@@ -11,6 +11,7 @@ from manyhands.config.dialects.deepspeed import map_stage
 from manyhands.config.dialects.fsdp import map_fsdp
 from manyhands.config.dialects.translation import Translator, check_product, names
 from manyhands.config.keys import show
+from manyhands.core.units import count_of
 
 TOOL = "synth-ai"
 REFUSES_UNKNOWN = False
@@ -123,7 +124,10 @@ def _map_nodes(t: Translator) -> int:
         if number < 1:
             t.refuse(key, f"got {number}, allowed: 1 or more")
         elif number != nodes:
-            t.contradict(key, f"{number} machine(s), but {t.place(next(iter(found)))} is {nodes}: correct one of them")
+            t.contradict(
+                key,
+                f"{count_of(number, 'machine')}, but {t.place(next(iter(found)))} is {nodes}: correct one of them",
+            )
         elif nodes == 1:
             t.already(key)
         else:
@@ -142,12 +146,17 @@ def _map_total(t: Translator, found: Mapping[str, int], nodes: int) -> int | Non
         return None
     total = found[first] * (nodes if first in PER_NODE else 1)
     if total % nodes:
-        t.contradict(first, f"{total} GPU(s), which {nodes} machines cannot share equally: correct one of them")
+        t.contradict(
+            first, f"{count_of(total, 'GPU')}, which {nodes} machines cannot share equally: correct one of them"
+        )
     for key, number in found.items():
         is_total, is_part = key not in PER_NODE and number == total, key not in TOTALS and number * nodes == total
         if not is_total and not is_part:
             several = f" with {nodes} machines" if nodes > 1 else ""
-            t.contradict(key, f"{number} GPU(s), but {t.place(first)} is {found[first]}{several}: correct one of them")
+            t.contradict(
+                key,
+                f"{count_of(number, 'GPU')}, but {t.place(first)} is {found[first]}{several}: correct one of them",
+            )
         else:
             t.map(key, "parallel.gpus", total)
     if total < 1:

@@ -12,7 +12,8 @@ from typing import Any
 from manyhands.config.dialects.deepspeed import map_deepspeed
 from manyhands.config.dialects.fsdp import fsdp_keys, fsdp_options, map_fsdp
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, names
-from manyhands.config.keys import show
+from manyhands.config.keys import nearest_name, show
+from manyhands.core.units import count_of
 
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     # their name: ours, and what is said where it is not the same
@@ -42,6 +43,13 @@ NEVER_ACTS = names(
 """True here by construction, or without effect on what is trained."""
 
 TRACKERS = frozenset({"report_to", "run_name", "project", "trackio_space_id", "plot_loss"})
+# What ``report_to`` may name.
+INTEGRATIONS = names(
+    """
+    none all azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab tensorboard
+    trackio wandb
+    """
+)
 UPLOADS = names(
     """
     push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_revision
@@ -74,7 +82,12 @@ def map_bystanders(t: Translator) -> None:
     for key in TRACKERS & t.values.keys():
         if key == "plot_loss":
             t.already(key, "the run's report has the curves")
-        elif t.get(key) in (None, "none", "tensorboard", ["tensorboard"], ["none"]):
+        elif key == "report_to" and not set(asked := _as_list(t.get(key))) <= INTEGRATIONS:
+            unknown = next(one for one in asked if one not in INTEGRATIONS)
+            near = nearest_name(unknown, sorted(INTEGRATIONS))
+            instead = f"did you mean {near}?" if near else f"write one of {', '.join(sorted(INTEGRATIONS))}"
+            t.refuse(key, f"{show(unknown)} is no tracker that transformers knows: {instead}")
+        elif t.get(key) in (None, "none", "tensorboard", ["tensorboard"], ["none"], []):
             t.already(key)
         else:
             t.ignore(key, "trackers are opened by log.wandb, log.mlflow and log.trackio alone")
@@ -93,6 +106,10 @@ def map_bystanders(t: Translator) -> None:
     t.only("dataloader_drop_last", (False, None), "every sample is trained: set it to false")
     t.only("resume_from_checkpoint", (False, True, None, "auto", "latest"), "a run resumes from its own newest "
            "checkpoint; to begin from trained weights name their folder as the model")  # fmt: skip
+
+
+def _as_list(value: Any) -> list[str]:
+    return [str(one) for one in (value if isinstance(value, (list, tuple)) else [] if value is None else [value])]
 
 
 def choose_optimizer(t: Translator, key: str, known: Mapping[str, tuple[str, str]], default: str = "") -> None:
@@ -212,6 +229,9 @@ def map_batch(t: Translator, *, per_device: int, accumulation: int = 1, packs: b
     """
     micro = t.integer("per_device_train_batch_size", per_device) or per_device
     steps = t.integer("gradient_accumulation_steps", accumulation) or accumulation
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if (asked := t.integer(key)) is not None and asked < 1:
+            t.refuse(key, f"got {asked}, allowed: a whole number above 0")
     gpus = t.num_gpus()
     t.micro, t.accumulation = micro, steps
     key = "per_device_train_batch_size"
@@ -219,7 +239,7 @@ def map_batch(t: Translator, *, per_device: int, accumulation: int = 1, packs: b
         t.refuse(key if t.has(key) else "gradient_accumulation_steps", UNKNOWN_GPUS)
         return
     native = "batch.packs" if packs else "batch.samples"
-    total, sum_ = micro * gpus * steps, f"{micro} per GPU × {gpus} GPU(s) × {steps} accumulation"
+    total, sum_ = micro * gpus * steps, f"{micro} per GPU × {count_of(gpus, 'GPU')} × {steps} accumulation"
     found = [name for name in (key, "gradient_accumulation_steps") if t.has(name)]
     for name in found:
         t.map(name, native, total, sum_)
@@ -254,7 +274,9 @@ def map_precision(t: Translator) -> None:
 
 def map_intervals(t: Translator, *, save_steps: int, eval_key: str = "eval_strategy") -> None:
     """Logging, evaluation and saving by steps or epochs. ``save_steps``: the tool's default interval."""
-    if t.has("logging_steps"):
+    if t.number("logging_steps", 1) == 0:  # transformers refuses it too
+        t.refuse("logging_steps", "got 0, allowed: a number of steps above 0")
+    elif t.has("logging_steps"):
         number = t.number("logging_steps", 1) or 1
         t.map("logging_steps", "log.every_steps", max(1, int(number)))
     t.already("logging_strategy")
