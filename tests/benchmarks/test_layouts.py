@@ -21,7 +21,7 @@ FILES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.js
 ROWS = sort_rows(FILES)
 # Choices that are further behind than the bound, and how far: {"WORKLOAD on KIND": "1.9 %"}. One that comes within it
 # leaves this list.
-BEHIND: dict[str, str] = {"llama1b,full,1x16x4096,full on H100-80GB": "3.1 %"}  # micro-batches are capped
+BEHIND: dict[str, str] = {}
 
 
 def has_several(seconds: Seconds) -> bool:

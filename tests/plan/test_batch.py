@@ -12,7 +12,7 @@ from manyhands.plan.search import plan
 from tests.plan.examples import data_facts, facts, model_facts, run_config
 from tests.support.plans import explain_why
 
-USEFUL = 16_384
+USEFUL = 32_768
 
 
 def unpacked(world_size: int, longest: int = 1024, **batch: object):
@@ -158,9 +158,9 @@ def test_packs_of_one_length_are_padded_only_where_matmuls_would_not_take_them()
 def test_larger_micro_batches_of_offloaded_weights_come_on_top_of_all_others(keys):
     """A 32B model with adapters on four GPUs has room for 6,144 tokens, and found 5,248: 3 % slower."""
     data = data_facts(num_samples=10_000, mean=1000, longest=2000)
-    config = run_config(**({"batch__samples": 200} if not keys else {}) | keys)
+    config = run_config(**({"batch__samples": 400} if not keys else {}) | keys)
     offloaded = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": "all"})})
     few, more = (useful_splits(one, data, 2, "cuda") for one in (config, offloaded))
     assert [split for split in more if split.full_micro_tokens <= USEFUL] == few
     sizes = [split.full_micro_tokens for split in more]
-    assert USEFUL < sizes[0] <= 4 * USEFUL and sizes == sorted(set(sizes), reverse=True)
+    assert USEFUL < sizes[0] <= 2 * USEFUL and sizes == sorted(set(sizes), reverse=True)

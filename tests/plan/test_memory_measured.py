@@ -135,9 +135,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("measured", recorded())
 def test_the_estimate_is_what_was_measured(measured: dict[str, Any], folder: Path) -> None:
     made = plan_again(measured, folder)
-    assert (made.layout.strategy, made.layout.activation_checkpointing, made.layout.micro_tokens) == tuple(
-        measured[key] for key in ("strategy", "activation_checkpointing", "micro_tokens")
+    assert (made.layout.strategy, made.layout.activation_checkpointing) == tuple(
+        measured[key] for key in ("strategy", "activation_checkpointing")
     )
+    # What a step of one micro-batch has no tokens for makes no difference
+    assert measured["micro_tokens"] in (made.layout.micro_tokens, made.layout.full_micro_tokens)
     assert made.layout.lighter_layers == measured.get("lighter_layers", 0)
     if (measured["file"], measured["row"], made.layout.activation_checkpointing) == NOT_COMPARABLE:
         pytest.skip("measured before selective recomputation kept fused adapters' products")

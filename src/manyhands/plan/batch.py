@@ -15,8 +15,9 @@ from manyhands.core.errors import UserError
 from manyhands.data.pack import padded_tokens
 from manyhands.facts.types import DataFacts
 
-USEFUL_TOKENS = {"cuda": 16_384, "cpu": 2_048}  # a larger micro-batch gains nothing
-USEFUL_OFFLOADED = 4  # times as many where each micro-batch moves all weights to the GPU, and their gradients back
+# A larger micro-batch gains little. 32,768 tokens in place of 16,384 made a step of Llama-1B 3.0 % shorter (an H100)
+USEFUL_TOKENS = {"cuda": 32_768, "cpu": 2_048}
+USEFUL_OFFLOADED = 2  # times as many where each micro-batch moves all weights to the GPU, and their gradients back
 ALIGNED_TOKENS = 16  # matmuls take a multiple of them as it is: in fp8, where tokens are summed over, others are padded
 AUTO_SAMPLES = 32
 SHORT_SAMPLE_TOKENS = 256  # packed samples shorter than this on average go 64 to a batch
