@@ -15,7 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.pack import padded_tokens
 from manyhands.facts.types import DataFacts
 
-# A larger micro-batch gains little. 32,768 tokens in place of 16,384 made a step of Llama-1B 3.0 % shorter (an H100)
+# A larger micro-batch gains little. 32,768 tokens in place of 16,384 made a step of a 1B model 3.0 % shorter (an H100)
 USEFUL_TOKENS = {"cuda": 32_768, "cpu": 2_048}
 USEFUL_OFFLOADED = 2  # times as many where each micro-batch moves all weights to the GPU, and their gradients back
 ALIGNED_TOKENS = 16  # matmuls take a multiple of them as it is: in fp8, where tokens are summed over, others are padded
