@@ -67,6 +67,7 @@ LOOK_S = 0.02  # between two looks at the ranks
 TAIL_LINES = 12  # of what a failed run wrote, for its row
 BETWEEN_KILLS = 3  # steps
 SETTLE_S = 60.0  # for processes to be gone after SIGKILL: those of large models take seconds
+END_S = 30.0  # of --budget, for the last run to end and its row to be written
 MANY_STEPS = 10**6  # no part ends by itself
 SNAPSHOTS = "checkpoint.every_step_in_memory=true"
 KEEP_LAST = "checkpoint.keep_last=1"  # of large models few find room on a disk
@@ -186,7 +187,7 @@ class Survival:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.deadline = time.monotonic() + options.budget
+        self.deadline = time.monotonic() + options.budget - END_S
         self.work = BenchRow("survive", "", options.shape, options.method, options.gpus, length=options.length)
         self.file, self.runs = write_place(options, self.work)
         with ProcessPoolExecutor(1) as other:  # CUDA starts in no process that lasts
@@ -239,12 +240,14 @@ class Survival:
         run, failed = self.start("kills", *keys), {}
         try:
             run.reach(options.warm)
-            begin = time.time()
-            for offset, rank in choose_kills(options.gpus, options.every, options.seconds, options.seed):
+            run.follow(lambda: self.shared["device"] == "cpu" or says_snapshots(run))
+            begin, left = time.time(), self.deadline - time.monotonic()  # a row is written whatever the budget
+            seconds = min(options.seconds, left - 1.0)
+            for offset, rank in choose_kills(options.gpus, options.every, seconds, options.seed):
                 run.train_until(begin + offset)
-                if time.time() < begin + options.seconds:
+                if time.time() < begin + seconds:
                     run.kill(rank)
-            run.train_until(begin + options.seconds)
+            run.follow(lambda: time.time() >= begin + seconds)
         except RunFailed as error:
             if not run.kills:
                 raise
@@ -328,6 +331,12 @@ class Survival:
         decided = {name: getattr(plan.layout, name) for name in of_layout}
         last = max(course, default=None)
         return {"last_step": last, **compared, **decided, "async_checkpoints": plan.async_checkpoints}
+
+
+def says_snapshots(run: LiveRun) -> bool:
+    """Whether rank 0 on GPUs has said that there are some, or none: their memory is pinned first."""
+    log = run.folder.log(0)
+    return log.exists() and "snapshots in memory" in log.read_text(encoding="utf-8", errors="replace")
 
 
 def saved_steps(run: LiveRun) -> list[int]:

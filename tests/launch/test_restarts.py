@@ -247,6 +247,18 @@ def test_a_signal_while_a_smaller_plan_is_made_ends_the_run_which_the_next_start
     assert folder.ran_out_of_memory(folder.read_plan()) and folder.read_status()["measured"] == {"needed": 2}
 
 
+def test_a_signal_while_gpus_are_tested_ends_the_run(launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test(*_: object) -> dict[int, str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        return {}
+
+    monkeypatch.setattr(LaunchGpus, "find_lost", test)
+    code, log, folder = launch("wait unless killed once", "kill once")
+    assert code == 143 and folder.read_status()["state"] == "interrupted"
+    assert "SIGTERM: the run has ended, nothing was saved yet; the same command starts it again" in log
+
+
 def test_what_fails_at_each_attempt_ends_at_the_second(launch) -> None:
     error, log, folder = launch("lost peer", "raise")
     assert isinstance(error, UserError) and error.exit_code == 1

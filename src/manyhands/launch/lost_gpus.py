@@ -23,6 +23,7 @@ from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import GpuFacts
 from manyhands.facts.xids import SEVERITY, Xid, XidListener
 from manyhands.launch.rank_process import RankProcess, await_end
+from manyhands.launch.watch import raise_when_stopped
 from manyhands.plan.hardware import how_to_go_on
 from manyhands.plan.types import Plan
 
@@ -250,6 +251,7 @@ class Lost:
         return self.gpus.count(self.num_left) if self.num_left else "none"
 
 
+@raise_when_stopped()  # a test of a GPU takes a minute and more
 def find_lost(
     gpus: LaunchGpus, error: UserError, config: RunConfig, step: int | None, xids: Sequence[Xid] = ()
 ) -> Lost | None:
