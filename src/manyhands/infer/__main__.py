@@ -118,11 +118,13 @@ def evaluate(
         placement=Placement(**(placement or {})),
         **chosen,
     )
-    print(json.dumps(compare.to_json(found)) if as_json else compare.describe(found), flush=True)
     is_run = (Path(folder) / "run.json").is_file()
     target = Path(output) if output is not None else compare.output_folder(Path(folder), data) if is_run else None
-    for path in compare.write_files(found, target) if target is not None else ():
-        print(f"written: {path}", file=sys.stderr)
+    try:
+        for path in compare.write_files(found, target) if target is not None else ():
+            print(f"written: {path}", file=sys.stderr)
+    finally:  # a folder that cannot be written does not lose the figures
+        print(json.dumps(compare.to_json(found)) if as_json else compare.describe(found), flush=True)
     return 0
 
 
@@ -137,10 +139,12 @@ def harness(
     from manyhands.infer.harness import describe, run_tasks
 
     results = run_tasks(Path(folder), tasks, base=base, **chosen)
-    print(json.dumps(results, default=str) if as_json else describe(results), flush=True)
-    if output is not None:
-        Path(output).mkdir(parents=True, exist_ok=True)
-        (Path(output) / "lm-eval.json").write_text(json.dumps(results, indent=2, default=str) + "\n")
+    try:
+        if output is not None:
+            Path(output).mkdir(parents=True, exist_ok=True)
+            (Path(output) / "lm-eval.json").write_text(json.dumps(results, indent=2, default=str) + "\n")
+    finally:
+        print(json.dumps(results, default=str) if as_json else describe(results), flush=True)
     return 0
 
 
