@@ -24,7 +24,7 @@ def keys(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("hooks", [(), ["module:name"]], ids=["", "hooks"])
 def test_a_fresh_run_reaches_the_launcher(keys: dict[str, Any], hooks: Any) -> None:
-    with pytest.raises(mh.UserError, match="is no folder"):
+    with pytest.raises(mh.UserError, match="is not a folder"):
         mh.train(keys, fresh=True, hooks=hooks)
 
 
@@ -85,7 +85,7 @@ def test_gpus_of_a_kind_and_their_number(keys: dict[str, Any]) -> None:
     with pytest.raises(mh.UserError, match=r"gpus=8 and overrides parallel\.gpus=4"):
         mh.plan(keys, {"parallel.gpus": 4}, gpus="8xH200")
     for gpus in ("auto", 1, "8xH200"):  # as far as the model
-        with pytest.raises(mh.UserError, match="is no folder"):
+        with pytest.raises(mh.UserError, match="is not a folder"):
             mh.plan(keys, gpus=gpus)
 
 

@@ -16,7 +16,7 @@ test_a_missing_file_names_its_neighbours |
 test_long_text_is_split_and_no_target_is_lost |
 | weights that are pickles, cut short, broken | facts/test_model.py::test_pickles_are_refused,
 test_a_download_that_was_cut_short, ... |
-| a model that is no folder and no hub name | facts/test_hub.py::test_a_path_that_is_not_there_is_no_hub_name |
+| a model that is not a folder and no hub name | facts/test_hub.py::test_a_path_that_is_not_there_is_no_hub_name |
 | a folder that holds something else | launch/test_resume_rules.py::test_a_folder_that_is_no_run_is_not_touched |
 | a folder that holds another run | e2e/test_train.py::test_another_run_of_the_name_is_refused_with_the_changed_keys |
 | two launches at once | launch/test_resume_rules.py::test_two_launches_at_once_are_refused_and_the_holder_named |

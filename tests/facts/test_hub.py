@@ -55,7 +55,7 @@ def test_a_folder_is_itself(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["./not/there", "/not/there", "a/b/c", "~/model"])
 def test_a_path_that_is_not_there_is_no_hub_name(name: str):
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         locate(name)
 
 

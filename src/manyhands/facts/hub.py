@@ -55,7 +55,7 @@ def locate_model(
         refuse_outside_links(folder)
         return folder.resolve()
     if folder.exists() or not _is_hub_name(name):
-        what = "is a file, not a model's folder" if folder.exists() else "is no folder"
+        what = "is a file, not a model's folder" if folder.exists() else "is not a folder"
         raise UserError(
             f"the model {name!r} {what}",
             where="model.name",

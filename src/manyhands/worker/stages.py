@@ -111,8 +111,8 @@ def build_model(rank: RankContext) -> None:
 
 
 def await_room(rank: RankContext, needed: int) -> None:
-    """After a restart: until ``needed`` bytes of the GPU are this rank's or free, or the ranks of the attempt before
-    have given all of theirs back, which takes seconds. What needs less goes on beside it.
+    """After a restart: waits until ``needed`` bytes are free on the GPU or already reserved by this rank, or until the
+    ranks of the previous attempt have released all of their memory, which takes seconds.
     """
     pids, device = [int(pid) for pid in os.environ.get(ENDING, "").split()], rank.world.device
     if device.type == "cuda":

@@ -86,7 +86,7 @@ def map_bystanders(t: Translator) -> None:
             unknown = next(one for one in asked if one not in INTEGRATIONS)
             near = nearest_name(unknown, sorted(INTEGRATIONS))
             instead = f"did you mean {near}?" if near else f"write one of {', '.join(sorted(INTEGRATIONS))}"
-            t.refuse(key, f"{show(unknown)} is no tracker that transformers knows: {instead}")
+            t.refuse(key, f"{show(unknown)} is not a tracker that transformers knows: {instead}")
         elif t.get(key) in (None, "none", "tensorboard", ["tensorboard"], ["none"], []):
             t.already(key)
         else:
