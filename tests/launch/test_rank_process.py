@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from manyhands.launch import rank_process
-from manyhands.launch.rank_process import RankProcess, await_end, await_memory, has_given_back, killed_by
+from manyhands.launch.rank_process import RankProcess, await_end, await_memory, has_released_memory, killed_by
 
 PAUSE = [sys.executable, "-c", "import time; time.sleep(60)"]
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -78,7 +78,7 @@ def test_who_has_room_does_not_wait_and_who_has_none_waits_for_the_end(monkeypat
     assert next(free) == 40 and looks.call_count == 2, "room at the third look"
     os.kill(running.pid, signal.SIGKILL)
     await_memory([running.pid, 2**22 + 1], 30, lambda: 0, looks)  # a zombie, as nobody has asked for its exit code
-    assert has_given_back(running.pid) and Path(f"/proc/{running.pid}").exists()
+    assert has_released_memory(running.pid) and Path(f"/proc/{running.pid}").exists()
     running.wait()
     await_memory([], 1, Mock(side_effect=AssertionError), looks)
 
@@ -91,10 +91,10 @@ def test_a_zombie_whose_threads_run_on_has_given_nothing_back() -> None:
     deadline = time.monotonic() + 30
     while Path(f"/proc/{leader.pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline
-    assert not has_given_back(leader.pid)
+    assert not has_released_memory(leader.pid)
     leader.kill()
     await_memory([leader.pid], 1, lambda: 0, Mock())
-    assert has_given_back(leader.pid)
+    assert has_released_memory(leader.pid)
 
 
 @linux

@@ -4,6 +4,7 @@ memory back for seconds: 7 s where 44 GB were pinned. Imports no torch.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -43,12 +44,29 @@ def killed_by(pid: int) -> int | None:
     A signal that is fatal ends all threads. The last one to end gives back what they share, and until then the parent
     is told nothing.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
+    fields = _read_stat(pid)
     code = int(fields[_EXIT_CODE]) & 0x7F if len(fields) > _EXIT_CODE else 0  # 0 where this may not be read
-    return -code if fields[_STATE] == "Z" and code else None
+    return -code if code and fields[_STATE] == "Z" else None
+
+
+def has_released_memory(pid: int) -> bool:
+    """Whether a process that has ended holds no memory any more: the last of its threads becomes a zombie, or is gone,
+    after it has released what they share.
+    """
+    fields = _read_stat(pid)
+    try:
+        return not fields or (fields[_STATE] in "ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1)
+    except OSError:
+        return True
+
+
+def _read_stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name; none where the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def await_end(ending: Sequence[RankProcess]) -> None:
@@ -59,22 +77,10 @@ def await_end(ending: Sequence[RankProcess]) -> None:
 
 
 def await_memory(pids: Sequence[int], needed: int, read_free: Callable[[], int], look: Callable[[], object]) -> None:
-    """Returns once ``needed`` bytes are free, or all of the processes ``pids`` have given their memory back, within
-    ``GONE_S``. Their parent may be another process. ``look`` is called at each look.
+    """Returns once ``needed`` bytes are free, or all of the processes ``pids``, which may be another's children, have
+    released their memory, or after ``GONE_S``. ``look`` is called each time that it looks again.
     """
     deadline = time.monotonic() + GONE_S
-    while not all(has_given_back(pid) for pid in pids) and time.monotonic() < deadline and read_free() < needed:
+    while not all(has_released_memory(pid) for pid in pids) and time.monotonic() < deadline and read_free() < needed:
         look()
         time.sleep(LOOK_S)
-
-
-def has_given_back(pid: int) -> bool:
-    """Whether a process that has ended holds nothing any more: the last of its threads becomes a zombie, or goes, after
-    it has given back what they share.
-    """
-    folder = Path(f"/proc/{pid}")
-    try:
-        state = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[_STATE]
-        return state in "ZX" and len(list((folder / "task").iterdir())) <= 1
-    except (OSError, IndexError):
-        return True
