@@ -89,7 +89,7 @@ class CheckpointHook(Hook):
         self.save_and_wait(state)
 
     def _may_pin(self) -> bool:
-        """Memory of snapshots is pinned first: they are taken as soon as it is, and the first checkpoint is due later."""
+        """Memory of snapshots is pinned first: they begin as soon as it is, and the first checkpoint is due later."""
         return self.rank.snapshots is None or self.rank.snapshots.is_ready
 
     def _is_due(self, state: TrainState) -> bool:
