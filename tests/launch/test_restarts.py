@@ -25,7 +25,7 @@ from manyhands.facts.types import GpuFacts
 from manyhands.launch import restarts as restarts_module
 from manyhands.launch import start
 from manyhands.launch.environment import ATTEMPT, ENDING
-from manyhands.launch.heartbeat import Beat, Heartbeat
+from manyhands.launch.heartbeat import Beat, Heartbeat, read_beats
 from manyhands.launch.lost_gpus import LaunchGpus
 from manyhands.launch.prepare import Prepared
 from manyhands.launch.restarts import Restarts
@@ -345,3 +345,22 @@ def test_the_report_says_how_often_and_why() -> None:
     assert _restart_lines([]) == []
     assert "Restarted 2 times after a fault, 3 steps done again: rank 1 was killed" in _restart_lines(rows)[1]
     assert f"rank 0 hangs ({lost})" in _restart_lines(rows)[1]
+
+
+def test_ranks_may_be_looked_at_while_a_launcher_removes_what_an_earlier_attempt_left(tmp_path: Path) -> None:
+    """As status, list and a benchmark do."""
+    folder, done = RunFolder(tmp_path), threading.Event()
+
+    def restart_all_the_time() -> None:
+        while not done.is_set():
+            folder.ranks.mkdir()
+            folder.clear_ranks()
+
+    thread = threading.Thread(target=restart_all_the_time)
+    thread.start()
+    try:
+        for _ in range(5000):
+            assert read_beats(folder) == {} and folder.read_failures() == {}
+    finally:
+        done.set()
+        thread.join()

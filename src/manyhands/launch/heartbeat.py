@@ -191,7 +191,7 @@ def read_beat(folder: RunFolder, rank: int) -> Beat | None:
 
 def read_beats(folder: RunFolder) -> dict[int, Beat]:
     """The last record of each rank that has written one."""
-    beats = (read_json(path) for path in sorted(folder.ranks.glob("beat-*.json")))
+    beats = (read_json(path) for path in folder.list_ranks("beat-*.json"))
     found = [Beat(**fields) for fields in beats if isinstance(fields, dict)]
     return {beat.rank: replace(beat, begun=read_begun(folder, beat.rank)) for beat in found}
 

@@ -325,9 +325,15 @@ class RunFolder:
 
     # What the ranks write while they run.
 
+    def list_ranks(self, pattern: str) -> list[Path]:
+        """Files of the newest launch; none in the moment in which the launcher removes those of an earlier one."""
+        with suppress(FileNotFoundError):
+            return sorted(self.ranks.glob(pattern))
+        return []
+
     def read_failures(self) -> dict[int, dict[str, Any]]:
         """The reasons that ranks of this launch have written."""
-        found = (read_json(path) for path in self.ranks.glob("failure-*.json"))
+        found = (read_json(path) for path in self.list_ranks("failure-*.json"))
         return {fields["rank"]: fields for fields in found if isinstance(fields, dict)}
 
     def has_cause(self) -> bool:
