@@ -173,6 +173,35 @@ def test_memory_is_registered_ahead_beside_other_work(segments: RankSegments, mo
     assert calls == [True, True] and sorted(segment.committed()) == [2, 3]
 
 
+def test_a_snapshot_is_whole_as_soon_as_its_copies_have_arrived(
+    segments: RankSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the host has not come to the next update yet: a rank that is killed then loses that step alone."""
+    arrived, segment = threading.Event(), Segment(segments.paths[0])
+    writer = like_on_a_gpu(segment, monkeypatch, int)
+    monkeypatch.setattr(writer, "_copy", lambda to, parts: lambda: arrived.wait(60) and None)
+    complete = writer.begin(1, tensors_of(*trained(1)), {}, "key")
+    assert segment.committed() == {}
+    arrived.set()
+    while not segment.committed():
+        time.sleep(0.001)  # nobody asks; pytest's timeout is the limit
+    complete()
+    assert segments.newest_step() == 1
+
+
+def test_a_copy_that_fails_is_said_before_the_update(segments: RankSegments, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = Segment(segments.paths[0])
+    writer = like_on_a_gpu(segment, monkeypatch, int)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(writer, "_copy", lambda to, parts: fail)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        writer.begin(1, tensors_of(*trained(1)), {}, "key")()
+    assert segment.committed() == {}
+
+
 def test_a_run_that_goes_back_while_memory_is_registered_forgets_later_ones(
     segments: RankSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:

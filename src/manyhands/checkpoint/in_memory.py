@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ _LENGTH = struct.Struct("<Q")
 
 
 class SnapshotWriter:
-    """Copies the state into the older slot. On a GPU the copies run beside the training, from pinned memory; whoever
-    changes the tensors calls what ``begin`` returns first.
+    """Copies the state into the older slot. On a GPU the copies run beside the training, from pinned memory, and a
+    thread commits them as soon as they have arrived: the host may have a step to launch before it looks again.
     """
 
     def __init__(self, segment: Segment, device: torch.device) -> None:
@@ -36,6 +37,7 @@ class SnapshotWriter:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pinned: list[torch.Tensor] = []  # both slots
         self._pinning: Future[None] | None = None
+        self._committing: Future[None] | None = None
         self._hurry = threading.Event()  # of what is being pinned
         self._layout = _Layout.of([], {})
         self._slots: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # the memory of each, and its tensors
@@ -60,13 +62,13 @@ class SnapshotWriter:
         ``begin``.
         """
         self._lay_out(tensors)
-        self._hurry, thread = threading.Event(), ThreadPoolExecutor(1)
-        self._pinning = thread.submit(self._make_room, self._hurry)
-        thread.shutdown(wait=False)
+        self._hurry = threading.Event()
+        self._pinning = _in_a_thread(partial(self._make_room, self._hurry))
 
     def begin(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str) -> Callable[[], None]:
-        """Starts a snapshot; the function returned completes it. OSError where there is no room for one, or where it
-        cannot be pinned: from other memory copies would hold up the training.
+        """Starts a snapshot. Whoever changes the tensors calls the function returned first: after it the snapshot is
+        complete. OSError where there is no room for one, or where it cannot be pinned: from other memory copies would
+        hold up the training.
         """
         if self._pinning is not None:
             pinning, self._pinning = self._pinning, None
@@ -83,14 +85,17 @@ class SnapshotWriter:
         if slot not in self._slots:
             self._slots[slot] = memory, self._layout.place(memory, parts)
         memory[: len(meta)].numpy()[:] = memoryview(meta)
-        arrived, end = self._copy(self._slots[slot][1], [*parts.values()]), self._layout.end
+        wait, end = self._copy(self._slots[slot][1], [*parts.values()]), self._layout.end
 
         def commit() -> None:
-            if arrived is not None:
-                arrived.synchronize()
+            if wait is not None:
+                wait()
             self._segment.commit(slot, step, end)
 
-        return commit
+        if wait is None:
+            return commit
+        self._committing = _in_a_thread(commit)
+        return self._committing.result
 
     def close(self) -> None:
         """Unpins the memory, waiting for a pinning under way, and frees the segment if it holds no complete snapshot.
@@ -100,6 +105,8 @@ class SnapshotWriter:
             pinning, self._pinning = self._pinning, None
             self._hurry.set()
             pinning.exception()
+        if self._committing is not None:
+            self._committing.exception()
         if self._stream is not None:
             self._stream.synchronize()
         self._unpin()
@@ -122,16 +129,22 @@ class SnapshotWriter:
             self._layout, self._slots = _Layout.of(signature, parts), {}
         return parts
 
-    def _copy(self, to: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.cuda.Event | None:
+    def _copy(self, to: list[torch.Tensor], parts: list[torch.Tensor]) -> Callable[[], None] | None:
+        """Starts the copies; the function returned waits for them, in any thread. None where they are done."""
         if self._stream is None:
             torch._foreach_copy_(to, self._layout.cut(parts))
             return None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(to, self._layout.cut(parts), non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event(blocking=True)  # the thread that waits for it takes no core
             arrived.record()
-        return arrived
+
+        def wait() -> None:
+            with torch.cuda.device(self._device):  # a thread begins with the first one
+                arrived.synchronize()
+
+        return wait
 
     def _unpin(self) -> None:
         """Before the mapping goes: CUDA would take what is mapped at its address later for registered."""
@@ -152,6 +165,13 @@ class SnapshotWriter:
         if status:
             raise OSError(0, f"the memory cannot be pinned (CUDA error {status})")
         self._pinned = [first, second]
+
+
+def _in_a_thread(call: Callable[[], None]) -> Future[None]:
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(call)
+    thread.shutdown(wait=False)
+    return future
 
 
 @dataclass(frozen=True)
