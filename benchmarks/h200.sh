@@ -78,6 +78,7 @@ unmeasured() {
     measure 8b-fp8 60 $case --row 8b-lora --label fp8-alone kernels.linear=fp8 model.frozen_dtype=fp8
     local host="$case --row 8b-full --warm 1 --limit 16 model.master_dtype=bfloat16 parallel.offload=all"  # pins 80 GiB first
     measure 8b-full-16 200 $host --rows 3 --steps 4 --label 16-GiB batch.micro_tokens=24576
+    measure 8b-full-16-unclipped 200 $host --rows 3 --steps 4 --label 16-GiB-unclipped batch.micro_tokens=24576 optimizer.max_grad_norm=0
     # FSDP2 alone: no block's weights come ahead, and the norm is a pass over gradients in host memory
     measure 8b-full-16-without 200 ${host/manyhands.bench.case/benchmarks.without_prefetch} --rows 3 --steps 4 \
         --label 16-GiB-without-prefetch batch.micro_tokens=24576

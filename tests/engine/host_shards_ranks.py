@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -21,8 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import gather, is_full, local
-from manyhands.engine.host_shards import BlockPrefetch, GradientNorms
+from manyhands.engine.host_shards import BackwardUpdate, BlockPrefetch, GradientNorms
 from manyhands.engine.native import NativeEngine
+from manyhands.kernels.adamw import FusedAdamW
 from manyhands.model.structure import find_blocks
 from manyhands.plan.types import Plan
 from tests.support.adapters import load_adapter_state
@@ -109,6 +111,31 @@ def drop_and_refetch(plan: Plan, config: RunConfig, documents: Documents) -> lis
     return losses
 
 
+def update(plan: Plan, config: RunConfig, steps: Sequence[Sequence[Documents]], in_backward: bool) -> dict[str, Any]:
+    """Steps of the run's optimizer, each of so many micro-batches: losses, norms, weights, the optimizer's states, and
+    for each step whether gradients had left the device.
+    """
+    engine = build(plan, config)
+    engine._prefetch, engine._norms = RecordedPrefetch(engine), GradientNorms(engine.loss_model)
+    engine.make_optimizer(plan, config)
+    assert engine._backward_update is not None
+    trained = {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
+    found: dict[str, Any] = {"losses": [], "norms": [], "left": [], "copies": []}
+    for number, micro_batches in enumerate(steps):
+        if in_backward:
+            engine.update_in_backward(0.01 / (1 + number))
+        engine.before_update(lambda: found["copies"].append([local(p).float().sum().item() for p in trained.values()]))
+        for index, documents in enumerate(micro_batches):
+            loss = engine.forward(pack(documents))["lm"][0]
+            engine.backward(loss / count_loss_tokens(documents), last=index == len(micro_batches) - 1)
+            found["losses"].append(loss.item())
+        found["left"].append(sum(p.grad is not None for p in trained.values()))
+        found["norms"].append(engine.gradient_norm().item())
+        engine.step(0.01 / (1 + number), max_norm=0.0)
+    tensors = {name: local(tensor).float().numpy() for name, tensor in engine.checkpoint_tensors().items()}
+    return found | {"tensors": tensors, "num_trained": len(trained)}
+
+
 class Block(nn.Module):
     """Two layers and a residual."""
 
@@ -120,13 +147,10 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def profile_blocks(device_type: str, width: int, num_rows: int, overlap: bool) -> dict[str, Any]:
-    """Three steps of six blocks in host memory: losses, norms, peak bytes, and of copies to the GPU the share that
-    passes while kernels of other streams run.
-    """
-    device = torch.device(device_type)
+def make_blocks(device: torch.device, width: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Six of them, in host memory."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(width) for _ in range(6)))
+    model = nn.Sequential(*(Block(width) for _ in range(6))).to(dtype)
     policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
@@ -134,6 +158,46 @@ def profile_blocks(device_type: str, width: int, num_rows: int, overlap: bool) -
     mesh = init_device_mesh(device.type, (1,))
     for module in (*model, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=module is not model, **policies)
+    return model
+
+
+def update_blocks(device_type: str, width: int, num_rows: int, in_backward: bool) -> dict[str, Any]:
+    """Four steps of six blocks in host memory: losses, weights and states, peak bytes, seconds of the last two."""
+    device = torch.device(device_type)
+    model = make_blocks(device, width, torch.bfloat16)
+    prefetch = BlockPrefetch(list(model), device)
+    backend = "triton" if device.type == "cuda" else "eager"
+    optimizer = FusedAdamW(model.parameters(), backend=backend, lr=1e-3, stream_to=device)
+    update = BackwardUpdate(model, optimizer, device)
+    found: dict[str, Any] = {"losses": [], "seconds": []}
+    for step in range(4):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.monotonic()
+        if in_backward:
+            update.begin()
+        x = torch.randn(num_rows, width, device=device, generator=torch.Generator(device).manual_seed(step))
+        loss = model(x).float().square().sum(1).mean()
+        with prefetch.backward_pass():
+            loss.backward()
+        update.end()
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+        found["seconds"].append(time.monotonic() - begin)
+    if device.type == "cuda":
+        found["peak"] = torch.cuda.max_memory_allocated()
+    states = [local(state).float().numpy() for values in optimizer.state.values() for state in values.values()]
+    return found | {"tensors": [local(p).detach().float().numpy() for p in model.parameters()] + states}
+
+
+def profile_blocks(device_type: str, width: int, num_rows: int, overlap: bool) -> dict[str, Any]:
+    """Three steps of six blocks in host memory: losses, norms, peak bytes, and of copies to the GPU the share that
+    passes while kernels of other streams run.
+    """
+    device = torch.device(device_type)
+    model = make_blocks(device, width)
     prefetch = BlockPrefetch(list(model), device) if overlap else None
     norms = GradientNorms(model) if overlap else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 / width)

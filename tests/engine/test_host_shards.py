@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manyhands.engine.host_shards import HELD_BYTES
 from tests.engine.test_layouts import documents
 from tests.support.ranks import Ranks, ranks
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
@@ -121,6 +122,30 @@ def test_steps_with_masters_in_bfloat16_learn_the_same_bits(world: Ranks, folder
     assert found["taken"] == [True, True]
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+@pytest.mark.parametrize("model", ["llama", "gemma3"])  # the second's embeddings are its head too
+def test_weights_updated_in_the_backward_pass_have_the_same_bits(
+    world: Ranks, tmp_path: Any, model: str, activation_checkpointing: str
+) -> None:
+    """Two steps of one micro-batch, one of three, one more: only the third's gradients leave the device."""
+    folder = str(write_tiny_model(tmp_path, model, with_tokenizer=False))
+    keys = {**OFFLOADED, **NARROW, "activation_checkpointing": activation_checkpointing}
+    plan, config = tiny_plan(folder, **keys), tiny_run(folder)
+    steps = [ONE, ONE, SEVERAL, ONE]
+    found, plain = (
+        world.run("tests.engine.host_shards_ranks:update", plan, config, steps, in_backward, world_size=1)[0]
+        for in_backward in (True, False)
+    )
+    everything = plain["num_trained"]
+    assert found["left"] == [0, 0, everything, 0] and plain["left"] == [everything] * 4
+    assert found["losses"] == plain["losses"] and found["norms"] == plain["norms"]
+    assert found["copies"] == plain["copies"], "who copies the weights has them before they change"
+    assert found["tensors"].keys() == plain["tensors"].keys()
+    for name, tensor in plain["tensors"].items():
+        np.testing.assert_array_equal(found["tensors"][name], tensor, err_msg=name)
+
+
 def assert_same_blocks(found: dict[str, Any], plain: dict[str, Any]) -> None:
     assert found["losses"] == plain["losses"] and found["losses"][-1] < found["losses"][0]
     assert all(np.array_equal(*weights) for weights in zip(found["weights"], plain["weights"], strict=True))
@@ -147,3 +172,30 @@ def test_on_a_gpu_copies_pass_while_blocks_compute_and_two_are_there_at_once() -
     assert plain["hidden"] < 0.1 and found["hidden"] > 0.7  # the first block of a forward pass waits: 1 of 12
     block = 2 * width * width * 2  # and its weights in float32, one after the other, before they are cast
     assert found["peak"] <= plain["peak"] + 3 * block
+
+
+UPDATE_BLOCKS = "tests.engine.host_shards_ranks:update_blocks"
+
+
+@pytest.mark.distributed
+def test_blocks_of_any_model_are_updated_in_the_backward_pass(world: Ranks) -> None:
+    assert_updated_alike(*(world.run(UPDATE_BLOCKS, "cpu", 64, 32, early, world_size=1)[0] for early in (True, False)))
+
+
+def assert_updated_alike(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert found["losses"] == plain["losses"] and len(set(plain["losses"])) == 4
+    assert all(np.array_equal(*tensors) for tensors in zip(found["tensors"], plain["tensors"], strict=True))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_updates_pass_beside_the_backward_pass_and_none_is_lost() -> None:
+    """The bits of an update afterwards, in less time, and with no more than some gradients beside it."""
+    width, num_rows = 4096, 65536
+    with ranks(1, device="cuda") as world:
+        found, plain = (
+            world.run(UPDATE_BLOCKS, "cuda", width, num_rows, early, world_size=1)[0] for early in (True, False)
+        )
+    assert_updated_alike(found, plain)
+    print({name: (run["seconds"], run["peak"]) for name, run in (("early", found), ("late", plain))})
+    assert min(found["seconds"][2:]) < min(plain["seconds"][2:])
+    assert found["peak"] <= plain["peak"] + HELD_BYTES

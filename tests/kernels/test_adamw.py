@@ -292,6 +292,37 @@ def test_what_is_in_host_memory_is_updated_a_slice_at_a_time_with_the_same_bits(
     assert not torch.equal(plain[0][0].cpu(), starts[0])
 
 
+def test_parameters_updated_one_by_one_take_the_same_step() -> None:
+    """The first two by themselves, the last by ``step``; each with the rate that was set for that step."""
+    starts = [draw(seed, size, CPU, torch.bfloat16) for seed, size in enumerate((5003, 1400, 64))]
+    runs = []
+    for _ in range(2):
+        weights = [nn.Parameter(start.clone()) for start in starts]
+        groups = [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:], "weight_decay": 0.0}]
+        runs.append((weights, FusedAdamW(groups, backend="eager", lr=LR, betas=BETAS, eps=EPS, stream_to=CPU)))
+    (plain, all_at_once), (single, one_by_one) = runs
+    for step in range(3):
+        gradients = [draw(100 * step + index, len(start), CPU, torch.bfloat16) for index, start in enumerate(starts)]
+        for optimizer in (all_at_once, one_by_one):
+            for group in optimizer.param_groups:
+                group["lr"] = LR / (step + 1)
+        one_by_one.prepare_updates()
+        for weight, gradient in zip(single[:2], gradients, strict=False):
+            one_by_one.update(weight, gradient)
+        single[2].grad = gradients[2]
+        for weight, gradient in zip(plain, gradients, strict=True):
+            weight.grad = gradient
+        all_at_once.step()
+        one_by_one.step()
+    for mine, other in zip(single, plain, strict=True):
+        assert torch.equal(mine, other) and one_by_one.state[mine].keys() == all_at_once.state[other].keys()
+        assert all(
+            torch.equal(one_by_one.state[mine][name], all_at_once.state[other][name])
+            for name in all_at_once.state[other]
+        )
+    assert not torch.equal(plain[0], starts[0])
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_slices_pass_each_other_and_none_is_lost() -> None:
     """Large enough that copies, updates and copies back really overlap."""

@@ -12,7 +12,7 @@ from manyhands.facts.types import Calibration
 from manyhands.plan import time
 from manyhands.plan.host_memory import fetched_alone
 from manyhands.plan.rates import load_fitted, load_reference, rates_of, rates_of_kind
-from manyhands.plan.search import plan
+from manyhands.plan.search import base_input, plan
 from manyhands.plan.time import TimeInput
 from manyhands.plan.work import MeanStep, Micro, count_pairs, work_of_lengths
 from tests.plan.examples import data_facts, facts, llama_8b, run_config
@@ -237,6 +237,23 @@ def test_the_norm_of_gradients_in_host_memory_costs_a_pass_over_them_where_they_
         for setup in (narrow, change_input(narrow, strategy="fsdp", world_size=2))
     )
     assert shared - alone == pytest.approx(2 * narrow.num_trained / RATES.pcie)
+
+
+def test_weights_in_host_memory_are_updated_beside_the_backward_pass_where_nothing_judges_gradients_first():
+    """Clipping does, and so does a second micro-batch, whose gradients are added."""
+    narrow = change_input(FULL, offload="all", device="cuda", master_dtype="bfloat16", accumulates=False)
+    free, compute = change_input(narrow, judges_gradients=False), 1e3  # seconds: enough to hide any copy
+    on_host = narrow.num_trained * (2 + 6) / RATES.pcie  # gradients, and what is in and out at the same time
+    assert time.optimizer(asked(narrow)) - time.optimizer(asked(free)) == pytest.approx(on_host)
+    assert time.offload(asked(free), compute) - time.offload(asked(narrow), compute) < 0.03 * on_host
+    several = [asked(setup, MICRO, MICRO) for setup in (narrow, free)]
+    assert time.optimizer(several[0]) == time.optimizer(several[1])
+    unclipped = {"optimizer__max_grad_norm": 0.0}
+    found = [
+        base_input(run_config(**keys), facts()).judges_gradients
+        for keys in ({}, unclipped, unclipped | {"guards__nonfinite": "skip"}, unclipped | {"guards__spike": "skip"})
+    ]
+    assert found == [True, False, True, True]
 
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("H200", 50), ("A100-80GB", 25), ("T4", 12.5)])

@@ -73,6 +73,9 @@ class ToyEngine:
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad()
 
+    def update_in_backward(self, learning_rate: float) -> None:
+        """The toy updates when it steps."""
+
     def drop_image_gradients(self) -> None:
         """The toy reads no images."""
 

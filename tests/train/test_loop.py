@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from manyhands.config.schema import StopSection
+from manyhands.config.section_schemas import GuardsSection
 from manyhands.core.errors import UserError
+from manyhands.train.faults import StepGuard
 from manyhands.train.loop import Interrupted, Loop, train
 from manyhands.train.step import StepWork
 from manyhands.train.types import Evaluation, Hook, TrainState
@@ -148,6 +152,27 @@ def test_the_wait_for_a_steps_sums_comes_after_its_update_was_launched():
     loop.engine.optimizer.register_step_post_hook(lambda *_: events.append(f"update after {len(keep.results)} results"))
     train(loop)
     assert events == ["gather", "update after 0 results", "gather", "update after 1 results"]
+
+
+@pytest.mark.parametrize(
+    ("max_grad_norm", "guards", "expected"),
+    [(0.0, {}, [0.1, 0.1]), (1.0, {}, []), (0.0, {"nonfinite": "skip"}, []), (0.0, {"spike": "skip"}, [])],
+)
+def test_weights_may_be_updated_in_the_backward_pass_unless_gradients_are_looked_at_first(
+    max_grad_norm: float, guards: dict[str, Any], expected: list[float]
+):
+    loop = make_loop(num_steps=2, guard=StepGuard(GuardsSection(**guards)))
+    loop.max_grad_norm, told = max_grad_norm, []
+    loop.engine.update_in_backward = told.append  # type: ignore[method-assign]
+    train(loop)
+    assert told == expected
+
+
+def test_a_step_that_a_rollback_leaves_out_is_not_updated_in_the_backward_pass():
+    loop, told = make_loop(num_steps=3, state=TrainState(left_out=[1])), []
+    loop.engine.update_in_backward = lambda rate: told.append(loop.state.step)  # type: ignore[method-assign]
+    train(loop)
+    assert told == [0, 2]
 
 
 def test_max_tokens_stops_before_it_is_passed():

@@ -115,7 +115,11 @@ class OptimizerSection(Section):
     beta1: Fraction = Field(0.9, description="Decay of the first moment.")
     beta2: Fraction = Field(0.999, description="Decay of the second moment.")
     eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
-    max_grad_norm: NonNegativeFloat = Field(1.0, description="Clip gradients to this 2-norm; 0 does not clip.")
+    max_grad_norm: NonNegativeFloat = Field(
+        1.0,
+        description="Clip gradients to this 2-norm; 0 does not clip: on one GPU, weights in "
+        "host memory (`parallel.offload: all`) are then updated beside the backward pass.",
+    )
 
 
 class ScheduleSection(Section):

@@ -1,5 +1,5 @@
 """What one rank gains where its shards lie in host memory: the next block's weights are copied while a block computes,
-and gradients are measured before they leave.
+gradients are measured before they leave, and weights are updated in the backward pass where none has to wait.
 
 FSDP2 does neither on a mesh of one rank. Its ``unshard`` skips the all-gather there and copies nothing: the copies are
 queued by ``wait_for_unshard``, on the stream that computes, when a block's hooks ask for its weights. Prefetching, its
@@ -11,9 +11,10 @@ leave beside the computation, in FSDP2's reduce-scatter stream. Must not know th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from manyhands.core.holding import is_full
 
 PREFETCH = True  # False: FSDP2 alone, to compare with
+HELD_BYTES = 2**29  # of gradients whose update is under way; a larger one is held alone
 
 
 class BlockPrefetch:
@@ -126,10 +128,7 @@ class GradientNorms:
     def __init__(self, model: nn.Module) -> None:
         """``model``: FSDP2 has been applied to it and to its blocks."""
         self._norms: dict[str, torch.Tensor | None] = {}  # by parameter; none: it has come more than once
-        self._watched: set[str] = set()
-        units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-        for name in units:  # after FSDP2's own hook, which puts the unsharded parameters in place
-            model.get_submodule(name).register_forward_pre_hook(partial(self._watch, name))
+        watch_gradients(model, self._add)
 
     def of(self, names: Iterable[str]) -> list[torch.Tensor] | None:
         """Norms of the gradients of these parameters, 0-d float64; none if one has no gradient, or a sum of several."""
@@ -141,17 +140,97 @@ class GradientNorms:
         """Gradients have been freed."""
         self._norms.clear()
 
-    @torch.compiler.disable
-    def _watch(self, prefix: str, module: nn.Module, _: Any) -> None:
-        if prefix in self._watched:
-            return  # FSDP2 keeps an unsharded parameter, and frees no more than its memory
-        self._watched.add(prefix)
-        for name, parameter in module.named_parameters(prefix=prefix):
-            if parameter.requires_grad and is_full(parameter):  # else it is another unit's
-                parameter.register_post_accumulate_grad_hook(partial(self._add, name))
-
     def _add(self, name: str, parameter: torch.Tensor) -> None:
         if name in self._norms or parameter.grad is None:
             self._norms[name] = None
         else:
             self._norms[name] = torch._foreach_norm([parameter.grad], 2, dtype=torch.float64)[0]
+
+
+@runtime_checkable
+class UpdatesOne(Protocol):
+    """An optimizer that can update one parameter by itself."""
+
+    def prepare_updates(self) -> None:
+        """For the ``update`` of any parameters, before the next ``step``."""
+
+    def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The step of one parameter alone, on the current stream; ``step`` leaves it out and waits for it."""
+
+
+class BackwardUpdate:
+    """Updates each weight as soon as its gradient is there, while the backward pass goes on: the copies of weights and
+    states between host and device pass beside it, and gradients never leave the device.
+
+    For one rank whose step is one micro-batch, and where nothing has to be known of all gradients before, as clipping
+    must. After ``GradientNorms``: the gradient is gone afterwards.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: UpdatesOne, device: torch.device) -> None:
+        """``model``: FSDP2 has been applied to it and to its blocks; its parameters are sharded now."""
+        self.is_on = False
+        self.updated: set[str] = set()  # since the last ``end``
+        self._optimizer, self._device = optimizer, device
+        self._shards = dict(model.named_parameters())
+        self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._held: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        watch_gradients(model, self._take)
+
+    def begin(self) -> None:
+        """Before the step's only micro-batch; rates are those of the optimizer's groups."""
+        self._optimizer.prepare_updates()
+        self.is_on = True
+
+    def end(self) -> None:
+        """The backward pass is over; the optimizer's ``step`` still waits for the last copies."""
+        self._release(0)
+        self.is_on = False
+        self.updated = set()
+
+    @torch.no_grad()
+    def _take(self, name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if not self.is_on or gradient is None:
+            return
+        parameter.grad = None  # FSDP2 finds nothing to move
+        self.updated.add(name)
+        if self._stream is None:
+            self._optimizer.update(self._shards[name], gradient)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._optimizer.update(self._shards[name], gradient)
+            done = torch.cuda.Event()
+            done.record()
+        self._held.append((gradient, done))
+        self._release(HELD_BYTES)
+
+    def _release(self, num_bytes: int) -> None:
+        """Frees gradients until no more than this is held, or the newest: what the compute stream does from now on may
+        use their memory.
+        """
+        held = sum(gradient.nbytes for gradient, _ in self._held)
+        while self._held and held > num_bytes and (len(self._held) > 1 or not num_bytes):
+            gradient, done = self._held.popleft()
+            torch.cuda.current_stream(self._device).wait_event(done)
+            held -= gradient.nbytes
+
+
+def watch_gradients(model: nn.Module, call: Callable[[str, torch.Tensor], None]) -> None:
+    """Calls ``call`` with name and unsharded parameter once a trained one's gradient is complete, where it is computed
+    and before FSDP2 moves it. FSDP2 has been applied to ``model`` and to its blocks.
+    """
+    watched: set[str] = set()
+
+    @torch.compiler.disable
+    def watch(prefix: str, module: nn.Module, _: Any) -> None:
+        if prefix in watched:
+            return  # FSDP2 keeps an unsharded parameter, and frees no more than its memory
+        watched.add(prefix)
+        for name, parameter in module.named_parameters(prefix=prefix):
+            if parameter.requires_grad and is_full(parameter):  # else it is another unit's
+                parameter.register_post_accumulate_grad_hook(partial(call, name))
+
+    units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    for name in units:  # after FSDP2's own hook, which puts the unsharded parameters in place
+        model.get_submodule(name).register_forward_pre_hook(partial(watch, name))

@@ -24,7 +24,7 @@ from manyhands.core.holding import local
 from manyhands.core.limits import UPDATE_SLICE
 from manyhands.core.world import World
 from manyhands.engine.gradient_memory import GradientMemory
-from manyhands.engine.host_shards import BlockPrefetch, GradientNorms
+from manyhands.engine.host_shards import BackwardUpdate, BlockPrefetch, GradientNorms, UpdatesOne
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.optimizers import make_engine_optimizer
 from manyhands.model.loss import LossModel, Terms
@@ -72,6 +72,9 @@ class RankEngine:
     def learning_rates(self) -> dict[str, float]:
         """The present rate of each of ``optimizer.learning_rates``, by pattern."""
         return rates_by_pattern(self.optimizer)
+
+    def update_in_backward(self, learning_rate: float) -> None:
+        """Of no use where gradients stay on the device until the step."""
 
     def drop_gradients(self) -> None:
         """Forgets what backward passes have given since the last step."""
@@ -130,6 +133,7 @@ class NativeEngine(RankEngine):
         self._prefetch, self._norms, self._memory = prefetch, norms, memory
         if replica is not None:
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
+        self._backward_update: BackwardUpdate | None = None
         self._norm: torch.Tensor | None = None  # of the gradients that are there
         self._before_update: list[Callable[[], None]] = []
         self._reduce_every = reduce_every
@@ -153,7 +157,15 @@ class NativeEngine(RankEngine):
         a line.
         """
         self.optimizer, note = make_engine_optimizer(self.model, plan, config, self.world.device, self._copy)
+        if self._norms is not None and isinstance(self.optimizer, UpdatesOne) and self.loss_model.images is None:
+            self._backward_update = BackwardUpdate(self.loss_model, self.optimizer, self.world.device)
         return note
+
+    def update_in_backward(self, learning_rate: float) -> None:
+        """Of weights in host memory on one rank, each is updated in the backward pass, beside it."""
+        if self._backward_update is not None:
+            set_learning_rate(self.optimizer, learning_rate)
+            self._backward_update.begin()
 
     def forward(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Terms:
         """Loss terms of a micro-batch; without gradients where autograd is off."""
@@ -175,6 +187,11 @@ class NativeEngine(RankEngine):
                 parameter.grad = parameter.grad.float()
         self._reduce_in_backward(last)
         self._norm = None
+        if self._backward_update is not None and self._backward_update.is_on:
+            if last:
+                self._call_before_update()
+            else:
+                self._backward_update.is_on = False  # further micro-batches compute with the same weights
         with nullcontext() if self._prefetch is None else self._prefetch.backward_pass():
             loss.backward()
 
@@ -204,11 +221,13 @@ class NativeEngine(RankEngine):
         In float64, because float32 norms of different layouts differ in the last digit, and clipping spreads that
         digit.
         """
+        updated = set() if self._backward_update is None else self._backward_update.updated
         named = self.model.named_parameters(prefix="model")  # as in the loss model
-        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        gradients = {name: p.grad for name, p in named if p.grad is not None or name in updated}
         norms = None if self._norms is None else self._norms.of(gradients)
         if norms is None:
-            norms = tensor_norms([local(gradient) for gradient in gradients.values()], self.world.device)
+            assert not updated, "a gradient that has been used comes no second time"
+            norms = tensor_norms([local(g) for g in gradients.values() if g is not None], self.world.device)
         total = (
             torch.stack(norms).square().sum()
             if norms
@@ -223,6 +242,8 @@ class NativeEngine(RankEngine):
         """Clips gradients to ``max_norm`` (0: does not), steps at the schedule's ``learning_rate`` and frees them."""
         self._end_copies()
         set_learning_rate(self.optimizer, learning_rate)
+        if self._backward_update is not None:
+            self._backward_update.end()
         if max_norm > 0:
             clip_gradients(self.optimizer, self.gradient_norm() if self._norm is None else self._norm, max_norm)
         self.optimizer.step()
@@ -265,6 +286,9 @@ class NativeEngine(RankEngine):
     def _end_copies(self) -> None:
         if self._prefetch is not None:
             self._prefetch.drop()
+        self._call_before_update()
+
+    def _call_before_update(self) -> None:
         while self._before_update:
             self._before_update.pop(0)()
 

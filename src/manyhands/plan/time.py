@@ -267,23 +267,36 @@ def optimizer(s: TimeInput) -> float:
         flops = sum(30.0 * min(side) ** 2 * max(side) for side in sides) * e.model.num_layers
         seconds += flops / s.rates.matmul / max(1, e.num_shards)
     if e.streams_update:  # gradients for their norm, then all that is on the host, in and out at the same time
-        early = e.layout.prefetches_blocks and e.layout.world_size == s.work.num_micro == 1  # norms, before they leave
-        on_host = (1 if early else 2) * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
-        seconds += trained * on_host / s.rates.pcie
+        on_host = (1 if overlaps(s) else 2) * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
+        seconds += 0.0 if updates_in_backward(s) else trained * on_host / s.rates.pcie
     elif e.layout.offload != "none":  # states travel to the device and back, or are updated on the host
         seconds += trained * 2 * (state - 4) / s.rates.pcie
     return seconds
 
 
+def overlaps(s: TimeInput) -> bool:
+    """Whether gradients can be used on one rank before they leave for host memory, as a step has one micro-batch."""
+    layout = s.estimate.layout
+    return layout.prefetches_blocks and layout.world_size == s.work.num_micro == 1
+
+
+def updates_in_backward(s: TimeInput) -> bool:
+    """Whether weights in host memory are updated beside the backward pass (``engine/host_shards.py``)."""
+    e = s.estimate
+    fits = e.streams_update and e.optimizer_name == "adamw" and e.images is None
+    return overlaps(s) and fits and not e.judges_gradients
+
+
 def offload(s: TimeInput, compute: float) -> float:
     """What moves to host memory and back, as far as compute does not hide it: activations once each way, weights by
-    each gather and gradients back, as often as all ranks have reduced them. Weights of a single shard that nothing
-    hides: ``fetched_alone``.
+    each gather and gradients back, as often as all ranks have reduced them; or weights and states, both ways at once,
+    in place of gradients. Weights of a single shard that nothing hides: ``fetched_alone``.
     """
     e, micro = s.estimate, s.work.num_micro
     reductions = micro if e.layout.reduce_every and e.layout.mesh.replicate == 1 else 1.0
     alone, fetched = fetched_alone(e, micro, gathers(s), whole_bytes(e))
     leaving = e.num_trained * e.sum_bytes / e.num_shards if e.layout.offload == "all" else 0.0
+    leaving = e.num_trained * 3 * e.master_bytes if updates_in_backward(s) else leaving
     seconds = (micro * 2 * moved_bytes(e) + reductions * leaving + fetched) / s.rates.pcie
     return alone / s.rates.pcie + max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
 

@@ -67,9 +67,11 @@ def train(loop: Loop) -> TrainState:
     started, elapsed_before = time.monotonic(), state.elapsed_s
     begin = started
     for work in _until_stop(loop):
+        is_judged_first = loop.guard.decides_update(state)
+        if not is_judged_first and loop.max_grad_norm == 0:
+            loop.engine.update_in_backward(loop.schedule(work.step))
         sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank, coefficients=loop.coefficients)
         wait = _gather_reports(loop, work, sums, elapsed_before + time.monotonic() - started, sums.worked_until - begin)
-        is_judged_first = loop.guard.decides_update(state)
         if not is_judged_first:
             loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
         reports = wait()  # the step's one wait: for its sums, while the device still runs the update

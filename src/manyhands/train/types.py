@@ -20,10 +20,17 @@ class Engine(Protocol):
     """A model with its parallelism and its optimizer: all that the loop knows of either.
 
     ``engine/native.py`` implements it on FSDP2 and DDP. Every rank calls every method, in the same order. One step is
-    ``forward`` and ``backward`` for each micro-batch, then ``gradient_norm``, then ``step``.
+    ``forward`` and ``backward`` for each micro-batch, then ``gradient_norm``, then ``step``; before them
+    ``update_in_backward`` where it applies.
     """
 
     model: torch.nn.Module  # the Hugging Face model inside: its parameter names are the checkpoint's
+
+    def update_in_backward(self, learning_rate: float) -> None:
+        """Nothing will keep the step that begins from its update, and nothing clips its gradients: weights may be
+        updated as soon as their gradients are there. ``step`` still ends the step.
+        """
+        ...
 
     def forward(self, batch: Batch, *, metrics: bool = False) -> Terms:
         """Loss terms of a micro-batch; ``metrics`` adds those of ``METRICS``. Where autograd is off, no gradients."""

@@ -14,6 +14,7 @@ parameter, step, index of the element) alone, so they are the same in every layo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._streamed = None if stream_to is None else StreamedUpdate(self._update, stream_to)
         self._device = stream_to
         self._keys: dict[torch.Tensor, torch.Tensor] = {}
+        self._ahead: dict[torch.Tensor, tuple[Rates, torch.Tensor]] = {}  # what ``update`` needs of a parameter's step
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(parameters):
             if parameter.dtype == torch.bfloat16:
@@ -79,30 +81,55 @@ class FusedAdamW(torch.optim.AdamW):
             self._streamed.finish()
         self._written()
 
+    @torch.no_grad()
+    def prepare_updates(self) -> None:
+        """For the ``update`` of any parameters, before the next ``step``: with the groups' rates of now."""
+        self._ahead = {}
+        for group in self.param_groups:
+            parameters: list[torch.Tensor] = group["params"]
+            counts = torch.stack([self._state_of(parameter)["step"] for parameter in parameters])
+            rates, rows = self._rates_of(group, counts + 1)
+            self._ahead |= zip(parameters, zip(repeat(rates), rows.unbind(0)), strict=False)
+
+    @torch.no_grad()
+    def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The step of one parameter alone, on the current stream, with a ``gradient`` of as many elements as this rank
+        has of it; it has none of its own then, so ``step``, which ends it, leaves it out.
+        """
+        rates, row = self._ahead.pop(parameter)
+        self.state[parameter]["step"] += 1
+        self._update_one(parameter, gradient, rates, row)
+
     def _step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        counts = [self._state_of(parameter)["step"] for parameter in parameters]
+        torch._foreach_add_(counts, 1)
+        rates, rows = self._rates_of(group, torch.stack(counts))
+        for parameter, row in zip(parameters, rows.unbind(0), strict=True):
+            assert parameter.grad is not None
+            self._update_one(parameter, local(parameter.grad), rates, row)
+
+    def _rates_of(self, group: dict[str, Any], counts: torch.Tensor) -> tuple[Rates, torch.Tensor]:
+        """What the group's parameters share, and the row of each, whose update is its ``counts``-th."""
         # Rounded first, as torch's kernel does: what a moment keeps and what it takes up then add up to 1 in float32
         # too.
         (beta1, beta2), lr = torch.tensor(group["betas"], dtype=torch.float32).tolist(), group["lr"]
-        states = [self._state_of(parameter) for parameter in parameters]
-        counts = [state["step"] for state in states]
-        torch._foreach_add_(counts, 1)
+        rows = make_rows(counts, lr, beta1, beta2)
         rates = Rates(beta1, beta2, group["eps"], lr * group["weight_decay"])
-        rows, update = make_rows(torch.stack(counts), lr, beta1, beta2), self._streamed or self._update
-        rows = rows if self._device is None else rows.to(self._device)
-        for parameter, state, row in zip(parameters, states, rows.unbind(0), strict=True):
-            assert parameter.grad is not None
-            copy = self._copies.get(parameter)
-            part = AdamWTensors(
-                weight=_flat(parameter),
-                gradient=local(parameter.grad).reshape(-1),
-                exp_avg=_flat(state["exp_avg"]),
-                exp_avg_sq=_flat(state["exp_avg_sq"]),
-                row=row,
-                copy=None if copy is None else _flat(copy),
-                key=self._keys.get(parameter),
-            )
-            if part.weight.numel():
-                update(part, rates, self.gradient_factor)
+        return rates, rows if self._device is None else rows.to(self._device)
+
+    def _update_one(self, parameter: torch.Tensor, gradient: torch.Tensor, rates: Rates, row: torch.Tensor) -> None:
+        state, copy = self.state[parameter], self._copies.get(parameter)
+        part = AdamWTensors(
+            weight=_flat(parameter),
+            gradient=gradient.reshape(-1),
+            exp_avg=_flat(state["exp_avg"]),
+            exp_avg_sq=_flat(state["exp_avg_sq"]),
+            row=row,
+            copy=None if copy is None else _flat(copy),
+            key=self._keys.get(parameter),
+        )
+        if part.weight.numel():
+            (self._streamed or self._update)(part, rates, self.gradient_factor)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
