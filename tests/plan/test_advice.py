@@ -55,7 +55,32 @@ def test_what_does_not_help_is_not_proposed():
     fix = refused(run_config(method__name="full"), machine("1xRTX4090"))
     assert "max_length" not in fix and "one of these fits: " in fix
     tiny = facts(llama_8b(), gpus=1, gpu_bytes=2 * GIB, data=LONG, host_bytes=2 * GIB)
-    assert "one of these fits" not in refused(run_config(method__name="qlora"), tiny)
+    assert refused(run_config(method__name="qlora"), tiny).startswith("take a smaller model, or GPUs with more memory")
+
+
+def test_two_changes_are_proposed_where_no_single_one_fits_on_the_gpus_that_are_there():
+    """8B on GPUs of 7 GiB, each pair planned again as it is said."""
+    short = data_facts(mean=1000, longest=2000)
+
+    def small(count: int) -> Facts:
+        return facts(llama_8b(), gpus=count, gpu_bytes=7 * GIB, data=short, host_bytes=count * 64 * GIB)
+
+    fix = refused(run_config(method__name="full"), small(1))
+    pairs = re.findall(r"use method\.name=(\w+) and keep .*?parallel\.offload=(\w+) \(single", fix)
+    assert [method for method, _ in pairs] == ["lora", "qlora"]
+    for method, offload in pairs:
+        assert plan(run_config(method__name=method, parallel__offload=offload), small(1)).memory.fits
+    fix = refused(run_config(method__name="qlora"), small(2))
+    (count,) = map(int, re.findall(r"parallel\.offload=all and use more GPUs: (\d+) \(fsdp", fix))
+    assert plan(run_config(method__name="qlora", parallel__offload="all"), small(count)).memory.fits
+
+
+def test_one_gpu_is_proposed_where_several_hold_more_than_it():
+    fix = refused(
+        run_config(method__name="lora", parallel__offload="all"),
+        facts(llama_8b(), gpus=2, gpu_bytes=7 * GIB, data=data_facts(mean=1000, longest=2000), host_bytes=128 * GIB),
+    )
+    assert "use fewer GPUs: parallel.gpus=1 (single, " in fix
 
 
 def test_where_host_memory_is_short_changes_that_fit_are_proposed():

@@ -68,9 +68,9 @@ def divide_samples(
         )
         held_out = _with_copies(held_out, is_own & ~is_twin, continued, hashes, max(sum(quotas), len(order) // ONE_IN))
         if sum(quotas) and not len(held_out):
-            notes.append(
+            notes[:] = [
                 "no sample is held out for validation: each has so many copies that they are over a tenth of all"
-            )
+            ]
     is_kept = ~is_twin
     is_kept[held_out] = False
     given = [

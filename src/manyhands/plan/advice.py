@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, HostFacts
-from manyhands.plan.phrases import describe_change
+from manyhands.plan.phrases import NOTHING_FITS, describe_changes
 from manyhands.plan.types import Plan
 
 DOES_NOT_FIT = "does_not_fit"  # UserError.kind
@@ -23,29 +24,38 @@ MakePlan = Callable[[RunConfig, Facts], Plan]
 
 @dataclass(frozen=True)
 class Change:
-    """One proposal: what it is called in ``phrases.CHANGES``, with which value, and what it is planned with."""
+    """One proposal: what it is called in ``phrases.CHANGES``, with which value, and what it is planned with. ``after``
+    another, it is planned with that one too.
+    """
 
     kind: str
     value: str | int
     config: RunConfig
     facts: Facts
+    after: Change | None = None
 
 
 def with_advice(error: UserError, config: RunConfig, facts: Facts, make_plan: MakePlan) -> UserError:
-    """The error with every single change that the planner finds to fit, and with its seconds a step. As it is where
-    none does, and on a CPU.
+    """The error with every single change that the planner finds to fit, and with its seconds a step; where none does on
+    the GPUs that are there, with two changes that do. On a CPU as it is.
     """
     if not facts.host.gpus or config.parallel.device == "cpu":
         return error
     facts = facts.model_copy(update={"data": _shorten_facts(facts.data)})
-    found = [fitting for changes in _proposals(config, facts) if (fitting := _first_that_fits(changes, make_plan))]
-    if not found:
-        return error
+    found = _find_fitting(_proposals(config, facts), make_plan)
+    if all(change.kind == "gpus" for change, _ in found):
+        fewer = min((int(change.value) for change, _ in found), default=None)
+        found = _find_fitting(_pairs(config, facts, fewer), make_plan) + found
+    lines = []
+    for change, made in found:
+        both = (change,) if change.after is None else (change.after, change)
+        changes = [(one.kind, one.value) for one in both]
+        lines.append(describe_changes(changes, made.layout.strategy, made.step_s))
     return UserError(
         error.what,
         where=error.where,
         why=error.why,
-        fix="one of these fits: " + "; ".join(found),
+        fix="one of these fits: " + "; ".join(lines) if lines else NOTHING_FITS.format(MAX_FACTOR),
         details=list(error.details),
         exit_code=error.exit_code,
         kind=error.kind,
@@ -59,16 +69,37 @@ def _proposals(config: RunConfig, facts: Facts) -> Iterator[Iterator[Change]]:
     yield _methods(config, facts)
     yield _shorter(config, facts)
     yield from (iter((change,)) for change in _offloads(config, facts))  # either may be the faster
+    yield _one_gpu(config, facts)
     yield _more_gpus(config, facts)
 
 
-def _first_that_fits(changes: Iterator[Change], make_plan: MakePlan) -> str | None:
+def _pairs(config: RunConfig, facts: Facts, fewer: int | None) -> Iterator[Iterator[Change]]:
+    """As ``_proposals``: another method and one more change, or states in host memory and another number of GPUs;
+    ``fewer`` of them than are enough by themselves.
+    """
+    for first in _methods(config, facts):
+        for kind in (_shorter, _offloads, _one_gpu, _more_gpus):
+            yield _after(first, kind, fewer)
+    for first in _offloads(config, facts):
+        for kind in (_one_gpu, _more_gpus):
+            yield _after(first, kind, fewer)
+
+
+def _after(first: Change, kind: Callable[[RunConfig, Facts], Iterator[Change]], fewer: int | None) -> Iterator[Change]:
+    for change in kind(first.config, first.facts):
+        if change.kind != "gpus" or fewer is None or int(change.value) < fewer:
+            yield replace(change, after=first)
+
+
+def _find_fitting(proposals: Iterator[Iterator[Change]], make_plan: MakePlan) -> list[tuple[Change, Plan]]:
+    """Of each kind of change the first that fits, with its plan."""
+    return [fitting for changes in proposals if (fitting := _first_that_fits(changes, make_plan)) is not None]
+
+
+def _first_that_fits(changes: Iterator[Change], make_plan: MakePlan) -> tuple[Change, Plan] | None:
     for change in changes:
-        try:
-            made = make_plan(change.config, change.facts)
-        except UserError:
-            continue
-        return describe_change(change.kind, change.value, made.layout.strategy, made.step_s)
+        with contextlib.suppress(UserError):
+            return change, make_plan(change.config, change.facts)
     return None
 
 
@@ -124,6 +155,12 @@ def _offloads(config: RunConfig, facts: Facts) -> Iterator[Change]:
     kinds = {"none": ("optimizer", "all"), "optimizer": ("all",)}
     for kind in kinds.get(config.parallel.offload, ()) if config.optimizer.name == "adamw" else ():
         yield Change("offload", kind, _with(config, "parallel", offload=kind), facts)
+
+
+def _one_gpu(config: RunConfig, facts: Facts) -> Iterator[Change]:
+    """Several hold what they gather beside their shards, which one that fetches weights from host memory does not."""
+    if len(facts.host.gpus) * facts.host.num_nodes > 1 and config.parallel.gpus != 1 and facts.world_size is None:
+        yield Change("fewer", 1, _with(config, "parallel", gpus=1), facts)
 
 
 def _more_gpus(config: RunConfig, facts: Facts) -> Iterator[Change]:

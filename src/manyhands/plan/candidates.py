@@ -62,6 +62,10 @@ class Limits:
         step_s = sum(self.clock.terms(asked).values()) if self.clock is not None else None
         return Candidate(layout=layout, memory=memory, step_s=step_s and float(f"{step_s:.6g}"))
 
+    def judge_memory(self, base: EstimateInput, layout: Layout) -> Candidate:
+        """The same without its seconds, which take five times as long to estimate where lengths are mixed."""
+        return replace(self, clock=None).judge(base, layout)
+
 
 def margin_of(s: EstimateInput) -> float:
     """``MARGINS``, of the limit."""
@@ -108,7 +112,8 @@ def list_candidates(
     shard_degree: int,
     num_machines: int,
 ) -> list[Candidate]:
-    """Every layout that the explicit keys leave, in a fixed order. An explicit ``reshard_after_forward`` implies fsdp.
+    """Every layout that the explicit keys leave, in a fixed order; without seconds where none fits. An explicit
+    ``reshard_after_forward`` implies fsdp.
 
     Left to auto, one process and ddp may free what they gather too: in mixed precision that is the bfloat16 copy.
     """
@@ -139,10 +144,12 @@ def list_candidates(
             full_micro_tokens=split.full_micro_tokens,
             accumulates=split.accumulates,
         )
-        candidate = limits.judge(base, layout)
+        candidate = limits.judge_memory(base, layout)
         if parallel.offload_activations == "auto":
             candidate = _move_activations(candidate, base, limits)
         candidates.append(candidate)
+    if any(candidate.memory.fits for candidate in candidates):
+        return [limits.judge(base, candidate.layout) for candidate in candidates]
     return candidates
 
 
@@ -156,7 +163,7 @@ def _move_activations(candidate: Candidate, base: EstimateInput, limits: Limits)
     """
     if candidate.layout.activation_checkpointing not in ("except_attention", "full") or limits.host is None:
         return candidate
-    moved = limits.judge(base, change(candidate.layout, offload_activations=True))
+    moved = limits.judge_memory(base, change(candidate.layout, offload_activations=True))
     return moved if moved.memory.fits_host and moved.memory.total < candidate.memory.total else candidate
 
 
@@ -241,17 +248,18 @@ def lighten(config: RunConfig, chosen: Candidate, base: EstimateInput, limits: L
         activation_checkpointing=LIGHTER[chosen.layout.activation_checkpointing],
         offload_activations=False,
     )
-    if limits.judge(base, uniform).memory.is_safe:
+    if limits.judge_memory(base, uniform).memory.is_safe:
         return chosen  # a candidate itself
-    fewest, most, found = max(1, -(-base.model.num_layers // 8)), base.model.num_layers - 1, chosen
+    fewest, most, found = max(1, -(-base.model.num_layers // 8)), base.model.num_layers - 1, None
     while fewest <= most:  # what a layer keeps only grows, so the largest number that fits is found by halves
         count = (fewest + most) // 2
-        lighter = limits.judge(base, change(chosen.layout, lighter_layers=count, offload_activations=False))
-        if lighter.memory.is_safe:
-            found, fewest = lighter, count + 1
+        layout = change(chosen.layout, lighter_layers=count, offload_activations=False)
+        if limits.judge_memory(base, layout).memory.is_safe:
+            found, fewest = layout, count + 1
         else:
             most = count - 1
-    return found if is_faster(found, chosen) else chosen
+    lighter = chosen if found is None else limits.judge(base, found)
+    return lighter if is_faster(lighter, chosen) else chosen
 
 
 def is_faster(one: Candidate, other: Candidate, by: float = GAIN) -> bool:

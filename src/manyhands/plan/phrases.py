@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from manyhands.core.units import count_of, describe_ranks, format_duration, format_gib, format_size
@@ -91,14 +91,21 @@ CHANGES = {
     "method": "use method.name={}",
     "length": "shorten the samples: data.max_length={}",
     "offload": "keep states in host memory: parallel.offload={}",
+    "fewer": "use fewer GPUs: parallel.gpus={}",
     "gpus": "use more GPUs: {}",
 }
 
 
-def describe_change(kind: str, value: str | int, strategy: str, step_s: float | None) -> str:
-    """A change that makes a run fit, and what it then takes."""
+NOTHING_FITS = (
+    "take a smaller model, or GPUs with more memory: with adapters, shorter samples, states in host memory, up to {}"
+    " times the GPUs, or two of these changes it does not fit either"
+)
+
+
+def describe_changes(changes: Iterable[tuple[str, str | int]], strategy: str, step_s: float | None) -> str:
+    """Changes, as (kind, value), that together make a run fit, and what it then takes."""
     seconds = "" if step_s is None else f", {step_s:.3g} s a step"
-    return f"{CHANGES[kind].format(value)} ({strategy}{seconds})"
+    return f"{' and '.join(CHANGES[kind].format(value) for kind, value in changes)} ({strategy}{seconds})"
 
 
 def describe_ran_out(v: Values) -> str:
