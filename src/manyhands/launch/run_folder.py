@@ -243,10 +243,10 @@ class RunFolder:
         """status.json; ``{}`` before the first launch. Where it is damaged, or gone: ``finished`` if there is a report,
         which only a finished run has, else ``unknown``.
         """
+        is_there = self.status_json.exists()  # before it is read: a launch may write the first one in between
         status = read_json(self.status_json)
         if isinstance(status, dict) and status.get("state") in get_args(State):
             return status
-        is_there = self.status_json.exists()
         if not is_there and not self.metrics.exists():
             return {}
         is_finished = isinstance(read_json(self.report_json), dict)
