@@ -253,11 +253,16 @@ def test_a_run_that_ends_or_restarts_meanwhile_does_not_hang(planned, monkeypatc
     why = "restarting (rank 0 was killed (SIGKILL)); no rank is at work"
     assert told.lines == (f"{folder.path}: {why}",) and not told.stands_still
 
+    folder.clear_ranks()
+    folder.write_status("running", pid=os.getpid())
+    assert examine(folder, look_s=0.0).lines == (f"{folder.path}: running; its ranks are starting",)
+    folder.ranks.mkdir()
+    write_json(folder.beat(0), asdict(Beat(0, killed.pid, "train", 7, 0.0, 0.0, host=this_host())))
+
     def finish(seconds: float) -> None:
         folder.write_status("finished")
         folder.clear_ranks()
 
-    folder.write_status("running", pid=os.getpid())
     monkeypatch.setattr(hang.time, "sleep", finish)
     told = examine(folder, look_s=0.0, still_s=0.0)
     assert told.lines == (f"{folder.path}: finished; no rank is at work",) and not told.stands_still

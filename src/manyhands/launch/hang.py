@@ -342,8 +342,9 @@ def _find_no_rank(folder: RunFolder, beats: Mapping[int, Beat]) -> Examination |
     # Of a launch that has failed or was killed the heartbeats stay.
     elif beats and (state == "running" or any(lives(folder, beat) for beat in beats.values() if not beat.done)):
         return None
-    state = f"{folder.path}: {state}" + (f" ({reason})" if reason else "")
-    return Examination((f"{state}; no rank is at work",), stands_still=False)
+    why = f" ({reason})" if reason else ""
+    what = "its ranks are starting" if state == "running" else "no rank is at work"
+    return Examination((f"{folder.path}: {state}{why}; {what}",), stands_still=False)
 
 
 def _explain(folder: RunFolder, living: dict[int, RankState], culprits: list[int], timeout_s: float) -> Examination:
