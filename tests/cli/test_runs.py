@@ -97,6 +97,10 @@ def test_a_run_may_be_deleted_while_runs_are_listed(tmp_path, monkeypatch):
     path = write_run(tmp_path, "a", [3.0])
     monkeypatch.setattr(runs, "read_status", lambda run: shutil.rmtree(path) or {})
     assert call("list", "--dir", str(tmp_path)).splitlines()[1].startswith("a ")
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # a moment ago
+    with pytest.raises(UserError, match="this run has no plan"):
+        RunFolder(path).read_plan()
+    assert RunFolder(path).newest_step() is None
 
 
 def test_odd_files_in_a_runs_folder_are_no_traceback(tmp_path):
