@@ -21,6 +21,7 @@ from manyhands.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
+from manyhands.checkpoint import load as load_module
 from manyhands.checkpoint import save as save_module
 from manyhands.checkpoint.load import check_files, find_sound
 from manyhands.checkpoint.manifest import TRAIN_STATE, FileEntry, Manifest, checkpoint_folder, set_aside
@@ -131,6 +132,18 @@ def test_a_save_without_manifest_does_not_count(tmp_path: Path) -> None:
     assert len(said) == 1 and "step-000002 has no manifest.json" in said[0] and "step-000002.damaged" in said[0]
     assert clean_leftovers(tmp_path, said.append) == [] and len(said) == 1, "said once"
     assert newest_checkpoint(tmp_path / "nothing") is None
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_taken_for_an_incomplete_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    before = load_module.list_checkpoints(tmp_path)
+    save(tmp_path, 2)
+    prune(tmp_path, keep_last=1)
+    seen = iter([before, load_module.list_checkpoints(tmp_path)])
+    monkeypatch.setattr(load_module, "list_checkpoints", lambda folder: next(seen))
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-000002"
 
 
 @pytest.mark.parametrize(("late", "num_ranks"), [(True, 2), (False, 2), (False, 1)])

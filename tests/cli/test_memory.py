@@ -16,7 +16,7 @@ from manyhands.cli.main import app
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE
 from manyhands.facts import host
 from manyhands.facts.types import GpuFacts, HostFacts
-from manyhands.launch.heartbeat import SILENT_S, this_host
+from manyhands.launch.heartbeat import SILENT_S, this_host, was_killed
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.usage import TAIL_BYTES, find_live_runs, last_row, read_usage
 from manyhands.plan.types import MemoryEstimate
@@ -156,6 +156,17 @@ def test_between_two_attempts_a_run_goes_on(planned):
     write_beat(planned, 0, gone.pid)
     planned.write_status("running", pid=os.getpid())
     assert read_usage(planned).state == "running"
+    assert [folder.path for folder in find_live_runs(planned.path.parent)] == [planned.path]
+
+
+def test_a_run_that_ends_while_it_is_looked_at_was_not_killed(planned):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    planned.write_status("running", pid=gone.pid)
+    before = planned.read_status()
+    assert was_killed(planned, before, {})
+    planned.write_status("finished")
+    assert not was_killed(planned, before, {})
 
 
 def test_before_the_first_step_nothing_is_claimed(planned):

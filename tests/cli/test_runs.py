@@ -6,16 +6,20 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from manyhands.cli import prove
+from manyhands.cli import prove, runs
 from manyhands.cli.main import app
 from manyhands.cli.prove import Course, compare, parse_layouts
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_json
+from manyhands.launch import run_folder
+from manyhands.launch.run_folder import RunFolder
 from tests.support.zygote import forking
 
 RUNNER = CliRunner()
@@ -75,6 +79,28 @@ def test_a_damaged_status_is_named_and_a_report_says_that_the_run_was_finished(t
     assert why in call("show", "unknown", "--dir", str(tmp_path))
     asked = CliRunner().invoke(app, ["doctor", "--run", str(tmp_path / "unknown")])
     assert f"unknown ({why})" in asked.output, asked.output
+
+
+def test_a_status_that_a_launch_writes_just_now_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+
+    def read_before_it_is_written(path):
+        found = read_json(path)
+        folder.write_status("running")
+        return found
+
+    monkeypatch.setattr(run_folder, "read_json", read_before_it_is_written)
+    assert [folder.read_status().get("state") for _ in range(2)] == [None, "running"]
+
+
+def test_a_run_may_be_deleted_while_runs_are_listed(tmp_path, monkeypatch):
+    path = write_run(tmp_path, "a", [3.0])
+    monkeypatch.setattr(runs, "read_status", lambda run: shutil.rmtree(path) or {})
+    assert call("list", "--dir", str(tmp_path)).splitlines()[1].startswith("a ")
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # a moment ago
+    with pytest.raises(UserError, match="this run has no plan"):
+        RunFolder(path).read_plan()
+    assert RunFolder(path).newest_step() is None
 
 
 def test_odd_files_in_a_runs_folder_are_no_traceback(tmp_path):

@@ -291,6 +291,7 @@ def test_an_image_that_changes_after_preparation_is_an_error(
     with pytest.raises(UserError, match="changed since the data was prepared") as caught:
         collate(store.train, np.array([0]), shape(folder))
     assert caught.value.where == str(tmp_path / "a.png")
-    again = prepare(config, folder, lambda line: None)  # is made again: the image is another
-    assert again.content != facts.content
-    assert len(collate(TokenStore.open(again.folder).train, np.array([0]), shape(folder))["pixel_values"]) == 1
+    for seed in (config.seed + 1, config.seed):  # is made again, whatever samples are chosen: the image is another
+        again = prepare(config.model_copy(update={"seed": seed}), folder, lambda line: None)
+        assert again.content != facts.content
+        assert len(collate(TokenStore.open(again.folder).train, np.array([0]), shape(folder))["pixel_values"]) == 1

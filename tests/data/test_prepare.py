@@ -16,7 +16,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data import prepare as prepare_module
-from manyhands.data.cache import UNFINISHED
+from manyhands.data.cache import UNFINISHED, remove
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import prompt_of
@@ -387,3 +387,13 @@ def test_a_damaged_store_that_another_process_has_made_again_is_kept(
     assert seen and again == facts and "made again" not in lines[0] and lines[0].startswith("tokens cached")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_store_that_another_start_removes_is_not_called_damaged(write_rows, make_config, model_folder, monkeypatch):
+    config, lines, open_store = make_config(write_rows(QUESTIONS)), [], TokenStore.open
+    folder = Path(prepare(config, model_folder, lines.append).folder)
+    lines.clear()
+    monkeypatch.setattr(TokenStore, "open", staticmethod(lambda *a, **k: (remove(folder), open_store(*a, **k))[1]))
+    with pytest.raises(UserError):  # it goes on removing
+        prepare(config, model_folder, lines.append)
+    assert lines[-1].startswith("tokenized") and not any("damaged" in line for line in lines)

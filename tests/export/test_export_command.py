@@ -14,11 +14,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import manyhands.export.__main__ as command
 import manyhands.export.verify_process as fresh_module
 from manyhands.checkpoint import save_checkpoint
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.export.__main__ import find_checkpoint, main, plan_one_process
+from manyhands.export.__main__ import find_checkpoint, load_trained, main, plan_one_process
 from manyhands.export.record import read_record
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
@@ -190,6 +191,21 @@ def test_a_run_folder_answers_once_it_has_written_something(tmp_path: Path, caps
     capsys.readouterr()
     assert infer_main(["generate", json.dumps(question)]) == 0
     assert capsys.readouterr().out.strip()
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = make_run(tmp_path, "lora")
+
+    def remove_first(plan: Plan, config: RunConfig, checkpoint: Path) -> torch.nn.Module:
+        shutil.rmtree(checkpoint)
+        return load_trained(plan, config, checkpoint)
+
+    monkeypatch.setattr(command, "load_trained", remove_first)
+    assert main([str(run), "--output", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "was removed while it was read" in said and "step-000007" in said and not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_exported_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

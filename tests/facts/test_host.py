@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import types
+from pathlib import Path
 
 import pytest
 
@@ -260,3 +262,21 @@ def test_the_installed_torch_agrees_with_what_is_read_of_it():
 
     expected = "amd" if torch.version.hip else "nvidia" if torch.version.cuda else "cpu"
     assert host.torch_build() == expected
+
+
+def test_the_disk_of_a_run_that_removes_a_checkpoint_meanwhile_is_measured(tmp_path, monkeypatch):
+    """As `manyhands plan` does beside a run."""
+    for name in ("a", "b"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "shard").write_bytes(b"1234")
+    scandir = os.scandir
+
+    def look(path):
+        if Path(path).name == "a":
+            os.rename(path, tmp_path / "removed")
+        return scandir(path)
+
+    free = host.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: free)
+    monkeypatch.setattr(os, "scandir", look)
+    assert host.free_disk_bytes(tmp_path, "checkpoints") == free.free + 4

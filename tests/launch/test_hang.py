@@ -239,6 +239,36 @@ def test_a_run_whose_ranks_are_gone_is_examined_as_long_as_its_launcher_lives(pl
     assert examine(folder, look_s=0.0, still_s=0.0).stands_still
 
 
+def test_a_run_that_ends_or_restarts_meanwhile_does_not_hang(planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    from manyhands.launch.hang import examine
+
+    folder, _ = planned("wait", "end")
+    with subprocess.Popen(["sleep", "60"]) as killed:
+        killed.kill()
+    folder.ranks.mkdir()
+    write_json(folder.beat(0), asdict(Beat(0, killed.pid, "train", 7, 0.0, 0.0, host=this_host())))
+    folder.write_status("running", pid=os.getpid())
+    folder.add_restart({"cause": "rank 0 was killed (SIGKILL)", "wait_s": 60.0})
+    told = examine(folder, look_s=0.0, still_s=0.0)
+    why = "restarting (rank 0 was killed (SIGKILL)); no rank is at work"
+    assert told.lines == (f"{folder.path}: {why}",) and not told.stands_still
+
+    folder.clear_ranks()
+    folder.write_status("running", pid=os.getpid())
+    assert examine(folder, look_s=0.0).lines == (f"{folder.path}: running; its ranks are starting",)
+    folder.ranks.mkdir()
+    write_json(folder.beat(0), asdict(Beat(0, killed.pid, "train", 7, 0.0, 0.0, host=this_host())))
+
+    def finish(seconds: float) -> None:
+        folder.write_status("finished")
+        folder.clear_ranks()
+
+    monkeypatch.setattr(hang.time, "sleep", finish)
+    told = examine(folder, look_s=0.0, still_s=0.0)
+    assert told.lines == (f"{folder.path}: finished; no rank is at work",) and not told.stands_still
+    assert not list(folder.logs.glob("hang-*"))
+
+
 def test_of_queued_collectives_the_oldest_is_waited_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL's recorder has them: many are queued while the device hangs in one."""
     from manyhands.launch.stacks import MAX_COLLECTIVES

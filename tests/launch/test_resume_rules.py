@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from manyhands.core.errors import OUT_OF_MEMORY, UserError
+from manyhands.launch import prepare as prepare_module
+from manyhands.launch.folder_lock import FolderLock
 from manyhands.launch.prepare import prepare_run
 from manyhands.launch.resume_rules import refuse_other_run
 from manyhands.launch.run_folder import RunFolder
@@ -367,6 +369,26 @@ def test_two_launches_at_once_are_refused_and_the_holder_named(world):
     assert "already running" in text and f"process {os.getpid()} on" in text
     held.release()
     assert prepare().plan.number == 2
+
+
+def test_two_fresh_starts_at_once_take_two_folders(world):
+    """The first one prepares its data, which may take long, and has written nothing yet."""
+    world.run.path.mkdir(parents=True)
+    held = FolderLock(world.run)
+    assert prepare(fresh=True).config.name == "demo-2"
+    held.release()
+
+
+def test_a_start_that_fails_leaves_its_folder_to_another_that_came_meanwhile(world, monkeypatch):
+    def fail(*_, **__):
+        (world.run.path / "plans").mkdir()
+        raise UserError("no such data file")
+
+    listed = Path.iterdir
+    monkeypatch.setattr(prepare_module, "gather_facts", fail)
+    monkeypatch.setattr(Path, "iterdir", lambda path: (p for p in listed(path) if p.name != "plans"))  # not there yet
+    with pytest.raises(UserError, match="no such data file"):
+        prepare()
 
 
 def test_under_another_launcher_its_world_size_counts(world):

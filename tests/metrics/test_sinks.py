@@ -70,6 +70,11 @@ def test_jsonl_holds_steps_with_their_devices_and_evaluations_with_their_samples
     assert third["samples"] == [{"prompt": "system\nBe brief.", "answer": "answer 2"}]
 
 
+def test_a_file_that_is_removed_meanwhile_has_no_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "is_file", lambda path: True)  # a moment ago
+    assert files.read_rows(tmp_path / "metrics.jsonl") == []
+
+
 def test_a_line_separator_in_an_answer_ends_no_row(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path)

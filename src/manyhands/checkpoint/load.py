@@ -53,7 +53,12 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
     if not found:
         return None
     folder = found[-1][1]
-    check_sizes(folder, read_manifest(folder))
+    try:
+        check_sizes(folder, read_manifest(folder))
+    except (UserError, OSError):
+        if folder.exists():
+            raise
+        return newest_checkpoint(checkpoints)  # the run has removed it meanwhile, as it has a newer one
     return folder
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import read_rows
+from manyhands.core.files import count_bytes, read_rows
 
 if TYPE_CHECKING:
     from manyhands.launch.run_folder import RunFolder
@@ -117,7 +117,7 @@ def delete(
     found = open_run(run, folder)
     lock = FolderLock(found)  # UserError where it is running
     try:
-        size = sum(path.stat().st_size for path in found.path.rglob("*") if path.is_file() and not path.is_symlink())
+        size = count_bytes(found.path)
         if not yes:
             typer.confirm(f"delete {found.path} ({size / 2**30:.2f} GiB)?", abort=True)
         shutil.rmtree(found.path)
@@ -155,11 +155,11 @@ def open_run(run: str, folder: Path) -> RunFolder:
 
 def summarize(run: RunFolder) -> Summary:
     """UserError where run.json cannot be read."""
+    changed = max(map(_changed_at, (run.run_json, run.status_json, run.metrics)))
     config, status = run.read_config(), read_status(run)
     steps, evaluations = read_rows(run.metrics, "step"), read_rows(run.metrics, "evaluation")
     newest = evaluations or steps
     report = _read_json(run.report_json)
-    changed = max(path.stat().st_mtime for path in (run.run_json, run.status_json, run.metrics) if path.exists())
     return Summary(
         name=run.path.name,
         state=str(status.get("state", "planned")),
@@ -171,6 +171,13 @@ def summarize(run: RunFolder) -> Summary:
         held_out=bool(evaluations),
         changed=changed,
     )
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # not written yet, or the run is just being deleted
+        return 0.0
 
 
 def measure(run: RunFolder) -> dict[str, str]:

@@ -151,7 +151,10 @@ def read_rows(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, of one ``kind`` or all, in order; those of earlier launches too. A line that was cut
     off or damaged is skipped, a file that is not there has none.
     """
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return []
     return [row for row in parse_rows(text) if kind in (None, row.get("kind"))]
 
 
@@ -233,6 +236,16 @@ def rename_synced(folder: Path, target: Path) -> None:
         sync(Path(parent))
     folder.rename(target)
     sync(target.parent)
+
+
+def count_bytes(folder: Path) -> int:
+    """Of the files in a folder and below. Another process may remove some meanwhile, which ends a walk by pathlib."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
 
 
 def remove_temporaries(folder: Path) -> None:

@@ -24,6 +24,7 @@ from manyhands.config.sources import parse_split
 from manyhands.core.errors import UserError
 from manyhands.core.files import hash_files, sync
 from manyhands.data.files import kind_of
+from manyhands.data.image_files import find_changed
 from manyhands.data.image_processor import family_of, processor_digest
 from manyhands.data.segment import link_tokens
 from manyhands.data.store import FORMAT_VERSION, TokenStore
@@ -138,6 +139,8 @@ def open_cached(folder: Path, report: Report) -> TokenStore | None:
             raise UserError(
                 "the token cache cannot be read", where=str(folder), why=str(cause), fix="start again"
             ) from error
+        if not folder.exists():  # removed by another start, which makes it again
+            return None
         if (remade := _remove_damaged(folder)) is None:
             report(f"{error.what} ({error.why}): made again")
         return remade
@@ -172,6 +175,8 @@ def link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str, 
             if meta.get("version") != FORMAT_VERSION or meta.get("tokens") != tokens:
                 continue
             TokenStore.open(path.parent, check_tokens=True)
+            if find_changed(path.parent) is not None:
+                continue
         except (OSError, ValueError, UserError):
             continue
         if link_tokens(path.parent, unfinished):

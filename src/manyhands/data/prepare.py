@@ -89,8 +89,7 @@ def prepare(
         if changed is not None:
             report(f"{changed} has changed since the data was prepared: made again")
             remove(folder)
-        make_all = changed is not None
-        store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes, make_all)
+        store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes)
     else:
         report(
             f"tokens cached: {count_of(store.train.num_samples, 'sample')}, "
@@ -119,9 +118,7 @@ def _make(
     folder: Path,
     report: Report,
     num_processes: int | None,
-    make_all: bool = False,
 ) -> TokenStore:
-    """``make_all``: not by the tokens of another store."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         clean_unfinished(folder.parent)
@@ -131,7 +128,7 @@ def _make(
             "the token cache cannot be written", where="data.cache", why=str(error), fix="name another folder"
         ) from error
     try:
-        made = None if make_all else link_other(tokens, unfinished, report)
+        made = link_other(tokens, unfinished, report)
         if made is None:
             made = _tokenize(config, model_folder, inputs, unfinished, report, num_processes)
             if changed := [str(path) for path, stamp in inputs.stamps.items() if _stamp(path) != stamp]:

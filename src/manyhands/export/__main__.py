@@ -10,11 +10,13 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from manyhands.core.errors import EXIT_INTERRUPTED, UserError
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_refused, nearest_folder, read_json
 
 if TYPE_CHECKING:
@@ -86,11 +88,12 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
         refuse_merge(config, plan, run_folder)
     refuse_foreign(output, replace=False)
     check_files(Path(plan.model_folder), config, plan.model_files, weights=plan.keeps_base)
-    model = load_trained(plan, config, checkpoint)
+    with explain_removed(checkpoint):
+        model = load_trained(plan, config, checkpoint)
+        state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
     base = Path(plan.model_folder)
     kind: Literal["adapter", "model", "merged"] = "adapter" if is_adapter else "merged" if merge else "model"
     saved_dtype = choose_output_dtype(kind, plan, config)
-    state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
     step, divergence = state["step"], state.get("divergence", "")
     versions = (read_json(run.report_json) or {}).get("versions")
     card = partial(
@@ -207,6 +210,23 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
             fix=f"restore it from a copy, or name the newest one: manyhands export {newest}",
         )
     return source, chosen
+
+
+@contextmanager
+def explain_removed(checkpoint: Path) -> Iterator[None]:
+    """UserError where its run, which is under way, removes the checkpoint while it is read, whatever error that is."""
+    try:
+        yield
+    except Exception as error:
+        if checkpoint.exists():
+            raise
+        raise UserError(
+            "the checkpoint was removed while it was read",
+            where=str(checkpoint),
+            why="a run that is under way keeps only its newest checkpoints (checkpoint.keep_last)",
+            fix="export the run again, which takes the newest; a larger checkpoint.keep_last leaves more time",
+            exit_code=EXIT_FAILED,
+        ) from error
 
 
 def plan_one_process(plan: Plan, config: RunConfig) -> Plan:

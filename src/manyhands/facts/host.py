@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from manyhands.core.files import nearest_folder
+from manyhands.core.files import count_bytes, nearest_folder
 from manyhands.core.limits import FEATURES_FOLDER
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.facts.amd import AmdSearch, find_amd_gpus, find_amd_nodes
@@ -144,11 +144,7 @@ def free_disk_bytes(folder: Path, *replaceable: str) -> int | None:
     usage = shutil.disk_usage(nearest_folder(folder))
     if usage.total == 0:
         return None
-    replaced = 0
-    for path in (path for name in replaceable for path in (folder / name).rglob("*")):
-        with contextlib.suppress(OSError):  # a run beside this one may just remove it
-            replaced += path.stat().st_size if path.is_file() else 0
-    return usage.free + replaced
+    return usage.free + sum(count_bytes(folder / name) for name in replaceable)
 
 
 def read_disks(run: Path, data_cache: str, num_images: int) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import nearest_folder
+from manyhands.core.files import nearest_folder, read_rows
 from manyhands.core.units import format_gib
-from manyhands.launch.heartbeat import TICK_S, Beat, lives, read_beats, this_host
+from manyhands.launch.heartbeat import TICK_S, Beat, lives, read_beats, this_host, was_killed
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.stacks import (
     Frame,
@@ -304,19 +304,13 @@ class Examination:
 def examine(folder: RunFolder, *, look_s: float = LOOK_S, still_s: float = STILL_S) -> Examination:
     """UserError where the folder has no run."""
     timeout_s = folder.read_config().parallel.timeout_s
-    status = folder.read_status()
     before = read_beats(folder)
-    state = str(status.get("state", "running" if before else "planned"))
-    launcher = status.get("pid")
-    if state == "running" and not (isinstance(launcher, int) and launcher in psutil.pids()):
-        state = "killed"
-    # Of a launch that has failed or was killed the heartbeats stay.
-    if not before or (state != "running" and not any(lives(folder, beat) for beat in before.values() if not beat.done)):
-        reason = status.get("reason") or status.get("error")
-        state = f"{folder.path}: {state}" + (f" ({reason})" if reason else "")
-        return Examination((f"{state}; no rank is at work",), stands_still=False)
+    if (found := _find_no_rank(folder, before)) is not None:
+        return found
     time.sleep(look_s)
-    beats = read_beats(folder) or before
+    beats = read_beats(folder)
+    if (found := _find_no_rank(folder, beats)) is not None:  # it has ended meanwhile, or is started again
+        return found
     states = {
         rank: _state(folder, rank, before.get(rank), beats.get(rank), look_s) for rank in _all_ranks(folder, beats)
     }
@@ -334,6 +328,23 @@ def examine(folder: RunFolder, *, look_s: float = LOOK_S, still_s: float = STILL
         ]
         return Examination(tuple(lines), stands_still=False)
     return _explain(folder, living, gone or behind, timeout_s)
+
+
+def _find_no_rank(folder: RunFolder, beats: Mapping[int, Beat]) -> Examination | None:
+    """Why no rank is at work; None where some are, or should be."""
+    status, restarts = folder.read_status(), read_rows(folder.restarts)
+    state = str(status.get("state", "running" if beats else "planned"))
+    reason = status.get("reason") or status.get("error")
+    if was_killed(folder, status, beats):
+        state = "killed"
+    elif state == "running" and len(restarts) > status.get("restarts", 0):  # counted when the next attempt begins
+        state, reason = "restarting", restarts[-1].get("cause")
+    # Of a launch that has failed or was killed the heartbeats stay.
+    elif beats and (state == "running" or any(lives(folder, beat) for beat in beats.values() if not beat.done)):
+        return None
+    why = f" ({reason})" if reason else ""
+    what = "its ranks are starting" if state == "running" else "no rank is at work"
+    return Examination((f"{folder.path}: {state}{why}; {what}",), stands_still=False)
 
 
 def _explain(folder: RunFolder, living: dict[int, RankState], culprits: list[int], timeout_s: float) -> Examination:

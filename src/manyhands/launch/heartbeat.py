@@ -214,10 +214,10 @@ def was_killed(folder: RunFolder, status: Mapping[str, Any], beats: Mapping[int,
     at_work = [beat for beat in beats.values() if not beat.done]
     if status.get("state") != "running" or any(lives(folder, beat) for beat in at_work):
         return False
-    launcher = status.get("pid")
+    launcher, is_gone = status.get("pid"), bool(at_work)
     if status.get("host", this_host()) == this_host() and isinstance(launcher, int):
-        return not psutil.pid_exists(launcher)
-    return bool(at_work)
+        is_gone = not psutil.pid_exists(launcher)
+    return is_gone and folder.read_status() == status  # else it has ended by itself since ``status`` was read
 
 
 def read_begun(folder: RunFolder, rank: int) -> int | None:

@@ -5,6 +5,7 @@ All facts are gathered here: the model, the prepared samples, this machine.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -125,16 +126,10 @@ def prepare_run(
     for note in notes:
         report(f"note: {note}")
     require_extras("" if dry_run else config.parallel.strategy)
+    config, was_there, lock = _take_folder(config, fresh, take_lock, report)
     folder = folder_of(config)
-    with refuse_unusable(folder):
-        if fresh:
-            config = fresh_name(config, is_taken)
-            folder = folder_of(config)
-        if find_run(folder, config) == "finished":
-            return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
-        was_there = folder.path.exists()
-        folder.path.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(folder, report)
+    if lock is None:
+        return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
     try:
         if not (fresh or dry_run):
             fetch_run(folder, config, report)
@@ -156,6 +151,28 @@ def prepare_run(
         raise
     resume = folder.newest_step() is not None
     return Prepared(folder, config, plan, resume=resume, finished=False, lock=lock, num_left=num_left)
+
+
+def _take_folder(
+    config: RunConfig, fresh: bool, take_lock: TakeLock, report: Callable[[str], None]
+) -> tuple[RunConfig, bool, FolderLock | None]:
+    """The run under the name that it gets, whether its folder was there, and the lock; None where it is finished."""
+    asked, running = config, set[str]()
+    while True:
+        with refuse_unusable(folder_of(config)):
+            if fresh:
+                config = fresh_name(asked, lambda one: one.name in running or is_taken(one))
+            folder = folder_of(config)
+            if find_run(folder, config) == "finished":
+                return config, True, None
+            was_there = folder.path.exists()
+            folder.path.mkdir(parents=True, exist_ok=True)
+            try:
+                return config, was_there, take_lock(folder, report)
+            except UserError:
+                if not fresh:
+                    raise
+                running.add(config.name)  # of another fresh start, which writes run.json once its data is prepared
 
 
 def _make_ready(folder: RunFolder, dry_run: bool, host: HostFacts | None) -> None:
@@ -279,9 +296,10 @@ def _planned_elsewhere(folder: RunFolder) -> UserError:
 
 
 def _remove_empty(folder: RunFolder) -> None:
-    if {entry.name for entry in folder.path.iterdir()} <= {folder.lock_file.name}:
-        folder.lock_file.unlink(missing_ok=True)
-        folder.path.rmdir()
+    with contextlib.suppress(OSError):  # another start of this name has the folder by now
+        if {entry.name for entry in folder.path.iterdir()} <= {folder.lock_file.name}:
+            folder.lock_file.unlink(missing_ok=True)
+            folder.path.rmdir()
 
 
 def gather_facts(

@@ -178,7 +178,7 @@ class RunFolder:
 
     def newest_plan_number(self) -> int:
         """0 before the first plan."""
-        names = (re.fullmatch(r"(\d{3,9})\.json", path.name) for path in self.plans.glob("*.json"))
+        names = (re.fullmatch(r"(\d{3,9})\.json", path.name) for path in _list(self.plans, "*.json"))
         return max((int(match[1]) for match in names if match), default=0)
 
     @property
@@ -243,10 +243,10 @@ class RunFolder:
         """status.json; ``{}`` before the first launch. Where it is damaged, or gone: ``finished`` if there is a report,
         which only a finished run has, else ``unknown``.
         """
+        is_there = self.status_json.exists()  # before it is read: a launch may write the first one in between
         status = read_json(self.status_json)
         if isinstance(status, dict) and status.get("state") in get_args(State):
             return status
-        is_there = self.status_json.exists()
         if not is_there and not self.metrics.exists():
             return {}
         is_finished = isinstance(read_json(self.report_json), dict)
@@ -314,22 +314,20 @@ class RunFolder:
     def newest_step(self) -> int | None:
         """Step of the newest complete checkpoint; a checkpoint exists when its manifest does."""
         names = (
-            re.fullmatch(r"step-(\d+)", path.parent.name) for path in self.checkpoints.glob("step-*/manifest.json")
+            re.fullmatch(r"step-(\d+)", path.parent.name) for path in _list(self.checkpoints, "step-*/manifest.json")
         )
         return max((int(match[1]) for match in names if match), default=None)
 
     def was_started(self) -> bool:
         """Whether a rank has ever run here; without, the folder holds plans only."""
         started = self.status_json.exists() or self.metrics.exists() or self.checkpoints.exists()
-        return started or any(self.logs.glob("rank-*.log"))
+        return started or bool(_list(self.logs, "rank-*.log"))
 
     # What the ranks write while they run.
 
     def list_ranks(self, pattern: str) -> list[Path]:
         """Files of the newest launch; none in the moment in which the launcher removes those of an earlier one."""
-        with suppress(FileNotFoundError):
-            return sorted(self.ranks.glob(pattern))
-        return []
+        return _list(self.ranks, pattern)
 
     def read_failures(self) -> dict[int, dict[str, Any]]:
         """The reasons that ranks of this launch have written."""
@@ -364,6 +362,13 @@ def refuse_unusable(folder: RunFolder) -> Iterator[None]:
             why=f"{error.strerror or error}: {error.filename}" if error.filename else str(error),
             fix="choose another output.dir (or name), or correct the permissions of this one",
         ) from error
+
+
+def _list(folder: Path, pattern: str) -> list[Path]:
+    """What matches in a folder; nothing where it is removed meanwhile, which ``glob`` raises."""
+    with suppress(FileNotFoundError):
+        return sorted(folder.glob(pattern))
+    return []
 
 
 def _format(finding: Any) -> str:

@@ -99,16 +99,12 @@ def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | No
 
 
 def find_live_runs(runs: Path) -> list[RunFolder]:
-    """The runs in a folder of runs that have a living rank on this machine."""
-    found = {
-        folder: read_beats(folder) for folder in map(RunFolder, sorted(p.parent for p in runs.glob("*/status.json")))
-    }
+    """The runs in a folder of runs that are running; between two attempts they have no living rank."""
     return [
         folder
-        for folder, beats in found.items()
+        for folder in map(RunFolder, sorted(path.parent for path in runs.glob("*/status.json")))
         if (status := folder.read_status()).get("state") == "running"
-        and any(lives(folder, beat) for beat in beats.values())
-        and not was_killed(folder, status, beats)
+        and not was_killed(folder, status, read_beats(folder))
     ]
 
 
