@@ -59,6 +59,7 @@ def test_with_snapshots_in_memory_only_the_step_in_flight_is_lost(
     assert ended.code == 0 and "error" not in ended.output, ended.output
     assert "restarting from step 6 in host memory, if every rank has it, 1 step lost" in ended.output
     assert "resumed after step 6 from host memory" in ended.output
+    assert ended.output.count("\nloss: ") == 1, "the first start's checks hold for the second"
     run, alone = place.run(name), whole[1]
     if file == "full.yaml":
         alone = place.run("full-alone")

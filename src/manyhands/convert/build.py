@@ -1,6 +1,7 @@
 """Build the model that a plan names: on meta, changed by the plan's converters in their order, then filled.
 
-No feature is named here but in ``CONVERTERS``, which says where each one is. Must not know how parameters are sharded.
+No feature is named here but in ``CONVERTERS``, which says where each one is, and in ``TESTS_WEIGHTS``. Must not know
+how parameters are sharded.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from torch import nn
 from manyhands.convert.protocol import Context, Converter
 from manyhands.core.errors import UserError
 from manyhands.core.holding import full_numel
-from manyhands.model.load import build_meta, hugging_face_model, layers_that_fill_themselves, materialize
+from manyhands.model.load import build_meta, layers_that_fill_themselves, materialize
 from manyhands.model.loss import LossModel
+from manyhands.model.structure import hugging_face_model
+from manyhands.plan.types import Plan
 
 # Name in a plan -> module and class, imported when a plan names it. A plan may also name ``module:Class`` itself.
 CONVERTERS = {
@@ -33,6 +36,7 @@ CONVERTERS = {
     "attention_kernels": "manyhands.convert.attention_kernels:FastAttention",
     "fused_loss": "manyhands.convert.fused_loss:FusedLoss",
 }
+TESTS_WEIGHTS = {"fp8"}  # of these the self-test's result depends on the weights
 
 
 def make(spec: str, context: Context) -> Converter:
@@ -69,6 +73,11 @@ def _no_converter(spec: str, why: str) -> UserError:
     )
 
 
+def tests_weights(plan: Plan) -> bool:
+    """Whether a self-test of the plan's converters, or of others than those known here, depends on the weights."""
+    return not set(plan.converters) <= CONVERTERS.keys() - TESTS_WEIGHTS
+
+
 def make_all(context: Context) -> list[Converter]:
     """The converters of the plan, in its order."""
     return [make(spec, context) for spec in context.plan.converters]
@@ -91,7 +100,9 @@ def load_weights(context: Context, converters: Sequence[Converter], module: nn.M
     """Give ``module``, the loss model or the transformers model, memory on ``device`` and its weights; then converters
     fill what no file holds.
     """
-    materialize(module, context.plan, context.config, device, draw_on=context.device)
+    named = hugging_face_model(module).named_parameters(remove_duplicate=False) if context.restores else ()
+    left = {name for name, parameter in named if parameter.requires_grad}
+    materialize(module, context.plan, context.config, device, draw_on=context.device, left=left)
     for converter in converters:
         converter.after_load(hugging_face_model(module))
 

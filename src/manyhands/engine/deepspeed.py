@@ -23,9 +23,8 @@ from manyhands.core.world import World
 from manyhands.engine.deepspeed_compat import copy_masters, drop_gradients, gradient_parts, open_deepspeed, quiet
 from manyhands.engine.native import RankEngine, tensor_norms
 from manyhands.engine.zero_partitions import load_fragments, register_fragments, save_fragments
-from manyhands.model.load import hugging_face_model
 from manyhands.model.loss import LossModel, Terms
-from manyhands.model.structure import find_blocks
+from manyhands.model.structure import find_blocks, hugging_face_model
 from manyhands.plan.layout import Layout
 from manyhands.plan.types import Plan
 from manyhands.train.optimizer import make_optimizer, set_learning_rate

@@ -10,7 +10,7 @@ features changed the model: a changed layer says itself what loading has to know
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,7 +28,7 @@ from manyhands.model.attention import register_attention
 from manyhands.model.multimodal import choose_attention, takes_images
 from manyhands.model.resize_embeddings import Resized, rows_by_token
 from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
-from manyhands.model.structure import auto_class, is_multimodal
+from manyhands.model.structure import auto_class, hugging_face_model, is_multimodal
 from manyhands.plan.types import Plan
 
 MARK = "_is_hf_initialized"  # transformers' initialization skips tensors with this attribute
@@ -142,10 +142,15 @@ def untie_as_stored(model_config: Any, folder: Path) -> None:
 
 
 def materialize(
-    model: nn.Module, plan: Plan, config: RunConfig, device: torch.device, draw_on: torch.device | None = None
+    model: nn.Module,
+    plan: Plan,
+    config: RunConfig,
+    device: torch.device,
+    draw_on: torch.device | None = None,
+    left: Collection[str] = (),
 ) -> None:
     """Give a meta model memory on ``device`` and its weights; what no file holds is left for converters to fill.
-    ``draw_on``: where random weights are drawn, if not there.
+    ``draw_on``: where random weights are drawn, if not there. Parameters whose names are ``left`` get memory alone.
 
     ``model`` is the Hugging Face model or the ``LossModel`` around it: whichever is the root of the sharding.
     Parameters may be held in parts (``core/holding.py``). Raises ``UserError`` before reading if names or shapes in
@@ -159,18 +164,9 @@ def materialize(
         inner.tie_weights()  # a plain to_empty unties
     rebuild_buffers(inner)
     if checkpoint is not None:
-        read_weights(inner, checkpoint, plan.new_tokens)
+        read_weights(inner, checkpoint, plan.new_tokens, left)
     else:
-        initialize_randomly(inner, config.seed, draw_on or device)
-
-
-def hugging_face_model(model: Any) -> Any:
-    """The transformers model itself, or the one inside a wrapper that calls it ``model``."""
-    from transformers import PreTrainedModel
-
-    inner = model if isinstance(model, PreTrainedModel) else model.model
-    assert isinstance(inner, PreTrainedModel)
-    return inner
+        initialize_randomly(inner, config.seed, draw_on or device, left)
 
 
 @torch.no_grad()
@@ -262,16 +258,19 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
 
 
 @torch.no_grad()
-def read_weights(model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None) -> None:
-    """Copy this rank's slice of every stored tensor into the model, file by file, cast to the parameter's dtype.
+def read_weights(
+    model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None, left: Collection[str] = ()
+) -> None:
+    """Copy this rank's slice of every stored tensor, but those ``left``, file by file, cast to the parameter's dtype.
 
     What transformers converts is read in full, one conversion at a time. Layers that fill themselves do so one after
     the other, on all ranks together: a rank holds its slice of one weight at a time.
     """
     filling = _Filling(model, new_tokens)
-    for path in sorted({stored.file for stored in checkpoint.plain.values()}):
+    plain = {name: stored for name, stored in checkpoint.plain.items() if name not in left}
+    for path in sorted({stored.file for stored in plain.values()}):
         with open_weights(path) as file:
-            for name, stored in checkpoint.plain.items():
+            for name, stored in plain.items():
                 if stored.file == path and stored.nf4 is not None:
                     filling.fill(name, stored.nf4)
                 elif stored.file == path:
@@ -320,15 +319,16 @@ class _Filling:
 
 
 @torch.no_grad()
-def initialize_randomly(model: Any, seed: int, device: torch.device) -> None:
-    """New weights by the family's own rule, drawn from (seed, name): the same for any sharding and number of processes.
+def initialize_randomly(model: Any, seed: int, device: torch.device, left: Collection[str] = ()) -> None:
+    """New weights, but those ``left``, by the family's own rule, drawn from (seed, name): the same for any sharding and
+    number of processes.
 
     The full parameters of one module at a time are made on ``device``, initialized and cut to this rank's part. CPU and
     GPU draw different numbers from one seed, so weights in host memory begin as those on the GPU do if they are drawn
     there; and a CPU draws 8 billion values in a minute.
     """
     seen: set[int] = set()
-    unstored = unstored_parameters(model)
+    unstored = unstored_parameters(model).union(left)
     for name, module, owner in with_owners(model):
         own = {
             key: p

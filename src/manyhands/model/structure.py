@@ -18,6 +18,15 @@ from torch import nn
 from manyhands.core.errors import UserError
 
 
+def hugging_face_model(model: Any) -> Any:
+    """The transformers model itself, or the one inside a wrapper that calls it ``model``."""
+    from transformers import PreTrainedModel
+
+    inner = model if isinstance(model, PreTrainedModel) else model.model
+    assert isinstance(inner, PreTrainedModel)
+    return inner
+
+
 def auto_class(config: Any) -> Any:
     """``AutoModelForMultimodalLM`` for a transformers config of text and more that it knows, else
     ``AutoModelForCausalLM``.

@@ -13,12 +13,13 @@ import torch
 
 from manyhands.checkpoint.load import find_sound
 from manyhands.checkpoint.manifest import clean_leftovers
-from manyhands.convert.build import build_on_meta, count_parameters, describe_new, load_weights, make_all
+from manyhands.convert.build import build_on_meta, count_parameters, describe_new, load_weights, make_all, tests_weights
 from manyhands.convert.protocol import Context
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.holding import full_numel
 from manyhands.core.limits import FEATURES_FOLDER
+from manyhands.core.segments import COPIED
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import FeatureFiles, FeatureWork, digest_of_pixels
@@ -90,7 +91,9 @@ def build_model(rank: RankContext) -> None:
     await_room(rank, sum(plan.memory.terms.get(name, 0) for name in STANDING))
     if config.kernels.deterministic:
         use_deterministic_kernels()
-    context = Context(config, plan, world.device, resumes=rank.checkpoint is not None or rank.snapshot is not None)
+    resumes = rank.checkpoint is not None or rank.snapshot is not None
+    restores = has_passed_checks(rank) and plan.layout.trains_everything
+    context = Context(config, plan, world.device, resumes=resumes, restores=restores)
     converters = rank.converters = make_all(context)
     reported: set[str] = set()
     rank.loss_model = build_on_meta(context, converters, rank.print)
@@ -140,8 +143,19 @@ def keep_features(rank: RankContext) -> None:
     images.kept = KeptFeatures(images, rank.model, FeatureFiles(rank.features))
 
 
+def has_passed_checks(rank: RankContext) -> bool:
+    """Whether an attempt of this launch has trained by this plan on this machine: it has left a snapshot in memory. Not
+    where another node's copy may have come here, or where a test changes with the weights.
+    """
+    is_the_plan = rank.plan.cause not in ("resize", "out_of_memory")
+    is_here = rank.snapshot is not None and COPIED not in os.environ
+    return is_here and is_the_plan and not tests_weights(rank.plan)
+
+
 def check_model(rank: RankContext) -> None:
-    """Fast paths are compared with the loaded model itself, before the first step."""
+    """Fast paths are compared with the loaded model itself, before the first step of a launch."""
+    if has_passed_checks(rank):
+        return
     check_loss(rank.engine, rank.loss_model, rank.world.device)
     check_rows = check_packing if rank.plan.packing else check_padding
     check_rows(rank.engine, rank.loss_model, rank.world.device)
