@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from manyhands.launch import rank_process
+from manyhands.launch.environment import ENDING
 from manyhands.launch.rank_process import RankProcess, await_end, await_memory, has_released_memory, killed_by
 
 PAUSE = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -81,6 +82,28 @@ def test_who_has_room_does_not_wait_and_who_has_none_waits_for_the_end(monkeypat
     assert has_released_memory(running.pid) and Path(f"/proc/{running.pid}").exists()
     running.wait()
     await_memory([], 1, Mock(side_effect=AssertionError), looks)
+
+
+@linux
+def test_the_next_rank_waits_where_a_full_gpu_takes_no_further_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver needs hundreds of MiB for a process; what it says once nobody gives memory back any more is raised."""
+    import torch
+
+    from manyhands.worker.rendezvous import pick_device
+
+    monkeypatch.setattr(rank_process, "LOOK_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    full, use = RuntimeError("CUDA error: out of memory"), Mock()
+    monkeypatch.setattr(torch.cuda, "set_device", use)
+    running = start()
+    monkeypatch.setenv(ENDING, str(running.pid))
+    use.side_effect = [full, full, None, None]
+    assert pick_device("cuda", 0) == torch.device("cuda", 0) and use.call_count == 4
+    running.kill()
+    running.wait()
+    use.side_effect = [full]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pick_device("cuda", 0)
 
 
 @linux

@@ -276,6 +276,11 @@ ENDING = "MANYHANDS_ENDING"  # processes of the attempt before that may still gi
 MAX_GPU_THREADS = 8  # a GPU rank computes little on the host; more threads only disturb its neighbors
 
 
+def ending_processes() -> list[int]:
+    """Of the attempt before: what may still give memory back."""
+    return [int(pid) for pid in os.environ.get(ENDING, "").split()]
+
+
 def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables to add for each worker of ``plan``: the plan's own and our defaults, less those the user has set.
 

@@ -36,12 +36,12 @@ LINK_BYTES, LINK_ROUNDS = 2**26, 5
 
 
 def check_machines(rank: RankContext) -> None:
-    """Rank 0 shows what might slow the run down or end it. Nothing here ends it. After a restart most of it is known,
-    and the driver would answer late, as it takes back what the ranks of before have held.
+    """Rank 0 shows what might slow the run down or end it. Nothing here ends it. After a restart it is known, and the
+    driver would answer late, as it takes back what the ranks of before have held; on a full GPU there is no room yet.
     """
     is_gpu, is_restart = rank.world.device.type == "cuda", int(os.environ.get(ATTEMPT, 1)) > 1
     rate = matmul_tflops(rank.world.device) if is_gpu and not is_restart else None
-    link = all_reduce_gb_s(rank.world.device) if is_gpu and rank.world.world_size > 1 else None
+    link = all_reduce_gb_s(rank.world.device) if is_gpu and not is_restart and rank.world.world_size > 1 else None
     health = None if is_restart or rank.world.local_rank else read_health(host_name(), rank.folder.path)
     found = run_on_all_ranks(lambda: (host_name(), rate, health))
     if not rank.is_first or is_restart:

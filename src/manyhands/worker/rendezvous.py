@@ -27,6 +27,7 @@ from manyhands.launch.environment import (
     Launcher,
     accelerate_settings,
     apply_variables,
+    ending_processes,
     localize,
     refuse_silent_single,
     set_worker_environment,
@@ -34,6 +35,7 @@ from manyhands.launch.environment import (
 from manyhands.launch.heartbeat import this_host
 from manyhands.launch.nodes import NodeGroup
 from manyhands.launch.prepare import prepare_run, summarize_start
+from manyhands.launch.rank_process import await_memory
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
@@ -282,8 +284,18 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
             fix="start at most one process a GPU, or widen CUDA_VISIBLE_DEVICES",
         )
     device = torch.device("cuda", local_rank)
+    await_memory(ending_processes(), 1, lambda: _takes_process(device), lambda: None)
     torch.cuda.set_device(device)
     return device
+
+
+def _takes_process(device: torch.device) -> bool:
+    """Whether this process can use the GPU now: that takes hundreds of MiB, which a killed rank may still hold."""
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError:  # whoever has waited long enough raises it
+        return False
+    return True
 
 
 def form_group(store: dist.Store, launcher: Launcher, device: torch.device, timeout_s: float) -> World:

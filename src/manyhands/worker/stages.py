@@ -29,7 +29,7 @@ from manyhands.data.streams import Sample, cut_to_loss
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
-from manyhands.launch.environment import ENDING
+from manyhands.launch.environment import ending_processes
 from manyhands.launch.rank_process import await_memory
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.features import KeptFeatures, digest_of_weights
@@ -117,13 +117,13 @@ def await_room(rank: RankContext, needed: int) -> None:
     """After a restart: waits until ``needed`` bytes are free on the GPU or already reserved by this rank, or until the
     ranks of the previous attempt have released all of their memory, which takes seconds.
     """
-    pids, device = [int(pid) for pid in os.environ.get(ENDING, "").split()], rank.world.device
+    device = rank.world.device
     if device.type == "cuda":
 
         def read_free() -> int:
             return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
-        await_memory(pids, needed, read_free, rank.beat)
+        await_memory(ending_processes(), needed, read_free, rank.beat)
 
 
 def use_deterministic_kernels() -> None:
