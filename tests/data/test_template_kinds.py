@@ -241,3 +241,40 @@ def test_a_call_whose_name_stands_in_the_text_beside_it_is_not_shown_by_that() -
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     with pytest.raises(RowRefused, match="does not show the tool call look"):
         shown(template, calling("I will look for it."))
+
+
+def test_the_end_of_text_token_in_an_argument_does_not_end_the_call() -> None:
+    """Thinking that is shown in the last turn alone, after Nemotron, so that no prefix tells where the call ends."""
+    thoughts = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    messages = calling("")
+    messages[1]["tool_calls"][0]["function"]["arguments"]["x"] = "b</s>c"
+    expected = [ONE_CALL.replace("1", '"b</s>c"'), "<think></think>Fine.<|im_end|>"]
+    assert shown(HEADER + thoughts + "{{ m.content }}" + CALLS + FOOTER, messages) == expected
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_a_null_beside_a_call_is_written_as_earlier_turns_take_it(content: str | None) -> None:
+    """After QwQ, which takes null in the last message alone."""
+    answer = "{% if not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content or '' }}{% endif %}"
+    assert shown(HEADER + answer + CALLS + FOOTER, calling(content)) == [ONE_CALL, "Fine.<|im_end|>"]
+
+
+def test_text_beside_a_call_that_is_hidden_once_an_answer_follows() -> None:
+    """After gpt-oss, whose results repeat the names of their calls."""
+    name = ".tool_calls[0].function.name }}"
+    template = (
+        "{% for m in messages %}<|im_start|>{% if m.role == 'tool' %}{{ loop.previtem" + name + "{% else %}{{ m.role }}"
+        "{% endif %}\n{% if m.tool_calls %}{{ m.content if loop.last else '' }}[INST]{{ m" + name + "</s>"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert shown(template, calling("Wait.")) == ["[INST]look</s>", "Fine.<|im_end|>"]
+    assert "leaves out text beside a tool call" in notes_of(template, calling("Wait."))
+
+
+def test_the_thinking_of_an_answer_that_nothing_was_asked_for() -> None:
+    """After Qwen3.5 with an empty thinking in its prompt: the turn begins where it differs from that."""
+    think = "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}"
+    template = HEADER + think + "{{ m.content }}" + FOOTER.replace("assistant\n", "assistant\n<think></think>")
+    messages = [{**TWO[1], "reasoning_content": "Because of this"}, *TWO[2:]]
+    assert shown(template, messages) == ["Because of this</think>Hello<|im_end|>", "Fine.<|im_end|>"]

@@ -280,7 +280,7 @@ class SpanFinder:
             alone = (self._template.try_render([PROMPT, filled, *following], tools) or "").partition(private)[0]
             own = alone[self._measure_supplied(alone, opening, len(alone)) :]
             if self._plain_header and head.endswith(self._plain_header + own):
-                return len(head) - len(own)
+                return min(len(head) - len(own), common)  # the turn itself may think where the filled one does not
         return None
 
     def _find_gaps(
@@ -367,7 +367,8 @@ class SpanFinder:
             start = self._markers.measure_supplied(gap, supplied)
             own, closing = gap[start:], ""
             if messages[turn].get("tool_calls") or messages[turn].get("content"):
-                for turn_alone in (messages[turn], plain):
+                hidden = [{**plain, "content": ""}] if visible(messages[turn]) not in text else []
+                for turn_alone in (messages[turn], plain, *hidden):
                     for other, _ in self._find_gaps(whole, turn, [turn_alone, *self._followers(whole, turn)], private):
                         closing = closing or self._ends.cut_closing(
                             own, other[self._markers.measure_supplied(other, supplied) :], is_last

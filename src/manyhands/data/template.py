@@ -311,21 +311,22 @@ class ChatTemplate:
                     "content": content,
                     "tool_calls": [_write_arguments(call) if text_arguments else call],
                 }
-                text = self._show_call(turn)
-                if SHOWN in text:
-                    faults[text_arguments, content] = sum(map(text.count, ("None", "null", "{'b'")))
+                alone, continued = self._show_call(turn)
+                text = alone or continued
+                if SHOWN in text:  # a form that is taken only from the last message is worse than others, too
+                    faults[text_arguments, content] = sum(map(text.count, ("None", "null", "{'b'"))) + (not continued)
         fewest = min(faults.values(), default=0)
         forms = [form for form, number in faults.items() if number == fewest]
         text_arguments = bool(forms) and all(as_text for as_text, _ in forms)
         return CallForm(text_arguments, tuple(content for as_text, content in forms if as_text == text_arguments))
 
-    def _show_call(self, turn: Message) -> str:
-        """The text of a question and ``turn``, which calls a tool; if the template refuses that, with the tool's result
-        behind it.
+    def _show_call(self, turn: Message) -> tuple[str, str]:
+        """The texts of a question and ``turn``, which calls a tool, and with the tool's result behind it; "" for what
+        the template refuses.
         """
         asked = {"role": "user", "content": "a"}
         result = {"role": "tool", "content": "a", "tool_call_id": "abcdefghi"}
-        return self.try_render([asked, turn]) or self.try_render([asked, turn, result]) or ""
+        return self.try_render([asked, turn]) or "", self.try_render([asked, turn, result]) or ""
 
     def leaves_out(self, role: str) -> bool:
         """Whether the template shows nothing of a message of the role ``system``, ``developer`` or ``tool``."""

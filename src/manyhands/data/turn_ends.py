@@ -20,13 +20,16 @@ class TurnEnds:
     def __init__(self, template: ChatTemplate, markers: Markers, eos: str | None) -> None:
         self._template, self._markers, self._eos = template, markers, eos
         self.known: Ending | None = None  # once it was asked for
+        self._openers: set[str] = set()  # what follows the end of an answer in any case
 
     def cut_closing(self, tail: str, other: str, is_last: bool) -> str:
         """What of ``tail`` closes a turn: what stands there in any case, whether the conversation ends with the turn or
         goes on (``other``), up to the last token, or what closes an answer there."""
         ending = self.find()
         common = self._markers.measure_common(tail, other)
-        closing = self.cut_opener(self._markers.cut_behind_last(tail[:common]))
+        closing = self._markers.cut_behind_last(tail[:common])
+        for opener in self._openers:  # the arguments of calls may hold the end-of-text token, too
+            closing = closing.removesuffix(opener)
         behind = (tail if is_last else other)[common:]  # as the last turn
         if not ending.trailer.strip().endswith(behind.strip()) and not self._markers.measure_first(behind):
             return ""  # the turn itself is written otherwise
@@ -75,6 +78,7 @@ class TurnEnds:
             if ending is None:
                 raise _no_ending()
             marker, inner = self.cut_opener(ending.marker), self.cut_opener(ending.inner)
+            self._openers = {ending.marker.removeprefix(marker), ending.inner.removeprefix(inner)}
             self.known = Ending(marker, ending.marker[len(marker) :] + ending.trailer, inner)
         return self.known
 
