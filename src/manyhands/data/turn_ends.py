@@ -28,8 +28,9 @@ class TurnEnds:
         ending = self.find()
         common = self._markers.measure_common(tail, other)
         closing = self._markers.cut_behind_last(tail[:common])
-        for opener in self._openers:  # the arguments of calls may hold the end-of-text token, too
-            closing = closing.removesuffix(opener)
+        # No more than that: the arguments of calls may hold the end-of-text token, too.
+        openers = (opener for opener in self._openers if closing.endswith(opener))
+        closing = closing.removesuffix(max(openers, key=len, default=""))
         behind = (tail if is_last else other)[common:]  # as the last turn
         if not ending.trailer.strip().endswith(behind.strip()) and not self._markers.measure_first(behind):
             return ""  # the turn itself is written otherwise
