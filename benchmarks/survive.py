@@ -134,7 +134,12 @@ class LiveRun:
         metrics.jsonl: a launcher that sees the same end at the same step twice takes it for a fault of the run, and
         rows that are not written yet die with their rank.
         """
-        self.follow(lambda: time.time() >= at and self.step is not None and self.last_written() >= self.next_kill)
+        self.follow(lambda: time.time() >= at and self.step is not None and self.has_recovered)
+
+    @property
+    def has_recovered(self) -> bool:
+        """Whether ``BETWEEN_KILLS`` steps after that of the last kill are in metrics.jsonl."""
+        return self.last_written() >= self.next_kill
 
     def last_written(self) -> int:
         """The newest step in metrics.jsonl."""
@@ -248,6 +253,8 @@ class Survival:
                 if time.time() < begin + seconds:
                     run.kill(rank)
             run.follow(lambda: time.time() >= begin + seconds)
+            last = self.deadline - 1.0  # the last kill has its recovery too, where the call has time for it
+            run.follow(lambda: run.has_recovered or time.monotonic() > last)
         except RunFailed as error:
             if not run.kills:
                 raise
