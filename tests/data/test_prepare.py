@@ -394,6 +394,6 @@ def test_a_store_that_another_start_removes_is_not_called_damaged(write_rows, ma
     folder = Path(prepare(config, model_folder, lines.append).folder)
     lines.clear()
     monkeypatch.setattr(TokenStore, "open", staticmethod(lambda *a, **k: (remove(folder), open_store(*a, **k))[1]))
-    with pytest.raises(UserError):  # it goes on removing
+    with pytest.raises(UserError):  # it is removed each time it is opened
         prepare(config, model_folder, lines.append)
     assert lines[-1].startswith("tokenized") and not any("damaged" in line for line in lines)

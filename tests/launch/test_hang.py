@@ -227,37 +227,39 @@ def test_a_run_that_has_failed_is_not_taken_for_one_that_hangs(planned) -> None:
     assert told("before", "running", pid=killed.pid) == (f"{folder.path}: killed; no rank is at work",)
 
 
-def test_a_run_whose_ranks_are_gone_is_examined_as_long_as_its_launcher_lives(planned) -> None:
-    from manyhands.launch.hang import examine
-
+def with_killed_rank(planned) -> RunFolder:
+    """A run that is running, whose one rank was killed in training and whose launcher, this process, lives."""
     folder, _ = planned("wait", "end")
     with subprocess.Popen(["sleep", "60"]) as killed:
         killed.kill()
     folder.ranks.mkdir()
     write_json(folder.beat(0), asdict(Beat(0, killed.pid, "train", 7, 0.0, 0.0, host=this_host())))
     folder.write_status("running", pid=os.getpid())
+    return folder
+
+
+def test_a_run_whose_ranks_are_gone_is_examined_as_long_as_its_launcher_lives(planned) -> None:
+    from manyhands.launch.hang import examine
+
+    folder = with_killed_rank(planned)
     assert examine(folder, look_s=0.0, still_s=0.0).stands_still
 
 
 def test_a_run_that_ends_or_restarts_meanwhile_does_not_hang(planned, monkeypatch: pytest.MonkeyPatch) -> None:
     from manyhands.launch.hang import examine
 
-    folder, _ = planned("wait", "end")
-    with subprocess.Popen(["sleep", "60"]) as killed:
-        killed.kill()
-    folder.ranks.mkdir()
-    write_json(folder.beat(0), asdict(Beat(0, killed.pid, "train", 7, 0.0, 0.0, host=this_host())))
-    folder.write_status("running", pid=os.getpid())
+    folder = with_killed_rank(planned)
     folder.add_restart({"cause": "rank 0 was killed (SIGKILL)", "wait_s": 60.0})
     told = examine(folder, look_s=0.0, still_s=0.0)
     why = "restarting (rank 0 was killed (SIGKILL)); no rank is at work"
     assert told.lines == (f"{folder.path}: {why}",) and not told.stands_still
 
+    record = folder.beat(0).read_text()
     folder.clear_ranks()
     folder.write_status("running", pid=os.getpid())
     assert examine(folder, look_s=0.0).lines == (f"{folder.path}: running; its ranks are starting",)
     folder.ranks.mkdir()
-    write_json(folder.beat(0), asdict(Beat(0, killed.pid, "train", 7, 0.0, 0.0, host=this_host())))
+    folder.beat(0).write_text(record)
 
     def finish(seconds: float) -> None:
         folder.write_status("finished")

@@ -55,7 +55,7 @@ def test_what_does_not_help_is_not_proposed():
     fix = refused(run_config(method__name="full"), machine("1xRTX4090"))
     assert "max_length" not in fix and "one of these fits: " in fix
     tiny = facts(llama_8b(), gpus=1, gpu_bytes=2 * GIB, data=LONG, host_bytes=2 * GIB)
-    assert refused(run_config(method__name="qlora"), tiny).startswith("take a smaller model, or GPUs with more memory")
+    assert refused(run_config(method__name="qlora"), tiny).startswith("use a smaller model or GPUs with more memory")
 
 
 def test_two_changes_are_proposed_where_no_single_one_fits_on_the_gpus_that_are_there():

@@ -239,10 +239,10 @@ def test_the_norm_of_gradients_in_host_memory_costs_a_pass_over_them_where_they_
     assert shared - alone == pytest.approx(2 * narrow.num_trained / RATES.pcie)
 
 
-def test_weights_in_host_memory_are_updated_beside_the_backward_pass_where_nothing_judges_gradients_first():
+def test_weights_in_host_memory_are_updated_beside_the_backward_pass_where_nothing_needs_all_gradients_first():
     """Clipping does, and so does a second micro-batch, whose gradients are added."""
     narrow = change_input(FULL, offload="all", device="cuda", master_dtype="bfloat16", accumulates=False)
-    free, compute = change_input(narrow, judges_gradients=False), 1e3  # seconds: enough to hide any copy
+    free, compute = change_input(narrow, needs_all_gradients=False), 1e3  # seconds: enough to hide any copy
     on_host = narrow.num_trained * (2 + 6) / RATES.pcie  # gradients, and what is in and out at the same time
     assert time.optimizer(asked(narrow)) - time.optimizer(asked(free)) == pytest.approx(on_host)
     assert time.offload(asked(free), compute) - time.offload(asked(narrow), compute) < 0.03 * on_host
@@ -250,7 +250,7 @@ def test_weights_in_host_memory_are_updated_beside_the_backward_pass_where_nothi
     assert time.optimizer(several[0]) == time.optimizer(several[1])
     unclipped = {"optimizer__max_grad_norm": 0.0}
     found = [
-        base_input(run_config(**keys), facts()).judges_gradients
+        base_input(run_config(**keys), facts()).needs_all_gradients
         for keys in ({}, unclipped, unclipped | {"guards__nonfinite": "skip"}, unclipped | {"guards__spike": "skip"})
     ]
     assert found == [True, False, True, True]

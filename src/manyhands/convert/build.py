@@ -101,8 +101,8 @@ def load_weights(context: Context, converters: Sequence[Converter], module: nn.M
     fill what no file holds.
     """
     named = hugging_face_model(module).named_parameters(remove_duplicate=False) if context.restores else ()
-    left = {name for name, parameter in named if parameter.requires_grad}
-    materialize(module, context.plan, context.config, device, draw_on=context.device, left=left)
+    skip = {name for name, parameter in named if parameter.requires_grad}
+    materialize(module, context.plan, context.config, device, draw_on=context.device, skip=skip)
     for converter in converters:
         converter.after_load(hugging_face_model(module))
 

@@ -11,6 +11,7 @@ leave beside the computation, in FSDP2's reduce-scatter stream. Must not know th
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from manyhands.core.holding import is_full
 
 PREFETCH = True  # False: FSDP2 alone, to compare with
-HELD_BYTES = 2**29  # of gradients whose update is under way; a larger one is held alone
+HELD_BYTES = 2**29  # of gradients that are being used for updates; a larger one is held alone
 
 
 class BlockPrefetch:
@@ -148,25 +149,25 @@ class GradientNorms:
 
 
 @runtime_checkable
-class UpdatesOne(Protocol):
-    """An optimizer that can update one parameter by itself."""
+class PerParameterOptimizer(Protocol):
+    """An optimizer that can update parameters one at a time."""
 
     def prepare_updates(self) -> None:
-        """For the ``update`` of any parameters, before the next ``step``."""
+        """Once, before a step's first ``update``."""
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The step of one parameter alone, on the current stream; ``step`` leaves it out and waits for it."""
+        """Updates one parameter on the current stream; ``step`` skips it and waits for the update."""
 
 
 class BackwardUpdate:
-    """Updates each weight as soon as its gradient is there, while the backward pass goes on: the copies of weights and
-    states between host and device pass beside it, and gradients never leave the device.
+    """Updates each weight during the backward pass, as soon as its gradient is complete. Copies of weights and
+    optimizer states between host and device overlap with the computation, and gradients never leave the device.
 
-    For one rank whose step is one micro-batch, and where nothing has to be known of all gradients before, as clipping
-    must. After ``GradientNorms``: the gradient is gone afterwards.
+    For one rank, steps of one micro-batch, and updates that do not depend on all gradients, as clipping does. Made
+    after ``GradientNorms``, as it takes the gradients away.
     """
 
-    def __init__(self, model: nn.Module, optimizer: UpdatesOne, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, optimizer: PerParameterOptimizer, device: torch.device) -> None:
         """``model``: FSDP2 has been applied to it and to its blocks; its parameters are sharded now."""
         self.is_on = False
         self.updated: set[str] = set()  # since the last ``end``
@@ -177,13 +178,13 @@ class BackwardUpdate:
         watch_gradients(model, self._take)
 
     def begin(self) -> None:
-        """Before the step's only micro-batch; rates are those of the optimizer's groups."""
+        """Before a step's only micro-batch, once the optimizer's groups have the step's learning rates."""
         self._optimizer.prepare_updates()
         self.is_on = True
 
     def end(self) -> None:
-        """The backward pass is over; the optimizer's ``step`` still waits for the last copies."""
-        self._release(0)
+        """After the backward pass. The optimizer's ``step`` still waits for the last copies."""
+        self._make_room(math.inf)
         self.is_on = False
         self.updated = set()
 
@@ -197,23 +198,21 @@ class BackwardUpdate:
         if self._stream is None:
             self._optimizer.update(self._shards[name], gradient)
             return
+        self._make_room(gradient.nbytes)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._optimizer.update(self._shards[name], gradient)
             done = torch.cuda.Event()
             done.record()
         self._held.append((gradient, done))
-        self._release(HELD_BYTES)
 
-    def _release(self, num_bytes: int) -> None:
-        """Frees gradients until no more than this is held, or the newest: what the compute stream does from now on may
-        use their memory.
+    def _make_room(self, num_bytes: float) -> None:
+        """Frees the oldest gradients until so many bytes more may be held. The compute stream, which uses their memory
+        again, waits for their updates first.
         """
-        held = sum(gradient.nbytes for gradient, _ in self._held)
-        while self._held and held > num_bytes and (len(self._held) > 1 or not num_bytes):
-            gradient, done = self._held.popleft()
+        while self._held and sum(gradient.nbytes for gradient, _ in self._held) + num_bytes > HELD_BYTES:
+            _, done = self._held.popleft()
             torch.cuda.current_stream(self._device).wait_event(done)
-            held -= gradient.nbytes
 
 
 def watch_gradients(model: nn.Module, call: Callable[[str, torch.Tensor], None]) -> None:

@@ -24,7 +24,7 @@ from manyhands.core.holding import local
 from manyhands.core.limits import UPDATE_SLICE
 from manyhands.core.world import World
 from manyhands.engine.gradient_memory import GradientMemory
-from manyhands.engine.host_shards import BackwardUpdate, BlockPrefetch, GradientNorms, UpdatesOne
+from manyhands.engine.host_shards import BackwardUpdate, BlockPrefetch, GradientNorms, PerParameterOptimizer
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.optimizers import make_engine_optimizer
 from manyhands.model.loss import LossModel, Terms
@@ -74,7 +74,7 @@ class RankEngine:
         return rates_by_pattern(self.optimizer)
 
     def update_in_backward(self, learning_rate: float) -> None:
-        """Of no use where gradients stay on the device until the step."""
+        """Does nothing here: it gains only where weights lie in host memory."""
 
     def drop_gradients(self) -> None:
         """Forgets what backward passes have given since the last step."""
@@ -157,12 +157,16 @@ class NativeEngine(RankEngine):
         a line.
         """
         self.optimizer, note = make_engine_optimizer(self.model, plan, config, self.world.device, self._copy)
-        if self._norms is not None and isinstance(self.optimizer, UpdatesOne) and self.loss_model.images is None:
+        if (
+            self._norms is not None
+            and isinstance(self.optimizer, PerParameterOptimizer)
+            and self.loss_model.images is None
+        ):
             self._backward_update = BackwardUpdate(self.loss_model, self.optimizer, self.world.device)
         return note
 
     def update_in_backward(self, learning_rate: float) -> None:
-        """Of weights in host memory on one rank, each is updated in the backward pass, beside it."""
+        """Updates weights in host memory during the next backward pass, on a single rank."""
         if self._backward_update is not None:
             set_learning_rate(self.optimizer, learning_rate)
             self._backward_update.begin()

@@ -147,10 +147,10 @@ def materialize(
     config: RunConfig,
     device: torch.device,
     draw_on: torch.device | None = None,
-    left: Collection[str] = (),
+    skip: Collection[str] = (),
 ) -> None:
     """Give a meta model memory on ``device`` and its weights; what no file holds is left for converters to fill.
-    ``draw_on``: where random weights are drawn, if not there. Parameters whose names are ``left`` get memory alone.
+    ``draw_on``: where random weights are drawn, if not there. Parameters named in ``skip`` get memory only.
 
     ``model`` is the Hugging Face model or the ``LossModel`` around it: whichever is the root of the sharding.
     Parameters may be held in parts (``core/holding.py``). Raises ``UserError`` before reading if names or shapes in
@@ -164,9 +164,9 @@ def materialize(
         inner.tie_weights()  # a plain to_empty unties
     rebuild_buffers(inner)
     if checkpoint is not None:
-        read_weights(inner, checkpoint, plan.new_tokens, left)
+        read_weights(inner, checkpoint, plan.new_tokens, skip)
     else:
-        initialize_randomly(inner, config.seed, draw_on or device, left)
+        initialize_randomly(inner, config.seed, draw_on or device, skip)
 
 
 @torch.no_grad()
@@ -259,15 +259,15 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
 
 @torch.no_grad()
 def read_weights(
-    model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None, left: Collection[str] = ()
+    model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None, skip: Collection[str] = ()
 ) -> None:
-    """Copy this rank's slice of every stored tensor, but those ``left``, file by file, cast to the parameter's dtype.
+    """Copy this rank's slice of every stored tensor not in ``skip``, file by file, cast to the parameter's dtype.
 
     What transformers converts is read in full, one conversion at a time. Layers that fill themselves do so one after
     the other, on all ranks together: a rank holds its slice of one weight at a time.
     """
     filling = _Filling(model, new_tokens)
-    plain = {name: stored for name, stored in checkpoint.plain.items() if name not in left}
+    plain = {name: stored for name, stored in checkpoint.plain.items() if name not in skip}
     for path in sorted({stored.file for stored in plain.values()}):
         with open_weights(path) as file:
             for name, stored in plain.items():
@@ -319,16 +319,16 @@ class _Filling:
 
 
 @torch.no_grad()
-def initialize_randomly(model: Any, seed: int, device: torch.device, left: Collection[str] = ()) -> None:
-    """New weights, but those ``left``, by the family's own rule, drawn from (seed, name): the same for any sharding and
-    number of processes.
+def initialize_randomly(model: Any, seed: int, device: torch.device, skip: Collection[str] = ()) -> None:
+    """New weights, except those in ``skip``, by the family's own rule, drawn from (seed, name): the same for any
+    sharding and number of processes.
 
     The full parameters of one module at a time are made on ``device``, initialized and cut to this rank's part. CPU and
     GPU draw different numbers from one seed, so weights in host memory begin as those on the GPU do if they are drawn
     there; and a CPU draws 8 billion values in a minute.
     """
     seen: set[int] = set()
-    unstored = unstored_parameters(model).union(left)
+    unstored = unstored_parameters(model).union(skip)
     for name, module, owner in with_owners(model):
         own = {
             key: p

@@ -74,14 +74,14 @@ def _proposals(config: RunConfig, facts: Facts) -> Iterator[Iterator[Change]]:
 
 
 def _pairs(config: RunConfig, facts: Facts, fewer: int | None) -> Iterator[Iterator[Change]]:
-    """As ``_proposals``: another method and one more change, or states in host memory and another number of GPUs;
-    ``fewer`` of them than are enough by themselves.
+    """As ``_proposals``: another method and one more change, or states in host memory with shorter samples or another
+    number of GPUs; ``fewer`` of them than are enough by themselves.
     """
     for first in _methods(config, facts):
         for kind in (_shorter, _offloads, _one_gpu, _more_gpus):
             yield _after(first, kind, fewer)
     for first in _offloads(config, facts):
-        for kind in (_one_gpu, _more_gpus):
+        for kind in (_shorter, _one_gpu, _more_gpus):
             yield _after(first, kind, fewer)
 
 

@@ -102,7 +102,7 @@ class EstimateInput:
     images: ImageInput | None = None  # of a model whose tower is loaded
     snapshots: bool = False  # of every step, in host memory
     copies_snapshots: bool = False  # those of another node are kept here, too
-    judges_gradients: bool = True  # all are there before the update: to be clipped, or to be skipped
+    needs_all_gradients: bool = True  # before the update: to clip them, or to skip it
     fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
 
     @property

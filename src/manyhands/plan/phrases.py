@@ -97,8 +97,8 @@ CHANGES = {
 
 
 NOTHING_FITS = (
-    "take a smaller model, or GPUs with more memory: with adapters, shorter samples, states in host memory, up to {}"
-    " times the GPUs, or two of these changes it does not fit either"
+    "use a smaller model or GPUs with more memory: it does not fit with adapters, shorter samples, states in host"
+    " memory or up to {} times the GPUs, nor with the combinations of two of these that were tried"
 )
 
 

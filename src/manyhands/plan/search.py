@@ -264,7 +264,8 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         snapshots=config.checkpoint.every_step_in_memory,
         copies_snapshots=config.checkpoint.every_step_in_memory and (count_nodes(facts) or 1) > 1,
         images=describe_images(made.parts, facts.model, facts.data),
-        judges_gradients=config.optimizer.max_grad_norm > 0 or "skip" in (config.guards.nonfinite, config.guards.spike),
+        needs_all_gradients=config.optimizer.max_grad_norm > 0
+        or "skip" in (config.guards.nonfinite, config.guards.spike),
         fuses_modules=_fuses_modules(converters, facts.model.model_type),
     )
 

@@ -284,7 +284,7 @@ def updates_in_backward(s: TimeInput) -> bool:
     """Whether weights in host memory are updated beside the backward pass (``engine/host_shards.py``)."""
     e = s.estimate
     fits = e.streams_update and e.optimizer_name == "adamw" and e.images is None
-    return overlaps(s) and fits and not e.judges_gradients
+    return overlaps(s) and fits and not e.needs_all_gradients
 
 
 def offload(s: TimeInput, compute: float) -> float:

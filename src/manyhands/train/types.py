@@ -27,8 +27,8 @@ class Engine(Protocol):
     model: torch.nn.Module  # the Hugging Face model inside: its parameter names are the checkpoint's
 
     def update_in_backward(self, learning_rate: float) -> None:
-        """Nothing will keep the step that begins from its update, and nothing clips its gradients: weights may be
-        updated as soon as their gradients are there. ``step`` still ends the step.
+        """Before a step whose update is certain and whose gradients are not clipped: the engine may update each weight
+        as soon as its gradient is complete. ``step`` still follows.
         """
         ...
 

@@ -284,16 +284,16 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
             fix="start at most one process a GPU, or widen CUDA_VISIBLE_DEVICES",
         )
     device = torch.device("cuda", local_rank)
-    await_memory(ending_processes(), 1, lambda: _takes_process(device), lambda: None)
+    await_memory(ending_processes(), 1, lambda: _can_use(device), lambda: None)
     torch.cuda.set_device(device)
     return device
 
 
-def _takes_process(device: torch.device) -> bool:
-    """Whether this process can use the GPU now: that takes hundreds of MiB, which a killed rank may still hold."""
+def _can_use(device: torch.device) -> bool:
+    """Whether the GPU has room for this process's CUDA context, hundreds of MiB that a killed rank may still hold."""
     try:
         torch.cuda.set_device(device)
-    except RuntimeError:  # whoever has waited long enough raises it
+    except RuntimeError:  # the caller tries again after the wait, and then raises it
         return False
     return True
 

@@ -14,7 +14,6 @@ parameter, step, index of the element) alone, so they are the same in every layo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._streamed = None if stream_to is None else StreamedUpdate(self._update, stream_to)
         self._device = stream_to
         self._keys: dict[torch.Tensor, torch.Tensor] = {}
-        self._ahead: dict[torch.Tensor, tuple[Rates, torch.Tensor]] = {}  # what ``update`` needs of a parameter's step
+        self._ahead: dict[torch.Tensor, tuple[Rates, torch.Tensor]] = {}  # for ``update``
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(parameters):
             if parameter.dtype == torch.bfloat16:
@@ -83,18 +82,20 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def prepare_updates(self) -> None:
-        """For the ``update`` of any parameters, before the next ``step``: with the groups' rates of now."""
+        """Computes what ``update`` needs, from the groups' present learning rates. Once, before a step's first
+        ``update``.
+        """
         self._ahead = {}
         for group in self.param_groups:
             parameters: list[torch.Tensor] = group["params"]
             counts = torch.stack([self._state_of(parameter)["step"] for parameter in parameters])
             rates, rows = self._rates_of(group, counts + 1)
-            self._ahead |= zip(parameters, zip(repeat(rates), rows.unbind(0)), strict=False)
+            self._ahead |= {one: (rates, row) for one, row in zip(parameters, rows.unbind(0), strict=True)}
 
     @torch.no_grad()
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The step of one parameter alone, on the current stream, with a ``gradient`` of as many elements as this rank
-        has of it; it has none of its own then, so ``step``, which ends it, leaves it out.
+        """Updates one parameter on the current stream. ``gradient`` has as many elements as this rank holds of it. The
+        parameter has no ``grad``, so ``step``, which must still follow, skips it.
         """
         rates, row = self._ahead.pop(parameter)
         self.state[parameter]["step"] += 1
