@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.run import get_args_parser
 import benchmarks.__main__ as beside_peers
 from manyhands.bench import __main__ as alone
 from manyhands.bench import case
-from manyhands.bench.rows import BY_NAME
+from manyhands.bench.rows import BY_NAME, BenchRow
 
 ROW = BY_NAME["8b-full"]
 
@@ -50,3 +51,21 @@ def test_a_row_that_is_none_is_refused_without_options_that_the_command_lacks(
     assert alone.main() == 2
     said = capsys.readouterr().err
     assert "no row called 'nope'" in said and "8b-full" in said and "--steps" not in said and "--shape" not in said
+
+
+def test_a_row_clips_as_its_keys_say(tmp_path: Path) -> None:
+    """Where nothing is clipped, weights in host memory are updated in the backward pass: another row."""
+
+    class Norm(case.Observer):
+        def summarise(self, rank: Any, loop: Any, results: Any) -> dict[str, Any]:
+            return {"max_grad_norm": loop.max_grad_norm}
+
+    unset = dict.fromkeys(("layers", "lengths", "limit", "plan_limit", "profile"))
+    for keys, expected in (([], 1.0), (["optimizer.max_grad_norm=0"], 0.0)):
+        keys = ["parallel.device=cpu", *keys]
+        output = tmp_path / f"{expected}.jsonl"
+        options = argparse.Namespace(
+            run="r", work=tmp_path, steps=2, warm=1, label="", keys=keys, output=output, **unset
+        )
+        case.run(options, BenchRow("clips", "", "tiny", "lora", 1, rows=1, length=64), Norm())
+        assert json.loads(output.read_text())["max_grad_norm"] == expected
