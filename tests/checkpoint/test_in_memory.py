@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_what_is_restored_trains_on_bit_for_bit(segments: RankSegments) -> None:
     model, optimizer = trained(seed=1)
     writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
     for step in (6, 7):
-        writer.begin(step, tensors_of(model, optimizer), {"step": step, "tokens": 10 * step}, "key")()
+        writer.begin(step, tensors_of(model, optimizer), {"step": step, "tokens": 10 * step}, "key").complete()
     other, its_optimizer = trained(seed=2, steps=0)
     segment = Segment(segments.paths[0])
     assert sorted(states_in(segment, "key")) == [6, 7] and states_in(segment, "another layout") == {}
@@ -70,8 +71,8 @@ def test_what_is_restored_trains_on_bit_for_bit(segments: RankSegments) -> None:
 def test_one_that_is_not_complete_is_not_there_and_the_one_before_is(segments: RankSegments) -> None:
     writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
     for step in (1, 2):
-        writer.begin(step, tensors_of(*trained(step)), {}, "key")()
-    writer.begin(3, tensors_of(*trained(3)), {}, "key")  # its writer dies here
+        writer.begin(step, tensors_of(*trained(step)), {}, "key").complete()
+    writer.begin(3, tensors_of(*trained(3)), {}, "key").start()  # its writer dies here
     assert segments.newest_step() == 2
     assert Segment(segments.paths[0]).committed().keys() == {2}
 
@@ -79,7 +80,7 @@ def test_one_that_is_not_complete_is_not_there_and_the_one_before_is(segments: R
 def test_later_ones_are_forgotten_where_a_run_goes_back(segments: RankSegments) -> None:
     writer = SnapshotWriter(Segment(segments.paths[0]), CPU)
     for step in (8, 9):
-        writer.begin(step, tensors_of(*trained(1)), {}, "key")()
+        writer.begin(step, tensors_of(*trained(1)), {}, "key").complete()
     writer.forget_after(8)
     assert segments.newest_step() == 8
 
@@ -90,7 +91,7 @@ def test_all_ranks_must_have_the_step() -> None:
         writers = [SnapshotWriter(Segment(path), CPU) for path in segments.paths]
         for step, ranks in ((4, (0, 1)), (5, (0, 1)), (6, (0,))):
             for rank in ranks:
-                writers[rank].begin(step, tensors_of(*trained(1)), {}, "key")()
+                writers[rank].begin(step, tensors_of(*trained(1)), {}, "key").complete()
         assert segments.newest_step() == 5
 
 
@@ -113,7 +114,7 @@ def test_where_a_larger_slot_cannot_be_had_nothing_is_mapped_any_more(
 
 def test_a_slot_that_cannot_be_read_is_no_snapshot(segments: RankSegments) -> None:
     segment = Segment(segments.paths[0])
-    SnapshotWriter(segment, CPU).begin(6, tensors_of(*trained(1)), {"step": 6}, "key")()
+    SnapshotWriter(segment, CPU).begin(6, tensors_of(*trained(1)), {"step": 6}, "key").complete()
     for num_bytes in (0, segment.slot_bytes):  # empty, and of zeros
         slot = segment.oldest() if num_bytes == 0 else segment.committed()[7]
         segment.clear(slot)[:8] = bytes(8)
@@ -122,7 +123,7 @@ def test_a_slot_that_cannot_be_read_is_no_snapshot(segments: RankSegments) -> No
 
 
 def test_a_look_at_the_newest_step_leaves_no_file_open(segments: RankSegments) -> None:
-    SnapshotWriter(Segment(segments.paths[0]), CPU).begin(6, tensors_of(*trained(1)), {}, "key")()
+    SnapshotWriter(Segment(segments.paths[0]), CPU).begin(6, tensors_of(*trained(1)), {}, "key").complete()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     assert [segments.newest_step() for _ in range(5)] == [6] * 5
@@ -133,7 +134,8 @@ def like_on_a_gpu(segment: Segment, monkeypatch: pytest.MonkeyPatch, pin: Callab
     """A writer whose slots are pinned by a call of ``pin`` each."""
     monkeypatch.setattr(in_memory, "pin", lambda memory, device, hurry: pin())
     writer = SnapshotWriter(segment, CPU)
-    monkeypatch.setattr(writer, "_stream", object())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(writer, "_stream", SimpleNamespace(wait_stream=lambda other: None))
     monkeypatch.setattr(writer, "_copy", lambda to, parts: None)
     return writer
 
@@ -153,8 +155,8 @@ def test_memory_is_registered_once_and_no_more_before_it_grows(
         with pytest.raises(OSError, match="CUDA error 2"):
             writer.begin(1, tensors_of(*trained(1)), {}, "key")
     for step in (2, 3):
-        writer.begin(step, tensors_of(*trained(1)), {}, "key")()
-    writer.begin(4, {"large": torch.zeros(2**20)}, {}, "key")()
+        writer.begin(step, tensors_of(*trained(1)), {}, "key").complete()
+    writer.begin(4, {"large": torch.zeros(2**20)}, {}, "key").complete()
     failed = ["room", "pin", "pin", "pin", "unpin"]
     assert calls == [*failed, "pin", "pin", "unpin", "unpin", "room", "pin", "pin"]
 
@@ -168,7 +170,7 @@ def test_memory_is_registered_ahead_beside_other_work(segments: RankSegments, mo
     assert calls == [] and writer.has_asked and not writer.is_ready, "it has not been waited for"
     may_end.set()
     for step in (2, 3):
-        writer.begin(step, tensors_of(*trained(1)), {}, "key")()
+        writer.begin(step, tensors_of(*trained(1)), {}, "key").complete()
         assert writer.is_ready
     assert calls == [True, True] and sorted(segment.committed()) == [2, 3]
 
@@ -180,13 +182,37 @@ def test_a_snapshot_is_whole_as_soon_as_its_copies_have_arrived(
     arrived, segment = threading.Event(), Segment(segments.paths[0])
     writer = like_on_a_gpu(segment, monkeypatch, int)
     monkeypatch.setattr(writer, "_copy", lambda to, parts: lambda: arrived.wait(60) and None)
-    complete = writer.begin(1, tensors_of(*trained(1)), {}, "key")
+    pending = writer.begin(1, tensors_of(*trained(1)), {}, "key")
+    pending.start()
     assert segment.committed() == {}
     arrived.set()
     while not segment.committed():
         time.sleep(0.001)  # nobody asks; pytest's timeout is the limit
-    complete()
+    pending.complete()
     assert segments.newest_step() == 1
+
+
+def test_copies_start_when_the_training_says_so_and_once(
+    segments: RankSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To launch them takes the host a while, which the device is to spend computing."""
+    started: list[float] = []
+    writer = like_on_a_gpu(Segment(segments.paths[0]), monkeypatch, int)
+    monkeypatch.setattr(
+        writer, "_copy", lambda to, parts: started.append(float(parts[0].flatten()[0])) or (lambda: None)
+    )
+    for step in (1, 2, 3):
+        model, optimizer = trained(1)
+        with torch.no_grad():
+            model[0].weight.fill_(step)
+        pending = writer.begin(step, tensors_of(model, optimizer), {}, "key")
+        assert len(started) == step - 1
+        if step == 2:
+            continue  # its update is skipped, and the next one begins
+        pending.start()
+        assert len(started) == step
+        pending.complete()
+    assert started == [1.0, 2.0, 3.0] and sorted(Segment(segments.paths[0]).committed()) == [2, 3]
 
 
 def test_a_copy_that_fails_is_said_before_the_update(segments: RankSegments, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +224,7 @@ def test_a_copy_that_fails_is_said_before_the_update(segments: RankSegments, mon
 
     monkeypatch.setattr(writer, "_copy", lambda to, parts: fail)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        writer.begin(1, tensors_of(*trained(1)), {}, "key")()
+        writer.begin(1, tensors_of(*trained(1)), {}, "key").complete()
     assert segment.committed() == {}
 
 
@@ -207,7 +233,7 @@ def test_a_run_that_goes_back_while_memory_is_registered_forgets_later_ones(
 ) -> None:
     segment = Segment(segments.paths[0])
     for step in (8, 9):  # of the launch before
-        SnapshotWriter(segment, CPU).begin(step, tensors_of(*trained(1)), {}, "key")()
+        SnapshotWriter(segment, CPU).begin(step, tensors_of(*trained(1)), {}, "key").complete()
     writer = like_on_a_gpu(segment, monkeypatch, int)
     monkeypatch.setattr(in_memory, "pin", lambda memory, device, hurry: 2 if hurry is None or hurry.wait(60) else 0)
     writer.pin_ahead(tensors_of(*trained(1)))
@@ -224,7 +250,7 @@ def _write_forever(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
         for step in range(1, 10**9):
             for parameter in model.parameters():
                 parameter.fill_(step)
-            writer.begin(step, tensors_of(model, optimizer), {"step": step}, "key")()
+            writer.begin(step, tensors_of(model, optimizer), {"step": step}, "key").complete()
 
 
 def test_killed_at_any_moment_what_is_there_is_whole(segments: RankSegments) -> None:
@@ -267,8 +293,12 @@ def test_on_a_gpu_the_copies_are_of_the_moment_and_from_pinned_memory(segments: 
         optimizer.zero_grad()
         with torch.no_grad():
             model.weight.fill_(step)
-        commit = writer.begin(step, tensors_of(model, optimizer), {"step": step}, "key")
-        commit()
+        pending = writer.begin(step, tensors_of(model, optimizer), {"step": step}, "key")
+        torch.cuda._sleep(10**8)  # 50 ms, which the copies do not wait for
+        later = torch.cuda.Event()
+        later.record()
+        pending.complete()
+        assert not later.query()
         with torch.no_grad():
             model.weight.fill_(-1)
         segment = Segment(segments.paths[0])
@@ -281,7 +311,7 @@ def test_on_a_gpu_the_copies_are_of_the_moment_and_from_pinned_memory(segments: 
     assert Snapshot.read(segment, 3).restore(model, optimizer) == {"step": 3}
     assert (model.weight == 3).all()
     begin, num_bytes = time.monotonic(), segment.slot_bytes
-    writer.begin(4, tensors_of(model, optimizer), {}, "key")()
+    writer.begin(4, tensors_of(model, optimizer), {}, "key").complete()
     torch.cuda.synchronize()
     seconds = time.monotonic() - begin
     print(f"{num_bytes / 2**20:.0f} MiB in {1e3 * seconds:.1f} ms: {num_bytes / seconds / 1e9:.1f} GB/s")

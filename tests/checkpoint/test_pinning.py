@@ -279,7 +279,7 @@ def test_no_copy_of_a_snapshot_crosses_pieces(registrations: Registrations, segm
     writer = SnapshotWriter(segment, torch.device("cpu"))
     for step in (1, 2, 3):
         with CopyWatch() as watch:
-            writer.begin(step, tensors, {}, "key")()
+            writer.begin(step, tensors, {}, "key").complete()
         slot = segment.committed()[step]
         begin = writer._slots[slot][0].data_ptr()
         check_spans(watch.inside(begin, segment.slot_bytes))
@@ -293,7 +293,9 @@ def test_no_copy_of_a_snapshot_crosses_pieces(registrations: Registrations, segm
 def like_on_a_gpu(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> SnapshotWriter:
     monkeypatch.setattr(pinning, "PIECE", 2**18)
     writer = SnapshotWriter(segment, torch.device("cpu"))
-    monkeypatch.setattr(writer, "_stream", SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
+    monkeypatch.setattr(writer, "_stream", stream)
     monkeypatch.setattr(writer, "_copy", lambda to, parts: torch._foreach_copy_(to, parts) and None)
     return writer
 
@@ -308,7 +310,7 @@ def test_both_slots_are_registered_each_from_its_begin_or_none(
         writer.begin(1, tensors, {}, "key")
     assert segment.slot_bytes % 2**18 and not registrations.held
     registrations.fails_at = -1
-    writer.begin(1, tensors, {}, "key")()
+    writer.begin(1, tensors, {}, "key").complete()
     memory = torch.frombuffer(segment.slots(), dtype=torch.uint8)
     assert {memory.data_ptr(), memory.data_ptr() + segment.slot_bytes} < registrations.held.keys()
     assert sum(registrations.held.values()) == 2 * segment.slot_bytes
@@ -320,7 +322,7 @@ def test_a_writer_that_is_closed_holds_nothing_and_its_snapshots_stay(
     """What stays registered would be in the way of whatever is mapped at its address later."""
     writer = like_on_a_gpu(segment, monkeypatch)
     for step in (1, 2):
-        writer.begin(step, {"tensor": torch.full((100,), step)}, {}, "key")()
+        writer.begin(step, {"tensor": torch.full((100,), step)}, {}, "key").complete()
         assert registrations.held
         for _ in range(2):
             writer.close()
@@ -402,7 +404,7 @@ def test_on_a_gpu_copies_to_memory_in_pieces_are_whole(segment: Segment, monkeyp
     writer = SnapshotWriter(segment, device)
     writer.pin_ahead(checkpoint_tensors(model, optimizer))
     for step in (1, 2):
-        writer.begin(step, checkpoint_tensors(model, optimizer), {"step": step}, "key")()
+        writer.begin(step, checkpoint_tensors(model, optimizer), {"step": step}, "key").complete()
     files = own_files(checkpoint_tensors(model, optimizer), 0)
     staging, spans = Staging(count_staged_bytes(files), device), place(files)
     try:

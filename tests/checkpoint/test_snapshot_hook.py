@@ -33,6 +33,9 @@ class HeldState:
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         return {"model.weight": torch.ones(4)}
 
+    def beside_backward(self, call: Any) -> None:
+        call()
+
     def before_update(self, call: Any) -> None:
         call()
 
@@ -86,7 +89,8 @@ def test_without_restarts_nobody_would_read_them(rank: RankContext, monkeypatch:
 def test_the_wait_for_copies_is_part_of_the_stall(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(snapshots.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(SnapshotWriter, "begin", lambda *arguments: lambda: [next(clock) for _ in range(10)])
+    pending = SimpleNamespace(complete=lambda: [next(clock) for _ in range(10)])
+    monkeypatch.setattr(SnapshotWriter, "begin", lambda *arguments: pending)
     SnapshotHook(rank).between_steps(TrainState(step=1))
     assert rank.measured["snapshot_stalls_s"] == [12]  # one tick to begin; ten, and one, to complete
 
@@ -138,7 +142,9 @@ def hook_as_on_a_gpu(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> Snap
     hook = SnapshotHook(rank)
     hook.are_ready = False
     assert hook.writer is not None
-    monkeypatch.setattr(hook.writer, "_stream", SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
+    monkeypatch.setattr(hook.writer, "_stream", stream)
     monkeypatch.setattr(hook.writer, "_copy", lambda to, parts: torch._foreach_copy_(to, parts) and None)
     return hook
 

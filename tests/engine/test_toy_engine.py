@@ -120,6 +120,19 @@ def test_copies_under_way_end_before_another_state_is_loaded(tmp_path: Path) -> 
     assert seen == [True] and not (weight == 7).all()
 
 
+def test_what_goes_beside_the_backward_pass_is_called_once_as_it_begins() -> None:
+    engine, seen = make_native(OPTIMIZERS["SGD"]), []
+    assert isinstance(engine, NativeEngine)
+    run(engine, 0, 1)
+    weight = next(engine.model.parameters())
+    before = weight.detach().clone()
+    engine.before_update(lambda: seen.append("update"))
+    engine.beside_backward(lambda: seen.append((weight.grad is None, torch.equal(weight, before))))
+    assert not seen
+    run(engine, 1, 3)
+    assert seen == [(True, True), "update"]
+
+
 def test_both_engines_evaluate_alike() -> None:
     from manyhands.train.loop import evaluate
 

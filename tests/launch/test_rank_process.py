@@ -14,7 +14,7 @@ import pytest
 
 from manyhands.launch import rank_process
 from manyhands.launch.environment import ENDING
-from manyhands.launch.rank_process import RankProcess, await_end, await_memory, has_released_memory, killed_by
+from manyhands.launch.rank_process import RankProcess, await_end, await_memory, exit_code_of, has_released_memory
 
 PAUSE = [sys.executable, "-c", "import time; time.sleep(60)"]
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -25,30 +25,64 @@ def start(*command: str) -> RankProcess:
 
 
 @pytest.fixture
-def lingering(monkeypatch: pytest.MonkeyPatch) -> RankProcess:
-    """Killed; its parent is told nothing, as while a last thread is still at work in the kernel."""
-    process = start()
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent is told nothing of an end, as while a last thread is still at work in the kernel."""
     monkeypatch.setattr(subprocess.Popen, "_internal_poll", lambda self, **_: None)
     monkeypatch.setattr(subprocess.Popen, "_try_wait", lambda self, flags: (0, 0))
-    os.kill(process.pid, signal.SIGKILL)
-    return process
 
 
 @linux
-def test_a_killed_process_has_ended_before_its_last_thread(lingering: RankProcess) -> None:
-    assert lingering.wait(10) == -signal.SIGKILL and lingering.poll() == -signal.SIGKILL
-    assert not lingering.is_gone
+@pytest.mark.usefixtures("untold")
+def test_a_killed_process_has_ended_before_its_last_thread() -> None:
+    killed = start()
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait(10) == -signal.SIGKILL and killed.poll() == -signal.SIGKILL
+    assert not killed.is_gone
+
+
+@linux
+@pytest.mark.usefixtures("untold")
+def test_so_has_one_that_leaves_at_once_as_ranks_do_whose_peer_was_killed() -> None:
+    left = start(sys.executable, "-c", "import os, threading; threading.Timer(0.1, os._exit, (143,)).start(); input()")
+    assert left.wait(10) == 143 and not left.is_gone
+
+
+THREAD_ALONE = """
+import ctypes, threading, time
+threading.Thread(target=lambda: (time.sleep(0.5), print("computes", flush=True), time.sleep(60))).start()
+ctypes.CDLL(None).syscall({exit}, 3)  # of this thread alone
+"""
+
+
+@linux
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of a system call")
+def test_one_whose_first_thread_alone_has_ended_computes_on() -> None:
+    process = RankProcess([sys.executable, "-c", THREAD_ALONE.format(exit=60)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"computes\n"
+    assert rank_process._read_stat(process.pid)[0] == "Z" and process.poll() is None
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+    process.stdout.close()
+
+
+def test_a_thread_that_gives_memory_back_computes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is that of a thread that runs; Linux marks it as exiting. So it is with the first one too."""
+    killed = ["R", *"00000", str(0x400044), *"0" * 42, str(int(signal.SIGKILL))]
+    for state, flags, expected in (("R", 0x400044, -9), ("D", 0x44, -9), ("R", 0x400040, None)):
+        fields = [state, *killed[1:6], str(flags), *killed[7:]]
+        monkeypatch.setattr(rank_process, "_read_stat", lambda pid, thread="", fields=fields: fields)
+        assert exit_code_of(os.getpid()) == expected
 
 
 @linux
 def test_other_processes_have_not() -> None:
-    running, exited = start(), start(sys.executable, "-c", "raise SystemExit(3)")
+    running, exited = start(), start(sys.executable, "-c", "pass")
     deadline = time.monotonic() + 30
     while Path(f"/proc/{exited.pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < deadline
-    assert killed_by(exited.pid) is None, "an exit code is no signal: other threads may run on"
-    assert exited.poll() == 3 and exited.is_gone
-    assert killed_by(running.pid) is None and running.poll() is None and killed_by(2**22 + 1) is None
+    assert exit_code_of(exited.pid) is None, "0 is also what is said to those who may not know"
+    assert exited.poll() == 0 and exited.is_gone
+    assert exit_code_of(running.pid) is None and running.poll() is None and exit_code_of(2**22 + 1) is None
     with pytest.raises(subprocess.TimeoutExpired):
         running.wait(0.2)
     running.kill()
@@ -100,7 +134,7 @@ def test_the_next_rank_waits_where_a_full_gpu_takes_no_further_process(monkeypat
     use.side_effect = [full, full, None, None]
     assert pick_device("cuda", 0) == torch.device("cuda", 0) and use.call_count == 4
     running.kill()
-    running.wait()
+    await_end([running])
     use.side_effect = [full]
     with pytest.raises(RuntimeError, match="out of memory"):
         pick_device("cuda", 0)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import Mock
@@ -20,7 +20,7 @@ from manyhands.core.files import write_json
 from manyhands.launch.heartbeat import Beat
 from manyhands.launch.rank_process import RankProcess
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.standby import COMMAND, Standbys, read_modules, write_modules
+from manyhands.launch.standby import COMMAND, CORES_EACH, Standbys, read_modules, write_modules
 from manyhands.launch.watch import worker_pids
 
 pytest.importorskip("torch")
@@ -68,7 +68,11 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def waiting() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "manyhands.worker.standby" in child.cmdline()]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.ZombieProcess):  # of another test, not asked for its exit code
+            found += [child] if "manyhands.worker.standby" in child.cmdline() else []
+    return found
 
 
 def is_ready(standbys: Standbys, rank: int) -> bool:
@@ -122,6 +126,28 @@ def test_one_that_was_killed_is_replaced(folder: RunFolder, standbys: Standbys) 
     folder.beat(0).unlink()
     with standbys.serving(folder, range(2)):
         assert Handler(0).start("--help").wait(WAIT_S) == 0, "started anew"
+
+
+def test_as_many_start_at_once_as_there_are_cores_for(
+    folder: RunFolder, standbys: Standbys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.launch.standby.count_cores", lambda: 3 * CORES_EACH - 1)
+    begun: list[int] = []
+
+    def start(environment: Mapping[str, str], folder: RunFolder) -> Mock:
+        begun.append(int(environment["RANK"]))
+        one = Mock(is_ready=False)
+        one.answers.side_effect = lambda *_: bool(one.begun_before.append(len(begun))) or True
+        one.begun_before = []
+        one.process.poll.return_value = None
+        return one
+
+    monkeypatch.setattr("manyhands.launch.standby._start", start)
+    standbys._environments = {rank: {"RANK": str(rank)} for rank in range(5)}
+    standbys._attempt = attempt = (folder, range(5))
+    standbys._make_ready(attempt)
+    assert begun == [0, 1, 2, 3, 4] and all(one.is_ready for one in standbys._waiting.values())
+    assert [one.begun_before for one in standbys._waiting.values()] == [[2], [2], [4], [4], [5]]
 
 
 def test_where_no_process_can_be_started_the_ranks_live_on(

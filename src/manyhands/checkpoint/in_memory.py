@@ -27,6 +27,29 @@ META_BYTES = 2**20  # beside the names and shapes of the tensors
 _LENGTH = struct.Struct("<Q")
 
 
+class PendingSnapshot:
+    """A snapshot that was begun: of the state as it was then, which nobody changes before ``complete``."""
+
+    def __init__(self, start: Callable[[], Callable[[], None]]) -> None:
+        self._start = start
+        self._complete: Callable[[], None] | None = None
+        self.is_complete = False
+
+    def start(self) -> None:
+        """Starts the copies, on a GPU beside what it computes. To launch them takes the host a while: hundreds of
+        tensors, and other threads want the interpreter too.
+        """
+        if self._complete is None:
+            self._complete = self._start()
+
+    def complete(self) -> None:
+        """Returns once the snapshot can be read. Starts the copies where nobody has."""
+        self.start()
+        assert self._complete is not None
+        self._complete()
+        self.is_complete = True
+
+
 class SnapshotWriter:
     """Copies the state into the older slot. On a GPU the copies run beside the training, from pinned memory, and a
     thread commits them as soon as they have arrived: the host may have a step to launch before it looks again.
@@ -37,6 +60,7 @@ class SnapshotWriter:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pinned: list[torch.Tensor] = []  # both slots
         self._pinning: Future[None] | None = None
+        self._pending: PendingSnapshot | None = None
         self._committing: Future[None] | None = None
         self._hurry = threading.Event()  # of what is being pinned
         self._layout = _Layout.of([], {})
@@ -65,15 +89,16 @@ class SnapshotWriter:
         self._hurry = threading.Event()
         self._pinning = _in_a_thread(partial(self._make_room, self._hurry))
 
-    def begin(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str) -> Callable[[], None]:
-        """Starts a snapshot. Whoever changes the tensors calls the function returned first: after it the snapshot is
-        complete. OSError where there is no room for one, or where it cannot be pinned: from other memory copies would
-        hold up the training.
+    def begin(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str) -> PendingSnapshot:
+        """Begins a snapshot. Whoever changes the tensors calls ``complete`` first. OSError where there is no room for
+        one, or where it cannot be pinned: from other memory copies would hold up the training.
         """
         if self._pinning is not None:
             pinning, self._pinning = self._pinning, None
             self._hurry.set()
             pinning.result()
+        if self._pending is not None and not self._pending.is_complete:  # of a step whose update was skipped
+            self._pending.complete()
         parts = self._lay_out(tensors)
         meta = self._layout.describe(state, key)
         if len(meta) > self._layout.begin:
@@ -85,7 +110,14 @@ class SnapshotWriter:
         if slot not in self._slots:
             self._slots[slot] = memory, self._layout.place(memory, parts)
         memory[: len(meta)].numpy()[:] = memoryview(meta)
-        wait, end = self._copy(self._slots[slot][1], [*parts.values()]), self._layout.end
+        if self._stream is not None:  # the copies wait for what was queued so far, whenever they are started
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._pending = PendingSnapshot(partial(self._start, slot, step, [*parts.values()]))
+        return self._pending
+
+    def _start(self, slot: int, step: int, parts: list[torch.Tensor]) -> Callable[[], None]:
+        """Starts the copies; the function returned waits until they are committed."""
+        wait, end = self._copy(self._slots[slot][1], parts), self._layout.end
 
         def commit() -> None:
             if wait is not None:
@@ -134,7 +166,6 @@ class SnapshotWriter:
         if self._stream is None:
             torch._foreach_copy_(to, self._layout.cut(parts))
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(to, self._layout.cut(parts), non_blocking=True)
             arrived = torch.cuda.Event(blocking=True)  # the thread that waits for it takes no core

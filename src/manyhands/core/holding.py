@@ -107,7 +107,8 @@ class DTensors:
         return tuple(tensor.shape)
 
     def local(self, tensor: Any) -> torch.Tensor:
-        return tensor.detach().to_local()
+        with torch.no_grad():  # else a node of a graph for each, 0.1 ms
+            return tensor.to_local().detach()
 
     def slices(self, tensor: Any) -> tuple[slice, ...]:
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

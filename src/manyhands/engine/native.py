@@ -135,6 +135,7 @@ class NativeEngine(RankEngine):
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
         self._backward_update: BackwardUpdate | None = None
         self._norm: torch.Tensor | None = None  # of the gradients that are there
+        self._beside_backward: list[Callable[[], None]] = []
         self._before_update: list[Callable[[], None]] = []
         self._reduce_every = reduce_every
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
@@ -186,6 +187,7 @@ class NativeEngine(RankEngine):
         Shards are reduced after every micro-batch, unless full gradients may wait on every rank (``reduce_every``
         false). What earlier micro-batches gave is summed in float32, whatever dtype it came in.
         """
+        _call_all(self._beside_backward)
         for parameter in self._narrow:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.float()
@@ -193,7 +195,7 @@ class NativeEngine(RankEngine):
         self._norm = None
         if self._backward_update is not None and self._backward_update.is_on:
             if last:
-                self._call_before_update()
+                _call_all(self._before_update)
             else:
                 self._backward_update.is_on = False  # further micro-batches compute with the same weights
         with nullcontext() if self._prefetch is None else self._prefetch.backward_pass():
@@ -283,6 +285,12 @@ class NativeEngine(RankEngine):
         """What ``save`` saves, sharing memory with the model and the optimizer: the next ``step`` changes it."""
         return checkpoint_tensors(self.model, self.optimizer)
 
+    def beside_backward(self, call: Callable[[], None]) -> None:
+        """``call`` is called once, when the next backward pass begins, while the device still computes the forward
+        pass.
+        """
+        self._beside_backward.append(call)
+
     def before_update(self, call: Callable[[], None]) -> None:
         """``call`` is called once, by the next ``step`` or ``load``, before it changes anything."""
         self._before_update.append(call)
@@ -290,11 +298,7 @@ class NativeEngine(RankEngine):
     def _end_copies(self) -> None:
         if self._prefetch is not None:
             self._prefetch.drop()
-        self._call_before_update()
-
-    def _call_before_update(self) -> None:
-        while self._before_update:
-            self._before_update.pop(0)()
+        _call_all(self._before_update)
 
     def load(
         self, folder: Path, *, is_checked: bool = False, report: Callable[[str], None] = lambda text: None
@@ -308,6 +312,12 @@ class NativeEngine(RankEngine):
         # them in place of the shards.
         for unit in self._units:
             unit.reshard()
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    """Each of them once."""
+    while calls:
+        calls.pop(0)()
 
 
 def tensor_norms(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

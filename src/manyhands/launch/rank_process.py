@@ -1,5 +1,5 @@
-"""A rank as a process of this launcher. One that was killed counts as ended at once, though its last thread gives
-memory back for seconds: 7 s where 44 GB were pinned. Imports no torch.
+"""A rank as a process of this launcher. One whose threads are all exiting counts as ended at once, though the last of
+them gives memory back for seconds: 7 s where 44 GB were pinned. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 
 LOOK_S = 0.05
 GONE_S = 60.0  # for the memory of a killed process to be given back
-_STATE, _EXIT_CODE = 0, 49  # fields of /proc/PID/stat after the name
+_STATE, _FLAGS, _EXIT_CODE = 0, 6, 49  # fields of /proc/PID/stat after the name
+_EXITING = 0x4  # Linux's PF_EXITING
 
 
 class RankProcess(subprocess.Popen[bytes]):
@@ -20,7 +21,7 @@ class RankProcess(subprocess.Popen[bytes]):
 
     def poll(self) -> int | None:
         code = super().poll()
-        return killed_by(self.pid) if code is None else code
+        return exit_code_of(self.pid) if code is None else code
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -38,15 +39,28 @@ class RankProcess(subprocess.Popen[bytes]):
         return super().poll() is not None
 
 
-def killed_by(pid: int) -> int | None:
-    """Minus the signal that has ended a process whose first thread is gone; None where it runs, or ended otherwise.
+def exit_code_of(pid: int) -> int | None:
+    """The code of a process whose threads are all exiting or gone, as ``Popen.poll`` has it; None where one computes,
+    or the code may not be read.
 
-    A signal that is fatal ends all threads. The last one to end gives back what they share, and until then the parent
-    is told nothing.
+    A fatal signal and ``os._exit`` end all threads. The last one to end gives back what they share, and until then the
+    parent is told nothing.
     """
     fields = _read_stat(pid)
-    code = int(fields[_EXIT_CODE]) & 0x7F if len(fields) > _EXIT_CODE else 0  # 0 where this may not be read
-    return -code if code and fields[_STATE] == "Z" else None
+    status = int(fields[_EXIT_CODE]) if len(fields) > _EXIT_CODE else 0  # 0 where this may not be read, or of success
+    if not status or not _is_exiting(fields):
+        return None
+    try:
+        threads = [_read_stat(pid, thread) for thread in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        threads = []  # gone since
+    if not all(_is_exiting(thread) for thread in threads if thread):
+        return None
+    return -(status & 0x7F) if status & 0x7F else status >> 8
+
+
+def _is_exiting(fields: list[str]) -> bool:
+    return fields[_STATE] in "ZX" or bool(int(fields[_FLAGS]) & _EXITING)
 
 
 def has_released_memory(pid: int) -> bool:
@@ -60,10 +74,12 @@ def has_released_memory(pid: int) -> bool:
         return True
 
 
-def _read_stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name; none where the process is gone."""
+def _read_stat(pid: int, thread: str = "") -> list[str]:
+    """The fields of /proc/PID/stat after the name, or of a thread's; none where the process is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = Path(f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat").read_text(
+            encoding="utf-8", errors="replace"
+        )
     except OSError:
         return []
     return text.rpartition(")")[2].split()

@@ -72,6 +72,12 @@ class StagesCheckpoints(Protocol):
         """What ``save`` saves, sharing memory with the model and the optimizer."""
         ...
 
+    def beside_backward(self, call: Callable[[], None]) -> None:
+        """``call`` is called once, when the next backward pass begins: the device has a forward pass to compute then,
+        so that it does not wait for what the host does.
+        """
+        ...
+
     def before_update(self, call: Callable[[], None]) -> None:
         """``call`` is called once, by the next ``step`` or ``load``, before it changes anything."""
         ...

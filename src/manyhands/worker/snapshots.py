@@ -9,13 +9,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
 import torch
 
-from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, states_in
+from manyhands.checkpoint.in_memory import PendingSnapshot, Snapshot, SnapshotWriter, states_in
 from manyhands.checkpoint.manifest import list_checkpoints, step_of
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.segments import COPIED, SEGMENTS, Segment
@@ -71,10 +71,10 @@ class SnapshotHook(Hook):
         if rank.world.device.type == "cuda":  # all have completed theirs of the step before: two slots are enough
             rank.engine.all_reduce_sum(torch.zeros(()))
         reason = ""
-        commit: Callable[[], None] | None = None
+        pending: PendingSnapshot | None = None
         if self.writer is not None:
             try:
-                commit = self.writer.begin(state.step, self.engine.checkpoint_tensors(), asdict(state), key_of(rank))
+                pending = self.writer.begin(state.step, self.engine.checkpoint_tensors(), asdict(state), key_of(rank))
             except OSError as error:
                 reason = f"rank {rank.world.rank}: {error.strerror or error}"
         if not self.has_room:  # the first one makes it
@@ -90,12 +90,13 @@ class SnapshotHook(Hook):
             self.writer = rank.snapshots = None
             return
         rank.measured.setdefault("snapshot_stalls_s", []).append(time.monotonic() - begin)
-        if commit is None:
+        if pending is None:
             return
         if rank.world.device.type == "cuda":
-            self.engine.before_update(partial(self._complete, commit))
+            self.engine.beside_backward(pending.start)
+            self.engine.before_update(partial(self._complete, pending))
         else:
-            self._complete(commit)
+            self._complete(pending)
 
     def _left_out(self) -> bool:
         """Whether some rank's last snapshot is not copied yet. It is not to be overwritten, nor the one before it that
@@ -110,10 +111,10 @@ class SnapshotHook(Hook):
             rank.print("note: snapshots are taken as fast as the next node gets its copies, which is not every step")
         return True
 
-    def _complete(self, commit: Callable[[], None]) -> None:
+    def _complete(self, pending: PendingSnapshot) -> None:
         """The wait for its copies counts too."""
         begin = time.monotonic()
-        commit()
+        pending.complete()
         self.rank.measured["snapshot_stalls_s"][-1] += time.monotonic() - begin
 
 
