@@ -59,6 +59,23 @@ def test_ratios_to_the_best_peer_are_those_of_their_line() -> None:
         assert ours is not None and number(row[4]) == round(ours / max(rate for rate in theirs if rate), 2)
 
 
+@pytest.mark.parametrize("header", ["| of a step on one H200 |", "| of a step in full |"])
+def test_what_a_step_takes_sums_to_it(header: str) -> None:
+    *parts, steps = table(header)
+    for column, step in enumerate(map(number, steps[1:]), start=1):
+        taken = [number(row[column]) or 0.0 for row in parts]
+        assert step is not None and abs(sum(taken) - step) <= 0.05 * len(parts)
+        shares = [re.search(r"\((\S+) %\)", row[column]) for row in parts]
+        assert all(abs(part / step - float(s[1]) / 100) < 0.006 for part, s in zip(taken, shares, strict=True) if s)
+
+
+def test_profiled_steps_are_those_of_the_rows_that_they_name() -> None:
+    rows = read(RESULTS / "h200-close.jsonl")
+    for profile in read(RESULTS / "h200-profiles.jsonl"):
+        (row,) = [r for r in rows if (r["run"], r["label"]) == (profile["run"], profile["label"])]
+        assert (row["row"], row["machine"]) == (profile["profile_of"], profile["machine"])
+
+
 def test_the_demo_has_learned_what_is_said_of_it() -> None:
     report = json.loads((RESULTS / "demo.json").read_text())
     before, after = report["evaluations"][0], report["evaluations"][-1]
