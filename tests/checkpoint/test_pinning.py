@@ -296,7 +296,7 @@ def like_on_a_gpu(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> Snapshot
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
     monkeypatch.setattr(writer, "_stream", stream)
-    monkeypatch.setattr(writer, "_copy", lambda to, parts: torch._foreach_copy_(to, parts) and None)
+    monkeypatch.setattr(writer, "_copy", torch._foreach_copy_)
     return writer
 
 

@@ -145,7 +145,7 @@ def hook_as_on_a_gpu(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> Snap
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
     monkeypatch.setattr(hook.writer, "_stream", stream)
-    monkeypatch.setattr(hook.writer, "_copy", lambda to, parts: torch._foreach_copy_(to, parts) and None)
+    monkeypatch.setattr(hook.writer, "_copy", torch._foreach_copy_)
     return hook
 
 

@@ -31,22 +31,21 @@ class PendingSnapshot:
     """A snapshot that was begun: of the state as it was then, which nobody changes before ``complete``."""
 
     def __init__(self, start: Callable[[], Callable[[], None]]) -> None:
-        self._start = start
-        self._complete: Callable[[], None] | None = None
+        self._start: Callable[[], Callable[[], None]] | None = start  # until it is called: it keeps the state
+        self._wait: Callable[[], None] | None = None
         self.is_complete = False
 
     def start(self) -> None:
-        """Starts the copies, on a GPU beside what it computes. To launch them takes the host a while: hundreds of
-        tensors, and other threads want the interpreter too.
-        """
-        if self._complete is None:
-            self._complete = self._start()
+        """Starts the copies, on a GPU beside what it computes."""
+        if self._start is not None:
+            start, self._start = self._start, None
+            self._wait = start()
 
     def complete(self) -> None:
         """Returns once the snapshot can be read. Starts the copies where nobody has."""
         self.start()
-        assert self._complete is not None
-        self._complete()
+        assert self._wait is not None
+        self._wait()
         self.is_complete = True
 
 
@@ -116,17 +115,19 @@ class SnapshotWriter:
         return self._pending
 
     def _start(self, slot: int, step: int, parts: list[torch.Tensor]) -> Callable[[], None]:
-        """Starts the copies; the function returned waits until they are committed."""
-        wait, end = self._copy(self._slots[slot][1], parts), self._layout.end
-
-        def commit() -> None:
-            if wait is not None:
-                wait()
-            self._segment.commit(slot, step, end)
-
-        if wait is None:
+        """Starts the copies; the function returned waits until they are committed. On a GPU a thread launches them, as
+        there are hundreds, and the step has kernels to launch.
+        """
+        to, commit = self._slots[slot][1], partial(self._segment.commit, slot, step, self._layout.end)
+        if self._stream is None:
+            torch._foreach_copy_(to, self._layout.cut(parts))
             return commit
-        self._committing = _in_a_thread(commit)
+
+        def copy_and_commit() -> None:
+            self._copy(to, parts)
+            commit()
+
+        self._committing = _in_a_thread(copy_and_commit)
         return self._committing.result
 
     def close(self) -> None:
@@ -139,6 +140,7 @@ class SnapshotWriter:
             pinning.exception()
         if self._committing is not None:
             self._committing.exception()
+        self._pending = None
         if self._stream is not None:
             self._stream.synchronize()
         self._unpin()
@@ -161,21 +163,14 @@ class SnapshotWriter:
             self._layout, self._slots = _Layout.of(signature, parts), {}
         return parts
 
-    def _copy(self, to: list[torch.Tensor], parts: list[torch.Tensor]) -> Callable[[], None] | None:
-        """Starts the copies; the function returned waits for them, in any thread. None where they are done."""
-        if self._stream is None:
-            torch._foreach_copy_(to, self._layout.cut(parts))
-            return None
-        with torch.cuda.stream(self._stream):
+    @torch.no_grad()
+    def _copy(self, to: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+        """Copies to the host on the stream for that, and waits for it."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):  # type: ignore[arg-type]
             torch._foreach_copy_(to, self._layout.cut(parts), non_blocking=True)
-            arrived = torch.cuda.Event(blocking=True)  # the thread that waits for it takes no core
+            arrived = torch.cuda.Event(blocking=True)  # waiting for it takes no core
             arrived.record()
-
-        def wait() -> None:
-            with torch.cuda.device(self._device):  # a thread begins with the first one
-                arrived.synchronize()
-
-        return wait
+        arrived.synchronize()
 
     def _unpin(self) -> None:
         """Before the mapping goes: CUDA would take what is mapped at its address later for registered."""
