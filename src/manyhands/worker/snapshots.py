@@ -29,6 +29,7 @@ class SnapshotHook(Hook):
     """
 
     num_reported = 1
+    takes_step_time = True  # there is one after every step
 
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
