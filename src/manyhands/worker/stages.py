@@ -29,6 +29,7 @@ from manyhands.data.streams import Sample, cut_to_loss
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
+from manyhands.kernels.backend import adopt_choices
 from manyhands.launch.environment import ending_processes
 from manyhands.launch.rank_process import await_memory
 from manyhands.model.checks import check_loss, check_packing, check_padding
@@ -92,6 +93,8 @@ def build_model(rank: RankContext) -> None:
     if config.kernels.deterministic:
         use_deterministic_kernels()
     resumes = rank.checkpoint is not None or rank.snapshot is not None
+    if has_passed_checks(rank):
+        adopt_choices()  # of the rank whose place this one takes
     restores = has_passed_checks(rank) and plan.layout.trains_everything
     context = Context(config, plan, world.device, resumes=resumes, restores=restores)
     converters = rank.converters = make_all(context)

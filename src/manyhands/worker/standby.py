@@ -13,6 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
+from manyhands.core.files import read_json
 from manyhands.core.machine import end_with
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.standby import BEGUN, READY, read_modules
@@ -35,6 +36,9 @@ def import_all(folder: RunFolder) -> None:
     for module, function in BEFORE_COMPILING:
         with contextlib.suppress(Exception):  # none of them is a public API
             getattr(importlib.import_module(module), function)()
+    with contextlib.suppress(Exception):  # the rank tests its kernels itself
+        backend = importlib.import_module("manyhands.kernels.backend")
+        backend.offer_choices(read_json(folder.kernels(int(os.environ["RANK"]))) or {})
 
 
 def wait_for_order(channel: socket.socket) -> list[str] | None:

@@ -14,6 +14,8 @@ import torch
 
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import UserError
+from manyhands.core.files import write_json
+from manyhands.kernels.backend import list_choices
 from manyhands.launch.environment import LAUNCHER_PID
 from manyhands.launch.standby import write_modules
 from manyhands.metrics import open_sinks
@@ -210,8 +212,8 @@ def announce(rank: RankContext, works: Iterable[StepWork]) -> Iterator[StepWork]
 
 
 class BeatHook(Hook):
-    """Tells the launcher's watch that this rank goes forward; and after its first step what it has imported, for the
-    processes that stand by.
+    """Tells the launcher's watch that this rank goes forward; and after its first step what it has imported and which
+    kernels it has chosen, for the processes that stand by.
     """
 
     def __init__(self, rank: RankContext) -> None:
@@ -220,9 +222,11 @@ class BeatHook(Hook):
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         self.rank.beat(state.step)
-        if not self.has_stepped and self.rank.world.local_rank == 0 and LAUNCHER_PID in os.environ:
+        if not self.has_stepped and LAUNCHER_PID in os.environ:
             with contextlib.suppress(OSError):  # a full disk: restarts are slower
-                write_modules(self.rank.folder)
+                write_json(self.rank.folder.kernels(self.rank.world.rank), list_choices())
+                if self.rank.world.local_rank == 0:
+                    write_modules(self.rank.folder)
         self.has_stepped = True
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from manyhands.kernels.adamw.reference import Update, update_reference
-from manyhands.kernels.backend import Backend, beyond_bound, triton_or
+from manyhands.kernels.backend import Backend, beyond_bound, choose_once, triton_or
 
 BACKENDS = ("triton", "eager")
 
 
-@lru_cache
+@choose_once(Backend)
 def choose_backend(device: torch.device) -> Backend:
     """Triton where it can be imported and agrees with the reference on ``device``; else torch, with the reason."""
     return triton_or(

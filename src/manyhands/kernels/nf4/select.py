@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import ModuleType
 
 import torch
 
-from manyhands.kernels.backend import Backend, triton_or
+from manyhands.kernels.backend import Backend, choose_once, triton_or
 from manyhands.kernels.nf4.reference import Dequantize, count_unlike, dequantize_reference, kernel_dtype
 
 
@@ -41,7 +40,7 @@ def use(backend: Backend, dtype: torch.dtype) -> None:
         _chosen.pop(kernel_dtype(dtype), None)
 
 
-@lru_cache
+@choose_once(Backend)
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Triton where it can be imported and gives bitsandbytes' bits on ``device``, else bitsandbytes, with the
     reason.
