@@ -82,6 +82,7 @@ unmeasured() {
     local host="$case --row 8b-full --warm 1 --limit 16 model.master_dtype=bfloat16 parallel.offload=all"  # pins 80 GiB first
     measure 8b-full-16 200 $host --rows 3 --steps 4 --label 16-GiB batch.micro_tokens=24576
     measure 8b-full-16-unclipped 200 $host --rows 3 --steps 4 --label 16-GiB-unclipped batch.micro_tokens=24576 optimizer.max_grad_norm=0
+    measure 8b-full-16-32k 200 $host --rows 4 --steps 4 --label 16-GiB-32k batch.micro_tokens=32768
     # FSDP2 alone: no block's weights come ahead, and the norm is a pass over gradients in host memory
     measure 8b-full-16-without 200 ${host/manyhands.bench.case/benchmarks.without_prefetch} --rows 3 --steps 4 \
         --label 16-GiB-without-prefetch batch.micro_tokens=24576

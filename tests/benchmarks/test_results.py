@@ -59,7 +59,9 @@ def test_ratios_to_the_best_peer_are_those_of_their_line() -> None:
         assert ours is not None and number(row[4]) == round(ours / max(rate for rate in theirs if rate), 2)
 
 
-@pytest.mark.parametrize("header", ["| of a step on one H200 |", "| of a step in full |"])
+@pytest.mark.parametrize(
+    "header", ["| of a step on one H200 | 8B", "| of a step on one H200 | 70B", "| of a step in full |"]
+)
 def test_what_a_step_takes_sums_to_it(header: str) -> None:
     *parts, steps = table(header)
     for column, step in enumerate(map(number, steps[1:]), start=1):
@@ -69,9 +71,10 @@ def test_what_a_step_takes_sums_to_it(header: str) -> None:
         assert all(abs(part / step - float(s[1]) / 100) < 0.006 for part, s in zip(taken, shares, strict=True) if s)
 
 
-def test_profiled_steps_are_those_of_the_rows_that_they_name() -> None:
-    rows = read(RESULTS / "h200-close.jsonl")
-    for profile in read(RESULTS / "h200-profiles.jsonl"):
+@pytest.mark.parametrize("kind", ["h100", "h200"])
+def test_profiled_steps_are_those_of_the_rows_that_they_name(kind: str) -> None:
+    rows = read(RESULTS / f"{kind}-close.jsonl")
+    for profile in read(RESULTS / f"{kind}-profiles.jsonl"):
         (row,) = [r for r in rows if (r["run"], r["label"]) == (profile["run"], profile["label"])]
         assert (row["row"], row["machine"]) == (profile["profile_of"], profile["machine"])
 
@@ -86,7 +89,9 @@ def test_the_demo_has_learned_what_is_said_of_it() -> None:
 
 
 def test_the_files_that_are_named_are_there() -> None:
-    named = re.findall(r"(?:benchmarks/results/)?((?:h200|gsm8k|methods|packing|prepare|demo)[\w*.-]*\.jsonl?)", TEXT)
+    named = re.findall(
+        r"(?:benchmarks/results/)?((?:h100|h200|gsm8k|methods|packing|prepare|demo)[\w*.-]*\.jsonl?)", TEXT
+    )
     assert len(named) > 10
     for name in named:
         assert list(RESULTS.glob(name)), name

@@ -32,6 +32,14 @@ def asked(setup=LORA, *micros: Micro, **changes) -> TimeInput:
     return replace(TimeInput(setup, work, RATES, FITTED, "varlen", num_local=setup.layout.world_size), **changes)
 
 
+def test_one_micro_batch_in_each_step_is_one_in_the_mean() -> None:
+    """Where it is one, gradients in host memory are used before they leave: 22 times 1/22 must not be less."""
+    layout = make_input(llama_8b()).layout
+    for num_steps in range(1, 70):
+        steps = [[[np.array([100])]] for _ in range(num_steps)]
+        assert work_of_lengths(steps, layout, None).num_micro == 1
+
+
 def test_large_matmuls_take_their_operations_and_small_ones_whole_waves_of_tiles():
     s = asked()
     assert time.matmul_s(s, 8192, 14336, 4096) == pytest.approx(2 * 8192 * 14336 * 4096 / RATES.matmul)

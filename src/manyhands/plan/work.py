@@ -36,7 +36,7 @@ class MeanStep:
 
     @property
     def num_micro(self) -> float:
-        return sum(micro.count for micro in self.micros)
+        return round(sum(micro.count for micro in self.micros), 9)  # one in each of 22 steps: 22 times 1/22
 
 
 def count_pairs(lengths: np.ndarray, window: int | None = None) -> float:
