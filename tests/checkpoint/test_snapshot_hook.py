@@ -33,7 +33,7 @@ class HeldState:
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         return {"model.weight": torch.ones(4)}
 
-    def beside_backward(self, call: Any) -> None:
+    def before_backward(self, call: Any) -> None:
         call()
 
     def before_update(self, call: Any) -> None:

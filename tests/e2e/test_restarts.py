@@ -7,6 +7,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -17,10 +18,14 @@ pytestmark = pytest.mark.slow  # whole runs in processes of their own
 
 def once(mark: Path, act: str) -> str:
     """An ``act`` that happens the first time only."""
-    return f"mark = pathlib.Path({str(mark)!r})\nif not mark.exists():\n    mark.touch()\n    {act}"
+    return f"mark = pathlib.Path({str(mark)!r})\nif not mark.exists():\n    mark.touch()\n{indent(act, '    ')}"
 
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+# Another process writes the checkpoint, on a loaded machine for longer than the steps take that follow.
+KILL_ONCE_SAVED = f"""deadline = time.monotonic() + {WAIT_S}
+while not (self.rank.folder.checkpoints / "step-000004").exists() and time.monotonic() < deadline: time.sleep(0.01)
+{KILL}"""
 
 
 def check_undisturbed(run: Run, whole: Run) -> None:
@@ -32,7 +37,7 @@ def check_undisturbed(run: Run, whole: Run) -> None:
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(place: Place, whole: tuple[Ended, Run]) -> None:
-    plant = NO_VERIFY | at_step(7, once(place.folder / "again", KILL), rank=1)
+    plant = NO_VERIFY | at_step(7, once(place.folder / "again", KILL_ONCE_SAVED), rank=1)
     ended = place.train("again", "--gpus", "2", "launch.restarts=3", plant=plant)
     assert ended.code == 0 and "error" not in ended.output, ended.output
     [line] = [line for line in ended.output.splitlines() if "restarting" in line]
@@ -98,7 +103,7 @@ def test_without_a_lost_gpu_the_run_goes_on_and_with_it_back_it_grows_again(plac
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_under_another_launcher_its_own_restarts_resume(place: Place, whole: tuple[Ended, Run], launcher: str) -> None:
     name = f"again-{launcher}"
-    plant = NO_VERIFY | at_step(7, once(place.folder / name, KILL), rank=1)
+    plant = NO_VERIFY | at_step(7, once(place.folder / name, KILL_ONCE_SAVED), rank=1)
     command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=2")
     if launcher == "accelerate":
         command = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--max_restarts=2")

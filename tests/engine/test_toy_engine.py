@@ -127,7 +127,7 @@ def test_what_goes_beside_the_backward_pass_is_called_once_as_it_begins() -> Non
     weight = next(engine.model.parameters())
     before = weight.detach().clone()
     engine.before_update(lambda: seen.append("update"))
-    engine.beside_backward(lambda: seen.append((weight.grad is None, torch.equal(weight, before))))
+    engine.before_backward(lambda: seen.append((weight.grad is None, torch.equal(weight, before))))
     assert not seen
     run(engine, 1, 3)
     assert seen == [(True, True), "update"]

@@ -13,7 +13,7 @@ import torch
 
 from manyhands.core.files import write_json
 from manyhands.kernels import backend
-from manyhands.kernels.backend import Backend, adopt_choices, choose_once, list_choices, offer_choices
+from manyhands.kernels.backend import Backend, adopt_choices, cached_choice, list_choices, offer_choices
 from manyhands.launch.run_folder import RunFolder
 
 
@@ -23,10 +23,10 @@ def nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_OFFERED", {})
 
 
-def test_each_device_is_choose_once_and_what_another_process_has_found_is_not_tested_again() -> None:
+def test_each_device_is_cached_choice_and_what_another_process_has_found_is_not_tested_again() -> None:
     tested: list[int] = []
 
-    @choose_once(Backend)
+    @cached_choice(Backend)
     def choose(device: torch.device, dtype: torch.dtype) -> Backend:
         tested.append(device.index)
         return Backend("eager", "Triton is slow today") if device.index else Backend("triton")

@@ -134,7 +134,7 @@ def test_the_seconds_of_all_steps_are_the_time_it_took_without_evaluations_and_c
             clock.now += 30.0
 
     class Copies(Hook):
-        takes_step_time = True  # after every step: whoever asks for it pays for it in each
+        counts_in_step = True  # after every step: whoever asks for it pays for it in each
 
         def between_steps(self, state):
             clock.now += 0.125

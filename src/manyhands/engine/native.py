@@ -135,7 +135,7 @@ class NativeEngine(RankEngine):
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
         self._backward_update: BackwardUpdate | None = None
         self._norm: torch.Tensor | None = None  # of the gradients that are there
-        self._beside_backward: list[Callable[[], None]] = []
+        self._before_backward: list[Callable[[], None]] = []
         self._before_update: list[Callable[[], None]] = []
         self._reduce_every = reduce_every
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
@@ -187,7 +187,7 @@ class NativeEngine(RankEngine):
         Shards are reduced after every micro-batch, unless full gradients may wait on every rank (``reduce_every``
         false). What earlier micro-batches gave is summed in float32, whatever dtype it came in.
         """
-        _call_all(self._beside_backward)
+        _call_all(self._before_backward)
         for parameter in self._narrow:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.float()
@@ -285,11 +285,11 @@ class NativeEngine(RankEngine):
         """What ``save`` saves, sharing memory with the model and the optimizer: the next ``step`` changes it."""
         return checkpoint_tensors(self.model, self.optimizer)
 
-    def beside_backward(self, call: Callable[[], None]) -> None:
+    def before_backward(self, call: Callable[[], None]) -> None:
         """``call`` is called once, when the next backward pass begins, while the device still computes the forward
         pass.
         """
-        self._beside_backward.append(call)
+        self._before_backward.append(call)
 
     def before_update(self, call: Callable[[], None]) -> None:
         """``call`` is called once, by the next ``step`` or ``load``, before it changes anything."""

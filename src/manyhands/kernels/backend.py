@@ -48,7 +48,7 @@ _FOUND: dict[str, list[str]] = {}  # name and reason, by function and arguments
 _OFFERED: dict[str, list[str]] = {}  # by an earlier process
 
 
-def choose_once(kind: Callable[[str, str], C]) -> Callable[[Callable[..., C]], Callable[..., C]]:
+def cached_choice(kind: Callable[[str, str], C]) -> Callable[[Callable[..., C]], Callable[..., C]]:
     """For a function that tests kernels on a device: once for its arguments in this process, and not where an earlier
     process has (``adopt_choices``). ``kind`` makes a choice of a name and a reason.
     """

@@ -101,7 +101,7 @@ def train(loop: Loop) -> TrainState:
         for hook in loop.hooks:
             pause = time.monotonic()
             hook.between_steps(state)
-            paused_s += 0.0 if hook.takes_step_time else time.monotonic() - pause
+            paused_s += 0.0 if hook.counts_in_step else time.monotonic() - pause
         if is_asked_to_stop:
             raise Interrupted
         begin = end + paused_s  # evaluations and checkpoints belong to no step; all else does

@@ -72,7 +72,7 @@ class StagesCheckpoints(Protocol):
         """What ``save`` saves, sharing memory with the model and the optimizer."""
         ...
 
-    def beside_backward(self, call: Callable[[], None]) -> None:
+    def before_backward(self, call: Callable[[], None]) -> None:
         """``call`` is called once, when the next backward pass begins: the device has a forward pass to compute then,
         so that it does not wait for what the host does.
         """

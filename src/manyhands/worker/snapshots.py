@@ -29,7 +29,7 @@ class SnapshotHook(Hook):
     """
 
     num_reported = 1
-    takes_step_time = True  # there is one after every step
+    counts_in_step = True  # there is one after every step
 
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
@@ -94,7 +94,7 @@ class SnapshotHook(Hook):
         if pending is None:
             return
         if rank.world.device.type == "cuda":
-            self.engine.beside_backward(pending.start)
+            self.engine.before_backward(pending.start)
             self.engine.before_update(partial(self._complete, pending))
         else:
             self._complete(pending)

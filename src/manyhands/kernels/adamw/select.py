@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from manyhands.kernels.adamw.reference import Update, update_reference
-from manyhands.kernels.backend import Backend, beyond_bound, choose_once, triton_or
+from manyhands.kernels.backend import Backend, beyond_bound, cached_choice, triton_or
 
 BACKENDS = ("triton", "eager")
 
 
-@choose_once(Backend)
+@cached_choice(Backend)
 def choose_backend(device: torch.device) -> Backend:
     """Triton where it can be imported and agrees with the reference on ``device``; else torch, with the reason."""
     return triton_or(

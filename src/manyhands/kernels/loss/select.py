@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from manyhands.kernels.backend import Backend, beyond_bound, choose_once, triton_or
+from manyhands.kernels.backend import Backend, beyond_bound, cached_choice, triton_or
 from manyhands.kernels.loss.reference import softmax_part, softmax_rows
 
 BACKENDS = ("triton", "compile", "eager")
 
 
-@choose_once(Backend)
+@cached_choice(Backend)
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Triton where it can be imported and agrees with the reference on ``device``; else torch, with the reason."""
     if device.type == "cuda" and dtype == torch.float64:

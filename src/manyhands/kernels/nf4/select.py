@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from manyhands.kernels.backend import Backend, choose_once, triton_or
+from manyhands.kernels.backend import Backend, cached_choice, triton_or
 from manyhands.kernels.nf4.reference import Dequantize, count_unlike, dequantize_reference, kernel_dtype
 
 
@@ -40,7 +40,7 @@ def use(backend: Backend, dtype: torch.dtype) -> None:
         _chosen.pop(kernel_dtype(dtype), None)
 
 
-@choose_once(Backend)
+@cached_choice(Backend)
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Triton where it can be imported and gives bitsandbytes' bits on ``device``, else bitsandbytes, with the
     reason.
