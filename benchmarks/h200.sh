@@ -121,7 +121,8 @@ survive() {  # a checkpoint of 3B full takes 39 GB of the disk, of 8B full 96 GB
     local kills="--parts undisturbed,snapshots,kills --undisturbed-steps 90 --seconds 180"
     measure 8b-lora-x2 530 $survive --gpus 2 --shape llama8b --method lora --steps 40 --save-every 15 --seconds 180
     measure 3b-full-x2 530 $survive --gpus 2 --shape llama3b --steps 40 $kills
-    measure 8b-full-x4 530 $survive --gpus 4 --shape llama8b --samples 16 --steps 40 $kills
+    measure 8b-full-x4 530 $survive --gpus 4 --shape llama8b --samples 16 --steps 30 --warm 12 --seconds 190 --parts undisturbed,kills \
+        kernels.deterministic=true  # their first snapshot comes after a minute or two
     measure 8b-full-x4-saved 530 $survive --gpus 4 --shape llama8b --samples 16 --steps 150 --save-every 70 --parts undisturbed,checkpoint
     measure 3b-full-x4-resized 530 $survive --gpus 4 --shape llama3b --samples 16 --steps 45 --parts undisturbed,resize
 }

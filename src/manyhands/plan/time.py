@@ -47,6 +47,8 @@ FUSED_AGAIN = 0.45
 SHARD_LAYER_S = 0.0012
 CHUNK_S = 0.00002  # the host's time for one parameter in the update
 EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate (H200)
+# To and from host memory together, by all GPUs of a machine: four H200s moved 27 GB/s each way at the same time
+HOST_COPIES_BYTES_S = 216e9
 SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
 
 
@@ -268,7 +270,8 @@ def optimizer(s: TimeInput) -> float:
         seconds += flops / s.rates.matmul / max(1, e.num_shards)
     if e.streams_update:  # gradients for their norm, then all that is on the host, in and out at the same time
         on_host = (1 if overlaps(s) else 2) * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
-        seconds += 0.0 if updates_in_backward(s) else trained * on_host / s.rates.pcie
+        rate = min(s.rates.pcie, HOST_COPIES_BYTES_S / (2 * s.num_local))
+        seconds += 0.0 if updates_in_backward(s) else trained * on_host / rate
     elif e.layout.offload != "none":  # states travel to the device and back, or are updated on the host
         seconds += trained * 2 * (state - 4) / s.rates.pcie
     return seconds
