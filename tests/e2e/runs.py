@@ -54,6 +54,18 @@ def at_any_step(act: str) -> dict[str, str]:
     return {"manyhands.worker.training": body.replace("if state.step == 0 and True:", "if True:")}
 
 
+def kill_once(mark: Path, saved: int | None = None) -> str:
+    """An ``act``: SIGKILL, the first time only; with ``saved`` once the checkpoint of that step is there, which another
+    process writes: on a loaded machine for longer than the steps take that follow.
+    """
+    folder = f'self.rank.folder.checkpoints / "step-{saved or 0:06}"'
+    wait = f"while not ({folder}).exists() and time.monotonic() < deadline: time.sleep(0.01)" if saved else "pass"
+    return (
+        f"mark, deadline = pathlib.Path({str(mark)!r}), time.monotonic() + {WAIT_S}\n"
+        f"if not mark.exists():\n    mark.touch()\n    {wait}\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+
+
 def pause(mark: Path) -> str:
     """An ``act``: writes a mark for each rank and waits, until it is killed or asked to stop."""
     return (

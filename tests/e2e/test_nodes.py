@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.plan.types import Plan
-from tests.e2e.runs import NO_VERIFY, Ended, Place, Run, at_any_step, at_step, pause
+from tests.e2e.runs import NO_VERIFY, Ended, Place, Run, at_any_step, at_step, kill_once, pause
 from tests.support.nodes import Bed, Launched, make_bed, why_no_nodes
 
 pytestmark = [
@@ -71,8 +71,8 @@ def train(place: Place, bed: Bed, name: str, *arguments: str, **options) -> list
 
 def test_a_killed_rank_is_started_again_on_all_nodes(place: Place, whole: tuple[Ended, Run], bed: Bed) -> None:
     mark = place.folder / "nodes-again"
-    kill = f"mark = pathlib.Path({str(mark)!r})\nif not mark.exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)"
-    ends = train(place, bed, mark.name, "launch.restarts=3", plant=NO_VERIFY | at_step(7, kill, rank=1))
+    plant = NO_VERIFY | at_step(7, kill_once(mark, saved=4), rank=1)
+    ends = train(place, bed, mark.name, "launch.restarts=3", plant=plant)
     assert [end.code for end in ends] == [0, 0], texts(ends)
     for end in ends:
         assert end.output.count("was killed (SIGKILL)") == 1 and "restarting from step 4" in end.output, texts(ends)

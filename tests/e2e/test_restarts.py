@@ -6,26 +6,12 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
-from textwrap import indent
 
 import pytest
 
-from tests.e2e.runs import NO_VERIFY, WAIT_S, WORKER, Ended, Place, Run, at_any_step, at_step, train_command
+from tests.e2e.runs import NO_VERIFY, WAIT_S, WORKER, Ended, Place, Run, at_any_step, at_step, kill_once, train_command
 
 pytestmark = pytest.mark.slow  # whole runs in processes of their own
-
-
-def once(mark: Path, act: str) -> str:
-    """An ``act`` that happens the first time only."""
-    return f"mark = pathlib.Path({str(mark)!r})\nif not mark.exists():\n    mark.touch()\n{indent(act, '    ')}"
-
-
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-# Another process writes the checkpoint, on a loaded machine for longer than the steps take that follow.
-KILL_ONCE_SAVED = f"""deadline = time.monotonic() + {WAIT_S}
-while not (self.rank.folder.checkpoints / "step-000004").exists() and time.monotonic() < deadline: time.sleep(0.01)
-{KILL}"""
 
 
 def check_undisturbed(run: Run, whole: Run) -> None:
@@ -37,7 +23,7 @@ def check_undisturbed(run: Run, whole: Run) -> None:
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(place: Place, whole: tuple[Ended, Run]) -> None:
-    plant = NO_VERIFY | at_step(7, once(place.folder / "again", KILL_ONCE_SAVED), rank=1)
+    plant = NO_VERIFY | at_step(7, kill_once(place.folder / "again", saved=4), rank=1)
     ended = place.train("again", "--gpus", "2", "launch.restarts=3", plant=plant)
     assert ended.code == 0 and "error" not in ended.output, ended.output
     [line] = [line for line in ended.output.splitlines() if "restarting" in line]
@@ -58,7 +44,7 @@ def test_with_snapshots_in_memory_only_the_step_in_flight_is_lost(
     place: Place, whole: tuple[Ended, Run], file: str, keys: tuple[str, ...]
 ) -> None:
     name = f"in-memory-{file.partition('.')[0]}"
-    plant = NO_VERIFY | at_step(7, once(place.folder / name, KILL), rank=1)
+    plant = NO_VERIFY | at_step(7, kill_once(place.folder / name), rank=1)
     keys = (*keys, "launch.restarts=3", "checkpoint.every_step_in_memory=true")
     ended = place.train(name, "--gpus", "2", *keys, file=file, plant=plant)
     assert ended.code == 0 and "error" not in ended.output, ended.output
@@ -103,7 +89,7 @@ def test_without_a_lost_gpu_the_run_goes_on_and_with_it_back_it_grows_again(plac
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_under_another_launcher_its_own_restarts_resume(place: Place, whole: tuple[Ended, Run], launcher: str) -> None:
     name = f"again-{launcher}"
-    plant = NO_VERIFY | at_step(7, once(place.folder / name, KILL_ONCE_SAVED), rank=1)
+    plant = NO_VERIFY | at_step(7, kill_once(place.folder / name, saved=4), rank=1)
     command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=2")
     if launcher == "accelerate":
         command = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--max_restarts=2")

@@ -242,12 +242,18 @@ class EstimateInput:
         return self.layout.offload != "none" and self.layout.master_dtype == "bfloat16"
 
     def snapshot_bytes(self, optimizer: int) -> int:
-        """``2 (masters + states)`` of a rank, and as much for a rank of another node where these are copied;
-        ``optimizer``: its states. Replicas keep one a machine: not counted, and not copied.
+        """Of one snapshot after every step: a rank's masters and its states, ``optimizer`` bytes of them. Replicas take
+        one a machine: the same for the rank that does. 0 where there are none.
         """
         masters = self.num_trained * self.master_bytes // self.num_shards
+        return masters + optimizer if self.snapshots and not self.layout.zero_stage else 0
+
+    def kept_snapshot_bytes(self, optimizer: int) -> int:
+        """Of all that a rank keeps: two, and as many of a rank of another node where these are copied. Those of
+        replicas are not.
+        """
         num_kept = 4 if self.copies_snapshots and not self.layout.holds_copies else 2
-        return num_kept * (masters + optimizer) if self.snapshots and not self.layout.zero_stage else 0
+        return num_kept * self.snapshot_bytes(optimizer)
 
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"

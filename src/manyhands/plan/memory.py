@@ -68,7 +68,7 @@ def estimate_terms(setup: EstimateInput) -> dict[str, int]:
     terms = max(every, key=lambda terms: sum(terms.values()) - gradients_on_host(setup, terms))
     terms["overhead"] = overhead(setup)
     if setup.layout.device == "cpu":
-        terms["snapshots"] = setup.snapshot_bytes(terms["optimizer"])
+        terms["snapshots"] = setup.kept_snapshot_bytes(terms["optimizer"])
     return terms
 
 
