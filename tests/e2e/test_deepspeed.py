@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from tests.e2e.runs import NO_VERIFY, NUM_STEPS, Place, at_step
+from tests.e2e.runs import NO_VERIFY, NUM_STEPS, Place, at_step, kill_once
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(900)]  # five starts
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def test_a_run_changes_between_zero_and_fsdp(place: Place) -> None:
@@ -18,7 +17,8 @@ def test_a_run_changes_between_zero_and_fsdp(place: Place) -> None:
     whole = place.train("zero-whole", *two, "parallel.strategy=fsdp", plant=NO_VERIFY)
     assert whole.code == 0, whole.output
     for step, strategy in ((5, "zero3"), (9, "fsdp")):
-        broken = place.train("zero", *two, f"parallel.strategy={strategy}", plant=at_step(step, KILL, rank=1))
+        kill = kill_once(place.folder / f"zero-{step}", saved=step - 1)
+        broken = place.train("zero", *two, f"parallel.strategy={strategy}", plant=at_step(step, kill, rank=1))
         assert broken.code != 0 and "rank 1" in broken.output, broken.output
     ended = place.train("zero", *two, "parallel.strategy=zero2", "parallel.offload=optimizer")
     assert ended.code == 0 and "resumed after step 8" in ended.output, ended.output
