@@ -60,7 +60,13 @@ def test_ratios_to_the_best_peer_are_those_of_their_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["| of a step on one H200 | 8B", "| of a step on one H200 | 70B", "| of a step in full |"]
+    "header",
+    [
+        "| of a step on one H200 | 8B",
+        "| of a step on one H200 | 70B",
+        "| of a step in full |",
+        "| of a step of one sample",
+    ],
 )
 def test_what_a_step_takes_sums_to_it(header: str) -> None:
     *parts, steps = table(header)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.engine.activations import CONTEXTS, _checkpoint_in_training
 from manyhands.engine.apply import _compile
 from manyhands.kernels.lora import Layer, lora_linears
 
@@ -30,9 +32,11 @@ class Block(nn.Module):
         return x + nn.functional.silu(y)
 
 
-def train_once() -> dict[str, Any]:
+def train_once(mode: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    block = Block()
+    block: Any = Block()
+    if mode != "none":
+        block.forward = functools.partial(_checkpoint_in_training, block, block.forward, CONTEXTS[mode])
     _compile([block], None)
     block(torch.randn(3, 16)).sum().backward()
     caches = torch._dynamo.utils.counters["aot_autograd"]
@@ -41,12 +45,13 @@ def train_once() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_second_process_finds_forward_and_backward_pass_of_the_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["none", "selective", "except_attention"])
+def test_the_second_process_finds_forward_and_backward_pass_of_the_first(tmp_path: Path, mode: str) -> None:
     root = Path(__file__).parents[2]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{root / 'src'}:{root}"}
     found = []
     for _ in range(2):
-        command = [sys.executable, "-m", "tests.engine.test_graph_cache"]
+        command = [sys.executable, "-m", "tests.engine.test_graph_cache", mode]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
         found.append(json.loads(done.stdout.splitlines()[-1]))
     first, second = found
@@ -56,4 +61,4 @@ def test_the_second_process_finds_forward_and_backward_pass_of_the_first(tmp_pat
 
 
 if __name__ == "__main__":
-    print(json.dumps(train_once()))
+    print(json.dumps(train_once(sys.argv[1])))

@@ -98,6 +98,39 @@ def test_a_process_that_waits_becomes_the_rank_of_the_next_attempt(
     assert usage.startswith("usage: manyhands.worker") and capfd.readouterr().out == usage
 
 
+def test_one_that_still_imports_is_waited_for(
+    folder: RunFolder, standbys: Standbys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process would have to import the same, from the beginning."""
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(5)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    write_json(folder.modules, ["slow_to_import"])
+    with standbys.serving(folder, range(1)):
+        Handler(0).start("--help").wait(WAIT_S)
+        train(folder, 0)
+        wait_until(lambda: bool(waiting()))
+        assert not is_ready(standbys, 0)
+        [process] = waiting()
+    with standbys.serving(folder, range(1)):
+        folder.beat(0).unlink()
+        second = Handler(0).start("--help")
+        assert second.pid == process.pid and second.wait(WAIT_S) == 0
+
+
+def test_after_a_restart_they_are_made_ready_at_once(folder: RunFolder) -> None:
+    with contextlib.closing(Standbys(after_s=3600.0)) as standbys:
+        for attempt in range(2):
+            with standbys.serving(folder, range(1)):
+                Handler(0).start("--help").wait(WAIT_S)
+                train(folder, 0)
+                if not attempt:
+                    time.sleep(2.5)
+                    assert not waiting(), "a short run pays for none"
+                else:
+                    wait_until(lambda: is_ready(standbys, 0))
+            folder.beat(0).unlink()
+
+
 def test_another_environment_needs_another_process(folder: RunFolder, standbys: Standbys) -> None:
     with standbys.serving(folder, range(1)):
         Handler(0).start("--help").wait(WAIT_S)
@@ -136,9 +169,8 @@ def test_as_many_start_at_once_as_there_are_cores_for(
 
     def start(environment: Mapping[str, str], folder: RunFolder) -> Mock:
         begun.append(int(environment["RANK"]))
-        one = Mock(is_ready=False)
-        one.answers.side_effect = lambda *_: bool(one.begun_before.append(len(begun))) or True
-        one.begun_before = []
+        one = Mock(begun_before=[])
+        one.becomes_ready.side_effect = lambda: one.begun_before.append(len(begun))
         one.process.poll.return_value = None
         return one
 
@@ -146,7 +178,7 @@ def test_as_many_start_at_once_as_there_are_cores_for(
     standbys._environments = {rank: {"RANK": str(rank)} for rank in range(5)}
     standbys._attempt = attempt = (folder, range(5))
     standbys._make_ready(attempt)
-    assert begun == [0, 1, 2, 3, 4] and all(one.is_ready for one in standbys._waiting.values())
+    assert begun == [0, 1, 2, 3, 4]
     assert [one.begun_before for one in standbys._waiting.values()] == [[2], [2], [4], [4], [5]]
 
 

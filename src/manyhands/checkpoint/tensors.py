@@ -114,7 +114,7 @@ def describe(tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
 
 def _saved_form(tensor: torch.Tensor) -> torch.Tensor:
     """Detached; a scalar as shape (1,), which slices like everything else. Shares the memory."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor  # of a DTensor it takes longer than all else here
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 

@@ -1,8 +1,9 @@
 """Processes that stand by for a restart: one for each rank of this machine, with everything imported that a rank needs
 and no GPU touched. A restart would otherwise begin with some ten seconds of imports. Imports no torch.
 
-They are started once the ranks have trained for a while, so that neither a start nor a short run pays for them, as many
-at once as there are cores for; each takes a few hundred MiB of host memory.
+They are started once the ranks have trained for a while, so that neither a start nor a short run pays for them, and
+after a restart as soon as they train again; as many at once as there are cores for. Each takes a few hundred MiB of
+host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from manyhands.launch.rank_process import RankProcess, await_end
 from manyhands.launch.restarts import TRAINING
 from manyhands.launch.run_folder import RunFolder
 
-AFTER_S = 10.0  # of training
+AFTER_S = 10.0  # of training, of the first attempt
 CORES_EACH = 8  # of the machine, for each that imports: four H200s with 64 cores are ready after 14 s in place of 56
 LOOK_S = 1.0
 IMPORT_S = 120.0  # a machine that takes longer has other troubles
@@ -49,13 +50,23 @@ class _Standby:
     is_ready: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the channel
 
+    def becomes_ready(self) -> bool:
+        """Waits for it: a new process would have to import the same."""
+        if not self.lock.acquire(timeout=IMPORT_S):  # somebody else waits
+            return False
+        try:
+            self.is_ready = self.is_ready or self.answers(READY, IMPORT_S)
+        finally:
+            self.lock.release()
+        return self.is_ready
+
     def answers(self, word: bytes, limit_s: float) -> bool:
-        with self.lock:
-            self.channel.settimeout(limit_s)
-            try:
-                return self.channel.recv(len(word)) == word
-            except OSError:
-                return False
+        """For who has the lock."""
+        self.channel.settimeout(limit_s)
+        try:
+            return self.channel.recv(len(word)) == word
+        except OSError:
+            return False
 
     def end(self) -> None:
         self.process.kill()  # after which nobody waits for an answer
@@ -74,6 +85,7 @@ class Standbys:
         self._ranks: list[RankProcess] = []
         self._lock = threading.Lock()
         self._attempt: tuple[RunFolder, range] | None = None
+        self._num_attempts = 0
         self._closed = threading.Event()
         # Linux takes a child's parent for gone when the thread that started it is: this one stays until the end.
         self._thread = threading.Thread(target=self._run, name="standbys", daemon=True)
@@ -102,6 +114,7 @@ class Standbys:
 
         handlers._popen = start
         self._attempt = (folder, local)
+        self._num_attempts += 1
         if not self._thread.is_alive() and not self._closed.is_set():
             self._thread.start()
         try:
@@ -111,8 +124,8 @@ class Standbys:
             handlers._popen = start_anew
 
     def take(self, local_rank: int, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess | None:
-        """The process that waits for this local rank, which is a rank from now on; None where there is none that has
-        imported everything in the same environment.
+        """The process that stands by for this local rank, which is a rank from now on; None where there is none, or
+        none in the same environment. One that still imports is waited for.
         """
         with self._lock:
             found = self._waiting.pop(local_rank, None)
@@ -120,9 +133,11 @@ class Standbys:
             return None
         order = json.dumps({"environment": dict(environment), "arguments": list(arguments)}).encode() + b"\n"
         with contextlib.suppress(OSError):
-            if found.is_ready and _lasting(found.environment) == _lasting(environment):
-                found.channel.sendall(order)
-                if found.answers(BEGUN, ANSWER_S):  # it leads a session of its own, as every rank does
+            if _lasting(found.environment) == _lasting(environment) and found.becomes_ready():
+                with found.lock:
+                    found.channel.sendall(order)
+                    has_begun = found.answers(BEGUN, ANSWER_S)  # it leads a session of its own, as every rank does
+                if has_begun:
                     found.channel.close()
                     return found.process
         found.end()
@@ -153,7 +168,7 @@ class Standbys:
                     trains_since = None
                     continue
                 trains_since = time.monotonic() if trains_since is None else trains_since
-                if time.monotonic() - trains_since >= self.after_s:
+                if self._num_attempts > 1 or time.monotonic() - trains_since >= self.after_s:
                     self._make_ready(attempt)
 
     def _make_ready(self, attempt: tuple[RunFolder, range]) -> None:
@@ -163,7 +178,7 @@ class Standbys:
         for first in range(0, len(local), at_once):
             ranks = range(first, min(first + at_once, len(local)))
             for one in [one for rank in ranks if (one := self._start_missing(rank, folder)) is not None]:
-                one.is_ready = one.answers(READY, IMPORT_S)
+                one.becomes_ready()
             if self._attempt is not attempt:
                 return
 
