@@ -117,6 +117,22 @@ def test_one_that_still_imports_is_waited_for(
         assert second.pid == process.pid and second.wait(WAIT_S) == 0
 
 
+def test_a_stop_while_one_is_waited_for_leaves_nothing(
+    folder: RunFolder, standbys: Standbys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with standbys.serving(folder, range(1)):
+        Handler(0).start("--help").wait(WAIT_S)
+        train(folder, 0)
+        wait_until(lambda: is_ready(standbys, 0))
+        [process] = waiting()
+    monkeypatch.setattr("manyhands.launch.standby._Standby.becomes_ready", Mock(side_effect=KeyboardInterrupt))
+    with standbys.serving(folder, range(1)):
+        folder.beat(0).unlink()
+        with pytest.raises(KeyboardInterrupt):
+            Handler(0).start("--help")
+    assert not process.is_running()
+
+
 def test_after_a_restart_they_are_made_ready_at_once(folder: RunFolder) -> None:
     with contextlib.closing(Standbys(after_s=3600.0)) as standbys:
         for attempt in range(2):

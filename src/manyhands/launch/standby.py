@@ -132,15 +132,16 @@ class Standbys:
         if found is None:
             return None
         order = json.dumps({"environment": dict(environment), "arguments": list(arguments)}).encode() + b"\n"
-        with contextlib.suppress(OSError):
+        with contextlib.ExitStack() as ending, contextlib.suppress(OSError):
+            ending.callback(found.end)
             if _lasting(found.environment) == _lasting(environment) and found.becomes_ready():
                 with found.lock:
                     found.channel.sendall(order)
                     has_begun = found.answers(BEGUN, ANSWER_S)  # it leads a session of its own, as every rank does
                 if has_begun:
+                    ending.pop_all()
                     found.channel.close()
                     return found.process
-        found.end()
         return None
 
     def list_ending(self) -> list[RankProcess]:
