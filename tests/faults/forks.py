@@ -102,6 +102,10 @@ class Fork:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
+    @property
+    def is_gone(self) -> bool:
+        return self.poll() is not None
+
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
