@@ -161,10 +161,11 @@ def test_a_first_host_without_an_address_is_named():
 NOTICED = """
 import os, signal, subprocess, sys, time
 from manyhands.launch.slurm import block_save_signal
+
+block_save_signal()  # before what starts threads, as a rank does
 from manyhands.worker import session
 
 session.GRACE_S = 0.0  # of SIGTERM
-block_save_signal()
 stop = session.StopSignal()
 child = subprocess.Popen(["sleep", "60"])
 assert not stop()
@@ -190,9 +191,10 @@ def test_slurm_s_notice_stops_the_run_and_ends_no_process():
 PASSED_ON = """
 import os, signal, subprocess, sys, time
 from manyhands.launch.slurm import block_save_signal
-from manyhands.launch.workers import _passing_on_notice
 
 block_save_signal()
+from manyhands.launch.workers import _passing_on_notice
+
 os.kill(os.getpid(), signal.SIGUSR1)  # before there is a worker
 with _passing_on_notice():
     worker = [sys.executable, "-c", "import signal, sys; signal.sigwait({signal.SIGUSR1}); sys.exit(138)"]

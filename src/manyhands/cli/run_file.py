@@ -162,7 +162,9 @@ def train(
 
     RUN may be a file of another tool (`manyhands import` lists what becomes of its keys)."""
     from manyhands.cli.train_options import check_type, choose_place, choose_run_file, plan_tensorboard
+    from manyhands.launch.slurm import block_save_signal
 
+    block_save_signal()  # before numpy is imported, which starts threads
     path, overrides = choose_run_file(run, config, overrides)
     settings = {"accelerate": accelerate, "deepspeed": deepspeed}
     loaded = load_run(
