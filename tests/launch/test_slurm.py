@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -181,11 +182,14 @@ child.kill()
 def test_slurm_s_notice_stops_the_run_and_ends_no_process():
     """It reaches every process of a step; by default each of them would end."""
     command = [sys.executable, "-c", NOTICED]
-    done = subprocess.run(
-        command, env={**os.environ, **TASK}, process_group=0, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=environment(), process_group=0, capture_output=True, text=True, check=False)
     assert (done.stdout.split(), done.returncode) == (["138", "None"], 0), done.stderr
     assert signal.SIGUSR1 == 10, "138 - 128"
+
+
+def environment() -> dict[str, str]:
+    """Of a step, in which numpy starts a thread for each core."""
+    return {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")} | TASK
 
 
 PASSED_ON = """
@@ -204,9 +208,8 @@ with _passing_on_notice():
 
 def test_the_launcher_passes_the_notice_on_to_its_workers():
     """Also to those that start after it: before they wait for it, it must not end them."""
-    environment = {**os.environ, **TASK}
     done = subprocess.run(
-        [sys.executable, "-c", PASSED_ON], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PASSED_ON], env=environment(), capture_output=True, text=True, check=False
     )
     assert (done.stdout.strip(), done.returncode) == ("138", 0), done.stderr
 
@@ -217,3 +220,30 @@ def test_workers_that_have_saved_are_no_failure(tmp_path):
     assert not _have_saved(folder, [130]) and not _have_saved(folder, [138, 1]) and not _have_saved(folder, [138, -9])
     write_failure(folder, 1, "train", UserError("the disk is full"))
     assert not _have_saved(folder, [138, 138])
+
+
+BLOCKED = """
+import pathlib, signal, sys
+from manyhands.cli import run_file
+from manyhands.cli.main import app
+
+def load_run(*_, **__):
+    import numpy
+
+    threads = [status.read_text() for status in pathlib.Path("/proc/self/task").glob("*/status")]
+    masks = [int(thread.split("SigBlk:")[1].split()[0], 16) for thread in threads]
+    print([bool(mask & 1 << signal.SIGUSR1 - 1) for mask in masks])
+    sys.exit()
+
+run_file.load_run = load_run
+app(["train", "run.yaml"])
+"""
+
+
+def test_no_thread_of_the_launcher_is_ended_by_the_notice(tmp_path):
+    """numpy's threads block no signal of their own: one that is not blocked before they start ends the process."""
+    (tmp_path / "run.yaml").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED], env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert set(json.loads(done.stdout.lower())) == {True}, done.stderr
