@@ -157,7 +157,8 @@ def split(
     kill: Kill, restart: Mapping[str, Any], entered: Sequence[Entered], done: Mapping[str, Any]
 ) -> dict[str, float]:
     """Seconds of a recovery: until all ranks have ended, until the restart was decided, the wait before it, until rank
-    0 has started Python, each of its stages, and in ``train`` what comes before the first step, and that step.
+    0 has started Python or a process that stood by is rank 0 (where it still imports, that is waited for), each of its
+    stages, and in ``train`` what comes before the first step, and that step.
     """
     gone = min(kill.gone or restart["time"], restart["time"])
     begun = restart["time"] + restart["wait_s"]

@@ -147,6 +147,8 @@ def test_a_killed_rank_costs_the_step_in_flight_and_losses_stay_the_same(tmp_pat
     assert max(kills["lost_steps"]) <= 2  # the one in flight, and one that not all ranks had kept yet
     assert kills["num_compared"] >= 1 and kills["first_different"] is None
     for recovery in kills["recoveries"]:
-        # a busy machine looks at the ranks too rarely to see stages of a tenth of a second
-        assert recovery["in_memory"] and {"import", "first step"} <= recovery["stages"].keys()
+        # A busy machine looks at the ranks too rarely to see stages of a tenth of a second; and a rank that took the
+        # place of a process standing by has imported before, or the restart waited for it as "start process".
+        stages = recovery["stages"].keys()
+        assert recovery["in_memory"] and {"start process", "first step"} <= stages and stages & {"import", "join"}
         assert sum(recovery["stages"].values()) == pytest.approx(recovery["seconds"], abs=0.1)
