@@ -198,6 +198,21 @@ def test_as_many_start_at_once_as_there_are_cores_for(
     assert [one.begun_before for one in standbys._waiting.values()] == [[2], [2], [4], [4], [5]]
 
 
+def test_on_a_second_machine_they_are_of_its_own_ranks(
+    folder: RunFolder, standbys: Standbys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's agent numbers local ranks from 0, whatever their ranks are."""
+    begun: list[str] = []
+    one = Mock(**{"process.poll.return_value": None})
+    monkeypatch.setattr(
+        "manyhands.launch.standby._start", lambda environment, folder: begun.append(environment["RANK"]) or one
+    )
+    standbys._environments = {local: {"RANK": str(4 + local)} for local in range(2)}
+    standbys._attempt = attempt = (folder, range(4, 6))
+    standbys._make_ready(attempt)
+    assert begun == ["4", "5"]
+
+
 def test_where_no_process_can_be_started_the_ranks_live_on(
     folder: RunFolder, standbys: Standbys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

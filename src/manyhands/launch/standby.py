@@ -1,9 +1,9 @@
-"""Processes that stand by for a restart: one for each rank of this machine, with everything imported that a rank needs
-and no GPU touched. A restart would otherwise begin with some ten seconds of imports. Imports no torch.
+"""Processes that stand by to become ranks of this machine, with everything imported that a rank needs and no GPU
+touched. A restart would otherwise begin with some ten seconds of imports. Imports no torch.
 
-They are started once the ranks have trained for a while, so that neither a start nor a short run pays for them, and
+Those for a restart are started once the ranks have trained for a while, so that a short run does not pay for them, and
 after a restart as soon as they train again; as many at once as there are cores for. Each takes a few hundred MiB of
-host memory.
+host memory. The first ranks of a launch stand by while it imports torch's agent.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ IMPORT_S = 120.0  # a machine that takes longer has other troubles
 ANSWER_S = 5.0  # of a process that waits
 COMMAND = ("-u", "-m", "manyhands.worker")
 READY, BEGUN = b"r", b"b"  # what it answers
+AGENT = "torch.distributed.launcher.api"
 MODULES = ("torch", "transformers", "manyhands", "triton", "numpy", "safetensors", "tokenizers", "pyarrow", "pydantic")
 # What torch's agent and the launcher set anew for each attempt. Everything else may be read when a library is imported.
 _OF_ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", ATTEMPT, ENDING)  # beginnings of names
@@ -80,6 +81,7 @@ class Standbys:
 
     def __init__(self, after_s: float = AFTER_S) -> None:
         self.after_s = after_s
+        self.for_restarts = True  # else for the first ranks alone
         self._waiting: dict[int, _Standby] = {}  # by local rank
         self._environments: dict[int, Mapping[str, str]] = {}  # of the ranks that run
         self._ranks: list[RankProcess] = []
@@ -93,7 +95,7 @@ class Standbys:
     @contextlib.contextmanager
     def serving(self, folder: RunFolder, local: range) -> Iterator[None]:
         """Within, torch's agent gets a process that waits where there is one, and others are made ready for the next
-        attempt. ``local``: this machine's ranks.
+        attempt. ``local``: this machine's ranks, in the order of their local ranks.
         """
         handlers = _handlers()
         if handlers is None:
@@ -115,13 +117,26 @@ class Standbys:
         handlers._popen = start
         self._attempt = (folder, local)
         self._num_attempts += 1
-        if not self._thread.is_alive() and not self._closed.is_set():
+        if self.for_restarts and not self._thread.is_alive() and not self._closed.is_set():
             self._thread.start()
         try:
             yield
         finally:
             self._attempt = None
             handlers._popen = start_anew
+
+    def start_before_agent(self, folder: RunFolder, environments: Sequence[Mapping[str, str]]) -> None:
+        """The first ranks: they import while this process imports torch's agent, rather than afterwards.
+
+        ``environments``: of each local rank, as torch's agent is expected to set it (``rank_environment``).
+        """
+        if AGENT in sys.modules:
+            return
+        for local_rank, environment in enumerate(environments):
+            if local_rank in self._waiting:
+                continue
+            with self._lock, contextlib.suppress(OSError):  # no room for a process: the agent says so
+                self._waiting[local_rank] = _start(environment, folder)
 
     def take(self, local_rank: int, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess | None:
         """The process that stands by for this local rank, which is a rank from now on; None where there is none, or
@@ -174,11 +189,11 @@ class Standbys:
 
     def _make_ready(self, attempt: tuple[RunFolder, range]) -> None:
         """Those that are missing, a few at once: they share the cores with ranks that train."""
-        folder, local = attempt
+        folder, num_local = attempt[0], len(attempt[1])
         at_once = max(1, count_cores() // CORES_EACH)
-        for first in range(0, len(local), at_once):
-            ranks = range(first, min(first + at_once, len(local)))
-            for one in [one for rank in ranks if (one := self._start_missing(rank, folder)) is not None]:
+        for first in range(0, num_local, at_once):
+            local_ranks = range(first, min(first + at_once, num_local))
+            for one in [one for rank in local_ranks if (one := self._start_missing(rank, folder)) is not None]:
                 one.becomes_ready()
             if self._attempt is not attempt:
                 return
@@ -194,6 +209,23 @@ class Standbys:
                 known.end()
             one = self._waiting[local_rank] = _start(environment, folder)
         return one
+
+
+def rank_environment(rank: int, local: range, world_size: int, node: int, num_nodes: int) -> dict[str, str]:
+    """What torch's agent adds to this process's environment for a rank, but for what is new in each attempt."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - local.start),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(len(local)),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "ROLE_NAME": "default_role",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
 
 
 def write_modules(folder: RunFolder) -> None:

@@ -214,6 +214,7 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
     if prepared.config.checkpoint.every_step_in_memory and prepared.config.launch.restarts > 0:
         num_local = prepared.plan.layout.world_size if team is None else len(team.ranks)
         lasting.memory.open(num_local, 0 if team is None else team.num_before)
+    lasting.standbys.for_restarts = prepared.config.launch.restarts > 0
     if lasting.restarts is None:
         lasting.restarts = Restarts(prepared.folder, prepared.config.launch.restarts)
     lasting.restarts.segments = lasting.memory.own
@@ -344,7 +345,7 @@ def _run_attempt(
             arguments=arguments,
             environment=environment,
             driver=driver,
-            standbys=lasting.standbys if found.prepared.config.launch.restarts else None,
+            standbys=lasting.standbys,
             asked=asked,
         )
 

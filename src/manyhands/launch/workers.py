@@ -24,7 +24,7 @@ from manyhands.launch.failure import FoundCause, find_cause
 from manyhands.launch.heartbeat import this_host
 from manyhands.launch.lost_gpus import DriverReports
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.standby import Standbys
+from manyhands.launch.standby import Standbys, rank_environment
 from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
 from manyhands.plan.types import Plan
@@ -32,6 +32,7 @@ from manyhands.plan.types import Plan
 POLL_S = 0.5
 STORE_S = 60.0  # for node 0 to reach the store that it has opened itself
 NOTHING: Mapping[str, str] = {}
+WORKER = "manyhands.worker"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
 
 
@@ -53,7 +54,7 @@ def run_workers(
     plan: Plan,
     *,
     timeout_s: float,
-    module: str = "manyhands.worker",
+    module: str = WORKER,
     report: Callable[[str], None] = print,
     team: Team | None = None,
     arguments: Sequence[str] = (),
@@ -77,6 +78,8 @@ def run_workers(
     if leads:
         folder.clear_ranks()
         folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
+    if standbys is not None and module == WORKER and asked is None:
+        _start_before_agent(folder, plan, team, environment, standbys)
     if team is None:
         place = Rendezvous(0, 1, world_size, "c10d", f"127.0.0.1:{port}", folder.path.name, timeout_s)
     else:  # not before the files of an earlier launch are removed
@@ -105,6 +108,21 @@ def run_workers(
     return report_end(folder, ending.signal, report, leads)
 
 
+def _start_before_agent(
+    folder: RunFolder, plan: Plan, team: Team | None, environment: Mapping[str, str], standbys: Standbys
+) -> None:
+    world_size = plan.layout.world_size
+    local, node, num_nodes = (range(world_size), 0, 1) if team is None else (team.ranks, team.node, team.num_nodes)
+    with launcher_environment(plan, len(local), _of_node(team, environment)):
+        environments = [rank_environment(rank, local, world_size, node, num_nodes) for rank in local]
+        standbys.start_before_agent(folder, environments)
+
+
+def _of_node(team: Team | None, environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Variables of this node and attempt."""
+    return environment if team is None else {**team.environment, **environment}
+
+
 def _run_and_watch(
     folder: RunFolder,
     plan: Plan,
@@ -116,10 +134,10 @@ def _run_and_watch(
     standbys: Standbys | None,
     asked: signal.Signals | None,
 ) -> LaunchEnd:
-    local, added = (None, environment) if team is None else (team.ranks, {**team.environment, **environment})
+    local = None if team is None else team.ranks
     try:
         with (
-            launcher_environment(plan, place.num_local, added),
+            launcher_environment(plan, place.num_local, _of_node(team, environment)),
             _passing_on_notice(),
             raise_when_asked(*_SIGNALS),
             Watch(folder, plan.layout.world_size, timeout_s, local, team) as watch,

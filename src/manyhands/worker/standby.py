@@ -28,12 +28,13 @@ BEFORE_COMPILING = (
 
 
 def import_all(folder: RunFolder) -> None:
-    """What a rank of the run has imported. What cannot be imported by its name was made by that rank."""
+    """What a rank of the run has imported, or what each rank imports where none has come so far. What cannot be imported by its name was made by that rank."""
     os.environ["TORCH_WARM_POOL"] = "0"  # no processes for compilation before there is something to compile
-    for name in ("manyhands.worker.run", *read_modules(folder)):
+    names = read_modules(folder)
+    for name in ("manyhands.worker.run", *names):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    for module, function in BEFORE_COMPILING:
+    for module, function in (one for one in BEFORE_COMPILING if one[0] in names):
         with contextlib.suppress(Exception):  # none of them is a public API
             getattr(importlib.import_module(module), function)()
     with contextlib.suppress(Exception):  # the rank tests its kernels itself
