@@ -28,7 +28,9 @@ BEFORE_COMPILING = (
 
 
 def import_all(folder: RunFolder) -> None:
-    """What a rank of the run has imported, or what each rank imports where none has come so far. What cannot be imported by its name was made by that rank."""
+    """What a rank of the run has imported, or where none has come so far what each imports. What cannot be imported by
+    its name was made by that rank.
+    """
     os.environ["TORCH_WARM_POOL"] = "0"  # no processes for compilation before there is something to compile
     names = read_modules(folder)
     for name in ("manyhands.worker.run", *names):
