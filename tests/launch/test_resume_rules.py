@@ -170,6 +170,21 @@ def test_a_finished_run_says_so_and_ends_well(world, capsys):
     assert files_in(world.run.path) == before
 
 
+def test_a_run_that_another_launch_finished_while_its_lock_was_waited_for_is_not_done_again(world, monkeypatch, capsys):
+    prepare()
+    pretend_checkpoint(world.run, 4)
+    before = files_in(world.run.path)
+
+    def take_lock(folder: RunFolder, report) -> FolderLock:
+        folder.write_status("finished")
+        return FolderLock(folder, report)
+
+    monkeypatch.setattr("manyhands.launch.start.FolderLock", take_lock)
+    assert start(make_config()) == 0
+    assert "is finished; nothing to do" in capsys.readouterr().out and files_in(world.run.path) == before
+    FolderLock(world.run).release()  # nobody holds it
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_stopped_while_it_prepares_a_start_says_so_and_leaves_nothing(world, monkeypatch, number, code):
     def gather_facts(config, **options):

@@ -131,9 +131,11 @@ def prepare_run(
     if lock is None:
         return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
     try:
+        if find_run(folder, config) == "finished":  # now that nobody else writes: it was another's until then
+            lock.release()
+            return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
         if not (fresh or dry_run):
             fetch_run(folder, config, report)
-        find_run(folder, config)  # again, now that nobody else writes: another start may have been faster
         _make_ready(folder, dry_run, host)
         plan = _plan_launch(
             config, folder, world_size, local_world_size, report, host=host, group=group, num_left=num_left
