@@ -155,9 +155,11 @@ class Place:
         plant: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         output: Path | None = None,
+        may_fork: bool = True,
     ) -> Iterator[subprocess.Popen[str]]:
         """A process that leads a session of its own, output in one file; whatever still lives at the end is killed."""
-        with open(output or self.output, "w+") as output_file, forking():
+        forks = forking() if may_fork else contextlib.nullcontext()
+        with open(output or self.output, "w+") as output_file, forks:
             process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=self.folder,

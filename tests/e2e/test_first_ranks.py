@@ -4,41 +4,23 @@ of them where the launch ends before they train. Real processes: in a fork all i
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.runs import NO_VERIFY, WAIT_S, Ended, Place, Run, at_step, kill_all, train_command
+from tests.e2e.runs import NO_VERIFY, WAIT_S, Ended, Place, Run, at_step, train_command
 
 pytestmark = pytest.mark.slow  # runs in processes of their own
 STANDBY = "manyhands.worker.standby"
 SLOW = {"manyhands.worker.run": f"import time\ntime.sleep({WAIT_S})"}
 
 
-@contextlib.contextmanager
-def launched(place: Place, name: str, *keys: str, plant: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    with open(place.output, "w") as output:
-        process = subprocess.Popen(
-            [sys.executable, *train_command(name, "--gpus", "2", *keys)],
-            cwd=place.folder,
-            env=place.variables(plant, None),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            kill_all(process.pid)
-            process.wait()
+def handles_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.split("SigCgt:")[1].split()[0], 16) & 1 << signal.SIGTERM - 1)
 
 
 @pytest.mark.parametrize("restarts", [3, 0])
@@ -49,7 +31,8 @@ def test_they_stood_by_and_train_as_others_do(place: Place, whole: tuple[Ended, 
         f"command = pathlib.Path('/proc/self/cmdline').read_text()\n"
         f"pathlib.Path('{mark}-' + str(self.rank.world.rank)).write_text(command)"
     )
-    with launched(place, name, f"launch.restarts={restarts}", plant=NO_VERIFY | at_step(1, act)) as process:
+    command = train_command(name, "--gpus", "2", f"launch.restarts={restarts}")
+    with place.start(*command, plant=NO_VERIFY | at_step(1, act), may_fork=False) as process:
         assert process.wait(WAIT_S) == 0, place.output.read_text()
     for rank in range(2):
         assert STANDBY in (place.folder / f"{name}-{rank}").read_text()
@@ -59,12 +42,14 @@ def test_they_stood_by_and_train_as_others_do(place: Place, whole: tuple[Ended, 
 
 @pytest.mark.parametrize("received", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
 def test_nothing_is_left_of_them_where_the_launch_ends_first(place: Place, received: signal.Signals) -> None:
-    with launched(place, f"ended-{received.name}", plant=SLOW) as process:
+    command = train_command(f"ended-{received.name}", "--gpus", "2")
+    with place.start(*command, plant=SLOW, may_fork=False) as process:
         launcher, deadline = psutil.Process(process.pid), time.monotonic() + WAIT_S
-        while len(found := [child for child in launcher.children() if STANDBY in " ".join(child.cmdline())]) < 2:
+        found: list[psutil.Process] = []
+        while len(found) < 2 or not handles_sigterm(process.pid):
             assert process.poll() is None and time.monotonic() < deadline, place.output.read_text()
             time.sleep(0.02)
-        time.sleep(1.0)  # its handlers are there
+            found = [child for child in launcher.children() if STANDBY in " ".join(child.cmdline())]
         process.send_signal(received)
         code = process.wait(60.0)
         gone, left = psutil.wait_procs(found, 10.0)

@@ -297,6 +297,25 @@ def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = 
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
+def rank_environment(rank: int, local: range, world_size: int, node: int, num_nodes: int) -> dict[str, str]:
+    """This process's environment with what torch's agent adds for a rank, but for what it sets anew in each attempt:
+    addresses and ``TORCHELASTIC_*``. ``local``: the ranks of this machine.
+    """
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - local.start),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(len(local)),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "ROLE_NAME": "default_role",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
 @contextlib.contextmanager
 def launcher_environment(
     plan: Plan, num_local: int | None = None, added: Mapping[str, str] | None = None

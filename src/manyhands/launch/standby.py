@@ -128,12 +128,12 @@ class Standbys:
     def start_before_agent(self, folder: RunFolder, environments: Sequence[Mapping[str, str]]) -> None:
         """The first ranks: they import while this process imports torch's agent, rather than afterwards.
 
-        ``environments``: of each local rank, as torch's agent is expected to set it (``rank_environment``).
+        ``environments``: of each local rank, as torch's agent is expected to set it.
         """
         if AGENT in sys.modules:
             return
         for local_rank, environment in enumerate(environments):
-            if local_rank in self._waiting:
+            if local_rank in self._waiting:  # of an attempt that ended before it had an agent
                 continue
             with self._lock, contextlib.suppress(OSError):  # no room for a process: the agent says so
                 self._waiting[local_rank] = _start(environment, folder)
@@ -209,23 +209,6 @@ class Standbys:
                 known.end()
             one = self._waiting[local_rank] = _start(environment, folder)
         return one
-
-
-def rank_environment(rank: int, local: range, world_size: int, node: int, num_nodes: int) -> dict[str, str]:
-    """What torch's agent adds to this process's environment for a rank, but for what is new in each attempt."""
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank - local.start),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(len(local)),
-        "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(num_nodes),
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "ROLE_NAME": "default_role",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
 
 
 def write_modules(folder: RunFolder) -> None:

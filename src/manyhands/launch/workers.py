@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_TERMINATED, FAULT, UserError
-from manyhands.launch.environment import launcher_environment
+from manyhands.launch.environment import launcher_environment, rank_environment
 from manyhands.launch.failure import FoundCause, find_cause
 from manyhands.launch.heartbeat import this_host
 from manyhands.launch.lost_gpus import DriverReports
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.standby import Standbys, rank_environment
+from manyhands.launch.standby import Standbys
 from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
 from manyhands.plan.types import Plan
@@ -111,6 +111,7 @@ def run_workers(
 def _start_before_agent(
     folder: RunFolder, plan: Plan, team: Team | None, environment: Mapping[str, str], standbys: Standbys
 ) -> None:
+    """Starts this node's ranks early. Before the nodes meet: node 0 imports torch for that."""
     world_size = plan.layout.world_size
     local, node, num_nodes = (range(world_size), 0, 1) if team is None else (team.ranks, team.node, team.num_nodes)
     with launcher_environment(plan, len(local), _of_node(team, environment)):
