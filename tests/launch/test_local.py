@@ -23,6 +23,7 @@ from manyhands.plan.hardware import AMD_ENVIRONMENT
 
 HERE = Path(__file__).parent
 WAIT_S = 240.0  # busy machines are slow
+LONG_S = 300.0
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +118,23 @@ def test_a_killed_rank_is_named(planned):
     code, text = launch(planned, "wait", "kill")
     assert code == 1
     assert "rank 1 was killed (SIGKILL)" in text and "out of memory" in text
+
+
+def test_a_survivor_whose_interpreter_stands_still_is_not_waited_for(planned, monkeypatch):
+    """As one does whose launch of a kernel waits for a peer that is gone. Torch's agent alone gives it 30 s."""
+    monkeypatch.setattr("manyhands.launch.watch.GRACE_S", LONG_S)
+    begin = time.monotonic()
+    code, text = launch(planned, "frozen", "kill")
+    assert code == 1 and "rank 1 was killed (SIGKILL)" in text
+    assert time.monotonic() - begin < 25
+
+
+def test_one_that_ticks_is_given_time_after_a_cause(planned, monkeypatch):
+    """Until torch's agent, which gives it 30 s, has lost its patience."""
+    monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 6.0)
+    begin = time.monotonic()
+    code, _ = launch(planned, "deaf", "kill")
+    assert code == 1 and time.monotonic() - begin > 6
 
 
 def test_a_rank_that_hangs_is_named_in_bounded_time(planned, monkeypatch):

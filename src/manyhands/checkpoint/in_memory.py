@@ -24,6 +24,7 @@ from manyhands.core.holding import local
 from manyhands.core.segments import Segment
 
 META_BYTES = 2**20  # beside the names and shapes of the tensors
+COPIES_QUEUED = 128
 _LENGTH = struct.Struct("<Q")
 
 
@@ -165,12 +166,17 @@ class SnapshotWriter:
 
     @torch.no_grad()
     def _copy(self, to: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-        """Copies to the host on the stream for that, and waits for it."""
+        """Copies to the host on the stream for that, and waits for it. A few at a time: with a thousand of them queued,
+        whoever launches a kernel would wait until there is room again.
+        """
+        parts = self._layout.cut(parts)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):  # type: ignore[arg-type]
-            torch._foreach_copy_(to, self._layout.cut(parts), non_blocking=True)
-            arrived = torch.cuda.Event(blocking=True)  # waiting for it takes no core
-            arrived.record()
-        arrived.synchronize()
+            for first in range(0, len(parts), COPIES_QUEUED):
+                few = slice(first, first + COPIES_QUEUED)
+                torch._foreach_copy_(to[few], parts[few], non_blocking=True)
+                arrived = torch.cuda.Event(blocking=True)  # waiting for it takes no core
+                arrived.record()
+                arrived.synchronize()
 
     def _unpin(self) -> None:
         """Before the mapping goes: CUDA would take what is mapped at its address later for registered."""

@@ -25,6 +25,7 @@ from manyhands.launch.run_folder import RunFolder
 
 GRACE_S = 10.0  # from the first cause until ranks that have not ended are killed
 FROZEN_S = 10.0  # without a tick: nothing of Python runs in that process
+FROZEN_GRACE_S = 2.0  # the same, once there is a cause
 MAX_SHOWN = 8  # ranks on the terminal; the file has all
 START_GRACE_S = 30.0  # ranks that wait for a missing one time out first, with a better message
 
@@ -249,13 +250,23 @@ class Watch:
 
     def _end_waiting(self, now: float) -> None:
         """Ranks that live on after a cause wait for a peer that is gone; torch's agent alone would give them 30 s
-        more.
+        more. One whose interpreter stands still hears no signal, and is killed sooner: a launch of a kernel that finds
+        the GPU's queue full returns when the peer answers, and torch's and Triton's keep the interpreter's lock.
         """
-        if self._caused_at is None or now - self._caused_at < self.grace_s:
+        if self._caused_at is None:
             return
-        for pid in worker_pids():
+        since_s = now - self._caused_at
+        for pid in worker_pids() if since_s >= self.grace_s else self._frozen_pids(since_s):
             if pid not in self.killed:
                 self._kill(pid)
+
+    def _frozen_pids(self, since_s: float) -> list[int]:
+        """This machine's ranks that have neither failed themselves nor ended, and have not ticked for a while."""
+        failed = self.folder.read_failures()
+        waiting = {rank: self._ranks[rank] for rank in self.local_ranks if rank not in failed}
+        frozen = [one.beat for one in waiting.values() if min(one.frozen_s, since_s) >= FROZEN_GRACE_S]
+        alive = worker_pids() if frozen else []
+        return [beat.pid for beat in frozen if beat is not None and not beat.done and beat.pid in alive]
 
     def _kill(self, pid: int) -> None:
         self.killed.add(pid)
