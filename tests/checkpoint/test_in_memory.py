@@ -21,6 +21,7 @@ from torch import nn
 
 from manyhands.checkpoint import in_memory
 from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter, states_in
+from manyhands.checkpoint.tensors import StateTensors
 from manyhands.core.segments import RankSegments, Segment
 from tests.support.segments import open_segments
 
@@ -38,7 +39,7 @@ def trained(seed: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer
     return model, optimizer
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateTensors:
     from manyhands.checkpoint.tensors import checkpoint_tensors
 
     return checkpoint_tensors(model, optimizer)
@@ -157,7 +158,7 @@ def test_memory_is_registered_once_and_no_more_before_it_grows(
             writer.begin(1, tensors_of(*trained(1)), {}, "key")
     for step in (2, 3):
         writer.begin(step, tensors_of(*trained(1)), {}, "key").complete()
-    writer.begin(4, {"large": torch.zeros(2**20)}, {}, "key").complete()
+    writer.begin(4, StateTensors({"large": torch.zeros(2**20)}), {}, "key").complete()
     failed = ["room", "pin", "pin", "pin", "unpin"]
     assert calls == [*failed, "pin", "pin", "unpin", "unpin", "room", "pin", "pin"]
 

@@ -22,7 +22,7 @@ from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter
 from manyhands.checkpoint.pinning import BounceBuffers, cut, lengths_in_pieces, pin, unpin
 from manyhands.checkpoint.shards import own_files
 from manyhands.checkpoint.staging import NoRoom, Staging, count_staged_bytes, place
-from manyhands.checkpoint.tensors import checkpoint_tensors
+from manyhands.checkpoint.tensors import StateTensors, checkpoint_tensors
 from manyhands.core.segments import Segment
 from tests.support.segments import open_segments
 
@@ -211,9 +211,9 @@ def test_lengths_in_pieces(registrations: Registrations, begin: int, num_element
     assert torch.equal(torch.cat(list(cut(tensor, lengths))), tensor)
 
 
-def awkward_tensors() -> dict[str, torch.Tensor]:
+def awkward_tensors() -> StateTensors:
     torch.manual_seed(0)
-    return {
+    tensors = {
         "small": torch.randn(3),
         "of several pieces": torch.randn(7, 50),
         "double": torch.randn(40, dtype=torch.float64),
@@ -224,6 +224,7 @@ def awkward_tensors() -> dict[str, torch.Tensor]:
         "half": torch.randn(333).bfloat16(),
         "bytes": torch.arange(200, dtype=torch.uint8),
     }
+    return StateTensors(tensors)
 
 
 def test_no_copy_of_a_checkpoint_crosses_pieces(registrations: Registrations) -> None:
@@ -305,7 +306,7 @@ def test_both_slots_are_registered_each_from_its_begin_or_none(
 ) -> None:
     writer = like_on_a_gpu(segment, monkeypatch)
     registrations.fails_at = 6  # in the second slot
-    tensors = {"tensor": torch.zeros(100)}
+    tensors = StateTensors({"tensor": torch.zeros(100)})
     with pytest.raises(OSError, match="CUDA error 2"):
         writer.begin(1, tensors, {}, "key")
     assert segment.slot_bytes % 2**18 and not registrations.held
@@ -322,7 +323,7 @@ def test_a_writer_that_is_closed_holds_nothing_and_its_snapshots_stay(
     """What stays registered would be in the way of whatever is mapped at its address later."""
     writer = like_on_a_gpu(segment, monkeypatch)
     for step in (1, 2):
-        writer.begin(step, {"tensor": torch.full((100,), step)}, {}, "key").complete()
+        writer.begin(step, StateTensors({"tensor": torch.full((100,), step)}), {}, "key").complete()
         assert registrations.held
         for _ in range(2):
             writer.close()
@@ -342,7 +343,7 @@ def test_closing_waits_for_what_is_being_pinned_and_gives_its_memory_back(
         return registrations.register(piece, device)
 
     monkeypatch.setattr(pinning, "_register", register)
-    writer.pin_ahead({"tensor": torch.zeros(100)})
+    writer.pin_ahead(StateTensors({"tensor": torch.zeros(100)}))
     assert begun.wait(60)
     threading.Timer(0.1, may_end.set).start()
     writer.close()

@@ -17,6 +17,7 @@ import torch
 
 from manyhands.checkpoint import in_memory
 from manyhands.checkpoint.in_memory import SnapshotWriter
+from manyhands.checkpoint.tensors import StateTensors
 from manyhands.core.segments import COPIED, SEGMENTS, Segment, SegmentReader
 from manyhands.core.world import World
 from manyhands.train.types import TrainState
@@ -30,8 +31,8 @@ from tests.support.segments import open_segments
 class HeldState:
     """Of an engine, what the hook calls."""
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        return {"model.weight": torch.ones(4)}
+    def checkpoint_tensors(self) -> StateTensors:
+        return StateTensors({"model.weight": torch.ones(4)})
 
     def before_backward(self, call: Any) -> None:
         call()

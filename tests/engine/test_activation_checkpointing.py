@@ -147,6 +147,18 @@ def test_eager_selective_repeats_cheap_operations_only() -> None:
     assert but_attention["aten::mm"] == block["aten::mm"]
 
 
+def test_a_compiled_block_repeats_no_matmul_whose_result_is_not_needed() -> None:
+    """The last one of a block: nothing in its backward pass reads the block's output."""
+    num_matmuls = {}
+    modes: tuple[Checkpointing, ...] = ("none", "except_attention")
+    for each in modes:
+        loss = build(each, True, 1)(input_ids=torch.arange(NUM_TOKENS)[None], use_cache=False).logits.sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss.backward()
+        num_matmuls[each] = sum(event.name == "aten::mm" for event in profile.events())
+    assert num_matmuls["except_attention"] == num_matmuls["none"] + 6, "of seven"
+
+
 @pytest.mark.parametrize("in_nf4", [False, True], ids=["whole weights", "NF4"])
 def test_eager_selective_keeps_the_products_of_fused_adapters(in_nf4: bool) -> None:
     """In-place products as well: no wide one is repeated, and gradients are those of keeping everything."""

@@ -8,6 +8,7 @@ import contextlib
 import json
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ from torch import nn
 
 from manyhands.checkpoint.manifest import TensorEntry
 from manyhands.checkpoint.pinning import BounceBuffers, align, cut, lengths_in_pieces, pin, unpin
-from manyhands.checkpoint.tensors import checkpoint_tensors, create_optimizer_state, describe, trained_parameters
+from manyhands.checkpoint.tensors import (
+    StateTensors,
+    checkpoint_tensors,
+    create_optimizer_state,
+    describe,
+    trained_parameters,
+)
 from manyhands.core.holding import local
 from manyhands.core.segments import Segment
 
@@ -64,6 +71,7 @@ class SnapshotWriter:
         self._committing: Future[None] | None = None
         self._hurry = threading.Event()  # of what is being pinned
         self._layout = _Layout.of([], {})
+        self._laid_out: Callable[[], StateTensors | None] = lambda: None  # for which the layout is known to be
         self._slots: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # the memory of each, and its tensors
 
     @property
@@ -81,7 +89,7 @@ class SnapshotWriter:
         """Whether ``begin`` has no memory to wait for, or fails at once."""
         return self._pinning.done() if self._pinning is not None else self._stream is None or bool(self._pinned)
 
-    def pin_ahead(self, tensors: dict[str, torch.Tensor]) -> None:
+    def pin_ahead(self, tensors: StateTensors) -> None:
         """Begins to make room for ``tensors`` and to pin it, beside the training. Errors are those of the next
         ``begin``.
         """
@@ -89,7 +97,7 @@ class SnapshotWriter:
         self._hurry = threading.Event()
         self._pinning = _in_a_thread(partial(self._make_room, self._hurry))
 
-    def begin(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], key: str) -> PendingSnapshot:
+    def begin(self, step: int, tensors: StateTensors, state: dict[str, Any], key: str) -> PendingSnapshot:
         """Begins a snapshot. Whoever changes the tensors calls ``complete`` first. OSError where there is no room for
         one, or where it cannot be pinned: from other memory copies would hold up the training.
         """
@@ -156,13 +164,14 @@ class SnapshotWriter:
             if later > step:
                 self._segment.clear(slot).release()
 
-    def _lay_out(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _lay_out(self, tensors: StateTensors) -> dict[str, torch.Tensor]:
         """This rank's parts, for which the layout is."""
-        parts = {name: local(tensor) for name, tensor in tensors.items()}
-        signature = _sign(tensors, parts)
-        if self._layout.signature != signature:
-            self._layout, self._slots = _Layout.of(signature, parts), {}
-        return parts
+        if self._laid_out() is not tensors:
+            signature = _sign(tensors)
+            if self._layout.signature != signature:
+                self._layout, self._slots = _Layout.of(signature, tensors.parts), {}
+            self._laid_out = weakref.ref(tensors)
+        return tensors.parts
 
     @torch.no_grad()
     def _copy(self, to: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
@@ -247,9 +256,9 @@ class _Layout:
         return [each for part, lengths in zip(parts, self.lengths, strict=True) for each in cut(part, lengths)]
 
 
-def _sign(tensors: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> list[Any]:
+def _sign(tensors: StateTensors) -> list[Any]:
     """What tells one layout from another: names, full shapes, this rank's shapes, dtypes."""
-    found = zip(tensors.items(), parts.values(), strict=True)
+    found = zip(tensors.items(), tensors.parts.values(), strict=True)
     return [
         (name, tuple(full.shape), tuple(part.shape), str(part.dtype).removeprefix("torch."))
         for (name, full), part in found

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 import torch
 
 from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter
+from manyhands.checkpoint.tensors import StateTensors
 from manyhands.config.schema import RunConfig
 from manyhands.convert.protocol import Converter
 from manyhands.core.world import World
@@ -68,8 +69,8 @@ class RunEngine(Engine, Protocol):
 class StagesCheckpoints(Protocol):
     """An engine whose state can be saved while it trains on."""
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """What ``save`` saves, sharing memory with the model and the optimizer."""
+    def checkpoint_tensors(self) -> StateTensors:
+        """What ``save`` saves, sharing memory with the model and the optimizer; one object while these keep theirs."""
         ...
 
     def before_backward(self, call: Callable[[], None]) -> None:
