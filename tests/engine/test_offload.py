@@ -110,16 +110,6 @@ def test_some_tensors_pass_however_large(num_tensors: int, monkeypatch: pytest.M
     assert [saved.device is not None for saved in packed] == [False] * first + [True] * (9 - first)
 
 
-def test_small_tensors_take_no_places_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled block saves its input and a dozen small tensors at once: copies of these are not to be waited for."""
-    monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 0)
-    store = ActivationStore(CPU)
-    store.begin()
-    packed = [store.pack(torch.randn(1000 if number % 4 == 0 else 1)) for number in range(24)]
-    leaving = [saved for _, saved, _ in store._leaving]
-    assert leaving == packed[9:], "three large ones and what is between"
-
-
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_only_activations_of_the_base_move_and_with_recomputed_blocks_only_their_inputs(
     activation_checkpointing: bool,

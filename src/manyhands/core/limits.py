@@ -17,9 +17,8 @@ MAX_BLOCK_SCORES = 2**25  # elements: 128 MiB in float32
 # Activations in host memory.
 MAX_LEAVING_BYTES = 2**28  # being copied out during the forward pass
 MAX_AHEAD_BYTES = 2**28  # fetched before the backward pass asks for them: 5 ms of copying, a block takes longer
-# Where tensors of a long sample are larger than these limits, so many may pass in either direction: two for each of two
-# blocks. With fewer the compute stream waits for copies. On the way out their bytes count, as a compiled block saves a
-# dozen tensors at once, most of them small.
+# So many tensors may pass in either direction whatever their size: two for each of two blocks. With fewer the compute
+# stream waits for copies where one tensor of a long sample is larger than the limits above.
 PASSING_TENSORS = 4
 
 # Optimizer states in host memory.

@@ -142,10 +142,10 @@ class SavedTensor:
 class ActivationStore:
     """``pack`` and ``unpack`` for ``torch.autograd.graph.saved_tensors_hooks``.
 
-    What is on its way out is bounded by ``MAX_LEAVING_BYTES``, or by ``PASSING_TENSORS`` of the largest tensors if that
-    is more: past it the compute stream waits for the oldest copy. The backward pass asks in about the reverse order, so
-    each request fetches the ones before it, up to ``MAX_AHEAD_BYTES`` or ``PASSING_TENSORS`` of any size. On a CPU the
-    same bookkeeping runs with synchronous copies.
+    What is on its way out is bounded by ``MAX_LEAVING_BYTES`` or ``PASSING_TENSORS``, whichever is more: past it the
+    compute stream waits for the oldest copy. The backward pass asks in about the reverse order, so each request fetches
+    the ones before it, up to ``MAX_AHEAD_BYTES`` or ``PASSING_TENSORS``. On a CPU the same bookkeeping runs with
+    synchronous copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,7 +157,6 @@ class ActivationStore:
         # Those being copied out, whose memory is not reused as long as they are held here.
         self._known: dict[Hashable, SavedTensor] = {}
         self._leaving_bytes = 0
-        self._largest = 0  # bytes of a tensor so far
         self._order: list[weakref.ref[SavedTensor]] = []
         self.num_packed_bytes = 0  # since the start
 
@@ -178,8 +177,7 @@ class ActivationStore:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in self._known:
             return self._known[key]  # q, k and v save the same input
-        self._largest = max(self._largest, size)
-        self._release(max(MAX_LEAVING_BYTES, PASSING_TENSORS * self._largest) - size)
+        self._release(MAX_LEAVING_BYTES - size, max(0, PASSING_TENSORS - 1))
         saved = SavedTensor(len(self._order), size)
         self._copy_out(saved, tensor.detach())
         self._leaving.append((key, saved, tensor.detach()))
@@ -223,11 +221,11 @@ class ActivationStore:
         saved.copied = torch.cuda.Event()
         saved.copied.record(self._out)
 
-    def _release(self, room: int) -> None:
-        """Holds no more than ``room`` bytes of what leaves. The compute stream uses their memory again, so it waits for
-        the copies.
+    def _release(self, room: int, num_tensors: int = 0) -> None:
+        """Holds no more than ``room`` bytes of what leaves, or so many tensors. The compute stream uses their memory
+        again, so it waits for the copies.
         """
-        while self._leaving and self._leaving_bytes > room:
+        while len(self._leaving) > num_tensors and self._leaving_bytes > room:
             key, saved, _ = self._leaving.popleft()
             del self._known[key]
             self._leaving_bytes -= saved.size
