@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -144,6 +145,13 @@ def test_a_rank_shows_its_stack_and_collectives_also_when_python_cannot_run(
     text = path.read_text() if path else ""
     assert "likely cause: it hangs" in text and "stuck_here" in text and "stage 'train', step 4" in text
     assert hang.keep(folder, "again", "it hangs", [found]).name == "hang-2.txt"
+
+
+def test_two_who_look_at_once_keep_what_each_has_found(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        kept = list(threads.map(lambda number: hang.keep(folder, f"title {number}", "it hangs", []), range(24)))
+    assert sorted(path.read_text().splitlines()[1] for path in kept if path) == sorted(f"title {n}" for n in range(24))
 
 
 def test_a_stopped_process_is_seen_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

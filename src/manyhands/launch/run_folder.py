@@ -20,6 +20,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -126,9 +128,13 @@ class RunFolder:
         return self.ranks / f"stack-{rank}.txt"
 
     def hang_file(self) -> Path:
-        """A new file for what all ranks did when progress stopped."""
-        number = 1 + len(list(self.logs.glob("hang-*.txt")))
-        return self.logs / f"hang-{number}.txt"
+        """A new file, empty, for what all ranks did when progress stopped; several may look at one run."""
+        for number in itertools.count(1 + len(list(self.logs.glob("hang-*.txt")))):
+            path = self.logs / f"hang-{number}.txt"
+            with contextlib.suppress(FileExistsError):
+                path.touch(exist_ok=False)
+                break
+        return path
 
     def create(self) -> None:
         """Makes the folder and the folders for plans and logs; existing ones are kept."""
