@@ -70,6 +70,10 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
             sys.exit(3)
         case "kill":
             os.kill(os.getpid(), 9)
+        case "kill when the other is deaf":
+            while not (folder.path / "deaf").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.kill(os.getpid(), 9)
         case "kill once" | "wait unless killed once":  # in the first launch of this folder; then both end well
             if (mark := folder.path / "killed").exists():
                 return
@@ -118,10 +122,12 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
         case "deaf":  # waits, and does not hear SIGTERM
             heartbeat.count_collectives = lambda: 1
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (folder.path / "deaf").touch()
             time.sleep(LONG_S)
         case "frozen":  # in a call that keeps the interpreter's lock; it would save when asked to end
             heartbeat.count_collectives = lambda: 1
             signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+            (folder.path / "deaf").touch()
             mutex = ctypes.create_string_buffer(64)
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # no signal interrupts it

@@ -124,7 +124,7 @@ def test_a_survivor_whose_interpreter_stands_still_is_not_waited_for(planned, mo
     """As one does whose launch of a kernel waits for a peer that is gone. Torch's agent alone gives it 30 s."""
     monkeypatch.setattr("manyhands.launch.watch.GRACE_S", LONG_S)
     begin = time.monotonic()
-    code, text = launch(planned, "frozen", "kill")
+    code, text = launch(planned, "frozen", "kill when the other is deaf")
     assert code == 1 and "rank 1 was killed (SIGKILL)" in text
     assert time.monotonic() - begin < 25
 
@@ -133,7 +133,7 @@ def test_one_that_ticks_is_given_time_after_a_cause(planned, monkeypatch):
     """Until torch's agent, which gives it 30 s, has lost its patience."""
     monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 6.0)
     begin = time.monotonic()
-    code, _ = launch(planned, "deaf", "kill")
+    code, _ = launch(planned, "deaf", "kill when the other is deaf")
     assert code == 1 and time.monotonic() - begin > 6
 
 
