@@ -124,7 +124,7 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             (folder.path / "deaf").touch()
             time.sleep(LONG_S)
-        case "frozen":  # in a call that keeps the interpreter's lock; it would save when asked to end
+        case "frozen":  # in a call that holds the GIL; it would save when asked to end
             heartbeat.count_collectives = lambda: 1
             signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
             (folder.path / "deaf").touch()

@@ -120,8 +120,8 @@ def test_a_killed_rank_is_named(planned):
     assert "rank 1 was killed (SIGKILL)" in text and "out of memory" in text
 
 
-def test_a_survivor_whose_interpreter_stands_still_is_not_waited_for(planned, monkeypatch):
-    """As one does whose launch of a kernel waits for a peer that is gone. Torch's agent alone gives it 30 s."""
+def test_a_survivor_that_holds_the_gil_is_not_waited_for(planned, monkeypatch):
+    """As a kernel launch may that waits for a peer that is gone. Torch's agent alone gives it 30 s."""
     monkeypatch.setattr("manyhands.launch.watch.GRACE_S", LONG_S)
     begin = time.monotonic()
     code, text = launch(planned, "frozen", "kill when the other is deaf")

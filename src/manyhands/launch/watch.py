@@ -250,8 +250,8 @@ class Watch:
 
     def _end_waiting(self, now: float) -> None:
         """Ranks that live on after a cause wait for a peer that is gone; torch's agent alone would give them 30 s
-        more. One whose interpreter stands still hears no signal, and is killed sooner: a launch of a kernel that finds
-        the GPU's queue full returns when the peer answers, and torch's and Triton's keep the interpreter's lock.
+        more. One that runs no Python any more handles no signal, and is killed sooner: a kernel launch that finds the
+        GPU's queue full waits for the peer's collective, and may hold the GIL meanwhile.
         """
         if self._caused_at is None:
             return
@@ -261,7 +261,7 @@ class Watch:
                 self._kill(pid)
 
     def _frozen_pids(self, since_s: float) -> list[int]:
-        """This machine's ranks that have neither failed themselves nor ended, and have not ticked for a while."""
+        """This machine's ranks that have neither failed themselves nor ended, and whose heartbeat has stopped."""
         failed = self.folder.read_failures()
         waiting = {rank: self._ranks[rank] for rank in self.local_ranks if rank not in failed}
         frozen = [one.beat for one in waiting.values() if min(one.frozen_s, since_s) >= FROZEN_GRACE_S]
