@@ -5,6 +5,7 @@ Whatever goes wrong ends everything in bounded time, with the cause on every ter
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -299,7 +300,8 @@ def test_a_rank_that_is_stopped_is_named_on_both_terminals(going) -> None:
     nodes[1].workers()[0].suspend()
     assert end(nodes) == [1, 1]
     for node in nodes:
-        assert "error: rank 1 on mh1 made no progress for 15 s" in node.text, node.text
+        found = re.search(r"error: rank 1 on mh1 made no progress for (\d+) s \(parallel.timeout_s = 15\)", node.text)
+        assert found and 15 <= int(found[1]) <= 30, node.text  # a busy machine looks a second late
         assert "its process is stopped (SIGSTOP)" in node.text
 
 
