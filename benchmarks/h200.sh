@@ -5,6 +5,8 @@
 #   benchmarks/h200.sh gsm8k RESULTS MODEL DATA     one GPU, seven minutes: exact match before and after, beside lm-eval
 #   benchmarks/h200.sh unmeasured RESULTS [NAME...]  one GPU: rows that were not measured yet, all or those named
 #   benchmarks/h200.sh survive RESULTS NAME...       two or four GPUs, nine minutes each: what saving and faults cost
+#   benchmarks/h200.sh eight RESULTS [NAME...]       eight GPUs, two calls of ten minutes: rows, speed-up, other numbers of
+#                                                   GPUs on the way, equality; GPUS=2 SHAPE=tiny tries it on a CPU
 # RESULTS is a folder for raw rows; MODEL is SmolLM2-135M-Instruct; DATA is GSM8K's train.jsonl.
 # Each case has its own time limit, so one that hangs costs only itself.
 set -uo pipefail
@@ -127,6 +129,30 @@ survive() {  # a checkpoint of 3B full takes 39 GB of the disk, of 8B full 96 GB
     measure 3b-full-x4-resized 530 $survive --gpus 4 --shape llama3b --samples 16 --steps 45 --parts undisturbed,resize
 }
 
+eight() {
+    local gpus=${GPUS:-8} small=${SHAPE:+--shape $SHAPE --length 64} n
+    local case="-m manyhands.bench.case --output $results/rows.jsonl"
+    local lora="$case --row 8b-lora-ddp --steps 8 --warm 3 $small --label speed-up" ranks="torchrun --standalone --nproc_per_node"
+    # one GPU and all of them alone on the machine; what lies between does not share a GPU
+    measure speed-up-1 90 python3 $lora
+    measure speed-up-"$gpus" 90 $ranks "$gpus" $lora parallel.strategy=ddp
+    if ((gpus == 8)); then
+        CUDA_VISIBLE_DEVICES=0,1 measure speed-up-2 90 $ranks 2 $lora parallel.strategy=ddp &
+        CUDA_VISIBLE_DEVICES=2,3,4,5 measure speed-up-4 90 $ranks 4 $lora parallel.strategy=ddp &
+        wait
+    fi
+    for n in 8b-full 8b-full-fp8 70b-lora; do
+        measure $n 150 $ranks "$gpus" $case --row $n --steps 8 --warm 3 $small --label eight
+    done
+    # Qwen3-32B full as the second example of Synth's guide: 64 samples of 4,096 tokens a step, sharded, recomputed
+    measure 32b-full 240 $ranks "$gpus" $case --row 8b-full ${small:---shape qwen32b --length 4096} --rows 8 --steps 3 --warm 1 --label 32b-full \
+        parallel.strategy=fsdp parallel.reshard_after_forward=true parallel.activation_checkpointing=full
+    measure resized 200 python3 -m benchmarks.survive --output "$results/survive.jsonl" --folder "${SURVIVE_FOLDER:-/tmp/survive}" --gpus "$gpus" \
+        --shape "${SHAPE:-smollm135m}" --length 1024 --samples 64 --steps 24 --undisturbed-steps 24 --budget 190 --parts undisturbed,resize \
+        kernels.deterministic=true parallel.compile=false
+    ((gpus < 8)) || measure equality 240 python3 -m tests.support.equality --device "${DEVICE:-cuda}" --processes 8 --methods full lora
+}
+
 measure() {
     local name=$1 limit=$2 begin=$SECONDS
     [[ -z ${names:-} || " $names " == *" $name "* ]] || return 0
@@ -137,6 +163,6 @@ measure() {
 
 case $command in
 numbers | gsm8k) "$command" "${@:3}" ;;
-unmeasured | survive) cd "$root" && names="${*:3}" && "$command" ;;
+unmeasured | survive | eight) cd "$root" && names="${*:3}" && "$command" ;;
 *) echo "benchmarks/h200.sh: no command $command" >&2 && exit 2 ;;
 esac
