@@ -148,7 +148,7 @@ eight() {
     measure 32b-full 240 $ranks "$gpus" $case --row 8b-full ${small:---shape qwen32b --length 4096} --rows 8 --steps 3 --warm 1 --label 32b-full \
         parallel.strategy=fsdp parallel.reshard_after_forward=true parallel.activation_checkpointing=full
     measure resized 200 python3 -m benchmarks.survive --output "$results/survive.jsonl" --folder "${SURVIVE_FOLDER:-/tmp/survive}" --gpus "$gpus" \
-        --shape "${SHAPE:-smollm135m}" --length 1024 --samples 64 --steps 24 --undisturbed-steps 24 --budget 190 --parts undisturbed,resize \
+        ${small:---shape smollm135m --length 1024} --samples 64 --steps 24 --undisturbed-steps 24 --budget 190 --parts undisturbed,resize \
         kernels.deterministic=true parallel.compile=false
     ((gpus < 8)) || measure equality 240 python3 -m tests.support.equality --device "${DEVICE:-cuda}" --processes 8 --methods full lora
 }

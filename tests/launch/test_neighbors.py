@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +36,11 @@ def write(path: str, step: int, content: bytes) -> Segment:
 
 
 def contents(segments: RankSegments, rank: int) -> dict[int, bytes]:
-    with contextlib.closing(Segment(segments.paths[rank])) as segment:
-        return {step: bytes(segment.read(slot)) for step, slot in segment.committed().items()}
+    """Of a copy of the file: whoever has the file itself mapped is killed where it is made shorter meanwhile."""
+    with tempfile.NamedTemporaryFile(buffering=0) as file:
+        file.write(Path(segments.paths[rank]).read_bytes())
+        with contextlib.closing(Segment(file.name)) as segment:
+            return {step: bytes(segment.read(slot)) for step, slot in segment.committed().items()}
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
