@@ -129,6 +129,13 @@ def wait_for_workers(process: subprocess.Popen, cache: Path) -> list[psutil.Proc
     pytest.fail("no tokens were written")
 
 
+def wait_for_stores(process: subprocess.Popen, cache: Path, number: int) -> None:
+    deadline = time.monotonic() + 280  # many others may want the cores
+    while len(list(cache.glob(f"{UNFINISHED}*/segments"))) < number:
+        assert process.poll() is None and time.monotonic() < deadline, "its tokens were not written beside the others"
+        time.sleep(0.02)
+
+
 def wait_for_end(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
@@ -170,15 +177,17 @@ def test_a_killed_child_is_a_clear_error(victim: int, slow_rows: Path, start, tm
 @pytest.mark.slow  # test_prepare.py has it with one process each, where the folder is published by the same code
 def test_two_at_once_do_not_disturb_each_other(start, tmp_path: Path) -> None:
     rows = write_many(tmp_path / "rows", 3000)
-    first, second = start(rows), start(rows)
-    deadline = time.monotonic() + 280  # many others may want the cores
-    while len(list((tmp_path / "cache").glob(f"{UNFINISHED}*/segments"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)  # until both write
-    assert first.poll() is None and second.poll() is None
+    cache = tmp_path / "cache"
+    first = start(rows)
+    wait_for_stores(first, cache, 1)
+    first.send_signal(signal.SIGSTOP)  # it publishes nothing until the other one writes too
+    second = start(rows)
+    wait_for_stores(second, cache, 2)
+    first.send_signal(signal.SIGCONT)
     digests = [process.communicate(timeout=200)[0].strip() for process in (first, second)]
     assert first.returncode == second.returncode == 0 and digests[0] == digests[1]
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [digests[0]]
-    assert TokenStore.open(tmp_path / "cache" / digests[0]).train.num_samples == 12_000 - 240
+    assert [path.name for path in cache.iterdir()] == [digests[0]]
+    assert TokenStore.open(cache / digests[0]).train.num_samples == 12_000 - 240
 
 
 @pytest.mark.parametrize(
