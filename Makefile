@@ -74,7 +74,7 @@ READY := .venv/.installed
 endif
 
 # Tests run file by file in one process per core, four at most, the longest first (tests/conftest.py); PYTEST_ARGS='-n 0' runs them in one process.
-# A process that dies ends the run with its test's name: where xdist 3.8 starts another one, --dist loadfile then waits for ever.
+# A process that dies ends the run with its test's name: where xdist 3.8 starts another one, --dist loadfile then waits forever.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # The model for tests that need a real one; see src/manyhands/demo/model.py.
