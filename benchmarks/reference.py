@@ -33,7 +33,7 @@ from manyhands.export.adapter import name_targets
 from manyhands.launch.prepare import gather_facts
 from manyhands.plan.search import plan as make_plan
 from manyhands.train.loop import Loop, train
-from manyhands.train.optimizer import make_schedule
+from manyhands.train.schedule import make_schedule
 from manyhands.train.types import TrainState
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.train.optimizer import make_schedule
+from manyhands.train.schedule import make_schedule
 
 
 def rates(name: str, num_steps: int = 10, **kwargs) -> list[float]:

@@ -116,7 +116,7 @@ def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -
 def _warmup(config: RunConfig, total: int) -> tuple[int, Reason]:
     """Steps as given, or a share of all steps rounded to the nearest, at least one if the run has ten; and why."""
     schedule = config.schedule
-    decay = max(1, round(total * schedule.decay_ratio)) if schedule.name == "wsd" else 0  # as train/optimizer.py has it
+    decay = max(1, round(total * schedule.decay_ratio)) if schedule.name == "wsd" else 0  # as train/schedule.py has it
     room = max(0, total - decay)
     if schedule.warmup_steps is not None:
         if schedule.warmup_steps > total:

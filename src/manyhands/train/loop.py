@@ -19,7 +19,7 @@ from manyhands.config.section_schemas import GuardsSection
 from manyhands.core.errors import UserError
 from manyhands.train.faults import Replicas, StepGuard
 from manyhands.train.guards import stop_reason
-from manyhands.train.optimizer import Schedule
+from manyhands.train.schedule import Schedule
 from manyhands.train.step import LM_ALONE, StepSums, StepWork, combine, compute_gradients
 from manyhands.train.types import METRICS, Batch, Engine, Evaluate, Evaluation, Hook, StepResult, TrainState
 

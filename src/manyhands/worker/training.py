@@ -24,7 +24,7 @@ from manyhands.metrics.sinks import Meter, Outcome, Sink
 from manyhands.train.faults import RollBack
 from manyhands.train.guards import Diverged, DivergenceGuard, StragglerHook
 from manyhands.train.loop import Interrupted, Loop, evaluate, train
-from manyhands.train.optimizer import make_schedule
+from manyhands.train.schedule import make_schedule
 from manyhands.train.step import StepWork
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.batches import close_workers, iterate_layouts, iterate_steps, lay_out_evaluation, open_workers
