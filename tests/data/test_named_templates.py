@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from manyhands.config.keys import table
+from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.formats import Conversation, to_conversation
 from manyhands.data.named_templates import TEMPLATES
 from manyhands.data.render import render
 from manyhands.data.tokenizer import load_tokenizer, read_chat_template, tokenizer_digest
+from manyhands.export.files import write_tokenizer as copy_tokenizer
 from tests.support.tiny import tiny_tokenizer
 
 TURNS = [("user", "Hi"), ("assistant", "Yes."), ("user", "Why?"), ("assistant", "So.")]
@@ -25,10 +27,10 @@ PREAMBLE = (
 )
 # What the public definitions give for BRIEF and TURNS. The assistant's own text, its end included, stands in braces.
 EXPECTED = {
-    "alpaca": "BOSBe brief.\n\n### Instruction:\nHi\n\n### Response:\n{Yes.EOS}\n\n"
+    "alpaca": "Be brief.\n\n### Instruction:\nHi\n\n### Response:\n{Yes.EOS}\n\n"
     "### Instruction:\nWhy?\n\n### Response:\n{So.EOS}",
-    "alpaca-chat": "BOSSYSTEM: Be brief.\nUSER: Hi\nASSISTANT:{Yes.EOS}\nUSER: Why?\nASSISTANT:{So.EOS}",
-    "alpaca-phi": "BOS<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n{Yes.EOS}\n"
+    "alpaca-chat": "SYSTEM: Be brief.\nUSER: Hi\nASSISTANT:{Yes.EOS}\nUSER: Why?\nASSISTANT:{So.EOS}",
+    "alpaca-phi": "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n{Yes.EOS}\n"
     "<|user|>\nWhy?<|end|>\n<|assistant|>\n{So.EOS}",
     "chatml": "BOS<|im_start|>system\nBe brief.<|im_end|>\n"
     "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{Yes.<|im_end|>}\n"
@@ -94,10 +96,23 @@ def messages(*turns: tuple[str, str]) -> list[dict]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def write_tokenizer(folder: Path, *tokens: str) -> Path:
+def write_tokenizer(folder: Path, *tokens: str, begins: bool = False) -> Path:
+    """``begins``: it puts BOS in front of every text."""
     tokenizer = tiny_tokenizer(("EOS", "BOS", *tokens))
     tokenizer.bos_token, tokenizer.eos_token = "BOS", "EOS"
     tokenizer.save_pretrained(folder)
+    if begins:
+        path = folder / "tokenizer.json"
+        fields = json.loads(path.read_text())
+        number = next(token["id"] for token in fields["added_tokens"] if token["content"] == "BOS")
+        single = [{"SpecialToken": {"id": "BOS", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        fields["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"BOS": {"id": "BOS", "ids": [number], "tokens": ["BOS"]}},
+        }
+        path.write_text(json.dumps(fields))
     return folder
 
 
@@ -143,9 +158,9 @@ def test_tokens_that_are_not_there_are_named_and_can_be_added(name: str, tmp_pat
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("alpaca", "BOS{paired}\n\n### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n3EOS"),
-        ("alpaca-chat", "BOSSYSTEM: {paired}\nUSER: Add.\n1 and 2\nASSISTANT:3EOS"),
-        ("alpaca-phi", "BOS<|system|>\n{paired}<|end|>\n<|user|>\nAdd.<|end|>1 and 2<|assistant|>3EOS"),
+        ("alpaca", "{paired}\n\n### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n3EOS"),
+        ("alpaca-chat", "SYSTEM: {paired}\nUSER: Add.\n1 and 2\nASSISTANT:3EOS"),
+        ("alpaca-phi", "<|system|>\n{paired}<|end|>\n<|user|>\nAdd.<|end|>1 and 2<|assistant|>3EOS"),
         ("chatml", "BOS<|im_start|>user\nAdd.\n1 and 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"),
     ],
 )
@@ -157,6 +172,20 @@ def test_rows_with_an_input_get_the_classic_instructions(name: str, expected: st
     rendered = render(to_conversation(row, "alpaca"), tokenizer)
     assert tokenizer.decode(rendered.ids) == expected.replace("{paired}", paired)
     assert tokenizer.decode(rendered.ids[rendered.trained]) in ("3EOS", "3<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["alpaca", "alpaca-chat", "alpaca-phi"])
+def test_prompts_begin_as_the_tokenizer_begins_a_text(name: str, tmp_path: Path) -> None:
+    """Also in the exported folder, whose template states it for its tokenizer."""
+    for begins in (False, True):
+        folder = write_tokenizer(tmp_path / f"model-{begins}", *TEMPLATES[name].tokens, begins=begins)
+        rendered = render(Conversation(messages=messages(BRIEF, *TURNS)), load_tokenizer(folder, name))
+        target = tmp_path / f"out-{begins}"
+        target.mkdir()
+        copy_tokenizer(folder, target, ModelSection(name="x", chat_template=name))
+        exported = load_tokenizer(target)
+        assert exported.apply_chat_template(messages(BRIEF, *TURNS), tokenize=False) == exported.decode(rendered.ids)
+        assert exported.decode(rendered.ids).count("BOS") == begins == exported.decode(rendered.ids).startswith("BOS")
 
 
 def test_a_begin_of_text_token_that_is_a_marker_or_the_end_is_not_written_twice(tmp_path: Path) -> None:
@@ -193,18 +222,7 @@ def test_tokens_that_are_added_and_their_digest_do_not_depend_on_the_order_of_th
 
 
 def test_a_begin_token_that_the_tokenizer_writes_itself_cannot_be_replaced_unseen(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path, "<begin>")
-    path = folder / "tokenizer.json"
-    fields = json.loads(path.read_text())
-    number = next(token["id"] for token in fields["added_tokens"] if token["content"] == "BOS")
-    single = [{"SpecialToken": {"id": "BOS", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    fields["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {"BOS": {"id": "BOS", "ids": [number], "tokens": ["BOS"]}},
-    }
-    path.write_text(json.dumps(fields))
+    folder = write_tokenizer(tmp_path, "<begin>", begins=True)
     with pytest.raises(UserError, match="its own begin-of-text token in front of every text"):
         load_tokenizer(folder, special_tokens={"bos": "<begin>"})
     assert load_tokenizer(folder).decode(load_tokenizer(folder).encode("a")) == "BOSa"

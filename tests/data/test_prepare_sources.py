@@ -53,6 +53,22 @@ def make_mixed(make_config, write_rows):
     return make
 
 
+def test_each_source_has_its_own_way_with_what_is_too_long(write_rows, make_mixed, model_folder: Path) -> None:
+    text = {"path": str(write_rows([{"text": "word " * 300}] * 4, "long.jsonl")), "too_long": "split"}
+    chat = [*CHAT[:40], {"messages": [{"role": "user", "content": "word " * 300}, CHAT[0]["messages"][1]]}]
+    sources = [{"path": str(write_rows(chat, "chat.jsonl"))}, text]
+    facts, store, _ = run(make_mixed(sources, max_length=100, too_long="drop", validation_fraction=0), model_folder)
+    assert facts.left_out == {"data.too_long": {"chat": 1}} and facts.num_split == 4
+    assert np.bincount(store.train.sources)[0] == 40 and np.bincount(store.train.sources)[1] >= 12
+    whole, _, _ = run(make_mixed([text | {"too_long": "error"}], validation_fraction=0), model_folder)
+    parts, _, _ = run(make_mixed([text], max_length=100, validation_fraction=0), model_folder)
+    assert parts.num_loss_tokens == whole.num_loss_tokens
+    with pytest.raises(UserError, match=r"1 row is longer than data.max_length"):
+        run(make_mixed([sources[0] | {"too_long": "error"}, text], max_length=100, too_long="drop"), model_folder)
+    with pytest.raises(UserError, match=r"data.train\[1\].too_long: split needs task: cpt or mixed"):
+        run(make_mixed(sources, max_length=100).model_copy(update={"task": "sft"}), model_folder)
+
+
 def test_text_is_trained_whole_and_conversations_by_their_mask(two, make_mixed, model_folder: Path) -> None:
     facts, store, lines = run(make_mixed(two), model_folder)
     assert facts.num_samples == 162 and facts.num_validation_samples == 18 and facts.samples_per_epoch == 162

@@ -246,7 +246,11 @@ def test_text_is_cut_and_conversations_are_dropped(tmp_path: Path) -> None:
     assert (only_text["task"], only_text["data"]["too_long"]) == ("cpt", "split")
     mixed = change(tmp_path, datasets=[text, chat], excess_length_strategy="truncate").mapping
     assert (mixed["task"], mixed["data"]["too_long"]) == ("mixed", "truncate")
-    config_from_mapping(only_text)
+    assert [source.get("too_long") for source in mixed["data"]["train"]] == ["split", None]
+    tested = change(tmp_path, "val_set_size", datasets=[chat], test_datasets=[text]).mapping
+    assert (tested["task"], tested["data"]["validation"][0]["too_long"]) == ("mixed", "split")
+    for mapping in (only_text, mixed, tested):
+        config_from_mapping(mapping)
 
 
 def test_validation_data_of_its_own(tmp_path: Path) -> None:
@@ -275,6 +279,7 @@ def test_prompts_of_a_file_s_own_are_a_chat_template(tmp_path: Path) -> None:
     shown = render_rows(done, tmp_path, [row, row | {"input": ""}, row | {"system": "S"}])
     first = 'BOS<<It\'s "so".\n>>'
     assert shown == [f"{first}[Add|1] {{é}}\n|2EOS|", f"{first}[Add] |2EOS|", "BOS<<S>>[Add|1] {é}\n|2EOS|"]
+    assert render_rows(done, tmp_path, [row], begins=False) == [shown[0].removeprefix("BOS")]
 
 
 def test_jeopardy_s_answers_begin_as_they_do_there(tmp_path: Path) -> None:
@@ -284,10 +289,11 @@ def test_jeopardy_s_answers_begin_as_they_do_there(tmp_path: Path) -> None:
     assert shown.endswith("### Instruction:\nLargest?\n\n### Input:\nPlanets\n\n### Response:\n|what is JupiterEOS|")
 
 
-def render_rows(done: Translation, folder: Path, rows: list[dict[str, Any]]) -> list[str]:
-    """Rows as the translated run renders them, with a mark before and behind what is trained."""
-    (folder / "model").mkdir()
-    tokenizer = load_tokenizer(write_tokenizer(folder / "model"), done.mapping["model"]["chat_template"])
+def render_rows(done: Translation, folder: Path, rows: list[dict[str, Any]], begins: bool = True) -> list[str]:
+    """Rows as the translated run renders them, with a mark before and behind what is trained. ``begins``: by a
+    tokenizer that puts BOS in front of every text."""
+    model = write_tokenizer(folder / f"model-{begins}", begins=begins)
+    tokenizer = load_tokenizer(model, done.mapping["model"]["chat_template"])
     fields = done.mapping["data"]["train"][0].get("fields", {})
     shown = []
     for row in rows:

@@ -219,11 +219,6 @@ def _check_optimizer(config: RunConfig) -> Findings:
 
 
 def _check_task(config: RunConfig) -> Findings:
-    if config.task == "sft" and config.data.too_long == "split":
-        yield (
-            "`data.too_long: split` is for text, and `task: sft` trains on conversations: use error, truncate or drop, "
-            "or task: cpt or mixed"
-        )
     if config.task == "cpt":
         chat_only = ("model.chat_template", "data.train_on", "data.chat_template_kwargs", "data.date")
         yield from _unused(config, chat_only, "task", "set task: sft or mixed")

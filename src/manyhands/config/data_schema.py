@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
+# In a chat template: stands for what the tokenizer puts in front of every text (BOS, or nothing).
+BEGIN_OF_TEXT = "{#- as the tokenizer begins a text -#}"
 MOST_PIXELS = 178_956_970  # of an image: what Pillow decodes at most
 PixelCount = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -19,6 +21,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "question", "text", "tokens", "segments"]
+TooLong = Literal["error", "truncate", "split", "drop"]
 
 
 class Section(BaseModel):
@@ -49,6 +52,7 @@ class Source(Section):
     fields: dict[str, str] | None = Field(None, description="Column names by field; null is data.fields.")
     ignore: tuple[str, ...] | None = Field(None, description="Columns to ignore; null is data.ignore.")
     drop_system: bool = Field(False, description="Leave out the system prompts of conversations.")
+    too_long: TooLong | None = Field(None, description="Samples over max_length; null is data.too_long.")
     weight: float = Field(
         1.0,
         gt=0,
@@ -101,10 +105,10 @@ class DataSection(Section):
     )
     max_samples: PositiveInt | None = Field(None, description="Use at most this many samples, chosen by the seed.")
     max_length: PositiveInt = Field(2048, description="Maximum length of a sample in tokens.")
-    too_long: Literal["error", "truncate", "split", "drop"] = Field(
+    too_long: TooLong = Field(
         "error",
-        description="Samples over max_length: error, truncate at the end, split into several (task cpt), or drop (they "
-        "are counted).",
+        description="Samples over max_length: error, truncate at the end, split texts into several (task cpt or "
+        "mixed), or drop (they are counted).",
     )
     min_length: PositiveInt = Field(1, description="Samples with fewer tokens are dropped and counted.")
     deduplicate: bool = Field(

@@ -130,6 +130,8 @@ class SourceRules(NamedTuple):
     fields: Mapping[str, str]
     ignore_key: str
     ignore: tuple[str, ...]
+    too_long_key: str
+    too_long: str
 
 
 def list_sources(config: RunConfig) -> list[SourceRules]:
@@ -145,7 +147,8 @@ def list_sources(config: RunConfig) -> list[SourceRules]:
                 own = getattr(source, key)
                 return (f"data.{key}", getattr(data, key)) if own is None else (f"{place}.{key}", own)
 
-            listed.append(SourceRules(place, source, *rule("format"), *rule("fields"), *rule("ignore")))
+            rules = (*rule("format"), *rule("fields"), *rule("ignore"), *rule("too_long"))
+            listed.append(SourceRules(place, source, *rules))
     return listed
 
 
@@ -209,6 +212,11 @@ def check_formats(config: RunConfig) -> Iterator[str]:
 
 
 def _check_task(task: str, rules: SourceRules) -> Iterator[str]:
+    if task == "sft" and rules.too_long == "split":
+        yield (
+            f"`{rules.too_long_key}: split` is for text, and `task: sft` trains on conversations: use error, truncate "
+            "or drop, or task: cpt or mixed"
+        )
     if task == "sft" and rules.format == "text":
         yield (
             f"`{rules.format_key}: text` has no answers, but `task: sft` trains on answers: use task: cpt or mixed, or "

@@ -58,6 +58,7 @@ def name_tokens(
             "fields": source.fields,
             "ignore": sorted(source.ignore or ()),
             "drop_system": source.drop_system,
+            "too_long": source.too_long,
             "rows": [(part.start, part.stop) for part in parse_split(source.split)],
         }
         for source, group in zip(sources, files, strict=True)
@@ -76,7 +77,6 @@ def name_tokens(
         chat_template_kwargs=data.chat_template_kwargs,
         date=data.date,
         max_length=data.max_length,
-        too_long=data.too_long,
         min_length=data.min_length,
     )
 

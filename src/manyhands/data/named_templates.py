@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.config.data_schema import BEGIN_OF_TEXT
+
 _BOS = "{%- if bos_token and bos_token not in (eos_token, MARKER) %}{{- bos_token }}{% endif -%}"
 _ROLES = (
     "{%- if message.role not in ROLES %}{{- raise_exception('this template has no role ' ~ message.role) }}{% endif -%}"
@@ -145,10 +147,11 @@ def _chatml(default: str = "", prefix: str = "") -> NamedTemplate:
 
 def _instructed(system: str, user: str, paired: str, opening: str, between: str) -> str:
     """Prompts around an instruction: ``paired`` with an input, which rows of the format alpaca bring as
-    ``message.input``, beside ``message.instruction``. A conversation without a system prompt gets the classic one.
+    ``message.input``, beside ``message.instruction``. A conversation without a system prompt gets the classic one. They
+    are texts and no model's own template: BOS stands in front where the tokenizer itself puts it there.
     """
     task = f"({_quote(_TASK_WITH_INPUT)} if messages[0].input else {_quote(_TASK)})"
-    text = _BOS.replace("MARKER", "''") + "{%- if messages[0].role == 'system' %}"
+    text = BEGIN_OF_TEXT + "{%- if messages[0].role == 'system' %}"
     text += "{%- set system, turns = messages[0].content, messages[1:] %}"
     text += (
         f"{{%- else %}}{{%- set system, turns = {task}, messages %}}{{%- endif %}}{{{{- {_join(system, 'system')} }}}}"

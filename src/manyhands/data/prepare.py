@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.config.schema import RunConfig, Source
+from manyhands.config.sources import list_sources
 from manyhands.core.errors import UserError
 from manyhands.core.files import make_folder
 from manyhands.core.units import count_of, describe_counts
@@ -72,12 +73,13 @@ def prepare(
     ``report`` gets one line of progress at a time. ``num_processes`` tokenize; None takes one for little data, else all
     cores. The tokens do not depend on it. Raises UserError for data that cannot be used.
     """
-    if config.task == "sft" and config.data.too_long == "split":
-        raise UserError(
-            "data.too_long: split needs task: cpt or mixed",
-            why="a part of a conversation is not a conversation",
-            fix="use truncate",
-        )
+    for rules in list_sources(config) if config.task == "sft" else ():
+        if rules.too_long == "split":
+            raise UserError(
+                f"{rules.too_long_key}: split needs task: cpt or mixed",
+                why="a part of a conversation is not a conversation",
+                fix="use truncate",
+            )
     if config.data.max_length < 2:
         raise UserError("data.max_length must be at least 2", why="one token has nothing to be predicted from")
     inputs = _find_inputs(config)

@@ -84,6 +84,7 @@ def resolve_sources(value: str | Sequence[str | Source], data: DataSection) -> t
         fields = data.fields if source.fields is None else source.fields
         ignore = data.ignore if source.ignore is None else source.ignore
         settled = {"name": name, "format": source.format or data.format, "fields": dict(fields), "ignore": ignore}
+        settled["too_long"] = source.too_long or data.too_long
         resolved.append(source.model_copy(update=settled))
     return tuple(resolved)
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from manyhands.config.schema import RunConfig
+from manyhands.config.sources import list_sources
 from manyhands.core.errors import UserError
 from manyhands.data.files import Findings
 from manyhands.data.order import SampleOrder
@@ -241,7 +242,9 @@ class Outcome:
                 where=where,
                 fix="correct or remove these rows, or set data.bad_images: skip to leave them out",
             )
-        max_length, too_long = config.data.max_length, config.data.too_long
+        max_length = config.data.max_length
+        ways = dict.fromkeys(rules.too_long for rules in list_sources(config) if rules.too_long in ("error", "split"))
+        too_long = " or ".join(ways) or config.data.too_long
         divides = (
             ", split to make several samples of each"
             if config.task == "cpt"
@@ -251,10 +254,10 @@ class Outcome:
             "{n} rows are longer than data.max_length",
             where=where,
             why=f"data.max_length is {max_length:,} tokens and data.too_long is {too_long}"
-            f"{', which cannot divide conversations' * (too_long == 'split')}; the longest row has "
+            f"{', which cannot divide conversations' * ('split' in ways)}; the longest row has "
             f"{self.longest:,} tokens",
             fix=f"set data.too_long to truncate to cut them, drop to leave them out"
-            f"{divides * (too_long == 'error')}, or raise data.max_length",
+            f"{divides * ('error' in ways)}, or raise data.max_length",
         )
         if not self.num_samples and self.num_bad_images:
             raise UserError(

@@ -94,15 +94,15 @@ class PartTokenizer:
     def run(self, part: FilePart, source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
         """Writes the segment ``folder`` of all rows of a part. Faults of rows are gathered in what is returned."""
         unreadable = Findings()
-        outcome = self.run_rows(self.read(part, unreadable), source, folder, on_chunk)
+        outcome = self.run_rows(self.read(part, source, unreadable), source, folder, on_chunk)
         outcome.unreadable = unreadable
         return outcome
 
-    def read(self, part: FilePart, unreadable: Findings) -> Iterator[Row]:
+    def read(self, part: FilePart, source: int, unreadable: Findings) -> Iterator[Row]:
         """The rows of a part. A text that is to be split may come in pieces, to be used up before the next row is asked
         for.
         """
-        streams = part.kind == "text" and self._config.data.too_long == "split"
+        streams = part.kind == "text" and self._sources[source].too_long == "split"
         return take_rows(part, read_documents(part, unreadable)) if streams else read_part(part, unreadable)
 
     def run_rows(
@@ -114,7 +114,7 @@ class PartTokenizer:
             for chunk in self._gather(self._convert(rows, source, outcome, writer)):
                 rendered = self._render([item.content for item in chunk])
                 for item, result in zip(chunk, rendered, strict=True):
-                    self._take(item, result, outcome, writer)
+                    self._take(item, result, source, outcome, writer)
                 on_chunk()
             writer.finish()
         finally:
@@ -156,7 +156,7 @@ class PartTokenizer:
                     raise RowRefused(f"a weight is larger than {MAX_WEIGHT:.3g}")
                 if format == "text" and is_long(pieces := row.fields.get(fields.get("text", "text"))):
                     yield None
-                    self._take_long(row, pieces, weight, outcome, writer)
+                    self._take_long(row, pieces, weight, source, outcome, writer)
                 else:
                     content = to_conversation(
                         row,
@@ -168,7 +168,7 @@ class PartTokenizer:
                     if self._images is not None and isinstance(content, Conversation):
                         content = self._images.open(content, row.file)
                     if (
-                        self._config.data.too_long == "drop"
+                        self._sources[source].too_long == "drop"
                         and count_conversation(content) > MAX_CONVERSATION_CHARACTERS
                     ):
                         outcome.num_too_long += 1
@@ -212,9 +212,11 @@ class PartTokenizer:
         if chunk:
             yield chunk
 
-    def _take(self, item: RowToRender, result: Rendered | RowRefused, outcome: Outcome, writer: SegmentWriter) -> None:
-        """Applies the length policy to a rendered row."""
-        row = item.row
+    def _take(
+        self, item: RowToRender, result: Rendered | RowRefused, source: int, outcome: Outcome, writer: SegmentWriter
+    ) -> None:
+        """Applies the length policy of its source to a rendered row."""
+        row, too_long = item.row, self._sources[source].too_long
         if isinstance(result, RowRefused):
             outcome.refused.add(row.file, row.line, str(result))
             return
@@ -236,7 +238,7 @@ class PartTokenizer:
             outcome.num_too_short += 1
         elif len(ids) <= max_length:
             self._append(writer, sample, row.line)
-        elif self._config.data.too_long == "truncate":
+        elif too_long == "truncate":
             if not result.trained[1:max_length].any():
                 outcome.refused.add(
                     row.file, row.line, f"no loss token is left of {len(ids):,} after cutting at {max_length:,}"
@@ -249,9 +251,9 @@ class PartTokenizer:
             kept = {name: sample[name][:max_length] for name in along}
             self._append(writer, sample | kept, row.line)
             outcome.num_truncated += 1
-        elif self._config.data.too_long == "split" and isinstance(item.content, str):
+        elif too_long == "split" and isinstance(item.content, str):
             self._split(row, [ids], item.weight, outcome, writer)
-        elif self._config.data.too_long == "drop":
+        elif too_long == "drop":
             outcome.num_too_long += 1
         else:
             outcome.longest = max(outcome.longest, len(ids))
@@ -275,10 +277,10 @@ class PartTokenizer:
         return None if placeholder is None else _describe_placeholder(placeholder)
 
     def _take_long(
-        self, row: Row, pieces: str | Iterable[str], weight: float, outcome: Outcome, writer: SegmentWriter
+        self, row: Row, pieces: str | Iterable[str], weight: float, source: int, outcome: Outcome, writer: SegmentWriter
     ) -> None:
         """A text of which only a window is tokenized at one time: all its tokens are trained."""
-        max_length, too_long = self._config.data.max_length, self._config.data.too_long
+        max_length, too_long = self._config.data.max_length, self._sources[source].too_long
         encoded = self._refuse_placeholders(self._long_text.encode(pieces))
         if too_long == "split":
             self._split(row, encoded, weight, outcome, writer)

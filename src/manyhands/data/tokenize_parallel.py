@@ -206,10 +206,8 @@ def _tokenize_large_part(
     job: Job, part_tokenizer: PartTokenizer, notes: list[str], number: int, work: WorkList
 ) -> None:
     """Reads the rows of a part, and does those batches that nobody else is free for."""
-    outcome = Outcome()
-    for batch in cut_batches(
-        number, part_tokenizer.read(job.parts[number][1], outcome.unreadable), job.batch_characters
-    ):
+    outcome, (source, part) = Outcome(), job.parts[number]
+    for batch in cut_batches(number, part_tokenizer.read(part, source, outcome.unreadable), job.batch_characters):
         if not work.offer(batch):
             _tokenize_batch(job, part_tokenizer, notes, batch)
     outcome.write(job.outcome(number))

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from manyhands.config.data_schema import BEGIN_OF_TEXT
 from manyhands.config.keys import nearest_name
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
@@ -79,11 +80,21 @@ def load_tokenizer(
         _add_tokens(tokenizer, asked)
     if special_tokens:
         _set_special_tokens(tokenizer, special_tokens)
+    if BEGIN_OF_TEXT in (tokenizer.chat_template or ""):
+        tokenizer.chat_template = tokenizer.chat_template.replace(BEGIN_OF_TEXT, _write_begin(tokenizer))
     if chat_template == NAME:
         _check_named(tokenizer, NAME, tekken_template(folder))
     elif chat_template in TEMPLATES:
         _check_named(tokenizer, str(chat_template), TEMPLATES[str(chat_template)])
     return tokenizer
+
+
+def _write_begin(tokenizer: Any) -> str:
+    """What the tokenizer puts in front of every text, as Jinja text; "" where it puts nothing there."""
+    ids, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    num_before = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
+    text = "".join(tokenizer.convert_ids_to_tokens(ids[:num_before]))
+    return f"{{{{- {json.dumps(text, ensure_ascii=False)} -}}}}" if text else ""
 
 
 def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from manyhands.config.data_schema import BEGIN_OF_TEXT
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links, rename_synced, write_json
@@ -112,7 +113,10 @@ def write_tokenizer(source: Path, target: Path, asked: ModelSection | None = Non
         _copy_tokenizer(source, target, None)
         return {}
     if not asked.new_tokens and not asked.special_tokens:
-        _copy_tokenizer(source, target, asked.chat_template)
+        text = read_chat_template(asked.chat_template, source)
+        if text is not None and BEGIN_OF_TEXT in text:
+            text = open_tokenizer(source, asked).chat_template
+        _copy_tokenizer(source, target, text)
         return {}
     before = load_tokenizer(source, trust_remote_code=asked.trust_remote_code)
     tokenizer = open_tokenizer(source, asked)
@@ -142,10 +146,9 @@ def extend_ends(target: Path, asked: ModelSection) -> None:
         write_json(path, fields | {"eos_token_id": list(dict.fromkeys((*ends, *closing)))})
 
 
-def _copy_tokenizer(source: Path, target: Path, chat_template: str | None) -> None:
-    """``chat_template`` (Jinja text, or a path to it) takes the place of the source's."""
+def _copy_tokenizer(source: Path, target: Path, text: str | None) -> None:
+    """``text``, a chat template, takes the place of the source's."""
     _copy_files(source, target, TOKENIZER_FILES + MORE_TOKENIZER_FILES)
-    text = read_chat_template(chat_template, source)
     if text is None:
         if (source / TEMPLATE_FOLDER).is_dir():
             shutil.copytree(source / TEMPLATE_FOLDER, target / TEMPLATE_FOLDER)

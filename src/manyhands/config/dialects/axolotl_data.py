@@ -56,14 +56,14 @@ def map_data(t: Translator) -> None:
         t.contradict("datasets", f"{t.place(trained)} is set too: keep one")
     elif not t.has(trained):
         t.refuse("datasets", "it is missing: write a list of data sets")
-    tasks = _map_sources(t, trained, "data.train")
+    formats = _map_sources(t, trained, "data.train")
     if t.has("test_datasets"):
-        _map_sources(t, "test_datasets", "data.validation")
+        formats |= _map_sources(t, "test_datasets", "data.validation")
     for key in ("datasets", "pretraining_dataset", "test_datasets"):
         for place in [place for place in t.values if place.startswith(f"{key}[")]:
             t.already(place)
         t.already(key)
-    task = "cpt" if tasks == {"text"} else "mixed" if "text" in tasks else "sft"
+    task = "cpt" if formats == {"text"} else "mixed" if "text" in formats else "sft"
     t.carry("task", task, "by the types of the data sets")
     _map_lengths(t, task)
     _map_validation(t)
@@ -366,6 +366,9 @@ def _map_lengths(t: Translator, task: str) -> None:
         t.carry("data.too_long", "error", "Axolotl neither cuts nor drops samples where there are images")
     else:
         t.carry("data.too_long", "drop", "Axolotl's default")
+    if task == "mixed":
+        for source in (*t.mapping["data"].get("train", ()), *t.mapping["data"].get("validation", ())):
+            source |= {"too_long": "split"} if source.get("format") == "text" else {}
     shortest = t.integer("min_sample_len")
     if shortest:
         t.map("min_sample_len", "data.min_length", shortest)

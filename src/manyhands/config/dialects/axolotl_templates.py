@@ -15,6 +15,7 @@ from string import Formatter
 from types import MappingProxyType
 from typing import Any
 
+from manyhands.config.data_schema import BEGIN_OF_TEXT
 from manyhands.config.dialects.axolotl_model import IMAGE_TEMPLATES
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import nearest_name, show
@@ -187,7 +188,7 @@ class Prompt:
         given = "(message.input is defined and message.input)"
         both = {"instruction": "message.instruction", "input": "message.input"}
         return (
-            "{%- if bos_token and bos_token != eos_token %}{{- bos_token }}{% endif -%}"
+            f"{BEGIN_OF_TEXT}"
             "{%- for message in messages %}{%- if message.role == 'system' %}"
             f"{{{{- {_expression(self.system, {'system': 'message.content'})} }}}}"
             "{%- elif message.role == 'user' %}{%- if loop.first %}"
