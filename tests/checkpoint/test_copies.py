@@ -73,6 +73,8 @@ def test_incomplete_copies_do_not_count_and_are_removed_once_a_newer_one_is_comp
     for step in (5, 7):
         remote.put(tmp_path / "file", f"checkpoints/step-00000{step}/zz.safetensors")
     remote.put(tmp_path / "file", "checkpoints/notes/mine.txt")
+    prune_copies(remote, "all", [])
+    assert remote.list("checkpoints") == ["notes", "step-000002", "step-000004", "step-000006", "step-000007"]
     prune_copies(remote, 2, [])
     assert remote.list("checkpoints") == ["notes", "step-000004", "step-000006", "step-000007"]
 

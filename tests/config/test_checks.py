@@ -94,7 +94,6 @@ CONTRADICTIONS = [
     ({"schedule__decay_ratio": 0.5}, "schedule.decay_ratio", "schedule.name"),
     ({"schedule__name": "wsd", "schedule__warmup_ratio": 0.9}, "schedule.warmup_ratio", "schedule.decay_ratio"),
     ({"schedule__name": "constant", "schedule__min_ratio": 0.1}, "schedule.min_ratio", "schedule.name"),
-    ({"schedule__warmup_steps": 9, "stop__max_steps": 5}, "schedule.warmup_steps", "stop.max_steps"),
     ({"kernels__linear": "fp8", "method__name": "qlora"}, "kernels.linear", "method.name"),
     ({"kernels__linear": "fp8", "method__name": "patterns"}, "kernels.linear", "method.name"),
     ({"kernels__linear": "fp8", "model__dtype": "float32"}, "kernels.linear", "model.dtype"),

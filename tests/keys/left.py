@@ -209,6 +209,7 @@ def _resume_before_a_best_that_was_not_saved(lab: Lab) -> None:
 
 def keep_last(lab: Lab) -> None:
     assert lab.run({"checkpoint.every_steps": 1, "checkpoint.keep_last": 3}).checkpoints() == [3, 4, 5]
+    assert lab.run({"checkpoint.every_steps": 1, "checkpoint.keep_last": "all"}).checkpoints() == [1, 2, 3, 4, 5]
 
 
 def keep_best(lab: Lab) -> None:

@@ -27,6 +27,8 @@ def test_checkpoints_hold_masters_and_moments_and_the_result_the_model():
     assert disk_of(output__merge=True, method__rank=16).result_bytes == 4 * adapter + 2 * one
     assert disk_of(checkpoint__every_steps=0, method__name="full").num_checkpoints == 1
     assert disk_of(checkpoint__keep_best=True, checkpoint__keep_last=4, method__name="full").num_checkpoints == 6
+    every = {"checkpoint__every_steps": 1, "checkpoint__keep_last": "all"}
+    assert disk_of(**every, stop__max_steps=9, method__name="full").num_checkpoints == 9
 
 
 def test_a_disk_without_room_is_refused_with_what_to_do():

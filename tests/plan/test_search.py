@@ -452,6 +452,11 @@ def test_planning_needs_no_torch():
         ({"optimizer__learning_rate": 1.0}, "optimizer.learning_rate: 1 changes a weight"),
         ({"optimizer__learning_rates": {"lm_head": 3.0}}, "optimizer.learning_rates, lm_head: 3 changes"),
         ({"method__rank": 1024}, "method.rank: 1024 is not below the width of k_proj (1024), v_proj (1024)"),
+        (
+            {"schedule__warmup_steps": 100, "stop__max_steps": 5},
+            "schedule.warmup_steps: 100 is more than the run's 5 steps: the learning rate reaches 5.00% of its peak",
+        ),
+        ({"schedule__warmup_steps": 5, "stop__max_steps": 5}, ""),
         ({"method__rank": 1023, "optimizer__learning_rate": 0.9}, ""),
         ({"method__rank": 1024, "method__target_modules": ["q_proj"]}, ""),
     ],

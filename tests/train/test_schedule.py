@@ -30,6 +30,11 @@ def test_wsd_is_flat_then_falls_to_the_minimum():
     assert values[7:] == pytest.approx([1 - 0.9 / 4, 1 - 0.9 / 2, 1 - 0.9 * 3 / 4])
 
 
+def test_wsd_decays_from_the_end_of_a_warmup_that_reaches_into_its_decay():
+    values = rates("wsd", warmup_steps=8, decay_ratio=0.4)
+    assert values == pytest.approx([step / 8 for step in range(1, 9)] + [1.0, 0.5])
+
+
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
 def test_a_run_shorter_than_its_warmup_never_passes_the_peak(name):
     assert max(rates(name, num_steps=3, warmup_steps=8)) <= 1.0

@@ -200,13 +200,14 @@ def set_aside(folder: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-def prune(checkpoints: Path, keep_last: int, keep: Collection[int] = ()) -> list[int]:
+def prune(checkpoints: Path, keep_last: int | Literal["all"], keep: Collection[int] = ()) -> list[int]:
     """Deletes all complete checkpoints but the newest ``keep_last`` and the steps in ``keep``; returns the steps
     deleted.
 
     For rank 0. A checkpoint stops counting by one rename, before its files go.
     """
-    doomed = [(step, path) for step, path in list_checkpoints(checkpoints)[: -keep_last or None] if step not in keep]
+    older = [] if keep_last == "all" else list_checkpoints(checkpoints)[: -keep_last or None]
+    doomed = [(step, path) for step, path in older if step not in keep]
     for _, path in doomed:
         partial = path.with_name(path.name + PARTIAL)
         path.rename(partial)
@@ -228,13 +229,13 @@ def copy_checkpoint(
         remote.put(path, f"{FOLDER}/{folder.name}/{path.name}", moved)
 
 
-def prune_copies(remote: RemoteFolder, keep_last: int, keep: Collection[str]) -> None:
+def prune_copies(remote: RemoteFolder, keep_last: int | Literal["all"], keep: Collection[str]) -> None:
     """Removes all complete copies but the newest ``keep_last`` and those named in ``keep``, and what is left of
     incomplete ones that are older than the newest complete one. RemoteError.
     """
     steps = {int(match[1]): name for name in remote.list(FOLDER) if (match := STEP_NAME.fullmatch(name))}
     complete = [step for step in sorted(steps) if MANIFEST in remote.list(f"{FOLDER}/{steps[step]}")]
-    kept = complete[-keep_last:] if keep_last else []
+    kept = complete if keep_last == "all" else complete[-keep_last:] if keep_last else []
     for step in sorted(steps):
         if complete and step <= complete[-1] and step not in kept and steps[step] not in keep:
             remote.remove(f"{FOLDER}/{steps[step]}", MANIFEST)

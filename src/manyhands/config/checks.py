@@ -99,7 +99,7 @@ def _check_divisibility(config: RunConfig) -> Findings:
 
 
 def _check_schedule(config: RunConfig) -> Findings:
-    schedule, max_steps = config.schedule, config.stop.max_steps
+    schedule = config.schedule
     if schedule.warmup_ratio is not None and schedule.warmup_steps is not None:
         yield "`schedule.warmup_ratio` and `schedule.warmup_steps` both set the warmup: remove one"
     if schedule.name != "wsd":
@@ -108,8 +108,6 @@ def _check_schedule(config: RunConfig) -> Findings:
         yield "`schedule.warmup_ratio` and `schedule.decay_ratio` add up to more than 1: reduce one"
     if schedule.name == "constant":
         yield from _unused(config, ("schedule.min_ratio",), "schedule.name", "choose a schedule that decays")
-    if schedule.warmup_steps is not None and max_steps is not None and schedule.warmup_steps > max_steps:
-        yield "`schedule.warmup_steps` exceeds `stop.max_steps`, so the peak learning rate is never reached: reduce it"
 
 
 def _check_stop(config: RunConfig) -> Findings:

@@ -118,7 +118,9 @@ class CheckpointSection(Section):
         "Then each node also keeps copies of another's, which takes as much again: if one is lost, the others wait "
         "until it is started again, and it gets its copies.",
     )
-    keep_last: PositiveInt = Field(2, description="Number of newest checkpoints to keep.")
+    keep_last: PositiveInt | Literal["all"] = Field(
+        2, description="Number of newest checkpoints to keep; all: every one."
+    )
     keep_best: bool = Field(False, description="Keep and export the checkpoint with the lowest validation loss.")
 
 

@@ -25,12 +25,14 @@ ABSURD_RATE = (
 )
 
 
-def warn_of_values(config: RunConfig, model: ModelFacts, learning_rate: float) -> tuple[Reason, ...]:
-    """A warning for each learning rate and LoRA rank that cannot be meant."""
+def warn_of_values(config: RunConfig, model: ModelFacts, learning_rate: float, steps: Steps) -> tuple[Reason, ...]:
+    """A warning for each learning rate, warm-up and LoRA rank that is hardly meant."""
     rates = {"optimizer.learning_rate": learning_rate}
     rates |= {f"optimizer.learning_rates, {pattern}": rate for pattern, rate in config.optimizer.learning_rates.items()}
     rates |= {f"optimizer.part_learning_rates, {part}": r for part, r in config.optimizer.part_learning_rates.items()}
     absurd = [reason("high_learning_rate", key=key, rate=rate) for key, rate in rates.items() if rate >= ABSURD_RATE]
+    if steps.warmup > steps.total:
+        absurd.append(reason("long_warmup", steps=steps.warmup, total=steps.total))
     return (*absurd, *_warn_of_rank(config, model))
 
 
@@ -54,16 +56,17 @@ def _warn_of_rank(config: RunConfig, model: ModelFacts) -> tuple[Reason, ...]:
 def estimate_disk(
     config: RunConfig, facts: Facts, setup: EstimateInput, steps: Steps, output_bytes: int, features: Features
 ) -> DiskEstimate:
-    """A checkpoint holds masters and optimizer states of what is trained; ``keep_last`` of them stay, one more while it
-    is written, and the best if asked. The result is the model, towers included, or the adapter, and the merged model
-    too if asked. Features of images count where they are on the same disk.
+    """A checkpoint holds masters and optimizer states of what is trained; ``keep_last`` of them stay (all: each of the
+    plan), one more while it is written, and the best if asked. The result is the model, towers included, or the
+    adapter, and the merged model too if asked. Features of images count where they are on the same disk.
     """
     alone = replace(
         setup,
         layout=change(setup.layout, strategy="single", mesh=Mesh(), offload="none"),
         optimizer_name=setup.optimizer_name.removeprefix("paged_"),
     )
-    kept = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
+    keep_last, saved = config.checkpoint.keep_last, steps.num_checkpoints
+    kept = saved if keep_last == "all" else keep_last + 1 + config.checkpoint.keep_best
     model, adapters = facts.model, config.method.trains_adapters
     result = setup.num_adapter_parameters * output_bytes
     if not adapters or config.output.merge:
@@ -71,7 +74,7 @@ def estimate_disk(
         result += (model.num_parameters + model.num_tower_parameters) * width
     return DiskEstimate(
         checkpoint_bytes=setup.num_trained * setup.master_bytes + optimizer(alone),
-        num_checkpoints=kept if config.checkpoint.every_minutes is not None else min(steps.num_checkpoints, kept),
+        num_checkpoints=kept if config.checkpoint.every_minutes is not None else min(saved, kept),
         result_bytes=result,
         feature_bytes=features.num_bytes if features.kept and facts.shares_disk else 0,
         free_bytes=facts.free_disk_bytes,

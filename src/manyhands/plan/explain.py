@@ -17,7 +17,7 @@ from manyhands.plan.sentences import SENTENCES, explain
 from manyhands.plan.types import Candidate, Plan, TimeEstimate, describe_checkpointing
 
 MIN_SHARE = 0.002  # of a step: smaller terms are not shown
-WARNINGS = ("high_learning_rate", "high_rank")
+WARNINGS = ("high_learning_rate", "long_warmup", "high_rank")
 Row = tuple[str, str, str, str]  # what, planned, measured, error
 
 OUTSIDE = "overhead"  # of the terms: outside of torch's allocator, which the report does not count

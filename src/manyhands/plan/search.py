@@ -313,7 +313,7 @@ def _explain(
         why_disk,
         *made.why_rate,
         why_environment,
-        *warn_of_values(config, facts.model, made.learning_rate),
+        *warn_of_values(config, facts.model, made.learning_rate, found.steps),
     )
 
 

@@ -359,6 +359,13 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
             "more than the size of most weights; 1e-5 to 1e-3 is usual"
         ),
     ),
+    "long_warmup": (
+        "warning",
+        lambda v: (
+            f"schedule.warmup_steps: {v['steps']:,} is more than the run's {count_of(v['total'], 'step')}: the "
+            f"learning rate reaches {v['total'] / v['steps']:.2%} of its peak"
+        ),
+    ),
     "high_rank": ("warning", _high_rank),
     "not_next_smaller": ("", lambda v: f"not the next smaller layout after plan {v['plan']}, which ran out of memory"),
     "exceeds_memory": ("", lambda v: f"needs {format_gib(v['bytes'])} of {format_gib(v['limit'])}"),

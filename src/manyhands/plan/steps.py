@@ -114,19 +114,14 @@ def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -
 
 
 def _warmup(config: RunConfig, total: int) -> tuple[int, Reason]:
-    """Steps as given, or a share of all steps rounded to the nearest, at least one if the run has ten; and why."""
+    """Steps as given, which may be more than the run has (``warn_of_values`` has a warning then), or a share of all
+    steps rounded to the nearest, at least one if the run has ten; and why.
+    """
     schedule = config.schedule
     decay = max(1, round(total * schedule.decay_ratio)) if schedule.name == "wsd" else 0  # as train/schedule.py has it
     room = max(0, total - decay)
     if schedule.warmup_steps is not None:
-        if schedule.warmup_steps > total:
-            raise UserError(
-                f"schedule.warmup_steps: {schedule.warmup_steps} is more than the run's {count_of(total, 'step')}",
-                where="schedule.warmup_steps",
-                why="the learning rate would never reach its peak",
-                fix="make it smaller, or train for more steps (stop.epochs, stop.max_steps)",
-            )
-        if schedule.warmup_steps > room:
+        if decay and schedule.warmup_steps > room:
             raise UserError(
                 f"schedule.warmup_steps: {schedule.warmup_steps} reaches into the decay,"
                 f" the last {total - room} of {count_of(total, 'step')}",

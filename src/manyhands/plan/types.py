@@ -235,9 +235,10 @@ Code = Literal[
     "efficiency", "compute", "masters", "frozen", "linear", "towers", "parts", "attention", "compile", "data_workers",
     "new_tokens", "adapter", "validation", "left_out", "unread", "steps", "warmup", "evaluation", "checkpoints",
     "saving", "early_end", "disk", "learning_rate", "output_dtype", "environment", "long_samples", "large_batch",
-    "high_learning_rate", "high_rank", "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit",
-    "computes_again", "computes_more_again", "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster",
-    "computes_attention_again", "more_memory", "moves_more_activations", "updates_copies",
+    "high_learning_rate", "long_warmup", "high_rank", "not_next_smaller", "exceeds_memory",
+    "exceeds_host_memory", "near_limit", "computes_again", "computes_more_again", "shards_needlessly",
+    "gathers_again", "smaller_micro_batch", "no_faster", "computes_attention_again", "more_memory",
+    "moves_more_activations", "updates_copies",
 ]  # fmt: skip
 
 

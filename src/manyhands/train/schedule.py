@@ -23,7 +23,8 @@ def make_schedule(
     Warm-up: step i of ``warmup_steps`` gets ``peak * (i + 1) / warmup_steps``, so that no step has rate 0 and the first
     step after the warm-up has the peak. After it, with t in [0, 1) the share of the remaining steps that is done and
     m = ``min_ratio``: cosine ``m + (1 - m) (1 + cos(pi t)) / 2`` (Loshchilov and Hutter 2017), linear
-    ``1 - (1 - m) t``, constant 1, wsd constant until the last ``decay_ratio`` of all steps, then linear to m.
+    ``1 - (1 - m) t``, constant 1, wsd constant until the last ``decay_ratio`` of all steps, then linear to m; where the
+    warm-up reaches into them the decay begins at its end. A warm-up longer than the run ends below the peak.
     """
 
     def after_warmup(step: int) -> float:
@@ -34,8 +35,8 @@ def make_schedule(
         if name == "linear":
             return 1 - (1 - min_ratio) * done
         if name == "wsd":
-            decay_steps = max(1, round(num_steps * decay_ratio))
-            into_decay = (step - (num_steps - decay_steps)) / decay_steps
+            start = max(warmup_steps, num_steps - max(1, round(num_steps * decay_ratio)))
+            into_decay = (step - start) / max(1, num_steps - start)
             return 1 - (1 - min_ratio) * min(1.0, max(0.0, into_decay))
         return 1.0
 
