@@ -12,6 +12,7 @@ import pytest
 from manyhands.api.runs import open_run, plain
 from manyhands.api.sources import write_rows
 from manyhands.core.errors import UserError
+from manyhands.data.sources import read_rows
 
 ROWS = [{"prompt": "a", "completion": "ä", "weight": 0.5}, {"prompt": "b", "completion": "c", "weight": None}]
 
@@ -74,7 +75,8 @@ def test_a_dataset(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     made = datasets.Dataset.from_list(ROWS)
     path = write_rows(made, tmp_path, "train")
-    assert read(path) == ROWS and write_rows(made.to_iterable_dataset(), tmp_path, "train") == path
+    assert [row.fields for row in read_rows(path)] == ROWS
+    assert write_rows(made.to_iterable_dataset(), tmp_path, "train") == path
     with pytest.raises(UserError, match="is a DatasetDict") as error:
         write_rows(datasets.DatasetDict(train=made), tmp_path, "train")
     assert error.value.fix == "give one split, such as data['train']"

@@ -219,7 +219,17 @@ def check_json(folder: Path, rows: list[dict], shape: str, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "CHUNK_BYTES", chunk)
         found = read_all(path)
-    assert json.dumps([row.fields for row in found or []]) == json.dumps(rows)
+    wanted = [{name: without_nulls(value) for name, value in row.items()} for row in rows]
+    assert json.dumps([row.fields for row in found or []]) == json.dumps(wanted)
+
+
+def without_nulls(value: object) -> object:
+    """As Arrow's structs are read: nulls of objects inside a row are fields that are not there."""
+    if isinstance(value, list):
+        return [without_nulls(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return value
 
 
 @prop(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 
 import pytest
 
@@ -216,6 +217,27 @@ def messages(*talk: object) -> dict:
             messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}),
             "must be an object or JSON text",
         ),
+        (
+            "messages",
+            messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": '{"a": {"b": 1, "b": 2}}'}]}),
+            "the key 'b' stands twice",
+        ),
+        *(
+            (
+                "messages",
+                messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": given}]}),
+                f"holds {shown}, which",
+            )
+            for given, shown in (
+                ({"x": [{"y": float("nan")}]}, "nan"),
+                ('{"x": NaN}', "nan"),
+                ('{"x": -Infinity}', "-inf"),
+                ('{"x": 1e999}', "inf"),
+                ({"x": date(2026, 1, 2)}, "datetime.date(2026, 1, 2)"),
+            )
+        ),
+        ("messages", messages(ANSWER) | {"tools": [{"name": "f", "default": float("inf")}]}, "tools holds inf, which"),
+        ("messages", messages(ANSWER) | {"chat_template_kwargs": '{"x": NaN}'}, "chat_template_kwargs holds nan"),
         ("messages", messages(ANSWER | {"weight": -1}), "weight of message 1 of messages must be a number >= 0"),
         ("messages", messages(ANSWER | {"train": "yes"}), "must be true or false"),
         ("messages", messages(ANSWER | {"train": True, "weight": 1}), "both weight and train"),

@@ -124,7 +124,7 @@ def test_broken_csv_names_the_line_the_record_begins_at(tmp_path: Path) -> None:
     assert "a column has no name" in refusal(tmp_path / "a.csv", b"q,\n1,2\n")
 
 
-ROWS: list[dict[str, Any]] = [{"question": f"q{i}", "answer": "é\n" * i, "tags": [i, {"x": None}]} for i in range(7)]
+ROWS: list[dict[str, Any]] = [{"question": f"q{i}", "answer": "é\n" * i, "tags": [i, {"x": False}]} for i in range(7)]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +217,95 @@ def test_parquet_rows_are_plain_and_without_the_nulls_of_structs(tmp_path: Path)
     assert [row.line for row in rows] == list(range(1, 11))
     (tmp_path / "b.parquet.gz").write_bytes(gzip.compress((tmp_path / "a.parquet").read_bytes()))
     assert [row.fields for row in read_rows(tmp_path / "b.parquet.gz")] == [row.fields for row in rows]
+
+
+def make_extension(name: str, storage: pa.Array) -> pa.Table:
+    """A column as a file has it whose extension type is not registered in the process that reads it."""
+    field = pa.field("v", storage.type, metadata={"ARROW:extension:name": name, "ARROW:extension:metadata": ""})
+    return pa.Table.from_arrays([storage], schema=pa.schema([field]))
+
+
+def wrap(kind: pa.DataType, storage: pa.Array) -> pa.Table:
+    return pa.table({"v": pa.ExtensionArray.from_storage(kind, storage)})
+
+
+JSON_TEXT = pa.array(['{"a": [1, null], "b": null}', '"x"', "null", None])
+UUIDS = pa.array([bytes(range(16)), None], pa.binary(16))
+EXTENSION_VALUES = [
+    (wrap(pa.json_(), JSON_TEXT), [{"a": [1, None]}, "x", None, None]),
+    (make_extension("arrow.json", JSON_TEXT), [{"a": [1, None]}, "x", None, None]),
+    (wrap(pa.uuid(), UUIDS), ["00010203-0405-0607-0809-0a0b0c0d0e0f", None]),
+    (make_extension("arrow.uuid", UUIDS), ["00010203-0405-0607-0809-0a0b0c0d0e0f", None]),
+    (wrap(pa.bool8(), pa.array([2, 0, None], pa.int8())), [True, False, None]),
+    (make_extension("arrow.bool8", pa.array([2, 0], pa.int8())), [True, False]),
+    (wrap(pa.fixed_shape_tensor(pa.int8(), [2, 2]), pa.array([[1, 2, 3, 4]], pa.list_(pa.int8(), 4))),
+     [[[1, 2], [3, 4]]]),
+    (make_extension("datasets.features.features.Array2DExtensionType", pa.array([[[1], [2]]])), [[[1], [2]]]),
+    (pa.table({"v": pa.array([[("k", None), ("l", 1)]], pa.map_(pa.string(), pa.int64()))}), [{"l": 1}]),
+]  # fmt: skip
+
+
+def nest(table: pa.Table) -> pa.Table:
+    """The column as a field of structs in lists."""
+    column, field = table.column("v").combine_chunks(), table.schema.field("v")
+    structs = pa.StructArray.from_arrays([column], fields=[field])
+    return pa.table({"v": pa.ListArray.from_arrays(list(range(len(column) + 1)), structs)})
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+@pytest.mark.parametrize(("table", "values"), EXTENSION_VALUES)
+def test_extension_types_are_read_as_what_they_mean(tmp_path: Path, table: pa.Table, values: list, suffix: str) -> None:
+    nested = [[{} if value is None else {"v": value}] for value in values]
+    for name, written, wanted in (("a", table, values), ("b", nest(table), nested)):
+        path = tmp_path / f"{name}.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(written, path)
+        else:
+            with pa.ipc.new_stream(path, written.schema) as stream:
+                stream.write_table(written)
+        assert [row.fields["v"] for row in read_rows(path)] == wanted
+
+
+def test_structs_of_a_dictionary_lose_their_nulls_too(tmp_path: Path) -> None:
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 0]), pa.array([{"a": 1, "b": None}]))
+    with pa.ipc.new_stream(tmp_path / "a.arrow", pa.table({"v": column}).schema) as stream:
+        stream.write_table(pa.table({"v": column}))
+    assert [row.fields["v"] for row in read_rows(tmp_path / "a.arrow")] == [{"a": 1}] * 2
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("table", [
+    make_extension("lab.secret", pa.array(["1"])), wrap(pa.opaque(pa.string(), "t", "v"), pa.array(["1"])),
+])  # fmt: skip
+def test_an_extension_type_that_is_not_known_is_refused_by_name(tmp_path: Path, table: pa.Table, nested: bool) -> None:
+    pq.write_table(nest(table) if nested else table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="type that is not known") as caught:
+        list(read_rows(tmp_path / "a.parquet"))
+    assert caught.value.where.endswith("a.parquet, column v")
+    assert "lab.secret" in caught.value.why or "arrow.opaque" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}\n'),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b", "m": [{"n": {"k": 1, "text": 2, "text": 2}}]}\n'),
+        ("a.json", '[{"text": "a"},\n{"m": [{"text": 1, "text": 2}]}]'),
+        ("a.json", '{"text": "a"}\n{"text": "a", "text": "a"}'),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path, name: str, content: str) -> None:
+    found = refusal(tmp_path / name, content.encode())
+    assert f"{name}:2: " in found and "the key 'text' stands twice in one object" in found
+
+
+@pytest.mark.parametrize("column", [
+    pa.array([[("a", 1)], [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())),
+    pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"k": 1}', '{"k": 1, "k": 2}'])),
+])  # fmt: skip
+def test_a_key_that_stands_twice_in_arrow_is_refused_with_its_row(tmp_path: Path, column: pa.Array) -> None:
+    pq.write_table(pa.table({"v": column}), tmp_path / "a.parquet")
+    assert "a.parquet:2: column v: the key 'k' stands twice" in refusal(tmp_path / "a.parquet")
 
 
 def test_parquet_with_bytes_that_are_no_text_names_the_row(tmp_path: Path) -> None:

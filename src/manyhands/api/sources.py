@@ -1,8 +1,13 @@
-"""Rows in memory as a source of a run: written once as JSON lines, to a file named by its content. Imports no torch."""
+"""Rows in memory as a source of a run: written once, to a file named by its content. Imports no torch.
+
+A table of Arrow (a ``datasets.Dataset`` is one) is written as it is and read as Arrow files are; other rows are written
+as JSON lines.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import base64
+import io
 import json
 import math
 import os
@@ -10,11 +15,15 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import hash_files
+from manyhands.data.hub_sets import STREAMED_ROWS, write_tables
+from manyhands.data.text_files import keep_unique
 
 FOLDER = "memory"  # in data.cache
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")  # of Pillow's images, which PNG holds without a loss
 
 
 def write_rows(data: Any, cache: Path, name: str) -> str:
@@ -22,22 +31,19 @@ def write_rows(data: Any, cache: Path, name: str) -> str:
     ``cache`` that holds its rows.
 
     ``data``: a list or another iterable of dicts, a function that returns one, a ``datasets.Dataset``, a pandas
-    ``DataFrame``. ``name``: of the parameter, for messages and for the file. The same rows give the same file, which is
-    not written again. Raises ``UserError`` with the row and the column of what JSON cannot hold.
+    ``DataFrame``. Images may be those of Pillow. ``name``: of the parameter, for messages and for the file. The same
+    rows give the same file, which is not written again. Raises ``UserError`` with the row and the column of what JSON
+    cannot hold.
     """
     if isinstance(data, (str, os.PathLike)):
         return os.fspath(data)
     folder = cache.expanduser() / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    digest, count = hashlib.sha256(), 0
+    tables = _list_tables(data)
     handle, temporary = tempfile.mkstemp(prefix=f".{name}-", suffix=".tmp", dir=folder)
     try:
         with os.fdopen(handle, "wb") as file:
-            for row in list_rows(data, name):
-                count += 1
-                line = _encode(row, count, name)
-                digest.update(line)
-                file.write(line)
+            count = _write_lines(data, name, file) if tables is None else write_tables(tables, file)
             file.flush()
             os.fsync(file.fileno())
         if count == 0:
@@ -47,7 +53,8 @@ def write_rows(data: Any, cache: Path, name: str) -> str:
                 why="an iterator that was read before is empty" if isinstance(data, Iterator) else "",
                 fix="give rows; a generator can be read once: give the function that makes it",
             )
-        path = folder / f"{name}-{digest.hexdigest()[:16]}.jsonl"
+        digest = hash_files([Path(temporary)])[Path(temporary)]
+        path = folder / f"{name}-{digest[:16]}.{'jsonl' if tables is None else 'arrow'}"
         if not path.exists():
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
@@ -55,6 +62,32 @@ def write_rows(data: Any, cache: Path, name: str) -> str:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
     return str(path)
+
+
+def _list_tables(data: Any) -> Iterator[Any] | None:
+    """The Arrow tables of a ``datasets.Dataset``, a stream of one whose types are known, a pyarrow or polars table;
+    None where there are none, or where a transform of the user's makes the rows.
+    """
+    kind = f"{type(data).__module__}.{type(data).__name__}"
+    if kind.startswith("polars."):
+        data, kind = data.to_arrow(), "pyarrow."
+    if kind.startswith("pyarrow.") and hasattr(data, "to_batches"):
+        return iter([data])
+    if not kind.startswith("datasets.") or isinstance(data, Mapping) or data.features is None:
+        return None
+    format = getattr(data, "format", {})  # a stream has none
+    if format.get("type") == "custom":
+        return None
+    columns = {"columns": format["columns"]} if format.get("columns") else {}
+    tables = data.with_format("arrow", **columns).iter(batch_size=STREAMED_ROWS)
+    return (table.replace_schema_metadata(None) for table in tables)
+
+
+def _write_lines(data: Any, name: str, file: BinaryIO) -> int:
+    count = 0
+    for count, row in enumerate(list_rows(data, name), start=1):
+        file.write(_encode(row, count, name))
+    return count
 
 
 def list_rows(data: Any, name: str) -> Iterator[Mapping[str, Any]]:
@@ -87,6 +120,8 @@ def _frame_rows(frame: Any) -> Iterator[dict[str, Any]]:
     if not hasattr(frame, "columns"):
         raise UserError("a pandas Series is one column, not rows", fix="give the DataFrame")
     columns = [str(column) for column in frame.columns]
+    if twice := next((column for index, column in enumerate(columns) if column in columns[:index]), None):
+        raise UserError(f"two columns of the DataFrame have the name {twice}", fix="rename one of them")
     missing = frame.isna()
     for values, nulls in zip(
         frame.itertuples(index=False, name=None), missing.itertuples(index=False, name=None), strict=True
@@ -104,9 +139,11 @@ def _encode(row: Any, number: int, name: str) -> bytes:
             where=f"row {number}",
             fix='give dicts by column, such as {"text": ...} or {"prompt": ..., "completion": ...}',
         )
-    plain = {}
+    plain: dict[str, Any] = {}
     for column, value in row.items():
         try:
+            if str(column) in plain:
+                raise ValueError(f"another key is {str(column)!r} as text, too")
             plain[str(column)] = _plain(value)
         except ValueError as error:
             raise UserError(
@@ -133,9 +170,20 @@ def _plain(value: Any) -> Any:
             raise ValueError(f"{value} is no number")
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return keep_unique([(str(key), _plain(item)) for key, item in value.items()])
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if hasattr(value, "tolist") and hasattr(value, "dtype"):  # numpy's scalars and arrays, tensors
         return _plain(value.tolist())
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": base64.b64encode(value).decode()}
+    if type(value).__module__.startswith("PIL."):
+        return _plain(_encode_image(value))
     raise ValueError(f"it is a {type(value).__module__}.{type(value).__name__}")
+
+
+def _encode_image(image: Any) -> bytes:
+    """A Pillow image as a file of a format that loses nothing."""
+    file = io.BytesIO()
+    image.save(file, "PNG" if image.mode in PNG_MODES else "TIFF", exif=image.getexif())
+    return file.getvalue()

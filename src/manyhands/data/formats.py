@@ -45,6 +45,7 @@ from manyhands.data.messages import (
     parse_json,
 )
 from manyhands.data.ready_rows import Ready, read_ready
+from manyhands.data.text_files import find_inexpressible
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -254,6 +255,10 @@ def to_conversation(
         check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
     )
     arguments = _read_arguments(row, fields) if "chat_template_kwargs" in OPTIONAL[format] else None
+    calls = [message.get("tool_calls") for message in messages if len(message) > 2]
+    for name, shown in (("a tool call", calls), ("tools", tools), ("chat_template_kwargs", arguments)):
+        if (found := find_inexpressible(shown)) is not None:
+            raise RowRefused(f"{name} holds {found}, which JSON cannot express")
     return Conversation(messages, tools, weight, arguments, placed)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from manyhands.config.schema import Source
 from manyhands.config.sources import SplitSlice
@@ -82,17 +82,27 @@ def _fetch_first(datasets: Any, name: str, subset: str | None, asked: dict[str, 
 
 def _write_stream(tables: Iterator[Any], path: Path) -> None:
     """Writes tables of one schema, that of the first, and gives the file its name at the end."""
-    import pyarrow as pa
-
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        first = next(tables)
-        with pa.ipc.new_stream(temporary, first.schema) as writer:
-            for table in chain((first,), tables):
-                writer.write_table(table.cast(first.schema))
+        with temporary.open("wb") as file:
+            write_tables(tables, file)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_tables(tables: Iterator[Any], file: BinaryIO) -> int:
+    """Writes tables of one schema, that of the first, as an Arrow stream; returns the number of rows."""
+    import pyarrow as pa
+
+    if (first := next(tables, None)) is None:
+        return 0
+    num_rows = 0
+    with pa.ipc.new_stream(file, first.schema) as writer:
+        for table in chain((first,), tables):
+            writer.write_table(table.cast(first.schema))
+            num_rows += table.num_rows
+    return num_rows
 
 
 def _import_datasets(where: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from manyhands.config.sources import MEDIA
 from manyhands.core.files import describe_json_fault
-from manyhands.data.text_files import is_encodable
+from manyhands.data.text_files import is_encodable, parse_value
 
 Message = dict[str, Any]
 
@@ -263,7 +263,7 @@ def weight_of(message: Message) -> float:
 def parse_json(text: str, what: str) -> Any:
     """JSON text inside a row. Raises RowRefused."""
     try:
-        value = json.loads(text)
+        value = parse_value(text)
     except json.JSONDecodeError as error:
         raise RowRefused(f"{what} is no JSON: {describe_json_fault(error)} at character {error.pos + 1}") from None
     except (ValueError, RecursionError) as error:

@@ -21,6 +21,7 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import chain, groupby
+from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +33,44 @@ SEPARATORS = ",;\t|"
 MAX_VALUES = 16 << 20  # of one JSON text; each is an object of some 64 bytes, however short it is written
 
 
+def keep_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError where a key stands twice, of which only one value could be used."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise ValueError(f"the key {twice[:60]!r} stands twice in one object")
+    return fields
+
+
+def parse_value(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError (of keys that stand twice, too) or RecursionError."""
+    return json.loads(text, object_pairs_hook=keep_unique)
+
+
+def drop_nulls(value: Any) -> Any:
+    """A value inside a row without the nulls of its objects. Arrow's structs cannot tell them from fields that are not
+    there, and the same data is to give the same rows whatever it is stored in. May raise RecursionError.
+    """
+    if isinstance(value, dict):
+        return {name: drop_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [drop_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def find_inexpressible(value: Any) -> str | None:
+    """The first part of a value that JSON cannot express, such as NaN or a date, as text; None where there is none."""
+    waiting = [value]  # not by recursion: rows may be nested as deeply as JSON is read
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif not (value is None or isinstance(value, (str, int)) or (isinstance(value, float) and isfinite(value))):
+            return f"{value!r:.60}"
+    return None
+
+
 def read_jsonl(part: FilePart, findings: Findings) -> Iterator[Row]:
     for number, text in read_lines(Path(part.file), findings, part.start, part.stop, part.first_line):
         if text.isspace() or not text:
@@ -40,17 +79,14 @@ def read_jsonl(part: FilePart, findings: Findings) -> Iterator[Row]:
             findings.add(part.file, number, fault)
             continue
         try:
-            fields = json.loads(text)
+            fields = parse_value(text)
         except json.JSONDecodeError as error:
             findings.add(part.file, number, f"broken JSON: {describe_json_fault(error)} at column {error.colno}")
             continue
         except (ValueError, RecursionError) as error:  # a number of too many digits; nesting without end
             findings.add(part.file, number, f"broken JSON: {error}")
             continue
-        if (fault := fault_of(fields, text)) is not None:
-            findings.add(part.file, number, fault)
-        else:
-            yield Row(fields, part.file, number)
+        yield from make_row(fields, text, part.file, number, findings)
 
 
 def count_fault(text: str) -> str | None:
@@ -60,13 +96,21 @@ def count_fault(text: str) -> str | None:
     return f"more than {MAX_VALUES:,} values in one row: divide it"
 
 
-def fault_of(fields: object, text: str) -> str | None:
-    """Why a parsed JSON value is no row; ``text`` is what it was parsed from."""
+def make_row(fields: Any, text: str, file: str, line: int, findings: Findings) -> Iterator[Row]:
+    """The row of a parsed JSON value, or none and a finding; ``text`` is what it was parsed from."""
     if not isinstance(fields, dict):
-        return f"a row must be an object, this is {_json_kind(fields)}"
+        findings.add(file, line, f"a row must be an object, this is {_json_kind(fields)}")
+        return
     if "\\ud" in text.lower() and not is_encodable(fields):
-        return "half of a surrogate pair (\\ud800 to \\udfff) stands alone: not a character"
-    return None
+        findings.add(file, line, "half of a surrogate pair (\\ud800 to \\udfff) stands alone: not a character")
+        return
+    if "null" in text:
+        try:
+            fields = {name: drop_nulls(value) for name, value in fields.items()}
+        except RecursionError:
+            findings.add(file, line, "the row is nested too deeply")
+            return
+    yield Row(fields, file, line)
 
 
 def is_encodable(value: Any) -> bool:
@@ -199,7 +243,7 @@ class _Scanner:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._decode = file, codecs.getincrementaldecoder("utf-8-sig")().decode
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(object_pairs_hook=keep_unique)
         self._buffer, self._position, self._ended = "", 0, False
         self.line = 1  # of the position
         self.max_characters = MAX_OBJECT_BYTES
@@ -271,10 +315,7 @@ def read_json(part: FilePart, findings: Findings) -> Iterator[Row]:
             else:
                 values = _iterate_values(scanner, part.file)
             for value, text, line in values:
-                if (fault := fault_of(value, text)) is not None:
-                    findings.add(part.file, line, fault)
-                else:
-                    yield Row(value, part.file, line)
+                yield from make_row(value, text, part.file, line, findings)
         except _Broken as error:
             findings.add(part.file, scanner.line, str(error), stops=True)
 
@@ -308,7 +349,7 @@ def _iterate_values(scanner: _Scanner, file: str) -> Iterator[tuple[Any, str, in
             yield scanner.value()
     elif isinstance(value, dict):
         for row in _rows_inside(value, file):
-            yield row, text if row is value or "\\u" in text else "", line
+            yield row, text if row is value or "\\u" in text or "null" in text else "", line
     else:
         yield value, text, line
 
