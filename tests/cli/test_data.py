@@ -19,7 +19,7 @@ from manyhands.cli.main import app
 from manyhands.config.load import load_config
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE
 from manyhands.preview.collect import collect
-from manyhands.preview.contents import Preview, bin_lengths, decode_spans, harmless
+from manyhands.preview.contents import Preview, bin_lengths, decode_spans
 from manyhands.preview.page import MARK, render_page
 from manyhands.preview.text import mark_trained, print_preview
 from tests.support.tiny import write_tiny_model
@@ -259,7 +259,7 @@ def test_hostile_rows_stay_text(write_run):
         }
     )
     shown = call("data", run, "--rows", 1)
-    assert shown.exit_code == EXIT_FAILED and "\x1b" not in shown.stdout and "[bold]b[/bold] \\x1b[2J" in shown.stdout
+    assert shown.exit_code == EXIT_FAILED and "\x1b" not in shown.stdout and "[bold]b[/bold] \\u001b[2J" in shown.stdout
     assert call("data", run, "--html", "page.html").exit_code == EXIT_FAILED
     html = Path("page.html").read_text()
     page = Page(html)
@@ -267,7 +267,7 @@ def test_hostile_rows_stay_text(write_run):
     assert not names & {"script", "img", "link", "iframe", "b"} and not any(
         key.startswith("on") for _, attrs in page.tags for key in attrs
     )
-    assert HOSTILE.replace("\x1b", "\\x1b") in page.marked and "\x1b" not in html
+    assert HOSTILE.replace("\x1b", "\\u001b") in page.marked and "\x1b" not in html
     assert "source <b>" in page.text and "<b>.jsonl:1" in page.text
 
 
@@ -306,9 +306,9 @@ def test_trained_tokens_are_told_apart():
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "".join(chr(i) for i in ids))
     ids = np.array([ord(c) for c in "Q:\x1b[2JA!"], dtype=np.int32)
     spans = list(decode_spans(tokenizer, ids, np.array([0] * 6 + [1] + [2.5], dtype=np.float32)))
-    assert mark_trained(spans, colored=False).plain == "Q:\\x1b[2J⟦A⟧⟦!⟧×2.5"
+    assert mark_trained(spans, colored=False).plain == "Q:\\u001b[2J⟦A⟧⟦!⟧×2.5"
     colored = mark_trained(spans, colored=True)
-    assert colored.plain == "Q:\\x1b[2JA!×2.5"
+    assert colored.plain == "Q:\\u001b[2JA!×2.5"
     assert [str(span.style) for span in colored.spans] == ["bold green", "bold green", "bold yellow"]
 
 
@@ -322,11 +322,6 @@ def test_a_terminal_with_colour_gets_colour(write_run, no_color, mark):
     with console.capture() as captured:
         print_preview(preview, console)
     assert mark in captured.get()
-
-
-def test_text_from_data_cannot_steer_the_terminal():
-    assert harmless("a\tb\nc\x1b]0;x\x07\r\u202e") == "a    b\nc\\x1b]0;x\\x07\\x0d\\x202e"
-    assert harmless("Zürich 東京 😀") == "Zürich 東京 😀"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 from manyhands.api.callbacks import Row
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
+from manyhands.core.text import printable
 from manyhands.launch.run_folder import RunFolder
 
 STEP_LINE = re.compile(r"step \d+/\d+  ")
@@ -28,7 +29,7 @@ class Display:
         """The run's folder is known."""
 
     def line(self, text: str) -> None:
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
     def take(self, row: Row) -> None:
         """A new row of metrics.jsonl."""
@@ -56,7 +57,7 @@ class NotebookDisplay(Display):
 
     def line(self, text: str) -> None:
         if not STEP_LINE.match(text):
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def take(self, row: Row) -> None:
         if row["kind"] == "step":

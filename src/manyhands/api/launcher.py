@@ -20,6 +20,7 @@ from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_refused
+from manyhands.core.text import print_safely
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
@@ -84,6 +85,7 @@ def _end_with_caller() -> None:
 
 
 if __name__ == "__main__":
+    print_safely()
     try:
         code = main(sys.argv[1:])
     except KeyboardInterrupt:

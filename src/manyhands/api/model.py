@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import UserError
+from manyhands.core.text import printable
 from manyhands.data.messages import RowRefused
 from manyhands.export.record import copy_output
 
@@ -255,7 +256,7 @@ def _run_infer(asked: Mapping[str, Any]) -> None:
             for line in child.stderr:
                 said.append(line)
                 if not line.startswith(("error:", "  ")):
-                    print(line, end="", file=sys.stderr, flush=True)
+                    print(printable(line), end="", file=sys.stderr, flush=True)
         except BaseException:  # a notebook's interrupt reaches this process alone; the answers so far are kept
             child.terminate()
             child.wait()

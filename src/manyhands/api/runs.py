@@ -18,6 +18,7 @@ from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, read_rows
+from manyhands.core.text import printable
 from manyhands.launch.environment import accelerate_settings, apply_variables, detect_launcher
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
@@ -204,7 +205,7 @@ def _read_gpus(gpus: int | str | None) -> tuple[int | str | None, HostFacts | No
 
 
 def _report_aside(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 class TrainedRun:

@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhands.bench.rows import BY_NAME, TABLE, BenchRow, append, count_gpus, new_run, start_processes
 from manyhands.core.errors import EXIT_USAGE, UserError
+from manyhands.core.text import print_safely
 from manyhands.core.units import count_of
 
 LIMIT_S = 600
@@ -102,4 +103,5 @@ def recorded(row: BenchRow, num_gpus: int | None) -> str:
 
 
 if __name__ == "__main__":
+    print_safely()
     sys.exit(main())

@@ -30,13 +30,13 @@ def config(
 
 
 def _print_all_keys() -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from manyhands.config.keys import all_keys, default_text, sections, table
+    from manyhands.core.text import open_console
 
-    console = Console()
+    console = open_console()
     listing = Table(box=None, padding=(0, 2, 0, 0))
     wide = console.width >= WIDE  # `manyhands config KEY` always shows what is allowed
     for title in ("key", "default", *(["allowed"] if wide else []), "meaning"):

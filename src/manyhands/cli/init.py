@@ -280,17 +280,16 @@ def _ask_one_of(text: str, allowed: Sequence[str], default: str) -> str:
 
 def show_columns(seen: FirstRows) -> list[str]:
     """The columns with their values in the first two rows."""
-    from manyhands.preview.contents import harmless
 
     def show(value: Any) -> str:
-        text = " ".join(harmless(str(value)).split())
+        text = " ".join(str(value).split())
         return text if len(text) <= SHOW_CHARACTERS else text[: SHOW_CHARACTERS - 1] + "…"
 
     lines = ["unknown column names; the first rows are:"]
     for row in seen.rows[:2]:
         lines += [
             f"  {Path(row.file).name}:{row.line}",
-            *(f"    {harmless(name)}: {show(value)}" for name, value in row.fields.items()),
+            *(f"    {name}: {show(value)}" for name, value in row.fields.items()),
         ]
     return lines
 

@@ -57,14 +57,15 @@ def doctor(
     ] = "",
 ) -> None:
     """Check Python, packages, GPUs, limits, disk and hub (exit code 1 if something is missing)."""
-    from rich.console import Console
     from rich.text import Text
+
+    from manyhands.core.text import open_console
 
     if calibrate:
         raise typer.Exit(_calibrate())
     if run:
         raise typer.Exit(_examine(run))
-    console = Console(highlight=False)
+    console = open_console(highlight=False)
     marks = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "bad": ("missing", "bold red")}
     results = []
     for check in CHECKS:

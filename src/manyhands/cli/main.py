@@ -25,12 +25,16 @@ from manyhands.cli.runs import app as runs
 from manyhands.cli.submit import submit
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_refused
+from manyhands.core.text import print_safely
 
 
 class _CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # a full disk behind it is met here, not when the interpreter ends
         except UserError as error:
             print(error, file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
@@ -98,4 +102,5 @@ app.add_typer(runs, name="runs")
 
 def main() -> None:
     """The ``manyhands`` command and ``python -m manyhands``."""
+    print_safely()
     app(prog_name="manyhands")

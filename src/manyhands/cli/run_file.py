@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 
 from manyhands.cli.gpus import ask_gpus, gpus_to_start, host_to_plan
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.text import open_console
 
 if TYPE_CHECKING:
     from manyhands.config.load import LoadedRun
@@ -214,7 +214,6 @@ def plan(
         raise UserError("no run file is named", where="manyhands plan", fix="write manyhands plan RUN.yaml")
     loaded = load_run(run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed)
     config = loaded.config
-    from rich.console import Console
 
     from manyhands.config.dialects.report import summarize
     from manyhands.launch.environment import apply_variables
@@ -234,15 +233,15 @@ def plan(
     facts = gather_facts(config, identify=False, host=host, report=report_aside)
     made = make_plan(config, facts)
     refuse_unmatched(config, made, facts.model)
-    print(made.model_dump_json(indent=2)) if as_json else Console().print(explain_plan(made))
+    print(made.model_dump_json(indent=2)) if as_json else open_console().print(explain_plan(made))
     if price is not None:
         print(describe_cost(made.time, price))
 
 
 def _compare(folder: Path) -> None:
     """The newest plan of a run's folder beside its report. UserError where one of them is missing."""
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from manyhands.core.files import read_json
     from manyhands.launch.run_folder import RunFolder
@@ -262,8 +261,8 @@ def _compare(folder: Path) -> None:
     for title in ("", "planned", "measured", "error"):
         table.add_column(title, justify="right" if title else "left")
     for row in compare(place.read_plan(), report):
-        table.add_row(*row)
-    Console(highlight=False).print(table)
+        table.add_row(*map(Text, row))
+    open_console(highlight=False).print(table)
 
 
 def data(
@@ -305,12 +304,8 @@ def data(
             + ("; it lists the rows that a run rejects" if preview.refused else "")
         )
     else:
-        from rich.console import Console
-
         from manyhands.preview.text import print_preview
 
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # rows have any character, the terminal may not
-        print_preview(preview, Console(highlight=False))
+        print_preview(preview, open_console(highlight=False))
     if preview.refused:
         raise typer.Exit(EXIT_FAILED)

@@ -10,6 +10,8 @@ import importlib.util
 import json
 from collections.abc import Mapping
 
+from manyhands.core.text import printable
+
 # What a launcher can act on: UserError.kind.
 OUT_OF_MEMORY = "out_of_memory"
 DISK_FULL = "disk_full"
@@ -63,7 +65,7 @@ class UserError(Exception):
         lines += [
             f"  {name}: {text}" for name, text in (("where", self.where), ("why", self.why), ("fix", self.fix)) if text
         ]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def to_json(self) -> str:
         """The error as one line, as a rank sends it to the launcher."""

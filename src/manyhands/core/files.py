@@ -23,6 +23,7 @@ from typing import Any
 
 from manyhands.core.errors import DISK_FULL, EXIT_FAILED, UserError
 from manyhands.core.progress import advance
+from manyhands.core.text import OUTPUT
 
 # Files that are read from a model's or adapter's folder: configuration, weights, tokenizer, templates, code, license.
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md")
@@ -88,6 +89,15 @@ def explain_full_disk(error: BaseException, folder: Path) -> UserError:
         getattr(found, "filename", None) or folder,
         getattr(found, "strerror", None) or str(found).partition("\n")[0],
     )
+    if where == OUTPUT:
+        return UserError(
+            "the disk is full behind the output of this command",
+            where=OUTPUT,
+            why=why,
+            fix="free some space where the shell writes it to, or redirect it elsewhere",
+            exit_code=EXIT_FAILED,
+            kind=DISK_FULL,
+        )
     full = nearest_folder(Path(where).parent)
     free = shutil.disk_usage(full).free
     return UserError(

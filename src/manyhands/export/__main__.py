@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_refused, nearest_folder, read_json
+from manyhands.core.text import print_safely
 
 if TYPE_CHECKING:
     from torch import nn
@@ -286,4 +287,5 @@ def compute_probe(model: nn.Module, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    print_safely()
     sys.exit(main(sys.argv[1:]))

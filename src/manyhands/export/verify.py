@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from manyhands.convert.fp8 import round_to_fp8
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.text import print_safely
 from manyhands.core.units import count_of
 from manyhands.export.reference import Kind, Probe, Reference, TensorReference, describe_tensor, load_probe, name_dtype
 from manyhands.facts.adapter import WEIGHTS, needed_tokens, nf4_options
@@ -368,4 +369,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    print_safely()
     sys.exit(main(sys.argv[1:]))

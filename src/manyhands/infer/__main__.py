@@ -14,6 +14,7 @@ from typing import Any
 
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
 from manyhands.core.files import explain_refused
+from manyhands.core.text import print_safely, printable
 from manyhands.infer.prompts import PromptOptions
 from manyhands.infer.settings import GenerationSettings
 
@@ -52,7 +53,7 @@ def generate(
     content = [*({"type": "image", "image": place} for place in images), {"type": "text", "text": prompt or ""}]
     row = {"messages": [{"role": "user", "content": content}]} if images else {"prompt": prompt or ""}
     messages, tools = messages_of(row, added, images=bool(images))
-    print(answerer.answer_all([messages], asked, tools)[0].text)
+    print(printable(answerer.answer_all([messages], asked, tools)[0].text))
     return 0
 
 
@@ -179,4 +180,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    print_safely()
     sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 from manyhands.core.errors import UserError
+from manyhands.core.text import printable
 from manyhands.data.messages import RowRefused
 from manyhands.infer.load import Answerer
 from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions
@@ -89,7 +90,7 @@ def _answer(
 
     def show(_: int, text: str) -> None:
         shown.append(text)
-        print(text, end="", file=out, flush=True)
+        print(printable(text), end="", file=out, flush=True)
 
     try:
         return answerer.answer_all([messages], settings, list(options.tools), show, shorten=True)[0].text

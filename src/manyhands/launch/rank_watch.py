@@ -19,6 +19,7 @@ from typing import TextIO
 
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.machine import end_with
+from manyhands.core.text import print_safely
 from manyhands.launch.failure import claim_terminal, first_failure, record_for_torch, write_failure
 from manyhands.launch.heartbeat import START, read_beat, this_host
 from manyhands.launch.run_folder import RunFolder
@@ -126,4 +127,5 @@ def main(path: str, timeout_s: str, parent: str) -> None:
 
 
 if __name__ == "__main__":
+    print_safely()
     main(*sys.argv[1:])

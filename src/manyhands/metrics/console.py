@@ -9,11 +9,11 @@ import contextlib
 import time
 from typing import TextIO
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from manyhands.core.limits import GIB
+from manyhands.core.text import open_console
 from manyhands.core.units import count_of
 from manyhands.metrics.sinks import Devices, Outcome, Sink
 from manyhands.train.types import Evaluation, StepResult, TrainState
@@ -33,9 +33,9 @@ class ConsoleSink(Sink):
         text.
         """
         self.num_steps = num_steps
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._console = open_console(stream, highlight=False, soft_wrap=True)
         self._log = (
-            Console(file=log, highlight=False, soft_wrap=True, force_terminal=False, color_system=None) if log else None
+            open_console(log, highlight=False, soft_wrap=True, force_terminal=False, color_system=None) if log else None
         )
         self._progress: Progress | None = None
         self._stages: dict[str, TaskID] = {}
@@ -125,10 +125,10 @@ class ConsoleSink(Sink):
 
     def _show(self, text: str, on_terminal: bool = True) -> None:
         if on_terminal:
-            self._console.print(escape(text))
+            self._console.print(Text(text))
         if self._log is not None:
             with contextlib.suppress(OSError):  # a full disk, which writing the run's own files reports
-                self._log.print(escape(text))
+                self._log.print(Text(text))
 
     def _is_due(self, step: int) -> bool:
         """The first and the last step; between them every tenth of the run, or more often where steps are slow."""

@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from manyhands.core.limits import GIB
+from manyhands.core.text import printable_value
 from manyhands.core.units import format_duration
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -30,7 +31,9 @@ COLORS = 8  # --c0 .. --c7 of the page
 def render_report(report: Mapping[str, Any]) -> str:
     """The page. Raises jinja2's UndefinedError where the template shows what the report does not hold."""
     planned = report["planned"]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=printable_value
+    )
     device = planned.get("device_name") or planned["device"]
     how = (
         f"{report['task']}, {report['method']}, {planned['strategy']} on {planned['world_size']} × {device}, "

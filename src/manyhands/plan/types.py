@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.core.text import open_console
 from manyhands.core.units import count_of
 from manyhands.facts.types import AdapterFacts, NewTokens, Nf4Facts
 from manyhands.plan.layout import Dtype, Layout
@@ -204,12 +205,10 @@ class Plan(Part):
         """The decisions with their reasons, the memory by term, and why each alternative was rejected."""
         from io import StringIO
 
-        from rich.console import Console
-
         from manyhands.plan.explain import explain_plan
 
         text = StringIO()
-        Console(file=text, width=width, force_jupyter=False).print(explain_plan(self))
+        open_console(file=text, width=width, force_jupyter=False).print(explain_plan(self))
         return text.getvalue().rstrip()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

@@ -42,7 +42,6 @@ from manyhands.preview.contents import (
     bin_lengths,
     decode_spans,
     describe_lengths,
-    harmless,
 )
 from manyhands.preview.usable import prepare_usable
 
@@ -96,9 +95,7 @@ def _collect_usable(
         usable = prepare_usable(config, folder, tokenizer, made, report)
         if not usable.refused:
             raise error  # a cache that cannot be written, ...
-        faults_alone = Preview(
-            config.name, config.model.name, config.data.max_length, refused=_harmless(usable.refused)
-        )
+        faults_alone = Preview(config.name, config.model.name, config.data.max_length, refused=usable.refused)
         if usable.store is None:
             return faults_alone
         try:
@@ -149,14 +146,10 @@ def _collect(
         num_repeated=facts.num_repeated,
         num_truncated=facts.num_truncated,
         num_split=facts.num_split,
-        left_out={
-            key: {harmless(name): number for name, number in counts.items()} for key, counts in facts.left_out.items()
-        },
+        left_out={key: dict(counts) for key, counts in facts.left_out.items()},
         num_dropped=facts.num_dropped,
-        notes=tuple(
-            harmless(note).removeprefix("note: ") for note in meta["notes"] if not note.startswith(SHOWN_ELSEWHERE)
-        ),
-        refused=_harmless(refused),
+        notes=tuple(note.removeprefix("note: ") for note in meta["notes"] if not note.startswith(SHOWN_ELSEWHERE)),
+        refused=refused,
     )
 
 
@@ -228,8 +221,8 @@ def _decode(
     source, file = sources[number], files[number][store.file_number(row)]
     return ShownSample(
         row,
-        harmless(source.name or source.path),
-        harmless(f"{_seen_from_here(file)}:{store.line(row)}"),
+        source.name or source.path,
+        f"{_seen_from_here(file)}:{store.line(row)}",
         len(ids),
         int(train.num_loss_tokens[row]),
         tuple(map(shorten, decode_spans(tokenizer, ids, weights))),
@@ -247,8 +240,8 @@ def _count_sources(store: TokenStore) -> tuple[SourceCounts, ...]:
     all_tokens = sum(source["weight"] * source["num_tokens"] for source in described)
     return tuple(
         SourceCounts(
-            harmless(source["name"]),
-            harmless(source["path"]),
+            source["name"],
+            source["path"],
             source["format"],
             source["num_samples"],
             source["num_tokens"],
@@ -262,31 +255,11 @@ def _count_sources(store: TokenStore) -> tuple[SourceCounts, ...]:
     )
 
 
-def _harmless(refused: Sequence[Refused]) -> tuple[Refused, ...]:
-    """Errors quote the data."""
-    return tuple(
-        Refused(
-            harmless(entry.source),
-            tuple(
-                UserError(
-                    harmless(error.what),
-                    where=harmless(error.where),
-                    why=harmless(error.why),
-                    fix=harmless(error.fix),
-                    details=[harmless(detail) for detail in error.details],
-                )
-                for error in entry.errors
-            ),
-        )
-        for entry in refused
-    )
-
-
 def show_images(sample: Sample) -> tuple[ShownImage, ...]:
     """The images of a sample in the order of their tokens; () where it has none."""
     return tuple(
         ShownImage(
-            harmless(image.place or "of the row"),
+            image.place or "of the row",
             image.size[1],
             image.size[0],
             image.num_tokens,

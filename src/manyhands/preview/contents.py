@@ -1,6 +1,6 @@
 """What a preview shows, as plain values and as the sentences and tables that terminal and page share. Pure.
 
-Text from data files is harmless in all values, but not escaped for a page.
+Text from data files is as it is: terminal and page make it printable. Only tabs of samples are spaces.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
+from manyhands.core.text import printable
 from manyhands.core.units import count_of
 from manyhands.core.units import describe_counts as describe_by_source
 
@@ -320,12 +321,5 @@ def decode_spans(tokenizer: Any, ids: np.ndarray, weights: np.ndarray) -> Iterat
         text = tokenizer.decode(
             ids[position:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        yield Span(harmless(text), weight)
+        yield Span(printable(text.replace("\t", "    ")), weight)
         position = end
-
-
-def harmless(text: str) -> str:
-    """Text from data files with control characters made visible, so that none reaches the terminal (no escape
-    codes).
-    """
-    return "".join(c if c == "\n" or c.isprintable() else f"\\x{ord(c):02x}" for c in text.replace("\t", "    "))

@@ -9,6 +9,7 @@ from jinja2 import Environment, StrictUndefined
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import write_atomically
+from manyhands.core.text import printable_value
 from manyhands.preview import contents
 from manyhands.preview.contents import Preview
 
@@ -58,7 +59,12 @@ def write_page(preview: Preview, path: Path) -> None:
 def render_page(preview: Preview) -> str:
     """The HTML. The template escapes whatever it is given."""
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=printable_value,
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(preview=preview, say=contents, mark=MARK).lstrip()

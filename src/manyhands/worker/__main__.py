@@ -14,6 +14,7 @@ from typing import NoReturn
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_full_disk, is_disk_full
 from manyhands.core.machine import end_with
+from manyhands.core.text import print_safely
 from manyhands.launch.environment import LAUNCHER_PID, detect_launcher
 from manyhands.launch.slurm import block_save_signal, refuse_unknown_host
 
@@ -99,6 +100,7 @@ def main(argv: list[str]) -> int:
 
 def run_and_exit(argv: list[str]) -> NoReturn:
     """Ends this process with the exit code of its rank."""
+    print_safely()
     code = main(argv)
     with contextlib.suppress(OSError):  # the log's disk may be full
         sys.stdout.flush()

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TextIO
 
 from manyhands.core import progress
 from manyhands.core.errors import PeerError, UserError
+from manyhands.core.text import PrintableStream
 from manyhands.launch.environment import Launcher
 from manyhands.launch.failure import (
     claim_terminal,
@@ -266,12 +267,12 @@ class StopSignal:
 
 def redirect_output(log: Path) -> TextIO:
     """Sends file descriptors 1 and 2, so also what C++ libraries write, to ``log`` (appended); returns the old
-    stdout.
+    stdout, for printable text.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
+    terminal = PrintableStream(os.fdopen(os.dup(1), "wb"), sys.stdout.encoding)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
