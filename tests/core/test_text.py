@@ -5,17 +5,21 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+import manyhands
 from manyhands.core.errors import UserError
-from manyhands.core.text import PrintableStream, open_console, printable
+from manyhands.core.text import PrintableStream, code_block, code_span, in_markdown, indented, open_console, printable
 
 ATTACKS = {
     "\x1b]0;owned\x07": "\\u001b]0;owned\\u0007",  # window title
@@ -95,3 +99,40 @@ def test_a_stream_counts_what_it_was_given() -> None:
     stream = PrintableStream(buffer, "utf-8")
     assert stream.write("\x1b") == 1
     assert buffer.getvalue() == b"\\u001b"
+
+
+HOSTILE_NAMES = (
+    "<img src=x onerror=alert(1)>",
+    "[click](javascript:alert(1)) ![](http://e/x.png) <http://e.test> &lt;b&gt;",
+    "a|b|c `code` **bold** _em_ ~~x~~ \\* \\",
+    "# heading",
+    "- item",
+    "1. item",
+    "---",
+    "> quote\n\n# heading\n```\n",
+    "```\n<b>\n````",
+    "\x1b]8;;http://e\x07x",
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_markdown_shows_a_name_as_its_characters(name: str) -> None:
+    page = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    tokens = page.parse(in_markdown(name))
+    assert [token.type for token in tokens] == ["paragraph_open", "inline", "paragraph_close"]
+    shown = tokens[1].children or []
+    assert {token.type for token in shown} <= {"text", "text_special"}
+    assert "".join(token.content for token in shown) == " ".join(printable(name).split())
+    (code,) = page.parse("\n".join(code_block(name, "bash")))
+    assert (code.type, code.content.rstrip("\n")) == ("fence", printable(name).rstrip("\n"))
+    (span,) = page.parse(f"x {code_span(name)}")[1].children[1:]  # type: ignore[index]
+    assert (span.type, span.content) == ("code_inline", " ".join(printable(name).split()))
+    assert [token.type for token in page.parse("\n".join(["x", "", *indented(name)]))][3:] == ["code_block"]
+    table = page.parse(f"| {in_markdown(name)} | x |\n|---|---|\n| {in_markdown(name)} | y |")
+    assert sum(token.type in ("th_open", "td_open") for token in table) == 4
+
+
+def test_colors_and_consoles_are_made_in_one_place() -> None:
+    source = Path(manyhands.__file__).parent
+    others = [path for path in source.rglob("*.py") if re.search(r"(?<!open_)\bConsole\(", path.read_text())]
+    assert [path.name for path in others] == ["text.py"]

@@ -4,9 +4,11 @@ machine is in it.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import re
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import yaml
 from bitsandbytes.nn import Linear4bit
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from peft import PeftConfig
 from safetensors import safe_open
 
@@ -116,6 +119,25 @@ def test_it_says_on_what_how_and_with_which_result_and_nothing_private() -> None
     ):
         assert said in text, said
     assert "/home/me" not in text and "secret" not in text
+
+
+def test_names_of_others_are_no_markup_and_no_code() -> None:
+    attack = 'a"); import os #`\n```\n<img src=x onerror=alert(1)>[x](y)|\x1b[2J'
+    config = {"model": {"name": f"folder/{attack.replace('/', '')}", "revision": attack}}
+    sources = [SOURCES[0] | {"name": attack}]
+    text = make_card(config=config, data=sources, divergence=attack, has_tokenizer=True)
+    assert "\x1b" not in text and "onerror" in text
+    shown = MarkdownIt("commonmark").enable("table").render(text.split("---\n", 2)[2])
+    assert "<img" not in shown and "<a " not in shown and shown.count("<pre>") == 2
+    script = next(token.content for token in MarkdownIt().parse(text) if token.info == "python")
+    calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
+    revisions = [word.value.value for call in calls for word in call.keywords if word.arg == "revision"]  # type: ignore[attr-defined]
+    assert revisions == [attack] and "import os" not in {ast.unparse(node) for node in ast.parse(script).body}
+    command = next(token.content for token in MarkdownIt().parse(text) if token.info == "bash")
+    words = shlex.split(command)
+    assert words[:2] == ["vllm", "serve"] and words[3] == "--revision" and words[5] == "--enable-lora"
+    folder = "/cache/models--a](b)--<img>/snapshots/0123abcd"
+    assert name_on_hub("elsewhere/x", folder) != "a](b)/<img>"
 
 
 def test_it_says_how_it_was_computed_and_how_the_loss_went(tmp_path: Path) -> None:

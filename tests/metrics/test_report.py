@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from markdown_it import MarkdownIt
 
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.metrics.report import write_report
@@ -131,6 +132,26 @@ def test_the_report_says_what_was_set_on_what_it_was_trained_and_what_to_do_next
     assert (
         page.rstrip().endswith(f"manyhands tensorboard {tmp_path}") and f"manyhands export {tmp_path} --merge" in page
     )
+
+
+def test_names_and_samples_are_no_markup_and_steer_no_terminal(tmp_path):
+    attack = "<img src=x onerror=alert(1)>|[a](b)`\x1b]0;x\x07\n# h"
+    (tmp_path / "adapter").mkdir()
+    measured = MEASURED | {
+        "data": [MEASURED["data"][0] | {"name": attack}],
+        "evaluations": [MEASURED["evaluations"][-1] | {"samples": [(attack, attack)], "sets": {attack: {"loss": 1.0}}}],
+        "verified": {"adapter": attack},
+        "slow": [attack],
+    }
+    config = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"name": attack})})
+    state = TrainState(step=4, stop_reason=attack, divergence=attack)
+    write_report(tmp_path, make_plan(), config, state, measured)
+    for file in ("report.md", "report.html"):
+        text = (tmp_path / file).read_text()
+        assert "onerror" in text and not {"\x1b", "\x07"} & set(text)
+    shown = MarkdownIt("commonmark").enable("table").render((tmp_path / "report.md").read_text())
+    assert "<img" not in shown and "<a " not in shown and shown.count("<h1>") == 1
+    assert "<img" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_setting_that_was_asked_for_is_shown(tmp_path):

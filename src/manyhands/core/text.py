@@ -10,7 +10,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -39,6 +39,36 @@ def printable(text: str) -> str:
 def printable_value(value: Any) -> Any:
     """``printable`` of text of any kind (also Jinja's ``Markup``), else the value: the ``finalize`` of a page."""
     return type(value)(printable(value)) if isinstance(value, str) else value
+
+
+def in_markdown(text: str) -> str:
+    """``text`` on one line, as Markdown that shows just these characters: no HTML, link, emphasis, cell or heading."""
+    line = " ".join(printable(text).split())
+    line = re.sub(r"[\\`*\[\]<>&|~$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line)
+    return re.sub(r"^(?:#+|\++|-+|=+|\d+[.)])(?=\s|$)", lambda start: f"{start[0][:-1]}\\{start[0][-1]}", line)
+
+
+def code_span(text: str) -> str:
+    """``text`` on one line, as code within a line of Markdown."""
+    line = " ".join(printable(text).split())
+    ticks = _ticks(line, 1)
+    pad = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{ticks}{pad}{line}{pad}{ticks}"
+
+
+def code_block(text: str, language: str = "") -> list[str]:
+    """Lines of Markdown that show ``text`` as code; nothing that it holds ends the block."""
+    fence = _ticks(text, 3)
+    return [fence + language, *printable(text).split("\n"), fence]
+
+
+def indented(text: str) -> list[str]:
+    """The same by its indentation."""
+    return [f"    {line}" for line in printable(text).split("\n")]
+
+
+def _ticks(text: str, at_least: int) -> str:
+    return "`" * max(at_least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -103,11 +133,16 @@ def open_console(file: TextIO | None = None, **options: Any) -> Console:
     """A rich console on ``file``, by default standard output, that cleans whatever it prints; rich's own colors and
     movements remain. ``options``: as of ``rich.console.Console``.
     """
-    from rich.console import Console
+    from rich.console import Console, ConsoleRenderable, RenderHook
+    from rich.control import Control
+
+    class CleanHook(RenderHook):
+        def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+            return [each if isinstance(each, Control) else _Clean(each) for each in renderables]
 
     stream = sys.stdout if file is None else file
     console = Console(file=stream.console_file if isinstance(stream, PrintableStream) else stream, **options)
-    console.push_render_hook(_CleanHook())
+    console.push_render_hook(CleanHook())
     return console
 
 
@@ -122,12 +157,3 @@ class _Clean:
 
         for text, style, control in console.render(self.renderable, options):
             yield Segment(text if control else printable(text), style, control)
-
-
-class _CleanHook:
-    """What rich calls before it prints (``rich.console.RenderHook``)."""
-
-    def process_renderables(self, renderables: Iterable[Any]) -> list[Any]:
-        from rich.control import Control
-
-        return [each if isinstance(each, Control) else _Clean(each) for each in renderables]

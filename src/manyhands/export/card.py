@@ -6,6 +6,7 @@ Knows the run's files and values, and no tensors.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ import yaml
 
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.files import read_json, read_rows
+from manyhands.core.text import code_block, code_span, in_markdown
 from manyhands.core.units import count_of, describe_ranks
 from manyhands.export.record import CARD
 from manyhands.facts.adapter import nf4_options
@@ -93,7 +95,7 @@ class Card:
         shown = (
             f"[{self.base}](https://huggingface.co/{self.base})"
             if self.base
-            else f"`{Path(self.config.model.name).name}`"
+            else code_span(Path(self.config.model.name).name)
         )
         extent = "all" if method == "full" and not self.plan.keeps_base else "some"
         what = {
@@ -109,9 +111,9 @@ class Card:
         tools = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
         ours = " ".join(("manyhands", versions.get("manyhands", ""))).strip()
         tools = f" ({tools})" if tools else ""
-        warning = f"\n**Training diverged: {self.divergence}.**\n" if self.divergence else ""
+        warning = f"\n**Training diverged: {in_markdown(self.divergence)}.**\n" if self.divergence else ""
         by = f"by {TASKS[self.config.task]} with {ours}{tools}"
-        return f"# {self.config.name}\n\n{what} {by}. Saved in {self.dtype}.\n{warning}"
+        return f"# {in_markdown(self.config.name)}\n\n{what} {by}. Saved in {self.dtype}.\n{warning}"
 
     def _data(self) -> list[str]:
         if self.data is None:
@@ -146,7 +148,14 @@ class Card:
             "attention": self.plan.attention,
         }
         rows |= {"versions": ", ".join(f"{k} {v}" for k, v in self.versions.items())} if self.versions else {}
-        return ["## Plan", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()), ""]
+        return [
+            "## Plan",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {key} | {value} |" for key, value in rows.items()),
+            "",
+        ]
 
     def _course(self) -> list[str]:
         """The training loss over the steps up to these weights; a point is a mean of several."""
@@ -174,7 +183,7 @@ class Card:
             lines.append(f"| {name} | {row.loss:.4f} | {row.perplexity:.4g} | {row.accuracy:.2%} |")
         row = shown[self.step]
         names = [source["name"] for source in self.data or () if source["num_validation_samples"]]
-        of = f" of {', '.join(names)}" if names else ""
+        of = f" of {in_markdown(', '.join(names))}" if names else ""
         measured = f"{row.num_samples:,} held-out samples{of} ({row.num_loss_tokens:,} loss tokens)"
         count = f"Measured during training on {measured}"
         repeated = (
@@ -185,12 +194,12 @@ class Card:
         return [*lines, "", f"{count}.{repeated} Nothing else was evaluated.", ""]
 
     def _loading(self) -> list[str]:
-        return ["## Loading", "", *self._nf4(), "```python", *self._code(), "```", *self._vllm()]
+        return ["## Loading", "", *self._nf4(), *code_block("\n".join(self._code()), "python"), *self._vllm()]
 
     def _vllm(self) -> list[str]:
         """The command that serves it; nothing for adapters of kinds that vLLM refuses."""
         if self.kind != "adapter":
-            return ["", "```bash", "vllm serve path/to/this/folder", "```"]
+            return ["", *code_block("vllm serve path/to/this/folder", "bash")]
         method = method_of(self.plan, self.config)
         if method.name != "lora" or method.dora or method.modules_to_save or self.plan.new_tokens is not None:
             return []
@@ -200,8 +209,9 @@ class Card:
         base = self.base or f"path/to/{Path(self.config.model.name).name}"
         revision = self.config.model.revision
         at = f" --revision {shlex.quote(revision)}" if revision else ""
-        command = f"vllm serve {shlex.quote(base)}{at} --enable-lora --max-lora-rank {limit}"
-        return ["", "```bash", f"{command} --lora-modules {self.config.name}=path/to/this/folder", "```"]
+        folder = shlex.quote(f"{self.config.name}=path/to/this/folder")
+        command = f"vllm serve {shlex.quote(base)}{at} --enable-lora --max-lora-rank {limit} --lora-modules {folder}"
+        return ["", *code_block(command, "bash")]
 
     def _nf4(self) -> list[str]:
         if self.kind != "adapter" or self.config.method.name != "qlora":
@@ -233,7 +243,7 @@ class Card:
             ]
         base, dtype = self.base or f"path/to/{Path(self.config.model.name).name}", self.plan.layout.compute_dtype
         revision = self.config.model.revision
-        at = remote + (f', revision="{revision}"' if revision else "")
+        at = remote + (f", revision={_python(revision)}" if revision else "")
         more = at
         lines = ["import torch", "from peft import PeftModel", load]
         quantized = self.config.method.name == "qlora" and self.plan.stored_nf4 is None
@@ -243,12 +253,12 @@ class Card:
             lines[-1] += ", BitsAndBytesConfig"
             lines += ["", f"nf4 = BitsAndBytesConfig({options}, bnb_4bit_compute_dtype=torch.{dtype})"]
             more += ", quantization_config=nf4"
-        lines += ["", f'base = {self.opener}.from_pretrained("{base}", dtype=torch.{dtype}{more})']
+        lines += ["", f"base = {self.opener}.from_pretrained({_python(base)}, dtype=torch.{dtype}{more})"]
         if self.plan.new_tokens is not None:
             lines.append(f"base.resize_token_embeddings({self.plan.new_tokens.vocab_size})")
         lines.append('model = PeftModel.from_pretrained(base, "path/to/this/folder")')
         tokenizer, at = ("path/to/this/folder", remote) if self.has_tokenizer else (base, at)
-        return [*lines, f'tokenizer = AutoTokenizer.from_pretrained("{tokenizer}"{at})']
+        return [*lines, f"tokenizer = AutoTokenizer.from_pretrained({_python(tokenizer)}{at})"]
 
 
 def make_card(
@@ -297,6 +307,11 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def _python(text: str) -> str:
+    """A literal of Python, in double quotes."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def changes_tokenizer(asked: ModelSection) -> bool:
     """Whether a run's tokenizer is another than its base's, so that an adapter's folder holds it too."""
     return bool(asked.chat_template or asked.new_tokens or asked.special_tokens)
@@ -308,8 +323,8 @@ def name_on_hub(name: str, model_folder: str) -> str | None:
     ``model_folder`` is where the plan found it: a relative path is meant from where the run was started.
     """
     cached = CACHED.search(str(Path(model_folder).resolve()))
-    if cached:
-        return f"{cached[1]}/{cached[2]}"
+    if cached and HUB_NAME.fullmatch(named := f"{cached[1]}/{cached[2]}"):
+        return named
     parts = Path(name).parts
     folders = (Path(model_folder), Path(model_folder).parent)  # itself, or the result in a run's folder
     is_folder = HUB_NAME.fullmatch(name) is None or any(folder.parts[-len(parts) :] == parts for folder in folders)

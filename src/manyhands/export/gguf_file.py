@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import read_json
+from manyhands.core.text import code_block
 from manyhands.export.files import begin_folder, commit_folder
 from manyhands.export.gguf_check import compare_gguf
 from manyhands.export.record import CARD, mark_verified
@@ -159,7 +161,8 @@ def describe_file(card: str, name: str) -> str:
     """The model's card for a folder with the GGUF file ``name``: its library, and how llama.cpp opens it."""
     card = card.replace("library_name: transformers\n", "library_name: gguf\n", 1)
     before, _, _ = card.partition("## Loading\n")
-    return before + f"## Loading\n\n```bash\nllama-cli -m {name}          # or llama-server, ollama, LM Studio\n```\n"
+    command = f"llama-cli -m {shlex.quote(name)}          # or llama-server, ollama, LM Studio"
+    return before + "\n".join(["## Loading", "", *code_block(command, "bash"), ""])
 
 
 def _convert(model: Path, file: Path, kind: str, tools: Tools) -> None:

@@ -16,6 +16,7 @@ from manyhands.config.dialects.report import summarize
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
+from manyhands.core.text import open_console
 from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
 from manyhands.launch.environment import ATTEMPT, ENDING, detect_launcher, refuse_alone
@@ -364,16 +365,14 @@ def _plan_smaller(found: Joined, error: UserError, report: Callable[[str], None]
 
 def _show(prepared: Prepared, folder: RunFolder | None = None) -> None:
     """The plan on the terminal, and what starts now; in the launcher's log too where there is a ``folder``."""
-    from rich.console import Console
-
     from manyhands.plan.explain import explain_plan
 
     plan, summary = prepared.plan, summarize_start(prepared, starts=folder is not None)
-    Console().print(explain_plan(plan))
+    open_console().print(explain_plan(plan))
     print("\n".join(summary), flush=True)
     if folder is not None:
         kept = io.StringIO()
-        Console(file=kept, width=LOG_WIDTH).print(explain_plan(plan))
+        open_console(kept, width=LOG_WIDTH).print(explain_plan(plan))
         _keep("\n".join([kept.getvalue().rstrip(), *summary]), folder)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.files import read_rows, write_atomically
 from manyhands.core.limits import GIB
+from manyhands.core.text import code_span, in_markdown, indented, printable
 from manyhands.core.units import count_of, draw_line
 from manyhands.metrics.page import render_report
 from manyhands.metrics.summary import (
@@ -140,17 +141,18 @@ def _planned(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
 def format_report(report: Mapping[str, Any]) -> str:
     """report.md from what report.json holds."""
     planned, done = report["planned"], report["measured"]
-    warning = [f"**Training diverged: {done['divergence']}.**", ""] if "divergence" in done else []
+    warning = [f"**Training diverged: {in_markdown(done['divergence'])}.**", ""] if "divergence" in done else []
     how = (
         f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, "
         f"activation checkpointing {planned['activation_checkpointing']}"
     )
-    warning += [f"**{text[:1].upper()}{text[1:]}.**\n" for text in done.get("slow", ())]
+    warning += [f"**{in_markdown(text[:1].upper() + text[1:])}.**\n" for text in done.get("slow", ())]
     if "skipped_steps" in done:
         warning += [f"**{done['skipped_steps']} updates were skipped (guards; see logs/batch-*.json).**", ""]
-    lines = [f"# {report['name']}", "", *warning, f"{report['model']}: {report['task']}, {how}.", ""]
+    title, model = in_markdown(report["name"]), in_markdown(report["model"])
+    lines = [f"# {title}", "", *warning, f"{model}: {report['task']}, {how}.", ""]
     lines += ["| | planned | measured |", "|---|---|---|"]
-    lines.append(f"| steps | {planned['steps']} | {done['steps']} ({done['stop_reason']}) |")
+    lines.append(f"| steps | {planned['steps']} | {done['steps']} ({in_markdown(done['stop_reason'])}) |")
     peaks = done.get("peak_memory_bytes_by_rank")
     peak = f"{max(peaks) / GIB:.2f} GiB" if peaks else "-"
     what = (
@@ -182,7 +184,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines += _evaluation_lines(report.get("evaluations", []))
     lines += _sample_lines(report.get("samples", []))
     for name, found in report.get("verified", {}).items():
-        lines += ["", f"Verified `{name}/`: {found}"]
+        lines += ["", f"Verified `{name}/`: {in_markdown(found)}"]
     lines += _setting_lines(report) + _next_lines(report.get("next", {}))
     return "\n".join(lines) + "\n"
 
@@ -193,7 +195,7 @@ def _restart_lines(restarts: Sequence[Mapping[str, Any]]) -> list[str]:
     lost = sum(row["lost_steps"] for row in restarts)
     times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
     causes = [row["cause"] + (f" ({row['lost']})" if row.get("lost") else "") for row in restarts]
-    return ["", f"Restarted {times} after a fault, {lost} steps done again: {'; '.join(causes)}."]
+    return ["", f"Restarted {times} after a fault, {lost} steps done again: {in_markdown('; '.join(causes))}."]
 
 
 def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -216,7 +218,7 @@ def _set_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for row in evaluations for name in row.get("sets") or {}))
     if not names:
         return []
-    escaped = [name.replace("|", "\\|") for name in names]
+    escaped = map(in_markdown, names)
     lines = ["", f"| step | {' | '.join(f'loss on {name}' for name in escaped)} |", f"|---|{'---|' * len(names)}"]
     for row in evaluations:
         cells = [_number((row.get("sets") or {}).get(name, {}), "loss", ".4f") for name in names]
@@ -247,7 +249,7 @@ def suggest_commands(folder: Path, config: RunConfig, report: Mapping[str, Any])
     """What to do with what the run left: command by purpose."""
     name = shlex.quote(str(folder))
     prompt = report["samples"][0]["prompt"] if report.get("samples") else "..."
-    prompt = prompt if len(prompt) < 100 and "\n" not in prompt else "..."
+    prompt = prompt if len(prompt) < 100 and "\n" not in prompt and prompt == printable(prompt) else "..."
     commands = {}
     if any((folder / result).is_dir() for result in ("adapter", "model")):  # a run that diverged has written none
         commands["ask it"] = f"manyhands generate {name} --prompt {shlex.quote(prompt)}"
@@ -280,7 +282,7 @@ def _curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Text of the data and of the model stands in blocks of code, where nothing of it is markup."""
+    """Text of the data and of the model is code, nothing of it markup."""
     lines = ["", "## Held-out samples"] if samples else []
     for sample in samples:
         parts = [("prompt", sample["prompt"]), (f"after step {sample['step']}", sample["answer"])]
@@ -288,7 +290,7 @@ def _sample_lines(samples: Sequence[Mapping[str, Any]]) -> list[str]:
             parts.insert(1, (f"after step {sample['before_step']}", sample["before"]))
         for name, text in parts:
             shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
-            lines += ["", f"{name}:", "", *(f"    {line}" for line in (shown.splitlines() or ["(nothing)"]))]
+            lines += ["", f"{name}:", "", *indented(shown or "(nothing)")]
     return lines
 
 
@@ -301,7 +303,7 @@ def _setting_lines(report: Mapping[str, Any]) -> list[str]:
         weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
         counts = f"{count_of(source['num_samples'], 'sample')}, {source['num_tokens']:,} tokens{held_out}{weight}"
         counts += "".join(f", {number:,} left out by {key}" for key, number in source.get("left_out", {}).items())
-        lines.append(f"- `{source['name']}` ({source['format']}): {counts}")
+        lines.append(f"- {code_span(source['name'])} ({source['format']}): {counts}")
     begun = f"Started {report['started']}, finished" if "started" in report else "Finished"
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     return [*lines, "", f"{begun} {report['finished']}.", "", f"Versions: {versions}."]
@@ -310,21 +312,21 @@ def _setting_lines(report: Mapping[str, Any]) -> list[str]:
 def _next_lines(commands: Mapping[str, str]) -> list[str]:
     lines = ["", "## Next"] if commands else []
     for purpose, command in commands.items():
-        lines += ["", f"{purpose[0].upper()}{purpose[1:]}:", "", f"    {command}"]
+        lines += ["", f"{purpose[0].upper()}{purpose[1:]}:", "", *indented(command)]
     return lines
 
 
 def format_value(value: Any) -> str:
     """A setting for a cell of a table."""
+    return in_markdown(_plain_value(value))
+
+
+def _plain_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        text = ", ".join(f"{key}: {format_value(item)}" for key, item in value.items())
-    elif isinstance(value, list | tuple):
-        text = ", ".join(str(item) for item in value)
-    else:
-        text = (
-            f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
-        )
-    return text.replace("|", "\\|").replace("*", "\\*")
+        return ", ".join(f"{key}: {_plain_value(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _speed(seconds: Sequence[float], tokens: Sequence[int]) -> dict[str, float | None]:

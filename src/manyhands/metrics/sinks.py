@@ -24,6 +24,7 @@ import torch
 
 from manyhands.core.files import write_atomically
 from manyhands.core.limits import GIB
+from manyhands.core.text import code_block
 from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
 
 Outcome = Literal["finished", "interrupted", "failed"]
@@ -182,7 +183,8 @@ class TensorBoardSink(Sink):
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._add(evaluation_values(evaluation), evaluation.step)
         for number, (prompt, answer) in enumerate(evaluation.samples):
-            self._writer.add_text(f"sample/{number}", f"{prompt}\n\n---\n\n{answer}", evaluation.step)
+            shown = "\n".join([*code_block(prompt), "", *code_block(answer)])  # TensorBoard reads Markdown
+            self._writer.add_text(f"sample/{number}", shown, evaluation.step)
         self._writer.flush()
 
     def close(self, outcome: Outcome = "finished") -> None:

@@ -149,7 +149,7 @@ def _collect(
         left_out={key: dict(counts) for key, counts in facts.left_out.items()},
         num_dropped=facts.num_dropped,
         notes=tuple(note.removeprefix("note: ") for note in meta["notes"] if not note.startswith(SHOWN_ELSEWHERE)),
-        refused=refused,
+        refused=tuple(refused),
     )
 
 
