@@ -8,22 +8,26 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.launch import channel as channel_module
-from manyhands.launch.address import Address, open_listener
+from manyhands.launch import secret
+from manyhands.launch.address import Address, is_loopback, knock, open_listener
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.nodes import LATER, check_hello
 from manyhands.launch.restarts import Place
+from manyhands.launch.secret import SECRET_FILE, SHARED_FILE, prove, read_secret
 from manyhands.launch.start_nodes import failing_together
 from manyhands.launch.team import open_channel
 from tests.launch.builders import make_config
 
 QUICK_S = 0.3  # for what is to run out
 LONG_S = 60.0  # for what is not
+SECRET = b"known to the nodes"
 
 
 def hello(node: int, nodes: int, **changes: Any) -> dict[str, Any]:
@@ -32,17 +36,21 @@ def hello(node: int, nodes: int, **changes: Any) -> dict[str, Any]:
     return fields | {"digest": config.digest, "versions": {"torch": "2.13"}} | changes
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Meeting:
     """Launchers in threads of this process."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = Address("127.0.0.1", probe.getsockname()[1])
+        self.address = Address("127.0.0.1", free_port())
         self.channels: list[Channel] = []
 
     def come(self, mine: dict[str, Any], timeout_s: float = LONG_S, silence_s: float = LONG_S) -> Channel:
-        channel = Channel(mine["node"], mine["nodes"], mine, silence_s=silence_s)
+        channel = Channel(mine["node"], mine["nodes"], mine, silence_s=silence_s, secret=SECRET)
         channel.admit = check_hello
         self.channels.append(channel)
         if mine["node"] == 0:
@@ -197,32 +205,166 @@ def test_a_second_start_does_not_disturb_a_run_that_has_begun(meeting: Meeting):
     assert gathered == [[0, 1]] * 2
 
 
-def test_strangers_are_ignored(meeting: Meeting):
-    def knock() -> None:
-        deep, other = b"[" * 100_000 + b"\n", json.dumps({"kind": "hello", "node": 5, "hello": hello(1, 2)}).encode()
-        http, empty = b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "hello"}\n'
-        for line in (http, empty, b"\xff\x00\n", b"[1]\n", deep, other + b"\n"):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", meeting.address.port)) as visitor:
-                visitor.sendall(line)
+def stranger(meeting: Meeting) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", meeting.address.port), timeout=LONG_S)
 
+
+def proven(meeting: Meeting, secret: bytes, said: dict[str, Any]) -> socket.socket:
+    """A connection of who knows the secret, and what it says then."""
+    connection = stranger(meeting)
+    nonces = knock(connection, secret, time.monotonic() + LONG_S)
+    connection.sendall(json.dumps(said | {"proof": prove(secret, "hello", *nonces)}).encode() + b"\n")
+    return connection
+
+
+def other_run(node: int = 1) -> dict[str, Any]:
+    return {"kind": "hello", "node": node, "hello": hello(node, 2, keys={"seed": 7})}
+
+
+KNOCK = {"kind": "knock", "nonce": "0" * 64, "proof": "0" * 64}
+STRANGE = {
+    "a hello of another run": json.dumps(other_run()).encode() + b"\n",
+    "another node 0": json.dumps(other_run(0)).encode() + b"\n",
+    "no hello": b'{"kind": "hello"}\n',
+    "a wrong proof": json.dumps(KNOCK).encode() + b"\n",
+    "a proof that is no text": json.dumps(KNOCK | {"proof": 1}).encode() + b"\n",
+    "a nonce that is no text": json.dumps(KNOCK | {"nonce": []}).encode() + b"\n",
+    "trouble": json.dumps({"kind": "trouble", "node": 1, "error": UserError("x").to_json()}).encode() + b"\n",
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "bytes": b"\xff\x00\n",
+    "a list": b"[1]\n",
+    "a deep list": b"[" * 1000 + b"\n",
+    "a huge number": b"1" * 1000 + b"\n",
+    "a line without end": b"[" * 100_000,
+    "empty lines": b"\n" * 1000,
+}
+
+
+@pytest.mark.parametrize("said", STRANGE.values(), ids=STRANGE.keys())
+def test_who_does_not_know_the_secret_gets_no_answer_and_changes_nothing(said: bytes, meeting: Meeting):
+    """Before the nodes have come together, and in the run."""
+
+    def knock_in_vain() -> None:
+        with stranger(meeting) as visitor:
+            with contextlib.suppress(OSError):
+                visitor.sendall(said)
+            answer = b"none"
+            with contextlib.suppress(ConnectionError):
+                answer = visitor.recv(1)
+            assert answer in (b"", b"none")
+
+    found: list[Any] = []
+    first = threading.Thread(target=lambda: found.extend(meeting.all_come(hello(0, 2))))
+    first.start()
+    until(lambda: meeting.channels and meeting.channels[0]._listener)
+    knock_in_vain()
+    (second,) = meeting.all_come(hello(1, 2))
+    first.join(LONG_S)
+    knock_in_vain()
+    assert (
+        at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in (found[0], second)))
+        == [[0, 1]] * 2
+    )
+    assert meeting.channels[0].trouble is None and meeting.channels[0].names == ["gpu0", "gpu1"]
+
+
+def test_silent_slow_and_many_strangers_keep_no_node_waiting(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
     first = threading.Thread(target=meeting.all_come, args=(hello(0, 2),))
     first.start()
     until(lambda: meeting.channels and meeting.channels[0]._listener)
-    knock()
-    (second,) = meeting.all_come(hello(1, 2))
-    first.join(LONG_S)
-    assert isinstance(second, Channel) and meeting.channels[0].trouble is None
+    with contextlib.ExitStack() as strangers:
+        for _ in range(3 * channel_module.MAX_STRANGERS):
+            strangers.enter_context(stranger(meeting)).sendall(b"[")
+        (second,) = meeting.all_come(hello(1, 2))
+        first.join(LONG_S)
+        assert isinstance(second, Channel) and meeting.channels[0].trouble is None
+        assert len(meeting.channels[0]._links) <= channel_module.MAX_STRANGERS + 1
+
+
+def test_who_sends_a_byte_now_and_then_is_dropped_in_time(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    channels = meeting.all_come(hello(0, 2), hello(1, 2))
+    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.5)
+    with stranger(meeting) as slow:
+        until(lambda: len(channels[0]._links) == 2)
+
+        def is_dropped() -> bool:
+            with contextlib.suppress(OSError):
+                slow.sendall(b" ")
+            return len(channels[0]._links) == 1
+
+        until(is_dropped)
+
+
+def test_a_proof_that_was_overheard_is_none_on_another_connection(meeting: Meeting):
+    channels = meeting.all_come(hello(0, 2), hello(1, 2))
+    begin = json.dumps({"kind": "knock", "nonce": "1", "proof": prove(SECRET, "knock", "1")}).encode() + b"\n"
+    with stranger(meeting) as one, stranger(meeting) as other:
+        one.sendall(begin)
+        nonce = json.loads(one.recv(1 << 12))["nonce"]
+        other.sendall(begin)
+        assert json.loads(other.recv(1 << 12))["nonce"] != nonce
+        other.sendall(json.dumps(other_run() | {"proof": prove(SECRET, "hello", "1", nonce)}).encode() + b"\n")
+        assert other.recv(1 << 16) == b""
+    assert channels[0].trouble is None
+
+
+def test_a_node_tells_nothing_of_the_run_to_a_node_0_with_another_secret(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.1)
+    monkeypatch.setattr("manyhands.launch.address.REFUSED_S", 0.1)
+    heard, told = [], []
+
+    def listen(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    heard.append(connection.recv(1 << 16))
+                    answer = {"kind": "open", "nonce": "2", "proof": prove(b"another", "open", "1", "2")}
+                    connection.sendall(json.dumps(answer).encode() + b"\n")
+                    heard.append(connection.recv(1 << 16))
+
+    with open_listener(meeting.address, 1) as listener:
+        threading.Thread(target=listen, args=(listener,), daemon=True).start()
+        channel = Channel(1, 2, hello(1, 2), silence_s=LONG_S, secret=SECRET)
+        with pytest.raises(UserError, match="found no node 0") as caught:
+            channel.connect(meeting.address, 1.0, told.append)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert "another secret (output.dir is not shared, or MANYHANDS_SECRET differs)" in str(caught.value)
+    assert len(told) == 1 and "another secret" in told[0]
+    assert all(b"knock" in line for line in heard if line) and not any(b"gpu1" in line for line in heard)
 
 
 def test_who_is_refused_cannot_disturb_the_run_afterwards(meeting: Meeting):
     channels = meeting.all_come(hello(0, 2), hello(1, 2))
-    with socket.create_connection(("127.0.0.1", meeting.address.port)) as second:
-        second.sendall(json.dumps({"kind": "hello", "node": 1, "hello": hello(1, 2, host="gpu9")}).encode() + b"\n")
+    with proven(meeting, SECRET, {"kind": "hello", "node": 1, "hello": hello(1, 2, host="gpu9")}) as second:
         assert b"came twice" in second.recv(1 << 16)
         second.sendall(b"no JSON\n")
         assert second.recv(1 << 16) == b""
     gathered = at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in channels))
     assert gathered == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.3"])
+def test_a_rendezvous_on_the_loopback_listens_there_alone(host: str):
+    with open_listener(Address(host, free_port()), 1) as listener:
+        assert is_loopback(listener.getsockname()[0])
+
+
+def test_the_secret_is_the_users_or_made_once_in_the_shared_folder(tmp_path: Path):
+    shared = at_once(*(lambda: read_secret(tmp_path / "runs", {}) for _ in range(8)))
+    assert len(set(shared)) == 1 and len(shared[0]) >= 32 and read_secret(tmp_path / "other", {}) != shared[0]
+    assert (tmp_path / "runs" / SHARED_FILE).stat().st_mode & 0o077 == 0
+    (tmp_path / "token").write_text("from a file\n")
+    by_file = {SECRET_FILE: str(tmp_path / "token")}
+    assert read_secret(tmp_path, by_file) == b"from a file"
+    assert read_secret(tmp_path, by_file | {secret.SECRET: "a text"}) == b"a text"
+    with pytest.raises(UserError, match="the secret that the nodes share cannot be read"):
+        read_secret(tmp_path, {SECRET_FILE: str(tmp_path / "none")})
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(UserError, match="the file of the secret that the nodes share is empty"):
+        read_secret(tmp_path, {SECRET_FILE: str(tmp_path / "empty")})
 
 
 def test_a_node_that_comes_back_before_the_others_have_ended_is_told_to_come_again(meeting: Meeting):
@@ -235,9 +377,9 @@ def test_a_node_that_comes_back_before_the_others_have_ended_is_told_to_come_aga
     assert caught.value.kind == LATER
 
 
-def test_it_comes_again_by_itself(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+def test_it_comes_again_by_itself(meeting: Meeting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first, second = (Place(node, 2, meeting.address) for node in (0, 1))
-    config = make_config()
+    config = make_config(**{"output.dir": str(tmp_path)})
     channels = [channel for channel, _ in at_once(*(lambda p=p: open_channel(config, p) for p in (first, second)))]
     vanish(channels[1])
     until(lambda: channels[0].lost)

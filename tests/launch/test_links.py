@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import time
@@ -46,10 +47,14 @@ def test_the_slow_pair_is_named_with_its_direction(tmp_path: Path, monkeypatch: 
     assert len(said) == 1 and "note: gpu1 sends to gpu2 at 1.0 MB/s, the others at 1.00 GB/s" in said[0]
 
 
-def test_a_stranger_that_finds_the_port_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"", b"half a key"])
+def test_strangers_that_find_the_port_are_neither_measured_nor_waited_for(
+    said: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def knock_before(pair, address, port, key):
-        with socket.create_connection((address, port)) as visitor:
-            visitor.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.ExitStack() as visitors:
+            for _ in range(20):  # longer than LIMIT_S, if each were given a second
+                visitors.enter_context(socket.create_connection((address, port))).sendall(said)
             return measure_with(pair, address, port, key)
 
     measure_with = links._measure_with

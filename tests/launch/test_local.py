@@ -246,3 +246,30 @@ def test_a_port_in_use_says_who_should_change_what(planned, monkeypatch):
         code, text = launch(planned, "end")
     assert code == 2
     assert "is in use" in text and "unset MASTER_PORT" in text
+
+
+def test_the_users_port_is_free_again_for_the_next_attempt(planned, monkeypatch):
+    """Also while the error of the one before, and with it its frames, is still held."""
+    held = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    monkeypatch.setenv("MASTER_PORT", port)
+    folder, plan = planned("environment", "raise")
+    for _ in range(2):
+        with pytest.raises(UserError, match="the cat sat on the keyboard") as caught:
+            start.run_workers(folder, plan, timeout_s=60, module="fake_worker")
+        held.append(caught.value)
+    seen = json.loads((folder.path / "environment-0.json").read_text())
+    assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("127.0.0.1", port)
+    assert (seen["GLOO_SOCKET_IFNAME"], seen["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+
+
+def test_a_launcher_that_is_killed_leaves_no_folder(planned, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    folder, _ = planned("wait", "wait")
+    launcher, _ = start_launcher(folder)
+    launcher.kill()
+    launcher.communicate(timeout=WAIT_S)
+    assert not [path.name for path in (tmp_path / "temporary").iterdir() if path.is_dir()]

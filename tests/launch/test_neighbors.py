@@ -67,7 +67,7 @@ def pair(memories: list[NodeMemory]) -> Iterator[tuple[RankSegments, RankSegment
     """Of two nodes: what the first one's ranks write, what the second keeps, and where that listens."""
     own, other, kept = memories[0].own, memories[1].own, memories[1].kept
     assert own is not None and other is not None and kept is not None
-    keeper = Keeper(other, kept)
+    keeper = Keeper(other, kept, "127.0.0.1")
     yield own, kept, Peer("127.0.0.1", keeper.port, keeper.token)
     keeper.close()
 
@@ -86,7 +86,7 @@ def together(memories: list[NodeMemory], attempt: int, work: Callable[[int], Any
     barrier, said = threading.Barrier(len(memories)), [[] for _ in memories]
 
     def run(channel: Any) -> dict[str, str]:
-        channel.hellos = {channel.node: {"address": "127.0.0.1"}}
+        channel.address = "127.0.0.1"
         group = SimpleNamespace(channel=channel, node=channel.node, num_nodes=len(memories), attempt=attempt)
         with copying(memories[channel.node], group, is_sharded, said[channel.node].append) as variables:
             work(channel.node)

@@ -12,10 +12,10 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.launch import team as team_module
 from manyhands.launch.address import Address
+from manyhands.launch.agent import open_store
 from manyhands.launch.failure import FoundCause
 from manyhands.launch.restarts import Place
 from manyhands.launch.team import LaunchEnd, Team
-from manyhands.launch.workers import _open_store
 
 LONG_S = 60.0
 FAILED = FoundCause(4, 0.0, UserError("no room for a socket", where="gpu0"))
@@ -28,6 +28,7 @@ class Channel:
 
     def __init__(self, node: int, given: dict[str, Any]) -> None:
         self.node, self.num_nodes, self.names = node, 2, ["gpu0", "gpu1"]
+        self.local_host = self.address = "127.0.0.1"
         self.hellos = {number: {"address": None, "host": f"gpu{number}"} for number in range(2)}
         self.given, self.failed = given, []
         self.lost, self.trouble = {}, None
@@ -57,15 +58,15 @@ def test_torchs_store_listens_before_any_other_node_hears_of_its_port() -> None:
     given: dict[str, Any] = {}
     first, second = (make_team(Channel(node, given)) for node in (0, 1))
     for attempt in (1, 2):
-        _, port = first.begin(_open_store)
+        _, port = first.begin(open_store)
         assert given[f"start {attempt}"] == port
         socket.create_connection(("127.0.0.1", port)).close()
-        assert second.begin(lambda: pytest.fail("node 0 alone has the store")) == ("127.0.0.1", port)
+        assert second.begin(lambda host: pytest.fail("node 0 alone has the store")) == ("127.0.0.1", port)
     assert given["start 1"] != given["start 2"], "the store of a launch that failed has its addresses"
 
 
 def test_a_store_that_cannot_be_opened_ends_all_nodes() -> None:
-    def refuse() -> Any:
+    def refuse(host: str | None) -> Any:
         raise OSError(24, "Too many open files")
 
     channel = Channel(0, {})

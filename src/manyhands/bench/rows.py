@@ -127,10 +127,8 @@ def start_processes(
     ended. ``variables`` are added to its environment. ``wait`` is called beside the process that was started, and gives
     what this then reads from standard input, and ``limit_s`` from there.
     """
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
-    )
-    command = [sys.executable, *launcher, "-m", module, *arguments]
+    launcher = ["-m", "manyhands.launch.agent", str(world_size)] if world_size > 1 else []
+    command = [sys.executable, *(launcher or ["-m"]), module, *arguments]
     environment = os.environ | {
         "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
         **(variables or {}),

@@ -10,16 +10,20 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.core.errors import UserError
+from manyhands.launch.secret import SECRET, is_proof, new_nonce, prove
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOCAL_HOST = "127.0.0.1"
+LOOPBACK = ("localhost", LOCAL_HOST, "::1")
 ASK_S = 3.0
 RETRY_S = 0.2  # between two attempts to reach node 0
-MAX_HELLO_BYTES = 1 << 20  # from whom nothing is known yet
+REFUSED_S = 5.0  # of refusals until who comes is told what they may mean
+MAX_KNOCK_BYTES = 1 << 10  # from whom nothing is known yet
+MAX_HELLO_BYTES = 1 << 20  # from who knows the secret
 MAX_LINE_BYTES = 64 << 20
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's address
 
@@ -50,10 +54,13 @@ class Address:
 
 @dataclass
 class Link:
-    """A connection. ``node`` is None before its hello."""
+    """A connection. ``node`` is None before its hello; ``nonces`` are those of both sides, once the other one has
+    proven that it knows the secret.
+    """
 
     socket: socket.socket
     node: int | None = None
+    nonces: tuple[str, str] | None = None
     silent_s: float = 0.0
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
@@ -69,21 +76,26 @@ class Link:
     def lines(self) -> list[bytes]:
         """Complete lines; ValueError where one is too long."""
         *lines, rest = self.received.split(b"\n")
-        if len(rest) > (MAX_HELLO_BYTES if self.node is None else MAX_LINE_BYTES):
+        limit = MAX_LINE_BYTES if self.node is not None else MAX_HELLO_BYTES if self.nonces else MAX_KNOCK_BYTES
+        if max(map(len, (*lines, rest))) > limit:
             raise ValueError("line too long")
         self.received = bytearray(rest)
         return [bytes(line) for line in lines]
 
 
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK or host.startswith("127.")
+
+
 def open_listener(address: Address, backlog: int) -> socket.socket:
-    """Listening at the address where that is this machine's and others can reach it, else at all of the machine's.
-    UserError where the port is in use or the name cannot be resolved.
+    """Listening at the address where that is this machine's, else at all of the machine's: a machine's own name often
+    is a loopback address for itself, and a service's address is nobody's. UserError where the port is in use or the
+    name cannot be resolved.
     """
     try:
         family, _, _, _, bound = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         host = str(bound[0])
-        # A machine's own name often is a loopback address, and a service's address is nobody's.
-        if host.startswith("127.") or host == "::1" or not is_local(host, family):
+        if (is_loopback(host) and not is_loopback(address.host)) or not is_local(host, family):
             host = ""
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -99,45 +111,79 @@ def open_listener(address: Address, backlog: int) -> socket.socket:
         ) from error
 
 
-def open_connection(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> socket.socket:
-    """A connection whose other end has answered the greeting; what it has said is still to be read. Tried again until
-    ``timeout_s`` have passed; then the last OSError.
+def open_connection(
+    address: Address,
+    greeting: Mapping[str, Any],
+    secret: bytes,
+    timeout_s: float,
+    report: Callable[[str], object] = lambda line: None,
+) -> socket.socket:
+    """A connection whose other end knows the secret and has answered the greeting; what it has said is still to be
+    read. Tried again until ``timeout_s`` have passed; then the last OSError.
 
     Who ends the connection without a word is no node 0: another program that had the port before it, or a proxy that
-    takes connections for a machine that is still starting.
+    takes connections for a machine that is still starting; or a node 0 that has another secret. ``report`` hears of
+    that once.
     """
-    deadline = time.monotonic() + timeout_s
+    begin, is_told = time.monotonic(), False
+    deadline = begin + timeout_s
     while True:
         try:
             connection = socket.create_connection((address.host, address.port), timeout=max(1.0, timeout_s / 10))
             try:
-                _greet(connection, greeting, deadline)
+                _greet(connection, greeting, secret, deadline)
             except BaseException:
                 connection.close()
                 raise
-        except OSError:
+        except OSError as error:
             if time.monotonic() + RETRY_S > deadline:
                 raise
+            if isinstance(error, ConnectionResetError) and not is_told and time.monotonic() - begin > REFUSED_S:
+                is_told = True
+                report(f"note: at {address}, {error.strerror}; trying on")
             time.sleep(RETRY_S)
             continue
         set_options(connection)
         return connection
 
 
-def _greet(connection: socket.socket, greeting: Mapping[str, Any], deadline: float) -> None:
+def _greet(connection: socket.socket, greeting: Mapping[str, Any], secret: bytes, deadline: float) -> None:
     if connection.getsockname() == connection.getpeername():  # where nobody listens, a port of one's own may be met
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
-    connection.sendall(json.dumps(greeting).encode() + b"\n")
-    connection.settimeout(max(RETRY_S, deadline - time.monotonic()))
     try:
-        is_answered = connection.recv(1, socket.MSG_PEEK) != b""
+        nonces = knock(connection, secret, deadline)
+        proven = {**greeting, "proof": prove(secret, "hello", *nonces)}
+        connection.sendall(json.dumps(proven).encode() + b"\n")
+        connection.settimeout(max(RETRY_S, deadline - time.monotonic()))
+        if connection.recv(1, socket.MSG_PEEK):
+            return
     except TimeoutError:
         raise TimeoutError(errno.ETIMEDOUT, "a program listens there that does not answer as node 0 does") from None
-    except ConnectionError:
-        is_answered = False
-    if not is_answered:
-        why = "a program listens there that ends the connection, as no node 0 does"
-        raise ConnectionResetError(errno.ECONNRESET, why)
+    except (ConnectionError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    why = "a program listens there that ends the connection: no node 0 yet, or one that has another secret"
+    raise ConnectionResetError(errno.ECONNRESET, f"{why} (output.dir is not shared, or {SECRET} differs)")
+
+
+def knock(connection: socket.socket, secret: bytes, deadline: float) -> tuple[str, str]:
+    """The first lines of a connection, by which each side proves to the other that it knows the secret; the nonces of
+    both. Some OSError, ValueError, KeyError or TypeError where the other end does not.
+    """
+    mine = new_nonce()
+    connection.sendall(
+        json.dumps({"kind": "knock", "nonce": mine, "proof": prove(secret, "knock", mine)}).encode() + b"\n"
+    )
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(RETRY_S, deadline - time.monotonic()))
+        data = connection.recv(MAX_KNOCK_BYTES)
+        line += data
+        if not data or len(line) > MAX_KNOCK_BYTES or time.monotonic() > deadline + RETRY_S:
+            raise ConnectionResetError(errno.ECONNRESET, "no answer")
+    its = json.loads(line)
+    if not is_proof(its["proof"], secret, "open", mine, its["nonce"]):
+        raise ValueError("not the secret")
+    return mine, its["nonce"]
 
 
 def set_options(connection: socket.socket) -> None:
@@ -155,14 +201,15 @@ def is_own(address: Address) -> bool:
     return is_local(str(found[0]), family)
 
 
-def ask(address: Address, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The first line that is answered there within ``ASK_S``; ``{}`` if none is."""
+def ask(address: Address, message: Mapping[str, Any], secret: bytes) -> dict[str, Any]:
+    """The first line that is answered there within ``ASK_S``, by who knows the secret; ``{}`` if none is."""
     try:
         with socket.create_connection((address.host, address.port), timeout=ASK_S) as connection:
-            connection.sendall(json.dumps(message).encode() + b"\n")
+            nonces = knock(connection, secret, time.monotonic() + ASK_S)
+            connection.sendall(json.dumps({**message, "proof": prove(secret, "hello", *nonces)}).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 answer = json.loads(lines.readline(MAX_HELLO_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
 
@@ -189,12 +236,10 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has this IPv4 address, such as ``eth0``; None where none has, or it is the
-    loopback's: others cannot reach that.
-    """
+    """The name of the interface that has this IPv4 address, such as ``eth0`` or ``lo``; None where none has."""
     import fcntl
 
-    if address.startswith("127.") or ":" in address:
+    if ":" in address:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -203,6 +248,15 @@ def interface_of(address: str) -> str | None:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
+
+
+def network_environment(address: str | None) -> dict[str, str]:
+    """Variables by which gloo and NCCL listen and connect at this address of the machine alone: by themselves gloo
+    takes the one that the machine's own name resolves to, often the loopback, and NCCL any that is up. Empty where no
+    interface has it.
+    """
+    interface = interface_of(address) if address else None
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 
 def address_among(others: Sequence[str | None]) -> str | None:
@@ -216,4 +270,4 @@ def own_address(host: str, port: int) -> str | None:
     On node 0 itself the route to its own name may be the loopback: then the address that the name has for others.
     """
     found = address_towards(host, port)
-    return None if found is None or found in LOOPBACK or found.startswith("127.") else found
+    return None if found is None or is_loopback(found) else found

@@ -3,6 +3,9 @@
 Node 0 listens; the others connect to it, and what they send to each other goes through it. One thread of each launcher
 owns the sockets and never blocks, so a link that is cut, on which torch's store hangs without a limit, is noticed:
 every node sends a line a second, and silence for longer than ``silence_s`` is the end of a node for all others.
+
+Both ends of a connection first prove that they know the secret of the run (``launch/secret.py``). Who does not is
+dropped without an answer, and so is who takes longer for it than ``ANSWER_S``, whatever it sends meanwhile.
 """
 
 from __future__ import annotations
@@ -18,14 +21,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.launch.address import Address, Link, ask, is_own, open_connection, open_listener, set_options
+from manyhands.launch.address import (
+    Address,
+    Link,
+    address_among,
+    ask,
+    is_own,
+    open_connection,
+    open_listener,
+    set_options,
+)
 from manyhands.launch.nodes import explain_ending, explain_lost, explain_missing, explain_unreachable
+from manyhands.launch.secret import is_proof, new_nonce, prove
 
 BEAT_S = 1.0
 FLUSH_S = 2.0  # for the last words of a launcher that ends
 SILENT = "silent"  # UserError.kind of a node that is not heard any more: its link, or all of it, is gone
 LINGER_S = 15.0  # that node 0 waits with an error for nodes that have not come yet
 ANSWER_S = 10.0  # that a node waits longer than node 0 does: its error names the node that is missing
+MAX_STRANGERS = 64  # connections at a time that have proven nothing yet; the oldest makes room
 _READ_BYTES = 1 << 16
 
 Message = dict[str, Any]
@@ -39,8 +53,8 @@ class Channel:
     thread.
     """
 
-    def __init__(self, node: int, num_nodes: int, hello: Message, *, silence_s: float) -> None:
-        self.node, self.num_nodes, self.silence_s = node, num_nodes, silence_s
+    def __init__(self, node: int, num_nodes: int, hello: Message, *, silence_s: float, secret: bytes) -> None:
+        self.node, self.num_nodes, self.silence_s, self._secret = node, num_nodes, silence_s, secret
         self.hellos: dict[int, Message] = {node: hello}
         self.trouble: UserError | None = None
         self.lost: dict[int, UserError] = {}
@@ -69,6 +83,20 @@ class Channel:
     def names(self) -> list[str]:
         return [str(self.hellos.get(node, {}).get("host", f"node {node}")) for node in range(self.num_nodes)]
 
+    @property
+    def local_host(self) -> str | None:
+        """This machine's address on its connections to the others; None where there are several, or none has come."""
+        with self._lock:
+            links = [link for link in self._links if link.node is not None and link.node >= 0]
+            found = {str(link.socket.getsockname()[0]).removeprefix("::ffff:") for link in links}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def address(self) -> str | None:
+        """At which the other nodes reach this one: the loopback's only where all are one machine. None: not known."""
+        addresses = [hello.get("address") for hello in self.hellos.values()]
+        return self.hellos[self.node].get("address") or address_among(addresses) or self.local_host
+
     def describe(self, node: int) -> str:
         return f"node {node} ({self.names[node]})" if node in self.hellos else f"node {node}"
 
@@ -85,17 +113,17 @@ class Channel:
 
     def _look_for_another(self, address: Address) -> None:
         while not self._complete and not self.is_closed and self.trouble is None:
-            answer = ask(address, {"kind": "hello", "node": 0, "hello": self.hellos[0]})
+            answer = ask(address, {"kind": "hello", "node": 0, "hello": self.hellos[0]}, self._secret)
             if "error" in answer:
                 with self._lock:
                     self._have_trouble(UserError.from_json(answer["error"]))
             time.sleep(BEAT_S)
 
-    def connect(self, address: Address, timeout_s: float) -> None:
+    def connect(self, address: Address, timeout_s: float, report: Callable[[str], object] = lambda line: None) -> None:
         """On any other node. UserError where node 0 does not answer in time."""
         try:
             hello = {"kind": "hello", "node": self.node, "hello": self.hellos[self.node]}
-            connection = open_connection(address, hello, timeout_s + ANSWER_S)
+            connection = open_connection(address, hello, self._secret, timeout_s + ANSWER_S, report)
         except OSError as error:
             raise explain_unreachable(self.describe(self.node), str(address), timeout_s, error) from error
         link = Link(connection, node=0)
@@ -245,6 +273,9 @@ class Channel:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             set_options(connection)
+            strangers = [link for link in self._links if link.node is None and link.nonces is None]
+            for link in strangers[: len(strangers) + 1 - MAX_STRANGERS]:
+                self._drop(link)
             link = Link(connection)
             self._links.append(link)
             self._selector.register(connection, selectors.EVENT_READ, link)
@@ -260,19 +291,21 @@ class Channel:
         if not data:
             self._lose(link, "its launcher ended without a message")
             return
-        link.silent_s = 0.0
+        if link.nonces is not None or link.node is not None:
+            link.silent_s = 0.0
         link.received += data
         try:
-            messages = [json.loads(line) for line in link.lines()]
-            for message in messages:
-                if link.node is None:
+            for message in map(json.loads, link.lines()):
+                if link.node is None and link.nonces is None:
+                    self._open(link, message)
+                elif link.node is None:
                     self._greet(link, message)
                 elif link.node >= 0:
                     self._take(message if self.node else message | {"node": link.node})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             if link.node is not None and link.node >= 0:
                 raise
-            self._drop(link)  # a stranger that happened to find the port
+            self._drop(link)  # a stranger that has found the port
 
     def _flush(self, link: Link) -> None:
         if link.unsent:
@@ -290,9 +323,20 @@ class Channel:
             if link.node is not None:
                 link.add(message if self.node else {"kind": "beat", "node": 0, "fields": None})
 
+    def _open(self, link: Link, message: Message) -> None:
+        """On node 0: the first line of a connection, from who proves that it knows the secret."""
+        its = message["nonce"]
+        if message["kind"] != "knock" or not is_proof(message["proof"], self._secret, "knock", its):
+            raise ValueError("does not know the secret")
+        link.nonces = its, new_nonce()
+        proof = prove(self._secret, "open", *link.nonces)
+        link.add({"kind": "open", "nonce": link.nonces[1], "proof": proof})
+
     def _greet(self, link: Link, message: Message) -> None:
-        """On node 0: the first line of a connection."""
+        """On node 0: the second line, with what a node says of itself."""
         kind, node = message["kind"], message["node"]
+        if not is_proof(message["proof"], self._secret, "hello", *(link.nonces or ())):
+            raise ValueError("does not know the secret")
         if kind != "hello" or type(node) is not int or node != message["hello"]["node"]:
             raise ValueError("no hello")
         if message["hello"] == self.hellos[0]:

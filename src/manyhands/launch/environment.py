@@ -20,7 +20,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.machine import count_cores
 from manyhands.core.units import count_of
 from manyhands.launch import slurm
-from manyhands.launch.address import LOOPBACK
+from manyhands.launch.address import LOOPBACK, is_loopback
 from manyhands.launch.slurm import read_integer
 from manyhands.plan.types import Plan
 
@@ -48,6 +48,12 @@ class Launcher:
     def device_index(self) -> int:
         """Of this process's GPU among those that it sees."""
         return 0 if self.has_own_gpu else self.local_rank
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether it is known, to every rank alike, that all ranks are on this machine."""
+        tells = self.kind == "slurm" or "LOCAL_WORLD_SIZE" in os.environ
+        return is_loopback(self.master_addr) or (tells and self.local_world_size == self.world_size)
 
     @property
     def num_sharing_cores(self) -> int:
@@ -113,7 +119,7 @@ def refuse_alone(config: RunConfig, environ: Mapping[str, str] = os.environ) -> 
             where = f"environment: {name}={environ[name]}"
     for name in _RENDEZVOUS:
         host = environ.get(name, "").rsplit(":", 1)[0] if name == "PET_RDZV_ENDPOINT" else environ.get(name, "")
-        if not where and host and host not in LOOPBACK and not host.startswith("127."):
+        if not where and host and not is_loopback(host):
             where = f"environment: {name}={environ[name]}"
     if where:
         raise UserError(

@@ -7,12 +7,13 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import selectors
 import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.facts.types import Figure
@@ -24,7 +25,7 @@ ENOUGH_S = 0.2  # a first part that took longer tells enough
 LIMIT_S = 20.0  # for one pair, both directions
 ALL_PAIRS = 8  # nodes; of more, each is measured with the next one alone
 SLOW = 0.5  # of the others' speed: named
-KEY_S = 2.0  # for a connection to show that it is a node's
+MAX_STRANGERS = 64  # connections at a time that have not shown the key; the oldest makes room
 
 _CHUNK = bytes(1 << 20)
 _KEY_BYTES = 16
@@ -144,27 +145,44 @@ def _send_part(connection: socket.socket, size: int, until: float) -> None:
 
 
 def _answer_one(listener: socket.socket, key: bytes) -> None:
-    """The other side of ``_measure_with``, for the first that has the key."""
+    """The other side of ``_measure_with``, for the first that has the key. Others are heard at the same time: one that
+    is slow with it keeps nobody waiting.
+    """
     until = time.monotonic() + LIMIT_S
-    while True:
-        listener.settimeout(_left(until))
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(_Stranger):
-            return _answer(connection, key, until)
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        said: dict[socket.socket, bytes] = {}
+        while True:
+            for ready, _ in selector.select(_left(until)):
+                if ready.fileobj is listener:
+                    connection, _ = listener.accept()
+                    said[opened.enter_context(connection)] = b""
+                    selector.register(connection, selectors.EVENT_READ)
+                    for stranger in list(said)[: len(said) - MAX_STRANGERS]:
+                        _forget(selector, said, stranger)
+                    continue
+                visitor = cast(socket.socket, ready.fileobj)
+                if visitor not in said:
+                    continue
+                try:
+                    data = visitor.recv(len(key) - len(said[visitor]))
+                except OSError:
+                    data = b""
+                said[visitor] += data
+                if secrets.compare_digest(said[visitor], key):
+                    return _answer(visitor, until)
+                if not data or len(said[visitor]) == len(key):
+                    _forget(selector, said, visitor)
 
 
-class _Stranger(Exception):
-    """A connection without the key."""
+def _forget(selector: selectors.BaseSelector, said: dict[socket.socket, bytes], stranger: socket.socket) -> None:
+    selector.unregister(stranger)
+    del said[stranger]
+    stranger.close()
 
 
-def _answer(connection: socket.socket, key: bytes, until: float) -> None:
+def _answer(connection: socket.socket, until: float) -> None:
     """Takes what comes, confirms it, and at last sends as much as is asked."""
-    try:
-        given = _receive(connection, len(key), min(until, time.monotonic() + KEY_S))
-    except OSError:
-        given = b""
-    if given != key:
-        raise _Stranger
     while size := int.from_bytes(_receive(connection, 8, until), "big"):
         _receive(connection, size, until)
         connection.sendall(b"1")

@@ -22,12 +22,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from manyhands.core.segments import COPIED, UNKNOWN, RankSegments, Segment, SegmentReader, StoredSnapshot
-from manyhands.launch.nodes import Exchange
+from manyhands.launch.nodes import Exchange, host_name
 
 CHUNK_BYTES = 1 << 22
 MAX_LINE_BYTES = 1 << 12
 POLL_S = 0.01  # a new snapshot is found after this time
 LIMIT_S = 60.0  # that a connection may be silent
+TOKEN_S = 10.0  # for who connects to show the token
+MAX_STRANGERS = 64  # connections at a time that have not shown it; more are closed
 GRACE_S = 30.0  # in which a launch ends that another node has ended
 
 
@@ -50,16 +52,19 @@ class Peer:
 
 
 class Keeper:
-    """Answers other launchers: takes copies into ``kept``, and gives them, or this node's ``own`` snapshots."""
+    """Answers other launchers: takes copies into ``kept``, and gives them, or this node's ``own`` snapshots. Listens at
+    the address ``host`` of this machine (None: at all of them). Who does not know the token is closed out in silence.
+    """
 
-    def __init__(self, own: RankSegments, kept: RankSegments) -> None:
+    def __init__(self, own: RankSegments, kept: RankSegments, host: str | None) -> None:
         self._paths = {"own": own.paths, "kept": kept.paths}
         self.token = secrets.token_hex(16)
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        both = host is None and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or (host is not None and ":" in host) else socket.AF_INET
+        self._listener = socket.create_server((host or "", 0), family=family, dualstack_ipv6=both)
         self.port = self._listener.getsockname()[1]
         self._open: set[socket.socket] = set()
+        self._strangers: set[socket.socket] = set()
         self._lock, self._is_closed = threading.Lock(), False
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
@@ -79,16 +84,27 @@ class Keeper:
                 if self._is_closed:
                     connection.close()
                     return
+                if len(self._strangers) >= MAX_STRANGERS:
+                    connection.close()
+                    continue
                 self._open.add(connection)
-            connection.settimeout(None)
+                self._strangers.add(connection)
             self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError, EOFError), connection:
+        until: float | None = time.monotonic() + TOKEN_S
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError, EOFError, RecursionError),
+            connection,
+        ):
             while True:
-                request = receive_line(connection)
+                request = receive_line(connection, until)
                 if not secrets.compare_digest(str(request["token"]), self.token):
-                    return
+                    break
+                until = None
+                connection.settimeout(None)
+                with self._lock:
+                    self._strangers.discard(connection)
                 with contextlib.closing(Segment(self._paths[request["of"]][request["rank"]])) as segment:
                     if request["do"] == "put":
                         _take(connection, segment, request)
@@ -96,6 +112,7 @@ class Keeper:
                         _give(connection, segment)
         with self._lock:
             self._open.discard(connection)
+            self._strangers.discard(connection)
 
     def close(self) -> None:
         """Copies under way are broken off; what was whole stays."""
@@ -282,12 +299,12 @@ def copying(
     """
     channel: Exchange = group.channel
     own, kept = memory.own, memory.kept
-    keeper = Keeper(own, kept) if own is not None and kept is not None else None
+    address = group.channel.address
+    keeper = Keeper(own, kept, address) if own is not None and kept is not None else None
     try:
         mine = None
         if keeper is not None:
-            host = group.channel.hellos[group.node]["address"] or group.channel.names[group.node]
-            mine = {"host": host, "port": keeper.port, "token": keeper.token}
+            mine = {"host": address or host_name(), "port": keeper.port, "token": keeper.token}
         found = channel.gather(f"snapshots {group.attempt}", mine)
         if own is None or None in found:  # a node has no such memory
             yield {}
@@ -357,12 +374,16 @@ def send_line(connection: socket.socket, message: Mapping[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def receive_line(connection: socket.socket) -> dict[str, Any]:
-    """EOFError where it ended; ValueError where that is no line of ours."""
+def receive_line(connection: socket.socket, until: float | None = None) -> dict[str, Any]:
+    """EOFError where it ended, TimeoutError where it is not there ``until`` then; ValueError where that is no line of
+    ours.
+    """
     line = bytearray()
     while not line.endswith(b"\n"):
         if len(line) > MAX_LINE_BYTES:
             raise ValueError("line too long")
+        if until is not None:
+            connection.settimeout(max(1e-3, until - time.monotonic()))
         line += receive_exactly(connection, 1)
     found = json.loads(line)
     if not isinstance(found, dict):

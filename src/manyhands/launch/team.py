@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.host import read_host_facts
-from manyhands.launch.address import address_among, interface_of, own_address
+from manyhands.launch.address import network_environment, own_address
 from manyhands.launch.channel import SILENT, Channel
 from manyhands.launch.failure import ENDED_BY_OTHERS, FoundCause
 from manyhands.launch.nodes import (
@@ -30,6 +31,7 @@ from manyhands.launch.nodes import (
     say_hello,
 )
 from manyhands.launch.restarts import Place, how_to_go_on_without
+from manyhands.launch.secret import read_secret
 from manyhands.launch.watch import Watch
 
 SETTLE_S = 60.0  # longer than any node takes to end its workers; a node that is lost is not waited for
@@ -50,20 +52,24 @@ class LaunchEnd:
     reports: tuple[str, ...] = ()
 
 
-def open_channel(config: RunConfig, place: Place) -> tuple[Channel, list[dict[str, Any]]]:
+def open_channel(
+    config: RunConfig, place: Place, report: Callable[[str], object] = print
+) -> tuple[Channel, list[dict[str, Any]]]:
     """Comes together with the other nodes; their hellos. UserError where one is missing, or is not of this run."""
     timeout_s, rendezvous = float(config.parallel.timeout_s), place.rendezvous
+    secret = read_secret(Path(config.output.dir))
     host = read_host_facts().model_copy(update={"name": host_name()})
     hello = say_hello(config, place.node, place.num_nodes, host, own_address(rendezvous.host, rendezvous.port))
     deadline, was_early = time.monotonic() + timeout_s, False
     while True:
-        channel = Channel(place.node, place.num_nodes, hello, silence_s=timeout_s)
+        channel = Channel(place.node, place.num_nodes, hello, silence_s=timeout_s, secret=secret)
         channel.admit = check_hello
         try:
             if place.node == 0:
                 channel.listen(rendezvous)
             else:
-                channel.connect(rendezvous, max(RETRY_S, deadline - time.monotonic()) if was_early else timeout_s)
+                left_s = max(RETRY_S, deadline - time.monotonic()) if was_early else timeout_s
+                channel.connect(rendezvous, left_s, report)
             return channel, channel.wait_for_all(timeout_s)
         except BaseException as error:
             channel.close()
@@ -96,7 +102,7 @@ class Team:
     ) -> None:
         self.channel, self.group, self.place, self.asked, self.least = channel, group, place, asked, least
         self.node, self.num_nodes = channel.node, channel.num_nodes
-        self.environment = {**_network(channel), **environment}
+        self.environment = {**network_environment(channel.address), **environment}
         self.attempt = 0
         self._store: Store | None = None  # of the newest attempt, on node 0: it is there as long as it is referred to
         ends = list(accumulate(group.num_ranks))
@@ -111,24 +117,27 @@ class Team:
         """Of this node."""
         return self._ranks[self.node]
 
-    def begin(self, open_store: Callable[[], Store]) -> tuple[str, int]:
-        """Before each launch: where torch's store is, which ``open_store`` opens on node 0. A new one each time: the
-        store of a launch that failed has its addresses.
+    def begin(self, open_store: Callable[[str | None], Store]) -> tuple[str, int]:
+        """Before each launch: where torch's store is, which ``open_store`` opens on node 0, at the address by which the
+        others reach it. A new one each time: the store of a launch that failed has its addresses.
 
         It listens before any other node hears of its port. Were a port only chosen here, another program might have it
         by the time torch's agent listens: this agent would fail, and the others wait at a stranger's without a limit.
         """
         self.attempt += 1
         self._told = []
+        host = self.place.rendezvous.host
         if self.node == 0:
+            bound = self.channel.local_host
+            host = bound or host
             try:
-                self._store = open_store()
+                self._store = open_store(bound)
             except Exception as error:
                 found = explain_unopened(error, self.channel.names[0])
                 self.channel.fail(found)
                 raise found from error
         port = self._store.port if self._store is not None else None
-        return self.place.rendezvous.host, self.channel.gather(f"start {self.attempt}", port)[0]
+        return host, self.channel.gather(f"start {self.attempt}", port)[0]
 
     @property
     def num_before(self) -> int:
@@ -296,13 +305,3 @@ class Team:
             if numbers and not self._stop_sent:
                 self._stop_sent = self.was_asked = True
                 self.channel.post("stopping", signal=numbers[0])
-
-
-def _network(channel: Channel) -> dict[str, str]:
-    """The interface by which the nodes reach each other: by themselves gloo takes the one that the machine's own name
-    resolves to, often the loopback, and NCCL any that is up.
-    """
-    own = channel.hellos[channel.node].get("address")
-    own = own or address_among([hello.get("address") for hello in channel.hellos.values()])
-    interface = interface_of(own) if own else None
-    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

@@ -5,20 +5,19 @@ imported when they start.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_TERMINATED, FAULT, UserError
+from manyhands.launch.address import LOCAL_HOST, Address, network_environment
+from manyhands.launch.agent import agent_config, open_store
 from manyhands.launch.environment import launcher_environment, rank_environment
 from manyhands.launch.failure import FoundCause, find_cause
 from manyhands.launch.heartbeat import this_host
@@ -30,7 +29,6 @@ from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_ask
 from manyhands.plan.types import Plan
 
 POLL_S = 0.5
-STORE_S = 60.0  # for node 0 to reach the store that it has opened itself
 NOTHING: Mapping[str, str] = {}
 WORKER = "manyhands.worker"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
@@ -43,7 +41,6 @@ class Rendezvous:
     node: int
     num_nodes: int
     num_local: int  # ranks of this node
-    backend: str
     endpoint: str
     run_id: str
     timeout_s: float
@@ -80,13 +77,19 @@ def run_workers(
         folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
     if standbys is not None and module == WORKER and asked is None:
         _start_before_agent(folder, plan, team, environment, standbys)
+    store = None  # of this launch alone: it is there as long as it is referred to
     if team is None:
-        place = Rendezvous(0, 1, world_size, "c10d", f"127.0.0.1:{port}", folder.path.name, timeout_s)
+        store = open_store(LOCAL_HOST, port)
+        place = Rendezvous(0, 1, world_size, str(Address(LOCAL_HOST, store.port)), folder.path.name, timeout_s)
     else:  # not before the files of an earlier launch are removed
-        host, port = team.begin(_open_store)
+        address = Address(*team.begin(open_store))
         name = f"manyhands-{team.attempt}"
-        place = Rendezvous(team.node, team.num_nodes, len(team.ranks), "static", f"{host}:{port}", name, timeout_s)
-    ending = _run_and_watch(folder, plan, place, timeout_s, (module, *arguments), team, environment, standbys, asked)
+        place = Rendezvous(team.node, team.num_nodes, len(team.ranks), str(address), name, timeout_s)
+    try:
+        command = (module, *arguments)
+        ending = _run_and_watch(folder, plan, place, timeout_s, command, team, environment, standbys, asked)
+    finally:
+        del store
     if driver is not None:
         ending = replace(ending, reports=driver.describe())
         if ending.cause is not None:
@@ -121,7 +124,8 @@ def _start_before_agent(
 
 def _of_node(team: Team | None, environment: Mapping[str, str]) -> Mapping[str, str]:
     """Variables of this node and attempt."""
-    return environment if team is None else {**team.environment, **environment}
+    network = network_environment(LOCAL_HOST) if team is None else team.environment
+    return {**network, **environment}
 
 
 def _run_and_watch(
@@ -181,10 +185,8 @@ def report_end(folder: RunFolder, received: signal.Signals | None, report: Calla
 
 
 def choose_port() -> int:
-    """Where torch's agent listens: the user's MASTER_PORT if it is set (UserError if it is in use), else 0, any free
-    port.
-
-    The store that the ranks share is the agent's too and takes a free port by itself in either case.
+    """Where the store of the ranks listens: the user's MASTER_PORT if it is set (UserError if it is in use), else 0,
+    any free port.
     """
     text = os.environ.get("MASTER_PORT", "")
     if not text:
@@ -208,64 +210,44 @@ def choose_port() -> int:
     return int(text)
 
 
-def _open_store() -> Any:
-    """Torch's store on a free port of this machine. The agent that is told its port takes this one: in one process
-    stores of one port share a server (``multi_tenant``).
-    """
-    from torch.distributed import TCPStore
-
-    limit = datetime.timedelta(seconds=STORE_S)
-    return TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False, multi_tenant=True)
-
-
 def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], watch: Watch) -> LaunchEnd:
     """Runs torch's agent to its end: the signal that ended it, why a rank failed, or neither. ``command``: a module and
     its arguments.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     _quiet_agent()
     pids: set[int] = set()
-    options: dict[str, Any] = {"local_addr": "127.0.0.1"}
-    if place.backend == "static":  # the only one whose nodes keep their numbers, and that needs no name of its own
-        options = {"rdzv_configs": {"rank": place.node, "timeout": int(place.timeout_s)}}
-    with tempfile.TemporaryDirectory(
-        prefix="manyhands-"
-    ) as scratch:  # the agent wants a folder, though it redirects nothing
-        config = LaunchConfig(
-            min_nodes=place.num_nodes,
-            max_nodes=place.num_nodes,
-            nproc_per_node=place.num_local,
-            run_id=place.run_id,
-            rdzv_backend=place.backend,
-            rdzv_endpoint=place.endpoint,
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            **options,
-        )
-        try:
-            elastic_launch(config, sys.executable)("-u", "-m", *command, "--run-folder", str(folder.path))
-        except (SignalException, KeyboardInterrupt) as error:
-            return LaunchEnd(signal.Signals(error.sigval if isinstance(error, SignalException) else signal.SIGINT))
-        except ChildFailedError as error:
-            pids |= {failure.pid for failure in error.failures.values()}
-            if watch.verdict is not None:
-                return LaunchEnd(cause=FoundCause(0, time.time(), watch.verdict, watch.verdict.rank))
-            if _have_saved(folder, [failure.exitcode for failure in error.failures.values()]):
-                return LaunchEnd(signal.SIGUSR1)
-            if _have_stopped(folder, [failure.exitcode for failure in error.failures.values()]):
-                return LaunchEnd(signal.SIGINT)  # as if by Ctrl-C
-            return LaunchEnd(cause=find_cause(folder, error.failures, watch.killed))
-        except RuntimeError as error:
-            if place.num_nodes == 1 or not type(error).__module__.startswith("torch"):
-                raise
-            why = f"torch's agent on this node: {str(error).splitlines()[0]}"
-            return LaunchEnd(cause=FoundCause(4, time.time(), UserError("the nodes did not form a group", why=why)))
-        finally:
-            end_all(pids | watch.pids | set(worker_pids()))
+    config = agent_config(
+        place.endpoint,
+        node=place.node,
+        num_nodes=place.num_nodes,
+        num_local=place.num_local,
+        run_id=place.run_id,
+        timeout_s=place.timeout_s,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", *command, "--run-folder", str(folder.path))
+    except (SignalException, KeyboardInterrupt) as error:
+        return LaunchEnd(signal.Signals(error.sigval if isinstance(error, SignalException) else signal.SIGINT))
+    except ChildFailedError as error:
+        pids |= {failure.pid for failure in error.failures.values()}
+        if watch.verdict is not None:
+            return LaunchEnd(cause=FoundCause(0, time.time(), watch.verdict, watch.verdict.rank))
+        if _have_saved(folder, [failure.exitcode for failure in error.failures.values()]):
+            return LaunchEnd(signal.SIGUSR1)
+        if _have_stopped(folder, [failure.exitcode for failure in error.failures.values()]):
+            return LaunchEnd(signal.SIGINT)  # as if by Ctrl-C
+        return LaunchEnd(cause=find_cause(folder, error.failures, watch.killed))
+    except RuntimeError as error:
+        if place.num_nodes == 1 or not type(error).__module__.startswith("torch"):
+            raise
+        why = f"torch's agent on this node: {str(error).splitlines()[0]}"
+        return LaunchEnd(cause=FoundCause(4, time.time(), UserError("the nodes did not form a group", why=why)))
+    finally:
+        end_all(pids | watch.pids | set(worker_pids()))
     return LaunchEnd()
 
 

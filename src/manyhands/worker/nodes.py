@@ -21,7 +21,7 @@ from manyhands.config.load import LoadedRun
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import HostFacts
-from manyhands.launch.address import address_among, interface_of, own_address
+from manyhands.launch.address import LOCAL_HOST, address_among, network_environment, own_address
 from manyhands.launch.environment import Launcher, apply_variables
 from manyhands.launch.heartbeat import this_host
 from manyhands.launch.nodes import NodeGroup, check_hellos, explain_lost, host_name, say_hello
@@ -52,10 +52,9 @@ class NodeMap:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The interface by which the nodes reach each other, as in ``launch/team.py``."""
-        own = self.addresses[self.node] or address_among(self.addresses)
-        interface = interface_of(own) if own and self.num_nodes > 1 else None
-        return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+        """For gloo and NCCL: the interface by which the nodes reach each other; on one machine the loopback."""
+        own = self.addresses[self.node] or address_among(self.addresses) if self.num_nodes > 1 else None
+        return network_environment(own or LOCAL_HOST)
 
 
 def describe_rank(launcher: Launcher) -> str:

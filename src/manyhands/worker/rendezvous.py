@@ -22,6 +22,8 @@ from manyhands.config.load import LoadedRun, load_config
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.world import World
+from manyhands.launch.address import LOCAL_HOST
+from manyhands.launch.agent import open_store as serve_store
 from manyhands.launch.environment import (
     PLACES,
     Launcher,
@@ -226,16 +228,21 @@ def open_store(launcher: Launcher, timeout_s: float) -> dist.Store:
     if launcher.world_size == 1:
         return dist.HashStore()
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    host = LOCAL_HOST if launcher.is_one_machine and not agent_serves else launcher.master_addr
     try:
-        store = dist.TCPStore(
-            launcher.master_addr,
-            launcher.master_port,
-            launcher.world_size,
-            is_master=launcher.rank == 0 and not agent_serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        if launcher.rank == 0 and not agent_serves:
+            store = serve_store(host if launcher.is_one_machine else None, launcher.master_port)
+            store.set_timeout(timedelta(seconds=timeout_s))
+        else:
+            store = dist.TCPStore(
+                host,
+                launcher.master_port,
+                launcher.world_size,
+                is_master=False,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, OSError) as error:
         address = f"{launcher.master_addr}:{launcher.master_port}"
         if launcher.rank == 0 and not agent_serves:
             raise UserError(
