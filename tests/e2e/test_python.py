@@ -99,6 +99,19 @@ def test_an_error_of_the_start_is_raised(place: Place) -> None:
 
 
 @pytest.mark.slow
+def test_a_finished_run_becomes_longer_from_python(place: Place) -> None:
+    def train(steps: int) -> mh.TrainedRun:
+        keys = {"name": "python-longer", "output.dir": place.folder / "runs", "stop.max_steps": steps}
+        return mh.train(place.folder / "run.yaml", keys)
+
+    short, longer = train(2), train(4)
+    assert (longer.state, len(longer.losses), longer.report["measured"]["steps"]) == ("finished", 4, 4)
+    assert longer.losses[:2] == short.losses and "2 -> 4" in longer.plan.explain(width=1000)
+    with pytest.raises(mh.UserError, match="would make this run shorter"):
+        train(3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [(), ("own",), ("twice",)], ids=["", "own-group", "twice"])
 def test_a_script_under_torchrun_is_a_rank(
     place: Place, whole: tuple[Ended, Run], script: str, how: tuple[str, ...]

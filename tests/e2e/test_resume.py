@@ -38,11 +38,26 @@ def resized(layouts: Mapping[str, Any]) -> list[Spec]:
     return specs
 
 
+CONSTANT = ("schedule.name=constant", "schedule.warmup_ratio=0")
+LONGER = {"longer-1": (1, CONSTANT), "longer-2": (2, CONSTANT), "longer-cosine": (1, ())}
+
+
+def longer() -> list[Spec]:
+    """Finished after 3 steps, stopped in the fifth of 6, finished after 12; and straight to 12."""
+    specs = []
+    for name, (ranks, more) in LONGER.items():
+        specs += [Spec(ranks, name, (*more, "stop.max_steps=3"))]
+        specs += [Spec(ranks, name, (*more, "stop.max_steps=6"), {"step": 5})]
+        specs += [Spec(ranks, name, more), Spec(ranks, f"{name}-straight", more)]
+    return specs
+
+
 @pytest.fixture(scope="module")
 def resumed(place: Place) -> Place:
     """All quick runs of this module, in one set of processes."""
     references = [Spec(1, "single"), Spec(2, "ddp"), Spec(1, "plain", PLAIN)]
-    place.many(*references, *broken_and_resumed(1, MOMENTS), *broken_and_resumed(2, [("step", 7)]), *resized(RESIZED))
+    broken = [*broken_and_resumed(1, MOMENTS), *broken_and_resumed(2, [("step", 7)]), *resized(RESIZED)]
+    place.many(*references, *broken, *longer())
     return place
 
 
@@ -96,6 +111,19 @@ def test_two_processes_go_on_bit_for_bit(resumed: Place) -> None:
 @pytest.mark.parametrize("name", RESIZED)
 def test_at_another_number_of_processes_the_same_rows_are_in_the_same_steps(resumed: Place, name: str) -> None:
     check_resized(resumed, name)
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_a_run_that_became_longer_twice_is_the_straight_one_where_the_schedule_is(resumed: Place, name: str) -> None:
+    run, straight = resumed.run(name), resumed.run(f"{name}-straight")
+    assert [step for step, _, _ in run.course()] == list(range(1, NUM_STEPS + 1)) and run.seen() == straight.seen()
+    assert (run.course() == straight.course()) == (name != "longer-cosine")
+    adapters = [(each.folder / "adapter/adapter_model.safetensors").read_bytes() for each in (run, straight)]
+    assert (adapters[0] == adapters[1]) == (name != "longer-cosine")
+    report, status = run.read("report.json"), run.read("status.json")
+    assert report["measured"]["steps"] == report["planned"]["steps"] == status["step"] == NUM_STEPS
+    assert status["state"] == "finished" and run.read("plans/001.report.json")["measured"]["steps"] == 3
+    assert [run.read(f"plans/{number:03}.json")["num_steps"] for number in (1, 2, 3)] == [3, 6, 12]
 
 
 def test_torchrun_and_our_own_launcher_give_the_same_losses(resumed: Place, whole: tuple[Ended, Run]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
 from manyhands.plan.types import RanOut
 from tests.launch.builders import make_config, make_plan
+from tests.support.plans import explain_why
 
 
 @pytest.fixture
@@ -205,10 +207,100 @@ def test_another_run_in_the_folder_is_refused_with_the_changed_keys(world):
     prepare()
     pretend_checkpoint(world.run, 5)
     with pytest.raises(UserError) as refused:
-        prepare(**{"optimizer.learning_rate": 0.001, "stop.epochs": 2.0, "parallel.gpus": 4, "log.every_steps": 5})
-    assert refused.value.details == ("optimizer.learning_rate: 'auto' -> 0.001", "stop.epochs: 1.0 -> 2.0")
-    assert "--fresh" in str(refused.value)
+        prepare(**{"optimizer.learning_rate": 0.001, "seed": 7, "parallel.gpus": 4, "log.every_steps": 5})
+    assert refused.value.details == ("seed: 0 -> 7", "optimizer.learning_rate: 'auto' -> 0.001")
+    assert "--fresh" in str(refused.value) and "name=NEW method.adapter=runs/demo" in refused.value.fix
     assert world.run.read_config() == make_config()
+
+
+def end_after(world, step: int, reason: str = "", **keys: object) -> None:
+    """A finished run of ``step`` steps with its report and exports, as its plan has them."""
+    world.plan = {"num_steps": step}
+    prepare(**keys)
+    pretend_checkpoint(world.run, step)
+    world.run.write_status("finished", step=step, reason=reason or f"all {step} steps are done")
+    for name in ("report.json", "report.md", "report.html", "adapter/weights", "merged/weights", "gguf-q8_0/weights"):
+        (world.run.path / name).parent.mkdir(exist_ok=True)
+        (world.run.path / name).write_text("{}")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_becomes_longer_by_its_limits(world, finished, capsys):
+    end_after(world, 3, **{"stop.max_steps": 3})
+    if not finished:
+        world.run.write_status("interrupted", reason="SIGINT")
+    before = files_in(world.run.path)
+    world.plan = {"num_steps": 6, "warmup_steps": 0}
+    assert start(make_config(**{"stop.max_steps": 6}), dry_run=True) == 0
+    assert "nothing was written" in capsys.readouterr().out and files_in(world.run.path) == before
+    longer = prepare(**{"stop.max_steps": 6})
+    assert (longer.finished, longer.resume, longer.plan.number, longer.plan.cause) == (False, True, 2, "resume")
+    [why] = explain_why(longer.plan, "longer")
+    assert why.startswith("longer: stop.max_steps: 3 -> 6: 6 steps, of which 3 are done")
+    assert world.run.read_config().stop.max_steps == 6 and not world.run.is_finished
+    there = files_in(world.run.path)
+    assert {"plans/001.run.json", "adapter/weights"} <= there
+    if finished:  # what was said of the shorter run does not pass for the longer one's
+        assert "report.json" not in there and {f"plans/001.report.{kind}" for kind in ("json", "md", "html")} <= there
+        assert {
+            "merged-step-000003/weights",
+            "gguf-q8_0-step-000003/weights",
+        } <= there and "merged/weights" not in there
+        assert "merged-step-000003" in capsys.readouterr().out
+    again = prepare(**{"stop.max_steps": 6})
+    assert again.resume and not again.finished and not explain_why(again.plan, "longer")
+
+
+SHORTER = "would make this run shorter"
+SAME = "would not be longer"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "planned", "reason", "refusal"),
+    [
+        ({"max_steps": 3}, {"max_steps": 2}, 2, "", SHORTER),
+        ({"epochs": 2.0}, {"epochs": 1.0}, 1, "", SHORTER),
+        ({"epochs": 2.0}, {"epochs": 2.0, "max_steps": 2}, 2, "", SHORTER),
+        ({"max_tokens": 100}, {"max_tokens": 99}, 3, "stop.max_tokens = 100 would be passed", SHORTER),
+        ({"max_time_s": 9.0}, {"max_time_s": 8.0, "epochs": 3.0}, 9, "stop.max_time_s = 9 is reached", SHORTER),
+        ({}, {"patience": 3}, 3, "", SHORTER),
+        ({"max_steps": 3}, {"max_steps": 6}, 3, "", SAME),  # stop.epochs ends it
+        ({"max_steps": 3}, {"max_steps": 3, "epochs": 9.0}, 3, "", SAME),
+        ({"patience": 2}, {"patience": 3}, 3, "", SAME),  # all its steps are done
+        ({"max_tokens": 100}, {"max_tokens": 100, "epochs": 2.0}, 6, "stop.max_tokens = 100 would be passed", SAME),
+        ({"max_steps": 3}, {"max_steps": None}, 6, "", None),
+        ({"max_steps": 3}, {"max_steps": 5, "epochs": 2.0}, 5, "", None),
+        ({"epochs": 1.0}, {"max_steps": 5, "epochs": 2.0}, 5, "", None),
+        ({"max_tokens": 100}, {"max_tokens": 200}, 9, "stop.max_tokens = 100 would be passed", None),
+        ({"max_time_s": 9.0}, {}, 9, "stop.max_time_s = 9 is reached", None),
+        ({"patience": 2}, {"patience": 4}, 9, "2 evaluations in a row did not lower the loss (stop.patience)", None),
+    ],
+)
+def test_limits_only_grow(world, before, now, planned, reason, refusal):
+    early = planned if reason and refusal is None else 3
+    end_after(world, 3, reason, **{f"stop.{key}": value for key, value in before.items()})
+    if early != 3:  # ended before all of its planned steps
+        plan = world.run.plans / "001.json"
+        plan.write_text(plan.read_text().replace('"num_steps": 3', f'"num_steps": {early}'))
+    world.plan = {"num_steps": planned, "warmup_steps": 0}
+    limits, files = {f"stop.{key}": value for key, value in now.items()}, files_in(world.run.path)
+    if refusal is None:
+        assert prepare(**limits).resume and not world.run.is_finished
+        return
+    with pytest.raises(UserError, match=refusal) as refused:
+        prepare(**limits)
+    assert refused.value.details and refused.value.details[0].startswith("stop.")
+    assert ("restore the keys" if refusal == SHORTER else "method.adapter=runs/demo") in refused.value.fix
+    assert files_in(world.run.path) == files and world.run.is_finished
+
+
+def test_a_finished_run_without_a_checkpoint_names_a_new_run(world):
+    end_after(world, 3, **{"method.name": "full"})
+    shutil.rmtree(world.run.checkpoints)
+    world.plan = {"num_steps": 6}
+    with pytest.raises(UserError, match="no checkpoint to resume from") as refused:
+        prepare(**{"stop.epochs": 2.0, "method.name": "full"})
+    assert "name=NEW model.name=runs/demo" in refused.value.fix and world.run.is_finished
 
 
 def test_a_run_whose_folder_was_renamed_is_named_as_it_was(world):

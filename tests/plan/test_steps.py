@@ -12,9 +12,10 @@ from manyhands.data import summary
 from manyhands.data.order import SampleOrder
 from manyhands.data.summary import _steps_of_epochs
 from manyhands.facts.types import DataFacts
-from manyhands.plan.steps import count_steps
+from manyhands.plan.sentences import explain
+from manyhands.plan.steps import count_steps, explain_longer
 from tests.plan.examples import data_facts, run_config
-from tests.support.plans import explain_why
+from tests.support.plans import explain_why, make_plan
 
 
 def steps(batch_samples: int | None = 32, *, num_samples: int = 1000, data: dict | None = None, **keys: object):
@@ -199,3 +200,22 @@ def test_max_steps_may_end_a_part_of_an_epoch_that_was_never_laid_out():
     config = run_config(batch__loss_tokens=100, stop__epochs=1.5, stop__max_steps=1)
     data = data_facts(num_samples=4, steps_of_epochs=_steps_of_epochs(config, order))
     assert count_steps(config, data, None).total == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "before", "after", "done", "said"),
+    [
+        ({"name": "constant"}, (3, 0), (6, 0), 3, "All steps have the rates of a run that was this long"),
+        ({"name": "constant"}, (3, 0), (12, 1), 3, "All steps have the rates"),  # one step of warm-up has the peak
+        ({"name": "constant"}, (9, 0), (90, 3), 9, "steps 1 to 2 would have had other rates"),
+        ({"name": "wsd", "decay_ratio": 0.5}, (8, 0), (16, 0), 4, "All steps have the rates"),
+        ({"name": "wsd", "decay_ratio": 0.5}, (8, 0), (16, 0), 6, "step 6 would have had other rates"),
+        ({"name": "cosine"}, (4, 1), (8, 1), 4, "steps 3 to 4 would have had other rates"),
+        ({"name": "linear"}, (4, 0), (8, 0), 4, "step 5 has a learning rate of 0.0005, step 4 had 0.00025"),
+    ],
+)
+def test_a_longer_run_says_what_becomes_of_its_schedule(schedule, before, after, done, said):
+    plans = [make_plan(num_steps=steps, warmup_steps=warmup) for steps, warmup in (before, after)]
+    section = run_config(**{f"schedule__{key}": value for key, value in schedule.items()}).schedule
+    text = explain(explain_longer(section, *plans, done, ["stop.epochs: 1 -> 2"]))
+    assert said in text and f"stop.epochs: 1 -> 2: {after[0]} steps, of which {done} are done" in text

@@ -28,7 +28,17 @@ from manyhands.launch.environment import apply_variables
 from manyhands.launch.folder_lock import FolderLock, TakeLock
 from manyhands.launch.nodes import NodeGroup, join_hosts
 from manyhands.launch.rehearsal import refuse_unmatched, rehearse
-from manyhands.launch.resume_rules import fetch_run, find_run, folder_of, fresh_name, is_taken, refuse_other_course
+from manyhands.launch.resume_rules import (
+    changed_limits,
+    fetch_run,
+    find_run,
+    folder_of,
+    fresh_name,
+    is_taken,
+    refuse_no_longer,
+    refuse_other_course,
+    refuse_without_checkpoint,
+)
 from manyhands.launch.run_folder import RunFolder, refuse_unusable
 from manyhands.launch.watch import raise_when_stopped
 from manyhands.plan.types import Cause, Plan
@@ -47,6 +57,7 @@ class Prepared:
     finished: bool  # nothing is left to do
     lock: FolderLock | None = None
     num_left: int | None = None  # ranks, once a fault has left fewer GPUs
+    written: bool = True  # the plan is in the folder
 
     def release(self) -> None:
         """Releases the folder for another launch."""
@@ -137,13 +148,20 @@ def prepare_run(
         if not (fresh or dry_run):
             fetch_run(folder, config, report)
         _make_ready(folder, dry_run, host)
+        longer = bool(changed_limits(folder, config))
+        if longer and not (dry_run and config.checkpoint.copy_to):  # copies are fetched by the start itself
+            refuse_without_checkpoint(folder, config)
         plan = _plan_launch(
             config, folder, world_size, local_world_size, report, host=host, group=group, num_left=num_left
         )
         if dry_run:
             rehearse(config, plan)
+        writes = not (dry_run and longer)  # a run stays as long as it is until it is started with other limits
         with refuse_unusable(folder):
-            _write(folder, config, plan, origin)
+            if writes:
+                if folder.is_finished and (renamed := folder.reopen()):
+                    report(f"note: exports of the run as it was are now {', '.join(renamed)}")
+                _write(folder, config, plan, origin)
             if not dry_run:
                 folder.clear_ranks()
     except BaseException:
@@ -152,7 +170,7 @@ def prepare_run(
         lock.release()
         raise
     resume = folder.newest_step() is not None
-    return Prepared(folder, config, plan, resume=resume, finished=False, lock=lock, num_left=num_left)
+    return Prepared(folder, config, plan, resume=resume, finished=False, lock=lock, num_left=num_left, written=writes)
 
 
 def _take_folder(
@@ -259,6 +277,7 @@ def _plan_launch(
     """
     from manyhands.plan.search import plan
     from manyhands.plan.smaller import NothingSmaller
+    from manyhands.plan.steps import explain_longer
 
     facts = gather_facts(
         config, world_size=world_size, local_world_size=local_world_size, host=host, group=group, report=report
@@ -282,8 +301,14 @@ def _plan_launch(
         after = plan(asked, facts, number=number, cause=cause, before=before)
     if before is not None and continues and after.layout.world_size != before.layout.world_size:
         after = plan(asked, facts, number=number, cause="resize")
+    changed = changed_limits(folder, config) if step is not None else ()
     if before is not None and (continues or after.cause == "out_of_memory"):
-        refuse_other_course(before, after, folder)
+        refuse_other_course(before, after, folder, longer=bool(changed))
+    if before is not None and step is not None and changed:
+        refuse_no_longer(before, after, folder, config)
+        after = after.model_copy(
+            update={"why": (*after.why, explain_longer(config.schedule, before, after, step, changed))}
+        )
     if before is None:
         refuse_unmatched(config, after, facts.model)
     return after if asked is config else after.model_copy(update={"config_digest": config.digest})

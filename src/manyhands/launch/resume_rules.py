@@ -4,7 +4,10 @@ torch.
 Two starts are the same run when every key of run.json agrees, except those below: they say where and how the work is
 done, not what the result is. The plan guards the rest: ``refuse_other_course`` compares what a resumed run would
 compute (rows, steps, dtypes) with the plan before it. A folder that was only planned (``--dry-run``) may be planned
-anew with any key.
+with any other key.
+
+The limits of ``stop`` may make a run longer, a finished one too: it is resumed from its newest checkpoint, by the
+schedule of all its steps. They never make a run shorter that has a checkpoint.
 
 Where the run's folder holds no checkpoint, and ``checkpoint.copy_to`` does, the run is resumed from there. What is
 fetched is the run's folder as far as a resumed run needs it, so that every rule of a resumed run applies: run.json, the
@@ -16,6 +19,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -30,15 +34,15 @@ from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import rename_synced, write_atomically
 from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteError, RemoteFolder
+from manyhands.core.units import count_of
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.types import Plan
 
 Finding = Literal["new", "unfinished", "finished"]
 
-# Keys that may differ between two starts of one run. The limits of `stop` are not among them: the schedule depends on
-# them.
+# Keys that may differ between two starts of one run. What the limits of `stop` come to is judged by the plan.
 MAY_DIFFER = (
-    "stop.divergence*",
+    "stop.*",
     "guards.*",
     "parallel.*",
     "launch.*",
@@ -79,6 +83,9 @@ COURSE = (
     "layout.master_dtype",
     "layout.frozen_dtype",
 )
+OF_LIMITS = ("num_steps", "warmup_steps")  # of COURSE: follow from stop.epochs and stop.max_steps
+STEP_LIMITS = ("epochs", "max_steps")  # known before the run, as a number of steps
+EARLY_LIMITS = ("max_tokens", "max_time_s", "patience")  # end the loop while it runs
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{6,}")
 
@@ -102,7 +109,73 @@ def find_run(folder: RunFolder, config: RunConfig) -> Finding:
     if not folder.was_started() and differing_keys(before, config):
         return "new"  # only planned (--dry-run): nothing can be lost
     refuse_other_run(before, config, str(folder.path))
-    return "finished" if folder.is_finished else "unfinished"
+    return "finished" if folder.is_finished and not differing_limits(before, config) else "unfinished"
+
+
+def differing_limits(before: RunConfig, config: RunConfig) -> tuple[str, ...]:
+    """``stop.max_steps: 3 -> 6`` for every limit of the run that differs."""
+    pairs = {key: (getattr(before.stop, key), getattr(config.stop, key)) for key in (*STEP_LIMITS, *EARLY_LIMITS)}
+    return tuple(f"stop.{key}: {_show(old)} -> {_show(new)}" for key, (old, new) in pairs.items() if old != new)
+
+
+def _show(limit: float | None) -> str:
+    return "none" if limit is None else f"{limit:.10g}"
+
+
+def changed_limits(folder: RunFolder, config: RunConfig) -> tuple[str, ...]:
+    """The same for the run that ``folder`` holds; none where nothing was trained there yet."""
+    if not folder.run_json.exists() or not folder.was_started():
+        return ()
+    return differing_limits(folder.read_config(), config)
+
+
+def refuse_without_checkpoint(folder: RunFolder, config: RunConfig) -> None:
+    """UserError where a finished run is to become longer and has no checkpoint to resume from."""
+    if folder.is_finished and folder.newest_step() is None:
+        raise UserError(
+            "the finished run cannot be made longer: it has no checkpoint to resume from",
+            where=str(folder.checkpoints),
+            details=changed_limits(folder, config),
+            fix=f"{train_further(config, str(folder.path))}, or restore the keys",
+        )
+
+
+def refuse_no_longer(before: Plan, after: Plan, folder: RunFolder, config: RunConfig) -> None:
+    """UserError unless limits that have changed make the run longer."""
+    old, new, step = folder.read_config().stop, config.stop, folder.newest_step()
+    changed = changed_limits(folder, config)
+    lower = [key for key in EARLY_LIMITS if (getattr(new, key) or math.inf) < (getattr(old, key) or math.inf)]
+    if lower or after.num_steps < before.num_steps:
+        steps = f"it was planned for {count_of(before.num_steps, 'step')}, and would have {after.num_steps:,}"
+        why = f"{' and '.join(f'stop.{key}' for key in lower)} would end it earlier" if lower else steps
+        raise UserError(
+            "the limits of `stop` would make this run shorter: they may only grow where a run is resumed",
+            where=str(folder.path),
+            why=why,
+            details=changed,
+            fix=f"restore the keys (Ctrl-C or a file {folder.stop_file} ends a run early, and `manyhands export "
+            f"{folder.path}` writes the model of its newest checkpoint), or use --fresh for a new run",
+        )
+    if not folder.is_finished or step is None:
+        return
+    ended_by = [f"stop.{key}" for key in EARLY_LIMITS if getattr(new, key) == getattr(old, key) is not None]
+    ended_by = [key for key in ended_by if key in str(folder.read_status().get("reason"))]
+    if step >= after.num_steps:
+        ended_by = ["stop.max_steps" if after.num_steps == new.max_steps else "stop.epochs"]
+    if ended_by:
+        raise UserError(
+            f"this run is finished after {count_of(step, 'step')}, and would not be longer",
+            where=str(folder.path),
+            why=f"{ended_by[0]} ends it there",
+            details=changed,
+            fix=f"raise {ended_by[0]} too, or {train_further(config, str(folder.path))}",
+        )
+
+
+def train_further(config: RunConfig, where: str) -> str:
+    """How a new run goes on from the result of the one in the folder ``where``, with any other key."""
+    key = "method.adapter" if config.method.trains_adapters else "model.name"
+    return f"train further from its result in a new run: name=NEW {key}={where}"
 
 
 def refuse_other_run(before: RunConfig, config: RunConfig, where: str) -> None:
@@ -118,7 +191,8 @@ def refuse_other_run(before: RunConfig, config: RunConfig, where: str) -> None:
             where=where,
             why=f"{len(differences)} {'key differs' if len(differences) == 1 else 'keys differ'} from its run.json "
             "(there -> now)",
-            fix=f"{restore} to resume that run, choose another name=..., or use --fresh for a new folder",
+            fix=f"{restore} to resume that run, choose another name=..., or use --fresh for a new folder; or "
+            + train_further(before, where),
             details=differences,
         )
 
@@ -134,8 +208,10 @@ def _refuse_lost_data(before: RunConfig, config: RunConfig) -> None:
             raise UserError("no such data file", where=old, why=why, fix=f"restore the file of data.{key}")
 
 
-def refuse_other_course(before: Plan, after: Plan, folder: RunFolder) -> None:
-    """UserError unless the resumed run has the same samples in the same steps with the same numerics."""
+def refuse_other_course(before: Plan, after: Plan, folder: RunFolder, *, longer: bool = False) -> None:
+    """UserError unless the resumed run has the same samples in the same steps with the same numerics. ``longer``: more
+    steps, by limits that have changed.
+    """
     from manyhands.facts.identity import differing_files
 
     # A plan of an earlier version names neither the base model's files nor the tokens.
@@ -145,7 +221,7 @@ def refuse_other_course(before: Plan, after: Plan, folder: RunFolder) -> None:
     pairs = [
         (name, attrgetter(name)(before), attrgetter(name)(after))
         for name in COURSE
-        if name != "data_content" or before.data_content
+        if (name != "data_content" or before.data_content) and not (longer and name in OF_LIMITS)
     ]
     changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
     changed += files

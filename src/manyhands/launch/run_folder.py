@@ -2,7 +2,8 @@
 
 | file | contents |
 |---|---|
-| run.json | the configuration (RunConfig); one that a later launch replaces is kept as plans/001.run.json |
+| run.json | the configuration (RunConfig); one that a later launch replaces is kept as plans/001.run.json, and the
+report of a run that was made longer as plans/001.report.json |
 | origin/ | another tool's file that the run was started from, and fates.json: what became of each of its keys |
 | plans/001.json, ... | the decisions (Plan), one file a launch |
 | plan.json | {"newest": "plans/001.json"}: a pointer file, as some copies and file systems lose symbolic links |
@@ -289,6 +290,23 @@ class RunFolder:
         if error.data:
             cause["measured"] = error.data
         self.write_status("failed", reason=error.what, plan=plan.number, **cause)
+
+    def reopen(self) -> list[str]:
+        """A finished run is to become longer: it is finished no more. Its report is kept with its plan, and exports of
+        its last checkpoint get the step's name, as a name without one is the newest checkpoint's; these are returned.
+        """
+        step = self.newest_step()
+        self.write_status("interrupted", step=step, reason="made longer (stop)")
+        for path in self.path.glob("report.*"):
+            path.rename(self.plans / f"{self.newest_plan_number():03d}.{path.name}")
+        exports = ("export", "gguf-*") if self.read_config().output.merge else ("export", "gguf-*", "merged")
+        renamed = []
+        for path in (path for name in exports for path in self.path.glob(name) if "-step-" not in path.name):
+            target = path.with_name(f"{path.name}-step-{step:06d}")
+            while target.exists():
+                target = target.with_name(f"{target.name}-old")
+            renamed.append(path.rename(target).name)
+        return renamed
 
     def write_interrupted(self, reason: str) -> None:
         """Writes status.json of an interrupted launch. That the one before it ran out of memory stays known: it may be

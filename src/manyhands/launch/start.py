@@ -190,7 +190,8 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: S
         if dry_run:
             if leads:
                 _show(prepared)
-            print(f"dry run: the plan is in {folder.path}; nothing was started")
+            where = f"the plan is in {folder.path}" if prepared.written else "nothing was written"
+            print(f"dry run: {where}; nothing was started")
             return 0
         if leads:
             _show(prepared, folder)

@@ -149,9 +149,10 @@ def _prepare(
 
 
 def _sent(prepared: Prepared) -> dict[str, Any]:
-    return {"plan": prepared.plan.model_dump(mode="json"), "resume": prepared.resume, "finished": prepared.finished}
+    fields = {name: getattr(prepared, name) for name in ("resume", "finished", "written")}
+    return {"plan": prepared.plan.model_dump(mode="json"), **fields}
 
 
 def _received(fields: dict[str, Any], config: RunConfig) -> Prepared:
     plan = Plan.model_validate(fields["plan"])
-    return Prepared(folder_of(config), config, plan, resume=fields["resume"], finished=fields["finished"])
+    return Prepared(folder_of(config), config, plan, **{k: v for k, v in fields.items() if k != "plan"})

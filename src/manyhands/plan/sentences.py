@@ -252,6 +252,17 @@ def _warmup(v: Values) -> str:
     )
 
 
+def _longer(v: Values) -> str:
+    text = f"{'; '.join(v['limits'])}: {count_of(v['total'], 'step')}, of which {v['done']:,} are done"
+    text += f". The {v['schedule']} schedule spans all {v['total']:,}: step {v['done'] + 1:,} has a learning rate of "
+    text += f"{v['next_rate']:.3g}, step {v['done']:,} had {v['last_rate']:.3g}. "
+    if v["differing"] is None:
+        return text + "All steps have the rates of a run that was this long from the start"
+    first, last = v["differing"]
+    steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+    return text + f"In a run that was this long from the start, {steps} would have had other rates"
+
+
 def _evaluation(v: Values) -> str:
     return describe_spacing(v) + ("" if v["has_samples"] else " (there are no validation samples)")
 
@@ -323,6 +334,7 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     ),
     "steps": ("steps", _steps),
     "warmup": ("warm-up", _warmup),
+    "longer": ("longer", _longer),
     "evaluation": ("evaluation", _evaluation),
     "checkpoints": ("checkpoints", describe_spacing),
     "saving": ("checkpoint writing", describe_saving),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import RunConfig, ScheduleSection
 from manyhands.core.errors import UserError
 from manyhands.core.units import count_of
 from manyhands.data.order import share_of, stretch_of, sum_steps
 from manyhands.facts.types import DataFacts
-from manyhands.plan.types import Reason, reason
+from manyhands.plan.types import Plan, Reason, reason
+from manyhands.train.schedule import Schedule, make_schedule
 
 AUTO_WARMUP_RATIO = 0.03
 AUTO_EVALUATIONS = 5  # a run
@@ -69,6 +71,35 @@ def count_steps(config: RunConfig, data: DataFacts, batch_samples: int | None) -
     if early:
         why += (reason("early_end", keys=early, total=total),)
     return Steps(per_epoch, total, warmup, evaluate, checkpoint, evaluations, checkpoints, why)
+
+
+def schedule_of(section: ScheduleSection, plan: Plan) -> Schedule:
+    """The learning rate of each step of the run, counted from 0."""
+    return make_schedule(
+        section.name,
+        peak=plan.learning_rate,
+        num_steps=plan.num_steps,
+        warmup_steps=plan.warmup_steps,
+        decay_ratio=section.decay_ratio,
+        min_ratio=section.min_ratio,
+    )
+
+
+def explain_longer(section: ScheduleSection, before: Plan, after: Plan, done: int, limits: Sequence[str]) -> Reason:
+    """What becomes of the schedule where a run of which ``done`` steps are done gets more by other ``limits``."""
+    old, new = schedule_of(section, before), schedule_of(section, after)
+    differing = [step + 1 for step in range(done) if old(step) != new(step)]
+    return reason(
+        "longer",
+        limits=list(limits),
+        schedule=section.name,
+        done=done,
+        before=before.num_steps,
+        total=after.num_steps,
+        last_rate=old(done - 1),
+        next_rate=new(done),
+        differing=[differing[0], differing[-1]] if differing else None,
+    )
 
 
 def _sum_epochs(config: RunConfig, data: DataFacts, batch_samples: int | None) -> tuple[int, int, dict[str, Any]]:

@@ -21,10 +21,10 @@ from manyhands.launch.standby import write_modules
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Meter, Outcome, Sink
+from manyhands.plan.steps import schedule_of
 from manyhands.train.faults import RollBack
 from manyhands.train.guards import Diverged, DivergenceGuard, StragglerHook
 from manyhands.train.loop import Interrupted, Loop, evaluate, train
-from manyhands.train.schedule import make_schedule
 from manyhands.train.step import StepWork
 from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.batches import close_workers, iterate_layouts, iterate_steps, lay_out_evaluation, open_workers
@@ -98,14 +98,7 @@ def _make_loop(rank: RankContext, sinks: Sequence[Sink], checkpoints: Checkpoint
     config, plan = rank.config, rank.plan
     return Loop(
         engine=rank.engine,
-        schedule=make_schedule(
-            config.schedule.name,
-            peak=plan.learning_rate,
-            num_steps=plan.num_steps,
-            warmup_steps=plan.warmup_steps,
-            decay_ratio=config.schedule.decay_ratio,
-            min_ratio=config.schedule.min_ratio,
-        ),
+        schedule=schedule_of(config.schedule, plan),
         works=announce(rank, iterate_steps(rank)),
         state=rank.state,
         stop=config.stop,
