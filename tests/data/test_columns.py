@@ -62,6 +62,11 @@ REFUSED = [
         "[images, audios]",
     ),
     ({"text": "b", "video": "1.mp4"}, "these rows come with videos", "data.ignore: [video]"),
+    *(
+        (fields | {name: [0, 1]}, f"the column {name} would not be used, and it says what", f"data.ignore: [{name}]")
+        for fields in ({"messages": TALK}, {"text": "b"}, {"prompt": "a", "completion": "b"})
+        for name in ("assistant_masks", "loss_mask", "loss_weights", "sample_weight")
+    ),
 ]
 
 
@@ -82,6 +87,18 @@ def test_a_late_row_is_refused_too(write_rows, make_config, model_folder: Path) 
     with pytest.raises(UserError, match="1 row cannot be trained") as caught:
         run(make_config(write_rows(rows)), model_folder)
     assert "train.jsonl:121: this is preference data: the column label would not be used" in caught.value.details[0]
+
+
+def test_labels_beside_the_text_that_they_were_made_of_are_not_passed_over(
+    write_rows, make_config, model_folder: Path
+) -> None:
+    tokens = {"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]}
+    rows = numbered({"messages": TALK} | tokens)
+    with pytest.raises(UserError, match="20 rows cannot be trained") as caught:
+        run(make_config(write_rows(rows)), model_folder)
+    assert "the column labels says by -100 what is trained" in caught.value.details[0]
+    run(make_config(write_rows(rows), ignore=["labels"]), model_folder)
+    assert run(make_config(write_rows(rows), format="tokens", ignore=["n"]), model_folder)[1].train.num_samples
 
 
 def test_what_is_left_out_is_as_if_it_were_not_there(write_rows, make_config, model_folder: Path) -> None:

@@ -32,6 +32,72 @@ def test_tokens_are_taken_as_they_are(write_rows, make_config, model_folder: Pat
     assert first["weights"].tolist() == [0, 0, 1, 1] and second["weights"].tolist() == [2, 2]
 
 
+PARTLY = {"input_ids": [5, 6, 7, 8]}
+
+
+@pytest.mark.parametrize(
+    ("more", "trained", "weights"),
+    [
+        *(({name: [0, 0, 1, 1]}, [0, 0, 1, 1], None) for name in ("completion_mask", "assistant_masks", "loss_mask")),
+        ({"assistant_masks": [False, True, True, False]}, [0, 1, 1, 0], None),
+        ({"labels": [-100, 6, 7, 8], "completion_mask": [0, 0, 1, 1], "loss_mask": [1, 1, 1, 0]}, [0, 0, 1, 0], None),
+        ({"loss_weights": [0, 0.5, 2, 0], "weight": 2}, [0, 1, 1, 0], [0, 1, 4, 0]),
+        ({"loss_weights": [1.0, 1.0, 1.0, 0.0], "loss_mask": [0, 1, 1, 1]}, [0, 1, 1, 0], None),
+        ({"position_ids": [0, 1, 2, 3], "seq_lengths": [4], "length": 4, "attention_mask": [True] * 4}, [1] * 4, None),
+        ({"special_tokens_mask": [1, 0, 0, 1], "token_type_ids": [0] * 4, "length": [4]}, [1] * 4, None),
+    ],
+)
+def test_masks_and_weights_say_what_is_trained(
+    more: dict[str, Any], trained: list[int], weights: list[float] | None, write_rows, make_config, model_folder: Path
+) -> None:
+    config = make_config(write_rows([PARTLY | more]), validation_fraction=0)
+    store = store_of(config, model_folder)
+    sample = store.train.sample(0)
+    assert sample["mask"].astype(int).tolist() == trained and not store.meta["sources"][0]["unread"]
+    assert (sample["weights"].tolist() if "weights" in sample else None) == weights
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"completion_mask": [0, 1]}, "completion_mask has 2 entries, input_ids 4"),
+        ({"loss_mask": [0, 1, 2, 1]}, "loss_mask must be 0 or 1 for each token"),
+        ({"assistant_masks": "0011"}, "assistant_masks must be a list"),
+        ({"assistant_masks": [0] * 4}, "no loss token"),
+        ({"labels": [-100] * 4}, "no loss token"),
+        ({"loss_weights": [1, -1, 1, 1]}, "entry 1 of loss_weights must be a number >= 0"),
+        ({"loss_weights": [1e39] * 4}, "a weight is larger than"),
+        ({"position_ids": [0, 1, 0, 1]}, "divide this pack"),
+        ({"position_ids": [1, 2, 3, 4]}, "position_ids are not 0, 1, 2"),
+        ({"seq_lengths": [2, 2]}, "divide this pack"),
+        ({"length": 5}, "length is 5, and input_ids has 4 entries"),
+        ({"attention_mask": [1, 1, 2, 2]}, "attention_mask is not 1"),
+        ({"token_type_ids": [0, 0, 1, 1]}, "token_type_ids are not all 0"),
+        ({"special_tokens_mask": [1]}, "special_tokens_mask has 1 entries"),
+        ({"response_mask": [0, 0, 1, 1]}, "the column response_mask would not be used"),
+        ({"token_weights": [0, 0, 1, 1]}, "the column token_weights would not be used"),
+        ({"rewards": [0, 0.5, 1, 1]}, "the column rewards has a number for each token"),
+        ({"segment_ids": [0, 0, 1, 1]}, "the column segment_ids has a number for each token"),
+        ({"input_ids": [5, -1, 7, 8]}, "input_ids holds -1 at place 1, outside of the tokenizer's"),
+    ],
+)
+def test_what_the_columns_of_tokens_say_is_never_passed_over(
+    more: dict[str, Any], words: str, write_rows, make_config, model_folder: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        store_of(make_config(write_rows([PARTLY | more]), validation_fraction=0), model_folder)
+    assert words in str(caught.value) and "train.jsonl:1" in str(caught.value)
+
+
+def test_columns_of_tokens_may_have_other_names_or_be_left_out(write_rows, make_config, model_folder: Path) -> None:
+    rows = write_rows([PARTLY | {"mine": [0, 0, 1, 1], "position_ids": [0, 1, 0, 1], "text": "a b"}])
+    config = make_config(
+        rows, validation_fraction=0, format="tokens", fields={"loss_mask": "mine"}, ignore=["position_ids"]
+    )
+    store = store_of(config, model_folder)
+    assert store.train.num_loss_tokens.tolist() == [2] and store.meta["sources"][0]["unread"] == ["text"]
+
+
 def test_segments_are_tokenized_each_for_itself_and_nothing_is_added(
     write_rows, make_config, model_folder: Path
 ) -> None:
@@ -57,6 +123,7 @@ def test_segments_are_tokenized_each_for_itself_and_nothing_is_added(
         ({"input_ids": [1, 2], "attention_mask": 1}, "attention_mask must be a list"),
         ({"segments": [{"text": "a", "label": 1}]}, "label: true or false"),
         ({"segments": [*SEGMENTS, {"label": True}]}, "not so number 4"),
+        ({"segments": [*SEGMENTS, {"text": "a", "label": True, "weight": 2}]}, "segment 4 has weight, which would not"),
     ],
 )
 def test_what_cannot_be_taken_is_refused(fields: dict[str, Any], words: str) -> None:

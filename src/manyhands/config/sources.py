@@ -276,7 +276,10 @@ OPTIONAL = MappingProxyType(
         "prompt": ("system", "tools", "chat_template_kwargs", "weight"),
         "question": ("system", "weight"),
         "text": ("weight",),
-        "tokens": ("labels", "attention_mask", "weight"),
+        "tokens": (
+            *("labels", "completion_mask", "assistant_masks", "loss_mask", "loss_weights", "weight"),
+            *("attention_mask", "position_ids", "seq_lengths", "token_type_ids", "special_tokens_mask", "length"),
+        ),
         "segments": ("weight",),
     }
 )
@@ -288,6 +291,10 @@ PREFERENCE = frozenset(
     | {"preferred_output", "non_preferred_output", "kto_tag"}
 )
 LABEL = "label"
+# ... what is trained of a row, and how much (of a mask that says no more than where padding or special tokens are: no)
+TRAINED = re.compile(
+    r"(?!attention_mask$|special_tokens_mask$)(\w+_)?masks?|(loss|token|sample|example)_(weight|scale)s?"
+)
 # ... and media that the text is about: the column, and what it is called in a message.
 MEDIA = MappingProxyType(
     {

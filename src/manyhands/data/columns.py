@@ -5,6 +5,8 @@ the meaning.
 |---|---|---|
 | chosen, rejected, ... | one answer is better than another | refuses it |
 | label | an answer is good or bad, or the class of a text | refuses it, but for plain text |
+| masks and weights, labels with -100 | what is trained of the row | refuses it where its format does not read it |
+| any with a number for each of a row's input_ids | something about each token | refuses it |
 | image(s), video(s), audio(s), ... | the text is about something else that the row holds | refuses it |
 | any other | | names it as not read |
 
@@ -18,10 +20,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.config.sources import IMAGES, LABEL, MEDIA, OPTIONAL, PREFERENCE, READY, REQUIRED
+from manyhands.config.sources import IMAGES, LABEL, MEDIA, OPTIONAL, PREFERENCE, READY, REQUIRED, TRAINED
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.messages import RowRefused
+from manyhands.data.streams import IGNORED
 
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # how data sets of several tools mark where the medium goes
 WITHOUT_IMAGES = ("text", *READY)  # formats whose rows never have images
@@ -81,7 +84,10 @@ class Columns:
                     f"{describe(name, row.fields[name])}: the column {name} would not be used ({hint}data.ignore "
                     f"leaves it out)"
                 )
+        ids = row.fields.get(self._fields.get("input_ids", "input_ids")) if format == "tokens" else None
         for name in shape.unread:
+            if (fault := _describe_entries(name, row.fields[name], ids)) is not None:
+                raise RowRefused(f"the column {name} {fault}, and would not be used (data.ignore leaves it out)")
             if name not in unread and carries(row.fields[name]) and len(unread) < MAX_NAMES:
                 unread.add(name)
 
@@ -95,7 +101,7 @@ class Columns:
             telling = [
                 name
                 for name in row.fields
-                if name not in read and is_telling(name, format or "text") and carries(row.fields[name])
+                if name not in read and is_telling(name, format) and carries(row.fields[name])
             ]
             if telling:
                 raise _refusal(row, telling, self._fields)
@@ -111,15 +117,32 @@ class Columns:
         return ColumnRule(telling, tuple(name for name in unread if name not in telling))
 
 
-def is_telling(name: str, format: str) -> bool:
-    """Whether a column of this name changes what a row of the format means."""
+def is_telling(name: str, format: str | None) -> bool:
+    """Whether a column of this name changes what a row of the format means; None while that is not known."""
     name = name.strip().casefold()
-    return name in PREFERENCE or name in MEDIA or (name == LABEL and format != "text")
+    if name in PREFERENCE or name in MEDIA:
+        return True
+    return format is not None and (TRAINED.fullmatch(name) is not None or (name == LABEL and format != "text"))
+
+
+def _describe_entries(name: str, value: Any, ids: Any) -> str | None:
+    """What the entries of a list say of a row's tokens, of which ``ids`` are those of the format ``tokens``; None for
+    other columns.
+    """
+    if not isinstance(value, list):
+        return None
+    if name == "labels" and IGNORED in value:
+        return f"says by {IGNORED} what is trained"
+    if isinstance(ids, list) and len(value) == len(ids) and all(isinstance(item, (int, float)) for item in value):
+        return "has a number for each token"
+    return None
 
 
 def describe(name: str, value: Any) -> str:
     """What kind of data a row with such a column is."""
     plain = name.strip().casefold()
+    if TRAINED.fullmatch(plain):
+        return "this row says itself what is trained"
     if plain in IMAGES:
         return "this row comes with images, and this run trains text alone"
     if plain in MEDIA:
@@ -156,6 +179,13 @@ def _refusal(row: Row, telling: Sequence[str], fields: Mapping[str, str]) -> Use
             fix=_advise_preference(row, telling, ignore),
         )
     name = telling[0]
+    if TRAINED.fullmatch(plain[name]):
+        return UserError(
+            f"the column {name} would not be used, and it says what is trained",
+            where=where,
+            why=f"masks are read with input_ids (data.format: tokens), a weight with every format (columns: {found})",
+            fix=f"give a weight or train to messages, or one weight to the row; to train the row without, {ignore}",
+        )
     if _is_verdict(row.fields[name]):
         return UserError(
             f"this is preference data: the column {name} would not be used",

@@ -17,12 +17,11 @@ from manyhands.core.errors import UserError
 from manyhands.data.bounds import TokenRun, compile_any, make_byte_bounds, widen
 from manyhands.data.formats import Conversation
 from manyhands.data.messages import Message, RowRefused, hides_thinking, visible, weight_of
-from manyhands.data.rendered import Rendered, Text, finish, put_images
+from manyhands.data.rendered import MAX_WEIGHT, Rendered, Text, finish, put_images
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
 
 TrainOn = Literal["assistant", "last", "all"]
-MAX_WEIGHT = float(np.finfo(np.float32).max)
 PLAIN_WRAPPER = "transformers.tokenization_utils_tokenizers"  # whose _encode_plus adds nothing to the backend's ids
 DEFAULT_DATE = "2026-01-01"
 ACROSS_THE_END = "a token spans the end of an assistant turn: loss tokens are ambiguous for this row"

@@ -14,6 +14,8 @@ import numpy as np
 from manyhands.data.bounds import Span
 from manyhands.data.messages import RowRefused
 
+MAX_WEIGHT = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True)
 class Rendered:

@@ -24,8 +24,8 @@ from manyhands.data.image_open import ImageOpener
 from manyhands.data.image_rows import parts_of
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.ready_rows import Ready, ReadyTokens, Segments, take_ids
-from manyhands.data.render import MAX_WEIGHT, Renderer
-from manyhands.data.rendered import Rendered, finish
+from manyhands.data.render import Renderer
+from manyhands.data.rendered import MAX_WEIGHT, Rendered, finish
 from manyhands.data.segment import SegmentWriter
 from manyhands.data.sources import FilePart, Row, Source, read_part, take_rows
 from manyhands.data.streams import (
@@ -130,10 +130,7 @@ class PartTokenizer:
 
     def _take_ready(self, content: Ready) -> Rendered | RowRefused:
         try:
-            if content.weight > MAX_WEIGHT:
-                raise RowRefused(f"a weight is larger than {MAX_WEIGHT:.3g}")
-            ids, trained = take_ids(content, self._tokenizer)
-            return finish(ids, trained if content.weight == 1 else trained * np.float32(content.weight), 0)
+            return finish(*take_ids(content, self._tokenizer), 0)
         except RowRefused as refused:
             return refused
 
