@@ -12,7 +12,7 @@ import yaml
 
 from manyhands.config.dialects.recognize import load_dialect, recognize, translate
 from manyhands.config.dialects.translation import Around, Translation
-from manyhands.config.load import load_run
+from manyhands.config.load import config_from_mapping, load_run
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.core.errors import UserError
 from manyhands.launch import run_file
@@ -383,7 +383,7 @@ def test_theworld_on_text() -> None:
         "method.name": "full",
         "data.train": "rows.jsonl",
         "data.max_length": 2048,
-        "data.too_long": "truncate",
+        "data.too_long": "drop",
         "data.validation_fraction": 0,
         "batch.samples": 32,
         "parallel.activation_checkpointing": "full",
@@ -403,19 +403,41 @@ def test_theworld_on_text() -> None:
 @pytest.mark.parametrize(
     ("switches", "parts"),
     [
-        ({"freeze_gemma_language": None}, ("frozen", "frozen")),
-        ({"freeze_gemma_language": True}, ("frozen", "frozen")),
-        ({"freeze_gemma_language": True, "freeze_gemma_vision": False}, ("trained", "frozen")),
+        ({"freeze_gemma_language": None, "freeze_gemma_vision": False}, ("trained", "frozen")),
+        ({}, ("frozen", "full")),
         ({"freeze_gemma_vision": False}, ("trained", "full")),
     ],
 )
 def test_theworld_s_switches_are_parts(switches: dict[str, Any], parts: tuple[str, str]) -> None:
-    """The projector is always trained; a file with images freezes the rest unless it says otherwise."""
+    """The tower's switch is its projector's, too; a file with images freezes what it does not name."""
     images = {"image_folder": "images", "dataset_name": "llava_pretrain"}
     found = native(THEWORLD, images | switches)
-    assert found["method.parts"] == {"vision": parts[0], "projector": "trained", "language": parts[1]}
+    assert found["method.parts"] == {"vision": parts[0], "projector": parts[0], "language": parts[1]}
     assert found["data.image_folder"] == "images" and "method.name" not in found
-    assert native(THEWORLD, {"freeze_gemma_language": True})["method.parts"]["language"] == "frozen", "the plan decides"
+
+
+def test_theworld_s_comments_and_the_keys_of_a_world_model_that_is_off() -> None:
+    """As in each of its published files."""
+    world = {"cosmos_model_name": "nvidia/C", "num_world_steps": 0, "world_projection_mode": "channel"}
+    done = translated(THEWORLD, {"_comment": "x", "_notes": ["y"], "freeze_cosmos_vae": True} | world)
+    assert done.findings() == [] and done.mapping == translated(THEWORLD).mapping
+
+
+LLAVA = {"dataset_name": "llava_pretrain", "train_dataset_path": None, "freeze_gemma_vision": False}
+
+
+def test_llava_pretrain_is_the_published_set(tmp_path: Path) -> None:
+    """Rows from the hub; images, too, unless the folder that TheWorld unpacks them into is there."""
+    found = native(THEWORLD, LLAVA, folder=tmp_path)
+    name = "hub:liuhaotian/LLaVA-CC3M-Pretrain-595K"
+    assert found["data.train"] == [{"path": name, "files": ["chat.json"], "format": "sharegpt"}]
+    assert (found["data.image_folder"], found["data.bad_images"]) == (f"{name}/images.zip", "skip")
+    assert found["data.validation_fraction"] == 0
+    (tmp_path / "data/llava-cc3m/images").mkdir(parents=True)
+    found = native(THEWORLD, LLAVA | {"num_samples": 1000, "do_eval": True}, folder=tmp_path)
+    assert found["data.train"][0]["split"] == "train[:1000]" and found["data.validation_fraction"] == 0.1
+    assert found["data.image_folder"] == str(tmp_path / "data/llava-cc3m/images")
+    config_from_mapping(translated(THEWORLD, LLAVA | {"max_steps": None, "output_dir": "a/b"}).mapping)
 
 
 @pytest.mark.parametrize("fragment", [{"use_gradient_checkpointing": True}, {"batch_size": 1}])
@@ -426,11 +448,14 @@ def test_a_few_keys_of_theworld_are_a_file(fragment: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "finding"),
     [
+        ({"enable_world": None}, "`enable_world`: left out it is true in TheWorld: the world model (a video VAE"),
+        ({"image_folder": "i", "freeze_gemma_language": None}, "no part of Gemma would be trained"),
+        ({"freeze_gemma_language": None}, "names no images (`image_folder`), and true freezes the language model"),
+        (LLAVA | {"num_samples": 100, "do_eval": True}, "`num_samples`: 100: TheWorld holds out 100 of them"),
         ({"dataset_name": "spatial_set"}, "`dataset_name`: `spatial_set`: it is looked up in TheWorld's own code"),
         ({"freeze_gemma_vision": False}, "`freeze_gemma_vision`: the file names no images"),
         ({"enable_world": True}, "`enable_world`: the world model (a video VAE as a second tower"),
-        ({"cosmos_model_name": "nvidia/Cosmos"}, "`cosmos_model_name`: the world model (a video VAE as a second tower"),
-        ({"freeze_cosmos_vae": False}, "`freeze_cosmos_vae`: the world model"),
+        ({"freeze_cosmos_vae": False}, "`freeze_cosmos_vae`: TheWorld itself refuses false without the world model"),
         ({"question_template": "Where?"}, "`question_template`: `Where?`: questions and boxes are drawn by TheWorld's"),
         ({"batchsize": 2}, "`batchsize`: TheWorld has no such key: did you mean `batch_size`?"),
         ({"batch_size": "two"}, "`batch_size`: got two, allowed: a number"),

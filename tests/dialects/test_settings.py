@@ -235,6 +235,37 @@ def test_what_a_stage_cannot_carry_out_is_sharded_by_fsdp(
     )
 
 
+def test_what_a_stage_cannot_carry_out_of_the_run_file_is_sharded_by_fsdp(tmp_path: Path) -> None:
+    """DeepSpeed's file and accelerate's, beside a native file, another tool's, or an override."""
+    qlora = RUN | {"method": {"name": "qlora"}}
+    sft_play = {"model": {"name": "org/model"}, "tuning": {"mode": "qlora"}, "data": {"train_path": "rows.jsonl"}}
+    stage3 = {ZERO: {"stage": 3, "cpu_offload": True}, "bf16": {"enabled": True}}
+    by_accelerate = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+    for kind, said, run, overrides in (
+        ("deepspeed", stage3, qlora, ()),
+        ("deepspeed", stage3, sft_play, ()),
+        ("accelerate", by_accelerate, qlora, ()),
+        ("deepspeed", stage3, RUN, ("method.name=qlora",)),
+    ):
+        loaded = load(tmp_path, kind, said, run, *overrides, deepspeed=True, gpus=2)
+        assert loaded.config.parallel.strategy == "fsdp" and loaded.config.method.name == "qlora"
+        (fate,) = (one for one in loaded.settings[0].fates if one.kind == "substituted")
+        assert "DeepSpeed's stages are not available with `method.name: qlora`; FSDP2 shards weights" in fate.why
+    own = load(tmp_path, "deepspeed", stage3, qlora, "method.name=lora", deepspeed=True)
+    assert own.config.parallel.strategy == "zero3"
+    with pytest.raises(UserError, match=r"method.name: qlora.*refused under --strict"):
+        load(tmp_path, "deepspeed", stage3, qlora, deepspeed=True, strict=True)
+
+
+def test_deepspeed_s_samples_per_gpu_are_the_batch_where_nothing_else_says_one(tmp_path: Path) -> None:
+    said = {ZERO: {"stage": 2}, "train_micro_batch_size_per_gpu": 4}
+    assert load(tmp_path, "deepspeed", said, gpus=2).config.batch.samples == 8
+    assert load(tmp_path, "deepspeed", said | {"gradient_accumulation_steps": 3}, gpus=2).config.batch.samples == 24
+    for batch in ({"samples": 64}, {"packs": 2}, {"loss_tokens": 500}):
+        config = load(tmp_path, "deepspeed", said, RUN | {"batch": batch}, gpus=2).config
+        assert config.batch.model_dump(exclude_unset=True) == batch
+
+
 def test_other_sections_of_deepspeed(tmp_path: Path) -> None:
     said = {
         ZERO: {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},

@@ -81,6 +81,12 @@ def test_accelerate_launch_with_the_guides_file(place: Path, name: str, ranks: i
     check_trained(done, place / "runs" / name, strategy, ranks)
 
 
+def test_accelerate_launch_on_cpus_does_not_train_one_process_in_place_of_two(place: Path) -> None:
+    command = (*ACCELERATE, "--cpu", "--num_processes", "2", "scripts/train_hf.py", "--config", f"{place}/run.yaml")
+    done = call(*command, *outputs(place, "cpus"))
+    assert done.returncode != 0 and "accelerate launch has started one process of several" in done.stdout, done.stdout
+
+
 def replaced(place: Path) -> list[str]:
     """Model and data of a run file, replaced by tiny ones."""
     return [f"model.name={place}/model", f"data.train={place}/rows.jsonl", *outputs(place, "standalone")]

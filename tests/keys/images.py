@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,17 @@ def image_folder(lab: Lab) -> None:
     with pytest.raises(UserError, match="cannot be used"):
         facts_of(lab, ["b.png"])
     assert facts_of(lab, ["b.png"], image_folder=str(lab.folder / "drawn")).num_images == 1
+    with zipfile.ZipFile(lab.folder / "drawn.zip", "w") as archive:
+        archive.write(lab.folder / "drawn" / "b.png", "c.png")
+        archive.write(lab.folder / "drawn" / "b.png", "../outside.png")
+    assert facts_of(lab, ["c.png"], image_folder=str(lab.folder / "drawn.zip")).num_images == 1
+    (outside,) = lab.folder.rglob("outside.png")
+    assert outside.parent.name.startswith("images-"), "inside of the folder that the archive is unpacked into"
+    (lab.folder / "damaged.zip").write_bytes(b"PK")
+    with pytest.raises(UserError, match="the archive of images cannot be unpacked"):
+        facts_of(lab, ["d.png"], image_folder=str(lab.folder / "damaged.zip"))
+    with pytest.raises(UserError, match="names no archive"):
+        facts_of(lab, ["d.png"], image_folder="hub:o/set")
 
 
 def image_urls(lab: Lab) -> None:

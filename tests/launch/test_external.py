@@ -46,6 +46,14 @@ def test_torchrun_and_those_that_speak_like_it():
     assert detect_launcher(TORCHRUN | SLURM).kind == "torchrun", "torchrun inside a SLURM job"
 
 
+def test_one_process_of_accelerates_several_does_not_train_alone():
+    alone = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}
+    assert detect_launcher(alone).kind == "none"
+    with pytest.raises(UserError, match="accelerate launch has started one process of several") as refused:
+        detect_launcher(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    assert "parallel.device=cpu parallel.gpus=N" in refused.value.fix
+
+
 def test_kubernetes_sets_no_local_rank():
     pod = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
     assert detect_launcher(pod) == Launcher("torchrun", 2, 0, 3, 1, "job-master-0", 23456)

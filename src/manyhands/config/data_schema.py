@@ -131,7 +131,9 @@ class DataSection(Section):
         "them; false refuses rows with images.",
     )
     image_folder: str | None = Field(
-        None, description="Folder of images that rows name by relative paths; null is that of the data file."
+        None,
+        description="Folder of images that rows name by relative paths, or a .zip file with them, also of the hub "
+        "(hub:OWNER/NAME/images.zip), which is unpacked into data.cache; null is the folder of the data file.",
     )
     image_urls: bool = Field(False, description="Fetch images that rows name by http(s) addresses.")
     bad_images: Literal["refuse", "skip"] = Field(

@@ -16,7 +16,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from manyhands.config.checks import check
-from manyhands.config.dialects.recognize import drop_replaced, recognize, refuse_settings, translate, translate_settings
+from manyhands.config.dialects.recognize import (
+    drop_replaced,
+    exclusive_with,
+    recognize,
+    refuse_settings,
+    translate,
+    translate_settings,
+)
 from manyhands.config.dialects.translation import Around, Translation, clean_name, flatten
 from manyhands.config.keys import Key, hint, nearest, sections, show, table, wrong_value
 from manyhands.config.read import NO_TEXT, ParsedFile, parse_yaml_value, read_run_file
@@ -79,7 +86,9 @@ def load_run(
     if translation is not None:
         drop_replaced(mapping, overrides)
         around = replace(around, micro=translation.micro, accumulation=translation.accumulation)
-    said = [translate_settings(file, kind, around) for kind, file in files.items()]
+    asked = deepcopy(mapping)
+    _apply_overrides(asked, overrides, {})
+    said = [translate_settings(file, kind, around, asked) for kind, file in files.items()]
     for one in said:
         merge_settings(mapping, origins, one, translation.carried if translation else ())
     foreign = dict(origins) if translation or settings else {}
@@ -119,7 +128,7 @@ def merge_settings(
     settings.refuse(imported=False)
     flat, found = flatten(mapping), []
     for native, value in flatten(settings.mapping).items():
-        if native in settings.carried and native in flat:
+        if native in settings.carried and flat.keys() & exclusive_with(native):
             continue
         if native in flat and flat[native] not in (value, "auto") and native not in defaults:
             place = f" ({origins[native]})" if native in origins else ""

@@ -22,6 +22,7 @@ import numpy as np
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
+from manyhands.data.image_archive import find_image_folder
 from manyhands.data.image_files import (
     BadImage,
     PixelBounds,
@@ -74,13 +75,13 @@ class ImageOpener:
                 f"{tokenizer.convert_tokens_to_ids(self._token)}",
                 fix="use the tokenizer's and the processor's files of the model",
             )
-        self._fetched = FetchedImages(fetched)
+        self._fetched, self._folder = FetchedImages(fetched), find_image_folder(config.data)
         self._known: OrderedDict[tuple[str, int, int], tuple[bytes, tuple[int, int]]] = OrderedDict()
 
     def open(self, conversation: Conversation, file: str) -> Conversation:
         """The conversation with its images opened; those named by relative paths are looked for beside the data file,
         or in ``data.image_folder``. Raises BadImage."""
-        folder = Path(self._data.image_folder or Path(file).parent).expanduser()
+        folder = self._folder or Path(file).parent.expanduser()
         alone = len(conversation.images) == 1
         return replace(conversation, images=tuple(self.open_ref(ref, folder, alone) for ref in conversation.images))
 

@@ -67,6 +67,16 @@ def detect_launcher(environ: Mapping[str, str] = os.environ) -> Launcher:
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _check(_from_torch_variables(environ))
+    if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
+        # accelerate 1.15 (utils/launch.py, prepare_simple_launcher_cmd_env) sets it for several processes
+        raise UserError(
+            "accelerate launch has started one process of several",
+            where="environment: MASTER_ADDR is set, RANK and WORLD_SIZE are not",
+            why="without `--multi_gpu` or a distributed_type of GPUs it starts one process a machine, "
+            "whatever --num_processes is",
+            fix="on CPUs use `manyhands train FILE parallel.device=cpu parallel.gpus=N`; on GPUs add --multi_gpu; "
+            "for one process set --num_processes 1",
+        )
     if slurm.is_task(environ):
         return _check(Launcher("slurm", **slurm.read_task(environ)))
     return Launcher("none")

@@ -16,6 +16,7 @@ from typing import Any
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, check_product, names
 from manyhands.config.keys import show
 from manyhands.config.read import ParsedFile, read_run_file
+from manyhands.core.units import count_of
 
 TOOL = "DeepSpeed"
 REFUSES_UNKNOWN = False
@@ -224,12 +225,18 @@ def map_stage(t: Translator, key: str, number: int, why: str = "") -> None:
         t.substitute(key, native, "; ".join(part for part in (why, NOT_INSTALLED, alike) if part))
 
 
-def settle(t: Translator) -> None:
-    """Once all keys are mapped: FSDP2 in place of a stage of DeepSpeed's that cannot carry out the rest of the file."""
+def settle(t: Translator, run: Mapping[str, Any] | None = None) -> None:
+    """Once all keys are mapped: FSDP2 in place of a stage of DeepSpeed's that cannot carry out the rest of the file, or
+    of the native mapping ``run`` that a settings file belongs to.
+    """
     asked = str(t.mapping.get("parallel", {}).get("strategy"))
     if not asked.startswith("zero"):
         return
-    if obstacle := find_obstacle(t.mapping, int(asked[-1])):
+    merged = dict(t.mapping)
+    for section, values in (run or {}).items():
+        if isinstance(values, Mapping):
+            merged[section] = {**values, **merged.get(section, {})}
+    if obstacle := find_obstacle(merged, int(asked[-1])):
         native, alike = STAGES[int(asked[-1])]
         t.replace("parallel.strategy", native, f"DeepSpeed's stages are not available with {obstacle}; {alike}")
 
@@ -305,12 +312,16 @@ def map_batch(t: Translator) -> None:
         if number is not None and asked is not None and number != asked:
             t.contradict(key, f"{number}, but the run file's {name} is {asked}: write auto")
     for key in given:
-        t.already(key, "the global batch is the run file's; the plan divides it into micro-batches")
+        t.already(key, "the global batch is that of the run; the plan divides it into micro-batches")
     sizes = [("samples per GPU", given.get(micro) or t.around.micro), ("GPUs", 0),
              ("accumulation", given.get(steps) or t.around.accumulation)]  # fmt: skip
     if None in (sizes[0][1], sizes[2][1]) or not (micro in given or steps in given or total in given):
         if given.get(total):
             t.map(total, "batch.samples", given[total])
+        elif (number := given.get(micro)) and (gpus := t.num_gpus()):
+            sum_ = f"{number} samples per GPU × {count_of(gpus, 'GPU')}, where nothing else says a batch"
+            t.already(micro, sum_)
+            t.carry("batch.samples", number * gpus, f"`{micro}`: {sum_}")
         return
     gpus = t.num_gpus()
     if gpus is None:

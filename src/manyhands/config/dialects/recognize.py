@@ -83,15 +83,19 @@ def translate(source: ParsedFile, dialect: Dialect, around: Around) -> Translati
     return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
 
 
-def translate_settings(source: ParsedFile, name: str, around: Around) -> Translation:
-    """A file of ``SETTINGS``. Raises ``UserError`` if it is another tool's."""
+def translate_settings(
+    source: ParsedFile, name: str, around: Around, run: Mapping[str, Any] | None = None
+) -> Translation:
+    """A file of ``SETTINGS``. ``run``: the native mapping that it belongs to. Raises ``UserError`` if it is another
+    tool's.
+    """
     dialect = load_dialect(name)
     t = Translator(source, around, tool=dialect.TOOL, known=dialect.KEYS, open=dialect.OPEN)
     if not source.mapping.keys() & {key.partition(".")[0] for key in dialect.KEYS}:
         raise UserError(f"this is no {dialect.TOOL} file: it has none of its keys", where=source.where)
     _refuse_mixed(t, dialect)
     dialect.translate(t)
-    deepspeed.settle(t)
+    deepspeed.settle(t, run)
     return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
 
 
@@ -137,6 +141,11 @@ def drop_replaced(mapping: dict[str, Any], overrides: Iterable[str]) -> None:
             for key in (key for key in group if key not in given):
                 section, _, leaf = key.partition(".")
                 mapping.get(section, {}).pop(leaf, None)
+
+
+def exclusive_with(key: str) -> frozenset[str]:
+    """The native keys of which a run has one, ``key`` among them."""
+    return frozenset({key}.union(*(group for group in EXCLUSIVE if key in group)))
 
 
 def _count(mapping: Mapping[str, Any], known: frozenset[str], open: frozenset[str]) -> int:

@@ -1,13 +1,16 @@
 """TheWorld's flat JSON: a vision-language model trained by transformers' Trainer.
 
-Its switches say which parts are trained: the projector always, vision tower and language model unless they are frozen.
-Its second tower, a video VAE (Cosmos) whose latents a projector of its own leads to the text, is refused by name: no
-checkpoint of Gemma has it, and transformers has no such model.
+Its switches say which parts of Gemma are trained: ``freeze_gemma_vision`` is for the vision tower and its projector,
+``freeze_gemma_language`` for the language model, and both are frozen unless they are false. Its second tower, a video
+VAE (Cosmos) whose latents a projector of its own leads to the text, is refused by name: no checkpoint of Gemma has it,
+and transformers has no such model. It is there unless ``enable_world`` is false. Keys that begin with ``_`` are
+comments (``TrainingConfig.from_dict``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from manyhands.config.dialects import transformers as hf
@@ -22,6 +25,9 @@ NO_WORLD = (
     "published model has; a run without it would be another run"
 )
 IMAGE_SETS = ("llava_pretrain", "spatial_rgpt")
+LLAVA = "liuhaotian/LLaVA-CC3M-Pretrain-595K"  # the set that `llava_pretrain` is: chat.json, and images.zip
+LLAVA_ROWS = 595_375
+LLAVA_FOLDER = "data/llava-cc3m/images"
 ALIASES: Mapping[str, str] = {
     "num_train_epochs": "num_epochs",
     "per_device_train_batch_size": "batch_size",
@@ -35,20 +41,19 @@ ALREADY: Mapping[str, str] = {
     "prefetch_factor": "batches are prepared ahead",
     "save_safetensors": "always so",
     "streaming": "rows are tokenized once, into a cache",
-    "log_to_tensorboard": "",
     "ddp_find_unused_parameters": "only trained weights are reduced",
 }
 WORLD = names(
     """
     cosmos_model_name world_projection_mode projection_architecture num_world_steps max_world_steps
-    random_projection_init load_full_cosmos_pipeline
+    random_projection_init load_full_cosmos_pipeline freeze_cosmos_vae
     """
 )
 IMAGES = WORLD | names("image_folder draw_bboxes question_template")
 UPLOADS = names("push_to_hub hub_model_id hub_strategy hub_private_repo hf_token")
 KEYS = frozenset(ALREADY) | frozenset(ALIASES.values()) | IMAGES | UPLOADS | names(
     """
-    model_name enable_world freeze_gemma_vision freeze_gemma_language freeze_cosmos_vae dataset_name num_samples
+    model_name enable_world freeze_gemma_vision freeze_gemma_language dataset_name num_samples log_to_tensorboard
     train_dataset_path eval_dataset_path learning_rate gradient_accumulation_steps max_steps max_seq_length
     mixed_precision output_dir save_steps save_total_limit resume_from_checkpoint do_eval eval_steps logging_steps
     log_to_wandb wandb_project wandb_run_name warmup_steps weight_decay max_grad_norm
@@ -70,6 +75,8 @@ DEFAULTS: Mapping[str, tuple[str, Any]] = {
 def translate(t: Translator) -> None:
     """Every key of a TheWorld file."""
     t.aliases = ALIASES
+    for key in [key for key in t.values if key.startswith("_")]:
+        t.already(key, "a comment")
     for key, why in ALREADY.items():
         t.already(key, why)
     _map_model(t)
@@ -90,6 +97,8 @@ def translate(t: Translator) -> None:
     if t.has("gradient_checkpointing"):
         asked = "full" if t.flag("gradient_checkpointing") else "none"
         t.map("gradient_checkpointing", "parallel.activation_checkpointing", asked)
+    if t.has("log_to_tensorboard"):
+        t.map("log_to_tensorboard", "log.tensorboard", t.flag("log_to_tensorboard"))
     _map_intervals(t)
     for key, (native, value) in DEFAULTS.items():
         if not t.has(key):
@@ -98,51 +107,63 @@ def translate(t: Translator) -> None:
 
 def _map_model(t: Translator) -> None:
     t.map("model_name", "model.name")
-    for key in WORLD:
-        if t.get(key) in (None, False):
-            t.already(key)
-        elif key in ("num_world_steps", "max_world_steps") and t.get("enable_world") is False:
-            t.already(key, "`enable_world` is false")
-        else:
-            t.refuse(key, NO_WORLD)
+    _map_world(t)
     for key in ("draw_bboxes", "question_template"):
         t.only(
             key, (None, False), "questions and boxes are drawn by TheWorld's own data sets: write them into the rows"
         )
-    t.only("enable_world", (False,), f"{NO_WORLD}: the model without it has `enable_world: false`")
-    t.only("freeze_cosmos_vae", (True,), NO_WORLD)
+    vision, language = (t.flag(f"freeze_gemma_{part}", True) for part in ("vision", "language"))
+    given = [key for key in ("freeze_gemma_language", "freeze_gemma_vision") if t.has(key)]
     if _has_images(t):
-        _map_parts(t)
-    elif t.has("freeze_gemma_language"):
-        if t.flag("freeze_gemma_language"):
-            _map_parts(t)  # the plan refuses it where no row has an image
-        else:
-            t.map("freeze_gemma_language", "method.name", "full")
-            t.only("freeze_gemma_vision", (True,), f"{NO_IMAGES}: nothing would pass through the vision tower")
+        held = "frozen" if vision else "trained"
+        parts = {"vision": held, "projector": held, "language": "frozen" if language else "full"}
+        if vision and language:
+            t.refuse(
+                given[0] if given else "freeze_gemma_language",
+                "no part of Gemma would be trained: TheWorld trains its world model's projector alone; set "
+                "freeze_gemma_vision (the tower and its projector) or freeze_gemma_language to false",
+            )
+        for key in given:
+            t.map(key, "method.parts", parts, "" if key == given[0] else "`method.parts` has it")
+        t.carry("method.parts", parts, "TheWorld's default")
+    elif language and (given or _is_whole(t)):
+        t.refuse("freeze_gemma_language", f"{NO_IMAGES}, and true freezes the language model: set it to false")
     else:
+        t.map("freeze_gemma_language", "method.name", "full")
         t.carry("method.name", "full", "TheWorld has no adapters")
+    if not _has_images(t):
         t.only("freeze_gemma_vision", (True,), f"{NO_IMAGES}: nothing would pass through the vision tower")
+
+
+def _map_world(t: Translator) -> None:
+    """``enable_world`` and the keys of the world model, which do not matter without it."""
+    enabled = t.flag("enable_world", _is_whole(t))
+    if enabled:
+        default = "" if t.has("enable_world") else "left out it is true in TheWorld: "
+        t.refuse("enable_world", f"{default}{NO_WORLD}: the model without it has `enable_world: false`")
+    t.already("enable_world")
+    for key in WORLD & t.values.keys():
+        if key == "freeze_cosmos_vae" and not t.flag(key, True):
+            t.refuse(key, "TheWorld itself refuses false without the world model" if not enabled else NO_WORLD)
+        elif enabled:
+            t.ignore(key, "not looked at, because of `enable_world`")
+        else:
+            t.already(key, "`enable_world` is false" if t.has("enable_world") else "")
+
+
+def _is_whole(t: Translator) -> bool:
+    """Whether the file is a run, not a few keys to be added to one."""
+    return any(t.has(key) for key in ("model_name", "dataset_name", "train_dataset_path", "image_folder"))
 
 
 def _has_images(t: Translator) -> bool:
     return t.get("image_folder") is not None or t.get("dataset_name") in IMAGE_SETS
 
 
-def _map_parts(t: Translator) -> None:
-    """The projector is always trained; TheWorld freezes the tower and the language model unless told otherwise."""
-    vision = "frozen" if t.get("freeze_gemma_vision") is None or t.flag("freeze_gemma_vision") else "trained"
-    language = "frozen" if t.get("freeze_gemma_language") is None or t.flag("freeze_gemma_language") else "full"
-    parts = {"vision": vision, "projector": "trained", "language": language}
-    given = [key for key in ("freeze_gemma_language", "freeze_gemma_vision") if t.has(key)]
-    for key in given[1:]:
-        t.already(key, "`method.parts` has it")
-    if given:
-        t.map(given[0], "method.parts", parts)
-    else:
-        t.carry("method.parts", parts, "TheWorld trains the projector alone")
-
-
 def _map_data(t: Translator) -> None:
+    if t.get("dataset_name") == "llava_pretrain" and t.get("train_dataset_path") in (None, LLAVA):
+        _map_llava(t)
+        return
     if t.get("dataset_name") in IMAGE_SETS and t.get("train_dataset_path") is not None:
         t.already("dataset_name", "`train_dataset_path` names the rows")
     else:
@@ -155,9 +176,43 @@ def _map_data(t: Translator) -> None:
     t.carry("data.validation_fraction", 0, "TheWorld holds nothing out")
     if t.has("num_samples"):
         t.map("num_samples", "data.max_samples", t.integer("num_samples"))
+    _map_length(t)
+
+
+def _map_llava(t: Translator) -> None:
+    """LLaVA's pretraining set from the hub; its images from the folder that TheWorld unpacks them into, if they are
+    there, else from the hub, too.
+    """
+    rows = t.integer("num_samples")
+    source = {"path": f"hub:{LLAVA}", "files": ["chat.json"], "format": "sharegpt"}
+    source |= {"split": f"train[:{rows}]"} if rows else {}
+    t.map("dataset_name", "data.train", [source], f"{LLAVA}; an image stands where the text has <image>, in TheWorld "
+          "in front of it")  # fmt: skip
+    t.map("num_samples", {}, why="the first rows of the set")
+    t.already("train_dataset_path", "the set that `dataset_name` names")
+    t.already("eval_dataset_path", "TheWorld does not read it with this set")
+    folder = str(t.get("image_folder", LLAVA_FOLDER))
+    found = next((path for start in (t.around.folder, Path()) if (path := start / folder).is_dir()), None)
+    if found is None:
+        images, why = f"hub:{LLAVA}/images.zip", f"{folder} is not there: the images of the set are fetched"
+    else:
+        images, why = str(found), ""
+    t.map("image_folder", "data.image_folder", images, why)
+    t.carry("data.image_folder", images, why or "TheWorld's default")
+    t.carry("data.bad_images", "skip", "TheWorld leaves out rows whose image is missing or damaged")
+    held = max(100, (rows or LLAVA_ROWS) // 100) / (rows or LLAVA_ROWS) if t.flag("do_eval") else 0
+    if held >= 1:
+        t.refuse("num_samples", f"{rows}: TheWorld holds out 100 of them with `do_eval`, and nothing would be trained")
+    else:
+        t.carry("data.validation_fraction", held, "TheWorld holds out 1 %, at least 100 rows" if held else "TheWorld "
+                "holds nothing out")  # fmt: skip
+    _map_length(t)
+
+
+def _map_length(t: Translator) -> None:
     if t.has("max_seq_length"):
         t.map("max_seq_length", "data.max_length", t.integer("max_seq_length"))
-    t.carry("data.too_long", "truncate", "TheWorld cuts the end off")
+    t.carry("data.too_long", "drop", "TheWorld leaves longer samples out")
 
 
 def _map_intervals(t: Translator) -> None:
