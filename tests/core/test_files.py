@@ -201,14 +201,40 @@ def test_links_within_the_folder_and_circles_are_told_apart(tmp_path: Path) -> N
     refuse_outside_links(tmp_path)  # nothing can be read through it
 
 
-def test_a_hub_cache_whose_blobs_lie_on_another_disk_is_its_own(tmp_path: Path) -> None:
+def test_blobs_on_another_disk_belong_to_the_cache_of_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "disk").mkdir()
     snapshot = tmp_path / "models--o--n" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "blobs").symlink_to(tmp_path / "disk")
     (tmp_path / "disk" / "1234").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/1234")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refuse_outside_links(snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="is a link that leaves the model's folder"):
+        refuse_outside_links(snapshot)
+
+
+def test_a_folder_that_only_looks_like_a_cache_allows_no_other_folder(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / "c0ffee"
+    for folder in (snapshot, tmp_path / "blobs"):
+        folder.mkdir(parents=True)
+    (tmp_path / "blobs" / "1234").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/1234")
+    with pytest.raises(UserError, match="is a link that leaves the model's folder"):
+        refuse_outside_links(snapshot)
+
+
+@pytest.mark.parametrize("place", ["additional_chat_templates", "additional_chat_templates/within"])
+def test_folders_of_templates_are_no_way_out(tmp_path: Path, place: str) -> None:
+    (tmp_path / "home" / ".ssh").mkdir(parents=True)
+    (tmp_path / "home" / ".ssh" / "id_rsa").write_text("key")
+    (tmp_path / "model" / place).parent.mkdir(parents=True)
+    (tmp_path / "model" / place).symlink_to(tmp_path / "home")
+    with pytest.raises(UserError, match="is a link that leaves the model's folder"):
+        refuse_outside_links(tmp_path / "model")
 
 
 def test_shared_memory_that_is_full_is_no_full_disk() -> None:

@@ -23,8 +23,10 @@ from manyhands.export.__main__ import find_checkpoint, load_trained, main, plan_
 from manyhands.export.record import read_record
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
+from manyhands.facts.identity import identify_files
 from manyhands.infer.__main__ import main as infer_main
-from manyhands.infer.load import open_answerer
+from manyhands.infer.load import find_parts, open_answerer
+from manyhands.launch.resume_rules import describe_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.layout import ONLY_WHILE_TRAINING, change, choose_converters
 from manyhands.plan.types import Plan
@@ -124,6 +126,32 @@ def test_the_best_checkpoint_where_the_run_keeps_it_and_any_other_by_its_folder(
     assert main([str(run / "checkpoints" / "step-000007"), "--output", str(tmp_path / "last")]) == 0
     for name, step in (("best", 5), ("last", 7)):
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)), logits(models[step]))
+
+
+def test_a_checkpoint_of_another_run_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_run(tmp_path, "full")
+    manifest = run / "checkpoints" / "step-000007" / "manifest.json"
+    config, plan = RunFolder(run).read_config(), RunFolder(run).read_plan()
+    fields = json.loads(manifest.read_text())
+    for seed, code in ((5, 2), (config.seed, 0)):
+        other = config.model_copy(update={"seed": seed})
+        manifest.write_text(json.dumps(fields | {"extra": describe_run(other, plan)}))
+        assert main([str(run), "--output", str(tmp_path / f"out-{seed}")]) == code
+    assert "the checkpoint is of another run" in capsys.readouterr().err
+
+
+def test_an_adapter_is_opened_beside_the_base_that_it_was_trained_on(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "lora")
+    files = identify_files(tmp_path / "base", RunFolder(run).read_config())
+    plan = RunFolder(run).read_plan().model_copy(update={"model_files": files, "number": 2})
+    RunFolder(run).write_plan(plan)
+    assert main([str(run), "--output", str(tmp_path / "out")]) == 0
+    assert find_parts(tmp_path / "out").weights == tmp_path / "base"
+    save_source(tmp_path / "base", make_model(seed=9))
+    with pytest.raises(UserError, match="not the one that the adapter was trained on") as caught:
+        find_parts(tmp_path / "out")
+    assert [line.partition(":")[0] for line in caught.value.details] == ["model.safetensors"]
+    assert find_parts(tmp_path / "out", str(tmp_path / "base")).adapter == tmp_path / "out"
 
 
 def test_another_checkpoint_does_not_take_the_place_of_the_best(tmp_path: Path) -> None:

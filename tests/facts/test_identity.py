@@ -72,8 +72,9 @@ def test_every_file_that_decides_what_the_model_computes_is_named(model: Path) -
     assert differing_files(files, identify_files(model, config), weights=False) == []
 
 
-def test_a_blob_of_the_hubs_cache_is_not_read(tmp_path: Path) -> None:
-    """Its name is its SHA-256; this one lies, which only reading it would show."""
+def test_a_blob_of_the_hubs_cache_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is its SHA-256; this one lies, which only reading it would show, as is done in any other folder."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -82,6 +83,10 @@ def test_a_blob_of_the_hubs_cache_is_not_read(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").symlink_to(Path("../../blobs") / ("e" * 64))
     files = identify_files(snapshot, make_config(tmp_path))
     assert files == {"config.json": sha256(snapshot / "config.json"), "model.safetensors": "e" * 64}
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        found = identify_files(snapshot, make_config(tmp_path))
+        assert found["model.safetensors"] == hashlib.sha256(b"weights").hexdigest()
     (snapshot / "model.safetensors").unlink()
     (tmp_path / ("e" * 64)).write_bytes(b"weights")
     (snapshot / "model.safetensors").symlink_to(tmp_path / ("e" * 64))  # no blob of the cache: its name says nothing

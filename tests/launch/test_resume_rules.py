@@ -18,7 +18,7 @@ from manyhands.core.errors import OUT_OF_MEMORY, UserError
 from manyhands.launch import prepare as prepare_module
 from manyhands.launch.folder_lock import FolderLock
 from manyhands.launch.prepare import prepare_run
-from manyhands.launch.resume_rules import refuse_other_run
+from manyhands.launch.resume_rules import describe_run, refuse_other_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
 from manyhands.plan.types import RanOut
@@ -65,6 +65,57 @@ def pretend_checkpoint(folder: RunFolder, step: int) -> None:
     path.mkdir(parents=True)
     (path / "manifest.json").write_text("{}")
     folder.write_status("running")
+
+
+def carry(folder: RunFolder, step: int, config, plan) -> Path:
+    """A checkpoint as a run of ``config`` and ``plan`` writes it."""
+    pretend_checkpoint(folder, step)
+    path = folder.checkpoints / f"step-{step:06d}"
+    (path / "manifest.json").write_text(json.dumps({"extra": describe_run(config, plan)}))
+    return path
+
+
+OF_ANOTHER = {
+    "optimizer.learning_rate": 0.5,
+    "seed": 7,
+    "data.max_length": 64,
+    "model.revision": "v2",
+    "batch.samples": 3,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), OF_ANOTHER.items())
+def test_a_checkpoint_of_another_run_is_not_resumed_from(world, key, value):
+    plan = prepare().plan
+    path = carry(world.run, 5, make_config(**{key: value}), plan)
+    with pytest.raises(UserError, match="the checkpoint is of another run") as caught:
+        prepare()
+    assert Path(caught.value.where).resolve() == path and caught.value.details[0].startswith(f"{key}: {value!r} -> ")
+    assert world.run.newest_plan_number() == 1
+
+
+COMPUTED = {
+    "data_content": "other tokens",
+    "data_digest": "other rows",
+    "learning_rate": 0.5,
+    "num_steps": 99,
+    "model_files": {"config.json": "1" * 64},
+}
+
+
+@pytest.mark.parametrize(("name", "value"), COMPUTED.items())
+def test_a_checkpoint_of_a_run_with_the_same_keys_that_computed_something_else_is_refused(world, name, value):
+    plan = prepare().plan
+    carry(world.run, 5, make_config(), plan.model_copy(update={name: value}))
+    with pytest.raises(UserError, match="the checkpoint is of another run") as caught:
+        prepare()
+    assert caught.value.details[0].startswith(name)
+
+
+def test_a_checkpoint_of_this_run_is_resumed_from_under_another_name_and_at_another_place(world):
+    plan = prepare().plan
+    carry(world.run, 5, make_config(name="before", **AT_WORK, **{"parallel.gpus": 4}), plan)
+    assert prepare().resume
 
 
 def files_in(folder: Path) -> set[str]:

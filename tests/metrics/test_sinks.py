@@ -90,6 +90,21 @@ def test_a_line_separator_in_an_answer_ends_no_row(tmp_path):
     assert path.read_bytes() == written and resumed.lost == ""
 
 
+@pytest.mark.parametrize(("resumed_at", "kept"), [(4, [3, 4]), (0, [])])
+def test_rows_of_another_run_are_kept_aside(tmp_path, resumed_at, kept):
+    path, mine = tmp_path / "metrics.jsonl", tmp_path / "mine.jsonl"
+    for file, run, steps in ((path, "other", [1, 2]), (mine, "mine", [3, 4])):
+        sink = JsonlSink(file, run=run)
+        feed(sink, steps)
+        sink.close()
+    path.write_text(both := path.read_text() + mine.read_text())
+    sink = JsonlSink(path, run="mine", resumed_at=resumed_at)
+    sink.close()
+    assert sink.lost == "metrics.jsonl had rows of another run (2), kept in metrics.jsonl.other"
+    assert [row["step"] for row in read_rows(path)] == kept
+    assert (tmp_path / "metrics.jsonl.other").read_text() == both
+
+
 def test_only_every_nth_step_is_written(tmp_path):
     sink = JsonlSink(tmp_path / "metrics.jsonl", every_steps=3)
     feed(sink, range(1, 8))

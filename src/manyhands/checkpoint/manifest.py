@@ -50,7 +50,7 @@ class TensorEntry(_FrozenModel):
 
 
 class Manifest(_FrozenModel):
-    """``extra`` is the caller's own JSON (digests of run and plan, versions); nothing here reads it."""
+    """``extra`` is the caller's own JSON, of a run ``launch.resume_rules.describe_run``; nothing here reads it."""
 
     version: Literal[1] = 1
     world_size: int  # of the ranks that saved; any other number can load

@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from manyhands.core.text import OUTPUT
 
 # Files that are read from a model's or adapter's folder: configuration, weights, tokenizer, templates, code, license.
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md")
+TEMPLATE_FOLDER = "additional_chat_templates"
+HUB_CACHE_FOLDERS = ("models--", "datasets--", "spaces--")  # what huggingface_hub's cache calls its repositories
 SHARED_MEMORY = "/dev/shm"
 _DISK_FULL_WORDS = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "(os error 28)", "(os error 122)")
 READ_BYTES = 1 << 20
@@ -268,22 +270,49 @@ def remove_temporaries(folder: Path) -> None:
 def refuse_outside_links(folder: Path) -> None:
     """UserError for a file in a model's folder that is a link out of it: its content may be a secret.
 
-    The hub's cache consists of links: those from ``REPOSITORY/snapshots/COMMIT`` into ``REPOSITORY/blobs`` are allowed.
+    The hub's cache consists of links: those from ``models--NAME/snapshots/COMMIT`` into ``models--NAME/blobs`` are
+    allowed. Where ``blobs`` is a link itself, to another disk say, only in the cache of this machine: elsewhere whoever
+    made the folder has made that link.
     """
     root = Path(os.path.realpath(folder))
-    allowed = [
-        root,
-        *(Path(os.path.realpath(parent.parent / "blobs")) for parent in root.parents if parent.name == "snapshots"),
-    ]
-    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
+    allowed = [root]
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith(HUB_CACHE_FOLDERS):
+        blobs = root.parent.parent / "blobs"
+        real = Path(os.path.realpath(blobs))
+        allowed += [real] if real == blobs or is_in_hub_cache(root) else []
+    templates = folder / TEMPLATE_FOLDER
+    read = [path for path in folder.glob("*") if path.suffix in MODEL_FILES]
+    for path in sorted([*read, templates, *templates.rglob("*")]):
         target = Path(os.path.realpath(path))
-        if path.suffix in MODEL_FILES and not any(target.is_relative_to(place) for place in allowed):
+        if not any(target.is_relative_to(place) for place in allowed):
             raise UserError(
                 f"{path.name} is a link that leaves the model's folder",
                 where=str(path),
                 why=f"it points to {target}; such a link could copy any file of this machine into the exported model",
                 fix="replace the link by the file, or use the folder that contains the files",
             )
+
+
+def is_in_hub_cache(path: Path) -> bool:
+    """Whether ``path`` lies in huggingface_hub's cache of this machine, which nobody else has filled."""
+    from huggingface_hub import constants
+
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(constants.HF_HUB_CACHE))
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """UserError where one of ``names`` in ``folder``, or a folder between, is a link: what it leads to would be copied
+    or uploaded.
+    """
+    for name in names:
+        for path in (folder / name, *(folder / parent for parent in Path(name).parents[:-1])):
+            if path.is_symlink():
+                raise UserError(
+                    f"{path.name} is a link, which is not followed here",
+                    where=str(path),
+                    why=f"it points to {os.path.realpath(path)}, whose content is none of this folder's",
+                    fix="replace the link by what it points to, if that belongs here",
+                )
 
 
 def hash_files(paths: Sequence[Path], progress: Progress = lambda num_bytes: None) -> dict[Path, str]:

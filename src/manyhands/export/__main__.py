@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
-from manyhands.core.files import explain_refused, nearest_folder, read_json
+from manyhands.core.files import explain_refused, nearest_folder, read_json, refuse_outside_links
 from manyhands.core.text import print_safely
 
 if TYPE_CHECKING:
@@ -79,11 +79,13 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
     from manyhands.export.record import mark_verified
     from manyhands.export.verify_process import verify_in_fresh_process
     from manyhands.facts.identity import check_files
+    from manyhands.launch.resume_rules import refuse_other_checkpoint
     from manyhands.launch.run_folder import RunFolder
 
     run_folder, checkpoint = find_checkpoint(source)
     run = RunFolder(run_folder)
     config, plan = read_for_export(run, dtype)
+    refuse_other_checkpoint(checkpoint, config, run)
     is_adapter = config.method.trains_adapters and not merge
     if merge:
         refuse_merge(config, plan, run_folder)
@@ -129,6 +131,7 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
     tools = find_tools(llama_cpp, kind)  # before anything is loaded
     refuse_foreign(output, replace=False)
     if not (source / "run.json").is_file() and (source / "config.json").is_file():
+        refuse_outside_links(source)
         refuse_own_code(source)
         refuse_towers(source)
         if dtype != "auto":

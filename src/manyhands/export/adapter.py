@@ -5,7 +5,7 @@ Collective.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from manyhands.export.files import begin_folder, commit_folder, write_tensors, w
 from manyhands.export.record import CARD
 from manyhands.export.reference import KindOfBase, Reference, describe_tensor
 from manyhands.export.tensors import narrow, refuse_beyond
-from manyhands.facts.adapter import BESIDE_NF4, CONFIG, QUANTIZED_BASE, WEIGHTS, nf4_options
+from manyhands.facts.adapter import BASE_FILES, BESIDE_NF4, CONFIG, QUANTIZED_BASE, WEIGHTS, nf4_options
 from manyhands.model.structure import left_out, text_modules
 
 
@@ -50,12 +50,14 @@ def export_adapter(
     replace: bool = False,
     reference_path: Path | None = None,
     card: Callable[[], str] | None = None,
+    base_files: Mapping[str, str] | None = None,
 ) -> Reference | None:
     """Writes the adapter as ``folder``; the reference on rank 0, None elsewhere.
 
     ``base_name`` (hub name or folder) is what PEFT will load the base from. ``source`` is the base's folder; its
     tokenizer goes with the adapter where ``asked`` changes it. ``replace`` says that the caller owns what is there.
-    ``card`` makes the model card's text, on rank 0. UserError on every rank if the folder cannot be written.
+    ``card`` makes the model card's text, on rank 0. ``base_files``: SHA-256 of the base's files, which the weights
+    carry. UserError on every rank if the folder cannot be written.
     """
     saved_dtype = getattr(torch, dtype)
     reshard(model)
@@ -81,7 +83,8 @@ def export_adapter(
         )
         if reference_path is not None:
             reference.write(reference_path)
-        metadata = QUANTIZED_BASE[method.double_quant] if method.name == "qlora" else {}
+        metadata = dict(QUANTIZED_BASE[method.double_quant] if method.name == "qlora" else {})
+        metadata |= {BASE_FILES: json.dumps(dict(base_files))} if base_files else {}
         write_tensors(partial / WEIGHTS, tensors, metadata | (BESIDE_NF4 if method.init == "loftq" else {}))
         _sort_metadata(partial / WEIGHTS)
         write_json(partial / CONFIG, describe_adapter(model, method, base_name, asked.revision if asked else None))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from manyhands.config.data_schema import BEGIN_OF_TEXT
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
-from manyhands.core.files import refuse_outside_links, rename_synced, write_json
+from manyhands.core.files import TEMPLATE_FOLDER, refuse_outside_links, rename_synced, write_json
 from manyhands.data.tokenizer import TOKENIZER_FILES, load_tokenizer, open_tokenizer, read_chat_template, tokens_to_add
 from manyhands.export.record import keep_by_hand, write_record
 from manyhands.infer.generate import end_of_turn
@@ -25,7 +25,6 @@ MORE_TOKENIZER_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def begin_folder(folder: Path, *, replace: bool) -> Path:

@@ -55,6 +55,7 @@ def write_output(
     if output == "adapter":
         method = method_of(plan, config)
         base = name_base(config.model.name, plan.model_folder)
+        options |= {"base_files": plan.model_files}
         export_adapter(folder, model, method, base, rank=rank, dtype=dtype, source=source, replace=replace, **options)
         return
     export_model(folder, model, source, dtype, rank=rank, merge=output == "merged", replace=replace, **options)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import refuse_links
 from manyhands.core.units import count_of, format_size
 from manyhands.export.record import CARD, RECORD, find_changed, read_record
 from manyhands.facts.adapter import CONFIG
@@ -81,6 +82,7 @@ def plan_upload(source: Path, repository: str, *, private: bool = True, base: st
         )
     folder = find_output(source)
     record = read_record(folder)
+    refuse_links(folder, [CARD, RECORD, *(record.files if record is not None else ())])
     if record is None or not record.verified:
         raise UserError(
             "this folder was not verified, so it is not uploaded",

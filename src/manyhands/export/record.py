@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import hash_files, read_json, write_json
+from manyhands.core.files import hash_files, read_json, refuse_links, write_json
 
 RECORD = "manyhands.json"
 CARD = "README.md"
@@ -81,7 +81,7 @@ def keep_by_hand(old: Path, new: Path) -> list[str]:
         stays = name == CARD or (what == "added" and not (new / name).exists())
         target = new / (name if stays else f"{name}.old")
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(old / name, target)
+        shutil.copy2(old / name, target, follow_symlinks=False)
         kept.append(name if stays else f"{name} as {name}.old")
     return kept
 
@@ -104,4 +104,5 @@ def copy_output(folder: Path, target: Path) -> None:
         )
     before, card = read_record(target), target / CARD
     is_ours = not card.is_file() or (before is not None and before.files.get(CARD) == hash_files([card])[card])
+    refuse_links(folder, [path.relative_to(folder).as_posix() for path in folder.rglob("*")])
     shutil.copytree(folder, target, dirs_exist_ok=True, ignore=None if is_ours else shutil.ignore_patterns(CARD))

@@ -8,6 +8,7 @@ repeat it, or be left at its default; another value is an error that names both.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ TAKEN_FROM_BASE = ("pissa", "corda", "olora", "loftq")
 # has BESIDE_NF4 too: it does not fit a base in 16 bits. By method.double_quant.
 QUANTIZED_BASE = {True: {"base_quantization": "nf4, double quantization"}, False: {"base_quantization": "nf4"}}
 BESIDE_NF4 = {"base": "nf4"}
+BASE_FILES = "base_files"  # in the same header: SHA-256 of the base's files by their names, as JSON
 SETTLED = ("rank", "alpha", "rslora", "dora", "target_modules", "modules_to_save")
 
 
@@ -175,6 +177,15 @@ def needed_tokens(folder: Path) -> int:
         (1 + token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids),
         default=0,
     )
+
+
+def read_base_files(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files of the base that the adapter was trained on, by their names; empty where it does not say."""
+    try:
+        found = json.loads(read_metadata(folder / WEIGHTS).get(BASE_FILES, "{}"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and all(isinstance(sha, str) for sha in found.values()) else {}
 
 
 def read_targets(folder: Path) -> list[str]:

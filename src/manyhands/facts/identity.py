@@ -11,14 +11,16 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.data_schema import DataSection
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.files import Progress, hash_files, read_json, write_json
+from manyhands.core.files import Progress, hash_files, is_in_hub_cache, read_json, write_json
 from manyhands.core.limits import GIB
+from manyhands.facts.adapter import read_base_files
 from manyhands.facts.safetensors import find_weight_files
 
 SHA256 = re.compile("[0-9a-f]{64}")
@@ -42,7 +44,11 @@ def identify_files(
         files += find_weight_files(folder)
     if config.model.trust_remote_code:
         files += sorted(folder.glob("*.py"))
-    kept = Path(config.data.cache).expanduser() / "weights"
+    return _identify(folder, files, config.data.cache, report, progress)
+
+
+def _identify(folder: Path, files: Sequence[Path], cache: str, report: Report, progress: Progress) -> dict[str, str]:
+    kept = Path(cache).expanduser() / "weights"
     try:
         found = {path: _name_of_blob(path) or _remembered(path, kept) for path in files}
         unknown = [path for path in files if found[path] is None]
@@ -70,6 +76,26 @@ def differing_files(before: Mapping[str, str], after: Mapping[str, str], *, weig
     ]
 
 
+def check_adapter_base(adapter: Path, base: Path) -> None:
+    """Raises UserError where ``base`` is not the model that the adapter was trained on, by what its weights carry
+    (nothing, where another program has written them).
+    """
+    planned = read_base_files(adapter)
+    if not planned:
+        return
+    files = [base / name for name in planned if (base / name).is_file()]
+    found = _identify(base, files, DataSection.model_fields["cache"].default, lambda line: None, lambda num_bytes: None)
+    if changed := differing_files(planned, found):
+        raise UserError(
+            "the base model is not the one that the adapter was trained on",
+            where=str(base),
+            why="its files differ (trained on -> found here, by SHA-256)",
+            fix="put the adapter's own base model there (model.revision pins a commit of the hub), or name another"
+            " with --base",
+            details=changed,
+        )
+
+
 def check_files(
     folder: Path,
     config: RunConfig,
@@ -95,8 +121,10 @@ def check_files(
 
 
 def _name_of_blob(path: Path) -> str | None:
-    """What the hub names the content by, if ``path`` lies in its cache: snapshots/COMMIT/FILE -> blobs/SHA-256."""
-    if not path.is_symlink() or path.parent.parent.name != "snapshots":
+    """What the hub names the content by, if ``path`` lies in its cache: snapshots/COMMIT/FILE -> blobs/SHA-256. In a
+    folder elsewhere that looks like it, whoever made it has chosen the names.
+    """
+    if not path.is_symlink() or path.parent.parent.name != "snapshots" or not is_in_hub_cache(path.parent):
         return None
     blob = path.resolve()
     return (

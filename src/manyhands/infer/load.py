@@ -174,13 +174,14 @@ def find_parts(folder: Path, base: str | None = None) -> Found:
 
 
 def _find_run(folder: Path, base: str | None) -> Found:
-    from manyhands.facts.identity import check_files
+    from manyhands.facts.identity import check_adapter_base, check_files
     from manyhands.launch.run_folder import RunFolder
 
     run = RunFolder(folder)
     config = run.read_config()
     of_run = (config.model.chat_template, chat_template_kwargs_of(config), sizes_of(config))
     if (folder / "model" / "config.json").is_file():
+        refuse_outside_links(folder / "model")
         return Found(folder / "model", None, *of_run)
     adapter = folder / "adapter"
     if not (adapter / ADAPTER_CONFIG).is_file():
@@ -190,17 +191,20 @@ def _find_run(folder: Path, base: str | None) -> Found:
             why="there is neither model/ nor adapter/ in it",
             fix=f"let it finish, or write one from its newest checkpoint: manyhands export {folder} --output DIR",
         )
+    refuse_outside_links(adapter)
     plan = run.read_plan()
     planned = Path(plan.model_folder)
     weights = planned if base is None and planned.is_dir() else find_base(adapter, base)
     if base is None:
         check_files(weights, config, plan.model_files)
+        check_adapter_base(adapter, weights)
     return Found(weights, adapter, *of_run)
 
 
 def find_base(adapter: Path, base: str | None = None) -> Path:
     """The base model's folder: as given, else by the name in adapter_config.json, on this machine or the hub."""
     from manyhands.facts.hub import locate_model
+    from manyhands.facts.identity import check_adapter_base
 
     fields = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     name = base or fields.get("base_model_name_or_path")
@@ -208,7 +212,10 @@ def find_base(adapter: Path, base: str | None = None) -> Path:
         raise UserError(
             "the adapter does not name its base model", where=str(adapter / ADAPTER_CONFIG), fix="give it with --base"
         )
-    return Path(locate_model(name, None if base else fields.get("revision"), True))
+    found = Path(locate_model(name, None if base else fields.get("revision"), True))
+    if base is None:
+        check_adapter_base(adapter, found)
+    return found
 
 
 def load_model(

@@ -17,10 +17,10 @@ from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.errors import UserError, require_extras
 from manyhands.core.units import describe_ranks, format_gib
 from manyhands.data.summary import PreparedData
-from manyhands.facts.adapter import find_adapter
+from manyhands.facts.adapter import find_adapter, read_base_files
 from manyhands.facts.host import read_disks, read_host_facts
 from manyhands.facts.hub import locate_model
-from manyhands.facts.identity import identify_files
+from manyhands.facts.identity import differing_files, identify_files
 from manyhands.facts.model import read_model_facts, resize_vocabulary
 from manyhands.facts.model_config import judge_packing
 from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
@@ -36,6 +36,7 @@ from manyhands.launch.resume_rules import (
     fresh_name,
     is_taken,
     refuse_no_longer,
+    refuse_other_checkpoint,
     refuse_other_course,
     refuse_without_checkpoint,
 )
@@ -309,6 +310,8 @@ def _plan_launch(
         after = after.model_copy(
             update={"why": (*after.why, explain_longer(config.schedule, before, after, step, changed))}
         )
+    if step is not None:
+        refuse_other_checkpoint(folder.checkpoints / f"step-{step:06d}", config, folder)
     if before is None:
         refuse_unmatched(config, after, facts.model)
     return after if asked is config else after.model_copy(update={"config_digest": config.digest})
@@ -367,6 +370,8 @@ def gather_facts(
         model = model.model_copy(update={"files": identify_files(folder, config, report)})
     new_tokens = find_new_tokens(config.model, folder, model.vocab_size)
     adapter = find_adapter(config, report)
+    if adapter is not None and (others := differing_files(read_base_files(Path(adapter.folder)), model.files)):
+        report(f"warning: the adapter was trained on another base model, by SHA-256: {'; '.join(others)}")
     if group is not None:
         host, data = join_hosts(group.hosts), group.data
         world_size, local_world_size = group.world_size, max(group.num_ranks)

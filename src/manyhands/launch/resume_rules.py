@@ -17,12 +17,13 @@ plans, metrics, and the newest complete checkpoint.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import itertools
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from pydantic import ValidationError
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.files import rename_synced, write_atomically
+from manyhands.core.files import read_json, rename_synced, write_atomically
 from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteError, RemoteFolder
 from manyhands.core.units import count_of
@@ -249,13 +250,70 @@ def refuse_other_course(before: Plan, after: Plan, folder: RunFolder, *, longer:
     )
 
 
+def describe_run(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """What each checkpoint's manifest carries of its run (``extra``), for ``refuse_other_checkpoint``."""
+    return {"config": config.model_dump(mode="json"), "course": _course(plan)}
+
+
+def identify_rows(config: RunConfig, plan: Plan) -> str:
+    """Which run a row of metrics.jsonl is of: its keys, but for those that may differ, and its data."""
+    keys = flatten(config.model_dump(mode="json"))
+    own = {key: value for key, value in keys.items() if key != "name" and not _matches(key, MAY_DIFFER)}
+    return hashlib.sha256(json.dumps([own, plan.data_digest], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def refuse_other_checkpoint(checkpoint: Path, config: RunConfig, folder: RunFolder) -> None:
+    """UserError where a checkpoint in the folder of the run is another run's, by what its manifest carries: its keys
+    (the name alone does not make it another), or what its launch computed, which one of this run's plans must have.
+    One of an earlier version, which carries neither, passes.
+    """
+    extra = (read_json(checkpoint / MANIFEST) or {}).get("extra", {})
+    if "config" not in extra:
+        return
+    try:
+        before = RunConfig.model_validate(extra["config"])
+        changed = differing_keys(before.model_copy(update={"name": config.name}), config)
+    except ValidationError:
+        changed = ["its manifest names a run of another version of manyhands"]
+    if not changed:
+        courses = [_course(plan) for plan in folder.read_plans()]
+        there, here = extra.get("course"), courses[-1] if courses else None
+        if courses and there not in courses:
+            there, here = (flatten(course) if isinstance(course, dict) else {} for course in (there, here))
+            changed = [
+                f"{key}: {there.get(key)} -> {here.get(key)}"
+                for key in sorted(there | here)
+                if there.get(key) != here.get(key)
+            ]
+    if changed:
+        raise UserError(
+            "the checkpoint is of another run",
+            where=str(checkpoint),
+            why=f"{len(changed)} {'value differs' if len(changed) == 1 else 'values differ'} (checkpoint -> this run)",
+            fix="move it out of this run's folder, or use --fresh for a new run; method.adapter and model.name begin"
+            " with what another run has trained",
+            details=changed,
+        )
+
+
+def _course(plan: Plan) -> dict[str, Any]:
+    """What a launch of ``plan`` computes, as JSON has it."""
+    weights = plan.keeps_base
+    files = {name: sha for name, sha in plan.model_files.items() if weights or not name.endswith(".safetensors")}
+    return json.loads(json.dumps({name: attrgetter(name)(plan) for name in COURSE} | {"model_files": files}))
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
 def differing_keys(old: RunConfig, new: RunConfig) -> list[str]:
     """``key: old -> new`` for every key that makes it another run."""
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in before | after
-        if before.get(key) != after.get(key) and not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
+        if before.get(key) != after.get(key) and not _matches(key, MAY_DIFFER)
     ]
 
 

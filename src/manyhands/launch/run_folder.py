@@ -214,16 +214,27 @@ class RunFolder:
         read.
         """
         number = self.newest_plan_number()
-        path = self.plans / f"{number:03d}.json"
         fix = "restore the file, or use --fresh for a new run; this folder was not changed"
         if number == 0:
             started = "its files were removed; " if self.was_started() else "it was never planned; "
             raise UserError(
                 "this run has no plan",
                 where=str(self.plans),
-                why=f"{started}there is no {path.parent.name}/001.json",
+                why=f"{started}there is no {self.plans.name}/001.json",
                 fix=fix,
             )
+        return self._read_plan(number, fix)
+
+    def read_plans(self) -> list[Plan]:
+        """All that can be read, in order."""
+        plans = []
+        for number in range(1, self.newest_plan_number() + 1):
+            with suppress(UserError):
+                plans.append(self._read_plan(number))
+        return plans
+
+    def _read_plan(self, number: int, fix: str = "") -> Plan:
+        path = self.plans / f"{number:03d}.json"
         try:
             return Plan.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError, OSError) as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from manyhands.config.schema import RunConfig
+from manyhands.launch.resume_rules import identify_rows
 from manyhands.metrics.console import ConsoleSink
 from manyhands.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from manyhands.metrics.summary import describe_settings, read_evaluations
@@ -30,7 +31,11 @@ def open_sinks(
     """
     path = Path(folder)
     rows = JsonlSink(
-        path / "metrics.jsonl", every_steps=config.log.every_steps, resumed_at=resumed_at, evaluated_at=evaluated_at
+        path / "metrics.jsonl",
+        every_steps=config.log.every_steps,
+        resumed_at=resumed_at,
+        evaluated_at=evaluated_at,
+        run=identify_rows(config, plan),
     )
     if rows.lost:
         for stream in filter(None, (terminal, log)):

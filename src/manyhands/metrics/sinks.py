@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -50,12 +51,14 @@ class JsonlSink(Sink):
     """
 
     def __init__(
-        self, path: Path, *, every_steps: int = 1, resumed_at: int = 0, evaluated_at: int | None = None
+        self, path: Path, *, every_steps: int = 1, resumed_at: int = 0, evaluated_at: int | None = None, run: str = ""
     ) -> None:
+        """``run``: which one the rows are of; those of another are kept aside (``path``.other)."""
         path.parent.mkdir(parents=True, exist_ok=True)
         last_evaluation = resumed_at if evaluated_at is None else evaluated_at
         last = {"step": resumed_at, "evaluation": last_evaluation, "checkpoint": resumed_at}
-        self.lost = _take_back(path, last if resumed_at else {}, every_steps)  # what was damaged; nothing if empty
+        self.run = run
+        self.lost = _take_back(path, last if resumed_at else {}, every_steps, run)  # what was damaged; nothing if empty
         self.every_steps = every_steps
         self._file = open(path, "a", encoding="utf-8")
         self._devices: Devices = []
@@ -80,7 +83,7 @@ class JsonlSink(Sink):
         self._file.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._put(_without_nan({**row, "time": round(time.time(), 3)}))
+        self._put(_without_nan({**row, "time": round(time.time(), 3), **({"run": self.run} if self.run else {})}))
 
     def _put(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
@@ -97,16 +100,20 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
-def _take_back(path: Path, last: Mapping[str, int], every_steps: int) -> str:
+def _take_back(path: Path, last: Mapping[str, int], every_steps: int, run: str) -> str:
     """Removes rows beyond the ``last`` step of their kind, which will be written again, and a last line that was cut
-    off when the run was killed. A kind that is not named loses all. Returns what is missing of the others, in words.
+    off when the run was killed. A kind that is not named loses all. Rows of another run than ``run`` are removed, once
+    the file has been copied. Returns what is missing of the others, in words.
     """
-    kept, steps, num_broken = [], [0], 0
+    kept, steps, num_broken, num_foreign = [], [0], 0, 0
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in io.StringIO(text):  # str.splitlines would also cut a row at U+2028 and the like inside an answer
         try:
             row = json.loads(line)
             kind, step = row["kind"], row["step"]
+            if row.get("run", run) != run:
+                num_foreign += 1
+                continue
             counts = step <= last.get(kind, -1)
         except (ValueError, KeyError, TypeError):
             num_broken += line.endswith("\n")
@@ -114,6 +121,11 @@ def _take_back(path: Path, last: Mapping[str, int], every_steps: int) -> str:
         if counts and line.endswith("\n"):
             kept.append(line)
             steps += [step] * (kind == "step")
+    if num_foreign:
+        aside = path.with_name(f"{path.name}.other")
+        shutil.copyfile(path, aside)
+        write_atomically(path, "".join(kept))
+        return f"{path.name} had rows of another run ({num_foreign}), kept in {aside.name}"
     if path.exists():
         write_atomically(path, "".join(kept))
     widest = max((after - before for before, after in itertools.pairwise(steps)), default=0)

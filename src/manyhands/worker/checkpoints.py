@@ -18,7 +18,7 @@ from manyhands.checkpoint.manifest import checkpoint_folder, copy_checkpoint, pr
 from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
 from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteError
-from manyhands.launch.resume_rules import remote_of
+from manyhands.launch.resume_rules import describe_run, remote_of
 from manyhands.train.types import Hook, TrainState
 from manyhands.worker.context import RankContext, StagesCheckpoints
 
@@ -233,7 +233,7 @@ class CheckpointHook(Hook):
     def _manifest_extra(self) -> dict[str, Any]:
         rank = self.rank
         return {
-            "config_digest": rank.config.digest,
+            **describe_run(rank.config, rank.plan),
             "plan": rank.plan.number,
             "world_size": rank.world.world_size,
         }

@@ -20,6 +20,7 @@ from manyhands.export.record import mark_verified
 from manyhands.export.reference import save_probe
 from manyhands.export.verify_process import verify_in_fresh_process
 from manyhands.infer.images import PromptImages, sizes_of
+from manyhands.launch.resume_rules import refuse_other_checkpoint
 from manyhands.metrics.report import write_report
 from manyhands.metrics.summary import describe_data, describe_versions
 from manyhands.worker.batches import images_of
@@ -56,6 +57,7 @@ def export(rank: RankContext) -> None:
 
 def _load_best(rank: RankContext, best: Path) -> None:
     """UserError on every rank where it is damaged. A run resumes from its newest one, so nothing makes it again."""
+    run_on_rank_0(lambda: refuse_other_checkpoint(best, rank.config, rank.folder))
     try:
         rank.engine.load(best)
     except UserError as error:

@@ -32,6 +32,7 @@ from manyhands.facts.identity import check_files
 from manyhands.kernels.backend import adopt_choices
 from manyhands.launch.environment import ending_processes
 from manyhands.launch.rank_process import await_memory
+from manyhands.launch.resume_rules import refuse_other_checkpoint
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.features import KeptFeatures, digest_of_weights
 from manyhands.model.image_checks import ProbeImages, check_images
@@ -83,6 +84,8 @@ def find_checkpoint(rank: RankContext) -> None:
         lambda: clean_leftovers(checkpoints, rank.print)
     )  # the others wait: it may rename what they would list
     rank.checkpoint = find_sound(checkpoints, rank.print)
+    if (found := rank.checkpoint) is not None:
+        run_on_rank_0(lambda: refuse_other_checkpoint(found, rank.config, rank.folder))
     find_snapshot(rank)
 
 
