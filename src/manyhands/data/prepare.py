@@ -8,6 +8,7 @@ linked, not made again.
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +39,10 @@ from manyhands.data.image_files import find_changed
 from manyhands.data.segment import finish_store, join_segments
 from manyhands.data.sources import list_files, resolve_sets, resolve_sources
 from manyhands.data.store import TokenStore
-from manyhands.data.streams import PACKED_BY, WITH_IMAGES
+from manyhands.data.streams import PACKED_BY, TOKENS, WITH_IMAGES
 from manyhands.data.summary import Outcome, PreparedData, count_left_out, summarize
 from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenize_parts
+from manyhands.data.tokenizer import open_tokenizer
 
 MAX_BAD_IMAGES = 5  # of each source that are named where they are left out
 MAX_PAIRS = 5  # of repeated samples that are named
@@ -223,6 +225,7 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
             "order": config.data.order,
             "sources": described,
             **totals,
+            "largest_id": max(made["largest_id"] for made in meta["made"]),
             "num_dropped": len(sources) - sum(map(len, (division.train, division.validation, division.duplicates))),
             "num_repeated": num_repeated,
             "notes": [
@@ -252,14 +255,9 @@ def _check_repeated(
     if not len(repeated):
         return 0, []
 
-    def place(sample: int) -> str:
-        source = int(tables["sources"][sample])
-        bounds = np.cumsum(made[source]["samples_of_files"])
-        file = int(np.searchsorted(bounds, sample - int(np.searchsorted(tables["sources"], source)), side="right"))
-        return f"{inputs.files[source][file].name}:{tables['lines'][sample]}"
-
     pairs = [
-        f"{place(row)} is {place(twin)}" for row, twin in zip(repeated[:MAX_PAIRS], twins[:MAX_PAIRS], strict=True)
+        " is ".join(_place_of(inputs, made, tables, int(sample)) for sample in pair)
+        for pair in zip(repeated[:MAX_PAIRS], twins[:MAX_PAIRS], strict=True)
     ]
     more = f" and {len(repeated) - len(pairs):,} more" if len(repeated) > len(pairs) else ""
     if len(repeated) < len(division.validation):
@@ -277,6 +275,43 @@ def _check_repeated(
         why="the tokens are the same, so a validation loss would say nothing about samples that were not trained",
         fix=fix,
         details=[*pairs, *([more.strip()] if more else [])],
+    )
+
+
+def _place_of(inputs: Inputs, made: Sequence[Mapping[str, Any]], tables: Mapping[str, np.ndarray], sample: int) -> str:
+    """``file:line`` of a sample of the store."""
+    source = int(tables["sources"][sample])
+    bounds = np.cumsum(made[source]["samples_of_files"])
+    file = int(np.searchsorted(bounds, sample - int(np.searchsorted(tables["sources"], source)), side="right"))
+    return f"{inputs.files[source][file].name}:{tables['lines'][sample]}"
+
+
+def refuse_outside_ids(config: RunConfig, model_folder: str | Path, data: PreparedData, num_rows: int) -> None:
+    """UserError where a token has no row in an embedding of ``num_rows``; names up to 5 such tokens, each with a row of
+    the data that has it.
+    """
+    if data.largest_id < num_rows:
+        return
+    folder, inputs = Path(data.folder), _find_inputs(config)
+    made = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["made"]
+    tables = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("sources", "lines", OFFSETS)}
+    ids = np.fromfile(folder / f"{PACKED_BY}.bin", dtype=TOKENS.item_dtype)
+    places = np.flatnonzero((ids >= num_rows) & (ids <= data.largest_id))  # placeholders of images may be larger
+    outside, first = np.unique(ids[places], return_index=True)
+    tokens = open_tokenizer(Path(model_folder), config.model).convert_ids_to_tokens(outside.tolist())
+    samples = np.searchsorted(tables[OFFSETS], places[first], side="right") - 1
+    details = [
+        f"{_place_of(inputs, made, tables, int(sample))}: the token {token!r} has the id {number:,}"
+        for token, number, sample in zip(tokens, outside, samples, strict=True)
+    ]
+    more = [f"and {len(details) - MAX_PAIRS:,} more tokens"] if len(details) > MAX_PAIRS else []
+    raise UserError(
+        f"the data has tokens beyond the model's embedding, which has {num_rows:,} rows",
+        where=str(model_folder),
+        why=f"the largest id is {data.largest_id:,}: the tokenizer has tokens that the model was never given, or is "
+        "another model's",
+        fix="use the model's own tokenizer, or name the tokens that are to get rows of their own in model.new_tokens",
+        details=[*details[:MAX_PAIRS], *more],
     )
 
 

@@ -35,7 +35,7 @@ from manyhands.core.files import hash_in_pieces
 from manyhands.data.order import EVALUATION_STREAM, SampleOrder, permute
 from manyhands.data.streams import IMAGES, PACKED_BY, TOKENS_OF_IMAGE, UNITS, Stream, is_weighted, read_streams
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 SAMPLE_TABLES = ("num_loss_tokens", "loss_weights", "sources", "train", "validation")  # that a process reads
 
 

@@ -62,6 +62,7 @@ class PreparedData:
     max_units_per_token: float = 0.0  # of one sample
     mean_image_units: float = 0.0  # of a sample of an epoch
     max_image_tokens: int = 0  # of one sample
+    largest_id: int = -1  # of all tokens but the placeholders of images
 
 
 def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
@@ -112,6 +113,7 @@ def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
         as_given=order.as_given,
         first_lengths=tuple(train.lengths[first].tolist()),
         first_labels=tuple(train.num_loss_tokens[first].tolist()) if config.batch.loss_tokens is not None else (),
+        largest_id=meta["largest_id"],
         **_sum_images(store),
     )
 
@@ -180,6 +182,7 @@ class Outcome:
     num_too_long: int = 0  # rows dropped for more tokens than max_length
     num_too_short: int = 0  # rows dropped for fewer tokens than min_length
     longest: int = 0  # tokens of the longest row that was too long
+    largest_id: int = -1  # of the tokens of all samples, but for placeholders of images
     formats: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)  # columns that hold something and are not read
@@ -204,7 +207,10 @@ class Outcome:
         """What a store remembers of it, once there are no faults."""
         return {
             name: getattr(self, name)
-            for name in ("num_samples", "num_tokens", *self.COUNTS, "formats", "notes", "unread", "left_out")
+            for name in (
+                *("num_samples", "num_tokens", "largest_id", *self.COUNTS),
+                *("formats", "notes", "unread", "left_out"),
+            )
         }
 
     def write(self, path: Path) -> None:
@@ -230,7 +236,7 @@ class Outcome:
             elif isinstance(mine, list):
                 mine += [entry for entry in value if entry not in mine]
             else:
-                setattr(self, name, max(mine, value) if name == "longest" else mine + value)
+                setattr(self, name, max(mine, value) if name in ("longest", "largest_id") else mine + value)
 
     def raise_if_any(self, config: RunConfig, where: str) -> None:
         """A UserError with up to 20 faults of the rows, what cannot be read at all before what cannot be trained."""

@@ -90,6 +90,7 @@ class PartTokenizer:
         self._placeholders = find_placeholders(tokenizer)
         self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
         self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
+        self._largest_id = -1  # of the samples of the rows that are being written
 
     def run(self, part: FilePart, source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
         """Writes the segment ``folder`` of all rows of a part. Faults of rows are gathered in what is returned."""
@@ -110,6 +111,7 @@ class PartTokenizer:
     ) -> Outcome:
         """Writes the segment ``folder`` of rows of one source."""
         outcome, writer = Outcome(), SegmentWriter(folder, TEXT if self._images is None else WITH_IMAGES)
+        self._largest_id = -1
         try:
             for chunk in self._gather(self._convert(rows, source, outcome, writer)):
                 rendered = self._render([item.content for item in chunk])
@@ -120,7 +122,7 @@ class PartTokenizer:
         finally:
             writer.close()
         outcome.num_samples, outcome.num_tokens = writer.num_samples, writer.num_items[TOKENS.name]
-        outcome.notes = self._renderer.notes()
+        outcome.largest_id, outcome.notes = self._largest_id, self._renderer.notes()
         return outcome
 
     def _render(self, contents: Sequence[Conversation | str | Ready]) -> list[Rendered | RowRefused]:
@@ -258,7 +260,10 @@ class PartTokenizer:
 
     def _append(self, writer: SegmentWriter, sample: Sample, line: int, continued: bool = False) -> None:
         """Every sample of a run with images has their streams, be they empty."""
-        without = {} if self._images is None else to_streams([])
+        ids, without = sample[TOKENS.name], {} if self._images is None else to_streams([])
+        if self._images is not None:
+            ids = ids[ids != self._images.token_id]  # features stand in the place of this token's embedding
+        self._largest_id = max(self._largest_id, int(ids.max(initial=-1)))
         writer.append({**without, **sample}, line, continued)
 
     def _check_placeholders(self, content: Conversation | str | Ready, ids: np.ndarray) -> str | None:

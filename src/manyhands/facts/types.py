@@ -124,6 +124,7 @@ class DataFacts(Fact):
     max_units_per_token: float = 0.0  # of one sample: units of its images over all its tokens; 0: not known
     mean_image_units: float = 0.0  # of a sample of an epoch, those without images included
     max_image_tokens: int = 0  # of one sample: placeholders that become features
+    largest_id: int = -1  # of all tokens but the placeholders of images
 
 
 class GpuFacts(Fact):

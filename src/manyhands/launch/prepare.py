@@ -355,7 +355,7 @@ def gather_facts(
     what takes time, as text.
     The model is judged before the data is touched, so that a wrong name costs nothing.
     """
-    from manyhands.data.prepare import prepare
+    from manyhands.data.prepare import prepare, refuse_outside_ids
 
     needs_weights = config.model.init == "pretrained"
     folder = locate_model(
@@ -378,6 +378,7 @@ def gather_facts(
     elif config.parallel.nodes != "auto" and world_size is None and host is None:  # those not here are like this one
         host = read_host_facts().model_copy(update={"num_nodes": config.parallel.nodes})
     data = prepare(config, folder, report) if data is None else data
+    refuse_outside_ids(config, folder, data, model.vocab_size if new_tokens is None else new_tokens.vocab_size)
     disks = folder_of(config).path, config.data.cache, data.num_images
     return Facts(
         model=resize_vocabulary(model, new_tokens),
