@@ -102,6 +102,18 @@ CONVERSIONS = [
                                     {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
                                     {"from": "observation", "value": "2"}]},
      [USER, ANSWER | {"tool_calls": [CALL]}, {"role": "tool", "content": "2"}]),
+    ("query", {"query": "a", "response": "b", "history": [["c", "d"]], "system": "s"},
+     [SYSTEM, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, USER, ANSWER]),
+    ("query", {"query": "a", "response": "b", "history": '[["c", "d"]]'},
+     [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, USER, ANSWER]),
+    ("messages", {"messages": [{"role": "Human", "content": "a"}, {"role": "gpt", "content": "b"},
+                               {"role": "user", "content": "a"}, {"role": "model", "content": "b"}]},
+     [USER, ANSWER, USER, ANSWER]),
+    ("messages", {"messages": [USER, {"role": "tool_call", "content": '{"name": "f", "arguments": {"x": 1}}'},
+                               {"role": "tool_call", "content": {"name": "f", "arguments": {"x": 1}}},
+                               {"role": "tool_response", "content": "2"}, ANSWER]},
+     [USER, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}, {"role": "tool", "content": "2"},
+      ANSWER]),
     ("alpaca", {"instruction": "a", "input": "", "output": "b", "text": "..."}, [USER, ANSWER]),
     ("alpaca", {"instruction": "a", "input": "more", "output": "b", "system": "s", "history": [["c", "d"]]},
      [SYSTEM, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
@@ -112,11 +124,12 @@ CONVERSIONS = [
 @pytest.mark.parametrize(("format", "fields", "messages"), CONVERSIONS)
 def test_rows_become_conversations(format: str, fields: dict, messages: list) -> None:
     before = json.dumps(fields)
-    assert to_conversation(row(**fields), format) == Conversation(messages)
+    meant = Conversation(messages, num_prompt=len(messages) - 1 if format == "prompt" else 0)
+    assert to_conversation(row(**fields), format) == meant
     assert json.dumps(fields) == before
     renamed = {name: f"my_{name}" for name in REQUIRED[format]}
     moved = {renamed.get(name, name): value for name, value in fields.items()}
-    assert to_conversation(row(**moved), format, renamed) == Conversation(messages)
+    assert to_conversation(row(**moved), format, renamed) == meant
 
 
 def test_system_prompts_can_be_dropped() -> None:
@@ -125,7 +138,8 @@ def test_system_prompts_can_be_dropped() -> None:
         ({"conversations": [SYSTEM, USER, ANSWER]}, "sharegpt"),
         ({"prompt": "a", "completion": "b", "system": "s"}, "prompt"),
     ):
-        assert to_conversation(row(**fields), format, drop_system=True) == Conversation([USER, ANSWER])
+        meant = Conversation([USER, ANSWER], num_prompt=int(format == "prompt"))
+        assert to_conversation(row(**fields), format, drop_system=True) == meant
 
 
 def test_images_of_a_dropped_system_prompt_go_with_it() -> None:
@@ -199,7 +213,11 @@ def messages(*talk: object) -> dict:
         ("messages", {"messages": {}}, "list of messages"),
         ("messages", messages("hi"), "message 1 of messages is not an object"),
         ("messages", messages(USER), "no assistant message"),
-        ("messages", messages(USER | {"role": "bot"}), "'bot'; known roles: system, developer, user, assistant, tool"),
+        (
+            "messages",
+            messages(USER | {"role": "alien"}),
+            "'alien'; known roles: system, developer, user, assistant, tool",
+        ),
         ("messages", messages({"from": "human", "value": "a"}), "sharegpt"),
         ("messages", messages(ANSWER | {"content": None}), "must be a string, this is NoneType"),
         ("messages", messages(ANSWER | {"content": [{"type": "image", "image": 1}]}), "trains text alone"),
@@ -244,7 +262,11 @@ def messages(*talk: object) -> dict:
         ("messages", messages(ANSWER) | {"tools": [{}]}, "tool 1 of tools must be an object with a name"),
         ("messages", messages(ANSWER) | {"tools": "no"}, "tools is no JSON"),
         ("messages", {"messages": '[{"role": "assistant", "content": "\\ud800"}]'}, "surrogate"),
-        ("sharegpt", {"conversations": [{"from": "alien", "value": "a"}]}, "from 'alien'; known names: human"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "alien", "value": "a"}]},
+            "turn 1 of conversations has the role 'alien'; known roles: system",
+        ),
         ("sharegpt", {"conversations": [{"from": "gpt", "value": None}]}, "must be a string"),
         (
             "sharegpt",

@@ -20,7 +20,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "question", "text", "tokens", "segments"]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "question", "query", "text", "tokens", "segments"]
 TooLong = Literal["error", "truncate", "split", "drop"]
 
 
@@ -79,7 +79,8 @@ class DataSection(Section):
     format: Format = Field(
         "auto",
         description="Format of the rows: messages; sharegpt (conversations); alpaca (instruction, input, output); "
-        "prompt + completion; question + answer; text; tokens (input_ids, labels); segments (text and label of each). "
+        "prompt + completion; question + answer; query + response; text; tokens (input_ids, labels); segments (text "
+        "and label of each). "
         "auto looks at the first rows.",
     )
     fields: dict[str, str] = Field(

@@ -260,6 +260,7 @@ REQUIRED = MappingProxyType(
         "alpaca": ("instruction", "output"),
         "prompt": ("prompt", "completion"),
         "question": ("question", "answer"),
+        "query": ("query", "response"),
         "text": ("text",),
         "tokens": ("input_ids",),
         "segments": ("segments",),
@@ -275,6 +276,7 @@ OPTIONAL = MappingProxyType(
         "alpaca": ("input", "system", "history", "weight"),
         "prompt": ("system", "tools", "chat_template_kwargs", "weight"),
         "question": ("system", "weight"),
+        "query": ("system", "history", "tools", "weight"),
         "text": ("weight",),
         "tokens": (
             *("labels", "completion_mask", "assistant_masks", "loss_mask", "loss_weights", "weight"),

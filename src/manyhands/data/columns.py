@@ -10,8 +10,8 @@ the meaning.
 | image(s), video(s), audio(s), ... | the text is about something else that the row holds | refuses it |
 | any other | | names it as not read |
 
-A value that is null, empty text or an empty list carries nothing. ``data.ignore`` takes columns out of every row before
-anything else looks at it. Knows no tokenizer and no file.
+A value that is null, empty text, an empty list or one of nulls carries nothing. ``data.ignore`` takes columns out of
+every row before anything else looks at it. Knows no tokenizer and no file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ MAX_SHAPES = 1000  # sets of names that are remembered
 
 
 def carries(value: Any) -> bool:
-    """Whether a column holds something; false and 0 are something, not-a-number is nothing."""
+    """Whether a column holds something; false and 0 are something, not-a-number and a list of nulls are nothing."""
+    if isinstance(value, list) and value and all(entry is None for entry in value):
+        return False
     return value == value and (bool(value) or isinstance(value, (int, float)))
 
 

@@ -7,65 +7,41 @@
 | alpaca | instruction, output; (input, system, history, weight) | a user turn, instruction then input, and an answer |
 | prompt | prompt, completion: strings or lists of messages; (system, as messages) | a user and an assistant turn |
 | question | question, answer: strings; (system, weight) | a user and an assistant turn |
+| query | query, response: strings; (system, history, tools, weight) | a user and an assistant turn |
 | text | text: string; (weight) | the text |
 | tokens, segments | see ``ready_rows.py`` | |
 
 ``data.fields`` says where they have other names. What becomes of other fields: ``columns.py``.
 
-A sharegpt turn by its ``from``:
-
-| from | becomes |
-|---|---|
-| human, user | user |
-| gpt, chatgpt, assistant, model, bot | assistant |
-| system, developer | the same |
-| function_call, tool_call | an assistant's tool call, from JSON text {name, arguments} or a list of them |
-| observation, tool, tool_response, function_response | tool |
-
-A call that follows the assistant's words is part of the same turn.
+The roles of messages and of sharegpt turns, whatever tool they come from, are those of ``messages.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as make_field
 from typing import Any, Literal, cast
 
-from manyhands.config.sources import INNER, OPTIONAL, READY, REQUIRED, known_fields
+from manyhands.config.sources import IMAGES, INNER, OPTIONAL, READY, REQUIRED, known_fields
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
-from manyhands.data.image_rows import leave_out_system, place_images, read_column
+from manyhands.data.image_rows import SYSTEM_ROLES, leave_out_system, place_images, read_column, texts_of_message
 from manyhands.data.messages import (
     Message,
+    Reading,
     RowRefused,
+    add_message,
     check_messages,
     check_tools,
     check_weight,
-    make_message,
     parse_json,
 )
 from manyhands.data.ready_rows import Ready, read_ready
 from manyhands.data.text_files import find_inexpressible
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "observation": "tool",
-    "tool": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
-}
-SHAREGPT_CALLS = ("function_call", "tool_call")
 
-
-def check_turns(value: Any, field: str, fields: Mapping[str, str], images: bool = False) -> list[Message]:
+def check_turns(value: Any, field: str, fields: Mapping[str, str], reading: Reading) -> list[Message]:
     """A list of turns, or JSON text of one. ``fields`` may give other names for ``from`` and ``value``. Raises
     RowRefused.
     """
@@ -84,29 +60,8 @@ def check_turns(value: Any, field: str, fields: Mapping[str, str], images: bool 
         else:
             used = (from_key, value_key)
         rest = {key: entry for key, entry in turn.items() if key not in used and entry is not None}
-        if who in SHAREGPT_CALLS:
-            _add_calls(messages, said, rest, where)
-            continue
-        role = SHAREGPT_ROLES.get(who) if isinstance(who, str) else None
-        if role is None:
-            raise RowRefused(
-                f"{where} is from {who!r:.40}; known names: {', '.join((*SHAREGPT_ROLES, *SHAREGPT_CALLS))}"
-            )
-        messages.append(make_message(role, said, rest, where, images))
+        add_message(messages, who, said, rest, where, reading)
     return messages
-
-
-def _add_calls(messages: list[Message], said: Any, rest: Message, where: str) -> None:
-    calls = parse_json(said, where) if isinstance(said, str) else said
-    made = make_message("assistant", None, {**rest, "tool_calls": calls if isinstance(calls, list) else [calls]}, where)
-    if "tool_calls" not in made:
-        raise RowRefused(f"{where} calls no tool")
-    last = messages[-1] if messages else {}
-    same_weight = all(last.get(key) == made.get(key) for key in ("weight", "train"))
-    if last.get("role") == "assistant" and same_weight:
-        last["tool_calls"] = [*last.get("tool_calls", []), *made["tool_calls"]]
-    else:
-        messages.append(made)
 
 
 __all__ = [
@@ -121,9 +76,10 @@ __all__ = [
     "to_conversation",
 ]
 
-Format = Literal["messages", "sharegpt", "alpaca", "prompt", "question", "text", "tokens", "segments"]
+Format = Literal["messages", "sharegpt", "alpaca", "prompt", "question", "query", "text", "tokens", "segments"]
 FIELDS = cast(Mapping[Format, tuple[str, ...]], REQUIRED)
 NONE: Mapping[str, str] = {}
+FILLED_BY = {"objects": ("ref-object", "bbox")}  # placeholders of columns that have other names (ms-swift)
 
 
 @dataclass(frozen=True)
@@ -132,7 +88,8 @@ class Conversation:
     for the template.
 
     Messages may hold our keys ``weight`` (number >= 0) or ``train`` (bool), which no template may see. The content of a
-    message that calls tools may be None.
+    message that calls tools may be None. The first ``num_prompt`` are a prompt, of which nothing is trained but where
+    all tokens are. ``unread`` are keys below the top level that nothing reads.
     """
 
     messages: list[Message]
@@ -140,6 +97,8 @@ class Conversation:
     weight: float = 1.0
     arguments: Mapping[str, Any] | None = None
     images: tuple[Any, ...] = ()  # of its parts ``{type: image}``, in order: ImageRef, once opened OpenedImage
+    num_prompt: int = 0
+    unread: frozenset[str] = make_field(default=frozenset(), compare=False)
 
 
 def settle_format(
@@ -194,6 +153,7 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
     candidates -= set(READY) if len(candidates) > 1 else set()  # tokens beside the text that they were made of
     if "text" in candidates and len(candidates) > 1 and task in ("cpt", "sft"):
         candidates = {"text"} if task == "cpt" else candidates - {"text"}
+    candidates -= {"query"} if len(candidates) > 1 else set()  # columns that other formats have beside theirs
     if len(candidates) > 1:
         raise UserError(
             f"the rows fit several formats: {', '.join(sorted(candidates))}",
@@ -243,13 +203,18 @@ def to_conversation(
         return _check_text(_get(row, "text", fields), fields.get("text", "text"))
     if format in READY:
         return read_ready(format, lambda field: _get(row, field, fields), weight)
-    messages = _CONVERTERS[format](row, fields, images)
+    reading = Reading(images)
+    prompt = _read_prompt(row, fields, reading) if format == "prompt" else []
+    messages = [*prompt, *_CONVERTERS[format](row, fields, reading)]
+    num_prompt = len(prompt)
+    _refuse_filled(row, messages, format, fields)
     placed: tuple[Any, ...] = ()
     if images:
-        messages, placed = place_images(messages, *read_column(row.fields, fields), format)
+        messages, placed = place_images(messages, *read_column(row.fields, fields, reading), format, reading)
     if drop_system:
+        num_prompt -= sum(message["role"] in SYSTEM_ROLES for message in messages[:num_prompt])
         messages, placed = leave_out_system(messages, placed)
-    if not any(message["role"] == "assistant" for message in messages):
+    if not any(message["role"] == "assistant" for message in messages[num_prompt:]):
         raise RowRefused("no assistant message: this row has no loss tokens")
     tools = (
         check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
@@ -259,7 +224,27 @@ def to_conversation(
     for name, shown in (("a tool call", calls), ("tools", tools), ("chat_template_kwargs", arguments)):
         if (found := find_inexpressible(shown)) is not None:
             raise RowRefused(f"{name} holds {found}, which JSON cannot express")
-    return Conversation(messages, tools, weight, arguments, placed)
+    return Conversation(messages, tools, weight, arguments, placed, num_prompt, frozenset(reading.unread))
+
+
+def _refuse_filled(row: Row, messages: Sequence[Message], format: str, fields: Mapping[str, str]) -> None:
+    """RowRefused where a text holds the placeholder of a column that is not read, such as ms-swift's <bbox> of
+    ``objects``; ``<name>`` that is closed by ``</name>`` is text.
+    """
+    read = {fields.get(name, name) for name in (*REQUIRED[format], *OPTIONAL[format], *IMAGES)}
+    columns = [
+        name for name, value in row.fields.items() if name not in read and isinstance(value, (list, dict)) and value
+    ]
+    if not columns:
+        return
+    texts = [text for message in messages for text in texts_of_message(message)]
+    for column in columns:
+        for name in FILLED_BY.get(column.casefold(), (column, column.removesuffix("s"))):
+            if any(f"<{name}>" in text and f"</{name}>" not in text for text in texts):
+                raise RowRefused(
+                    f"a text holds <{name}>, which the column {column} is to fill, and nothing does so here: "
+                    "write what belongs there into the text"
+                )
 
 
 def _read_arguments(row: Row, fields: Mapping[str, str]) -> dict[str, Any] | None:
@@ -295,18 +280,18 @@ def _check_text(value: object, field: str) -> str:
     return value
 
 
-def _from_messages(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
-    return check_messages(_get(row, "messages", fields), fields.get("messages", "messages"), fields, images)
+def _from_messages(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    return check_messages(_get(row, "messages", fields), fields.get("messages", "messages"), fields, reading)
 
 
-def _from_sharegpt(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
+def _from_sharegpt(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
     turns = check_turns(
-        _get(row, "conversations", fields), fields.get("conversations", "conversations"), fields, images
+        _get(row, "conversations", fields), fields.get("conversations", "conversations"), fields, reading
     )
     return _with_system(row, fields, turns)
 
 
-def _from_alpaca(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
+def _from_alpaca(row: Row, fields: Mapping[str, str], _: Reading) -> list[Message]:
     asked = _check_text(_get(row, "instruction", fields), fields.get("instruction", "instruction"))
     given = _get(row, "input", fields)
     if given is not None and not isinstance(given, str):
@@ -316,11 +301,7 @@ def _from_alpaca(row: Row, fields: Mapping[str, str], images: bool = False) -> l
         asked = f"{asked}\n{given}"
     answer = _check_text(_get(row, "output", fields), fields.get("output", "output"))
     pairs = [*_read_history(_get(row, "history", fields), fields.get("history", "history")), (asked, answer)]
-    turns = [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    turns = _take_turns(pairs)
     if has_input:  # for templates that tell them apart; others read the content
         turns[-2] |= {"instruction": instruction, "input": str(given)}
     return _with_system(row, fields, turns)
@@ -330,6 +311,7 @@ def _read_history(value: Any, field: str) -> list[tuple[str, str]]:
     """Earlier turns as pairs [asked, answered]."""
     if value is None or value == "":
         return []
+    value = parse_json(value, field) if isinstance(value, str) else value
     if not isinstance(value, list):
         raise RowRefused(f"{field} must be a list of pairs [asked, answered], this is {type(value).__name__}")
     for pair in value:
@@ -338,24 +320,44 @@ def _read_history(value: Any, field: str) -> list[tuple[str, str]]:
     return [(asked, answered) for asked, answered in value]
 
 
-def _from_prompt(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
-    turns: list[Message] = []
-    for field, role in (("prompt", "user"), ("completion", "assistant")):
-        value, name = _get(row, field, fields), fields.get(field, field)
-        turns += (
-            check_messages(value, name, NONE, images)
-            if isinstance(value, list)
-            else [{"role": role, "content": _check_text(value, name)}]
-        )
-    return _with_system(row, fields, turns)
+def _read_prompt(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    """The messages of a prompt, of which nothing is trained."""
+    return _with_system(row, fields, _read_side(row, "prompt", "user", fields, reading))
 
 
-def _from_question(row: Row, fields: Mapping[str, str], images: bool = False) -> list[Message]:
+def _from_prompt(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    return _read_side(row, "completion", "assistant", fields, reading)
+
+
+def _read_side(row: Row, field: str, role: str, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    """A field that is a text or a list of messages."""
+    value, name = _get(row, field, fields), fields.get(field, field)
+    if isinstance(value, list):
+        return check_messages(value, name, NONE, reading)
+    return [{"role": role, "content": _check_text(value, name)}]
+
+
+def _from_question(row: Row, fields: Mapping[str, str], _: Reading) -> list[Message]:
     turns = [
         {"role": role, "content": _check_text(_get(row, field, fields), fields.get(field, field))}
         for field, role in (("question", "user"), ("answer", "assistant"))
     ]
     return _with_system(row, fields, turns)
+
+
+def _from_query(row: Row, fields: Mapping[str, str], _: Reading) -> list[Message]:
+    last = tuple(_check_text(_get(row, field, fields), fields.get(field, field)) for field in ("query", "response"))
+    pairs = [*_read_history(_get(row, "history", fields), fields.get("history", "history")), last]
+    return _with_system(row, fields, _take_turns(pairs))
+
+
+def _take_turns(pairs: Sequence[tuple[str, ...]]) -> list[Message]:
+    """Questions and answers as messages."""
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def _with_system(row: Row, fields: Mapping[str, str], turns: list[Message]) -> list[Message]:
@@ -371,10 +373,11 @@ def _with_system(row: Row, fields: Mapping[str, str], turns: list[Message]) -> l
     return [{"role": "system", "content": system}, *turns]
 
 
-_CONVERTERS: dict[str, Callable[[Row, Mapping[str, str], bool], list[Message]]] = {
+_CONVERTERS: dict[str, Callable[[Row, Mapping[str, str], Reading], list[Message]]] = {
     "messages": _from_messages,
     "sharegpt": _from_sharegpt,
     "alpaca": _from_alpaca,
     "prompt": _from_prompt,
     "question": _from_question,
+    "query": _from_query,
 }

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.config.sources import IMAGES
-from manyhands.data.messages import Message, RowRefused, parse_json
+from manyhands.data.columns import carries
+from manyhands.data.messages import IMAGE_KEYS, Message, Reading, RowRefused, parse_json
 
 MARK = "<image>"
+SYSTEM_ROLES = ("system", "developer")
+OTHER_MARKS = ("<video>", "<audio>")
 LINE_MARK = re.compile(rf"{MARK}\n|\n{MARK}$|{MARK}")
-KEYS = ("bytes", "path", "url", "image_url", "image_path", "image", "base64")
 MAX_IMAGES = 1000  # of one row
 
 
@@ -41,12 +43,15 @@ class ImageRef:
     data: bytes = b""
 
 
-def read_image(value: Any, where: str) -> ImageRef:
+def read_image(value: Any, where: str, reading: Reading | None = None) -> ImageRef:
     """One image in any of the forms that rows have. Raises RowRefused."""
+    reading = Reading() if reading is None else reading
     while isinstance(value, dict):
-        given = [(key, value[key]) for key in KEYS if value.get(key) is not None]
+        given = [(key, value[key]) for key in IMAGE_KEYS if value.get(key) is not None]
         if not given:
-            raise RowRefused(f"{where} is an object without {', '.join(KEYS)} (keys: {', '.join(map(str, value))})")
+            keys = ", ".join(map(str, value))
+            raise RowRefused(f"{where} is an object without {', '.join(IMAGE_KEYS)} (keys: {keys})")
+        reading.leave_of_image(value, where)
         key, value = given[0]
         if isinstance(value, str) and key in ("bytes", "base64"):
             return ImageRef(data=_decode(value, where))
@@ -76,16 +81,18 @@ def _decode(text: str, where: str) -> bytes:
     return data
 
 
-def read_column(fields: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, list[ImageRef]]:
-    """(the column, its images) of a row; ("", []) where it has none. ``names`` are other names of fields, {ours: the
-    row's}. Raises RowRefused for both columns."""
+def read_column(
+    fields: Mapping[str, Any], names: Mapping[str, str], reading: Reading | None = None
+) -> tuple[str, list[ImageRef]]:
+    """(the column, its images) of a row; ("", []) where it has none, or nulls alone. ``names`` are other names of
+    fields, {ours: the row's}. Raises RowRefused for both columns."""
     renamed = set(names.values())  # ``{images: image}`` is one column
     held = [
         (column, fields.get(names.get(column, column)))
         for column in IMAGES
         if names.get(column) or column not in renamed
     ]
-    held = [(column, value) for column, value in held if value is not None and value != "" and value != []]
+    held = [(column, value) for column, value in held if carries(value)]
     if not held:
         return "", []
     if len(held) > 1:
@@ -97,19 +104,36 @@ def read_column(fields: Mapping[str, Any], names: Mapping[str, str]) -> tuple[st
     listed = value if isinstance(value, list) else [value]
     if len(listed) > MAX_IMAGES:
         raise RowRefused(f"{name} holds {len(listed):,} images, at most {MAX_IMAGES:,} can be in one row")
-    return column, [read_image(entry, f"image {number} of {name}") for number, entry in enumerate(listed, start=1)]
+    return column, [
+        read_image(entry, f"image {number} of {name}", reading) for number, entry in enumerate(listed, start=1)
+    ]
 
 
 def place_images(
-    messages: Sequence[Message], column: str, given: Sequence[ImageRef], format: str
+    messages: Sequence[Message],
+    column: str,
+    given: Sequence[ImageRef],
+    format: str,
+    reading: Reading | None = None,
 ) -> tuple[list[Message], tuple[ImageRef, ...]]:
     """(the messages with a part ``{type: image}`` at the place of each image, the images in this order).
 
-    ``given`` are those of ``column``. Raises RowRefused where images and places are not as many.
+    ``given`` are those of ``column``. Raises RowRefused where images and places are not as many, and for the marks of
+    other media.
     """
+    for message in messages:
+        for text in texts_of_message(message):
+            if mark := next((mark for mark in OTHER_MARKS if mark in text), None):
+                raise RowRefused(f"a text holds {mark}, the mark of a medium that cannot be trained: remove it")
     placed = [_split_marks(message, column) for message in messages]
     places = [part for message in placed for part in parts_of(message) if part["type"] == "image"]
-    empty = sum(part.get("image") is None for part in places)
+    waiting = [part for part in places if part.get("image") is None]
+    empty = len(waiting)
+    for number, part in enumerate(waiting):
+        if (index := part.pop("index", number)) != number:
+            raise RowRefused(
+                f"an image part has the index {index} at place {number} of the row's images: put them in order"
+            )
     if given and not places and format in ("messages", "prompt", "question"):
         placed = _put_first(placed, len(given))
         empty = len(given)
@@ -124,9 +148,8 @@ def place_images(
         for part in parts_of(message):
             if part["type"] == "image":
                 own = part.pop("image", None)
-                images.append(
-                    next(rest) if own is None else read_image(own, f"image {len(images) + 1} of the messages")
-                )
+                where = f"image {len(images) + 1} of the messages"
+                images.append(next(rest) if own is None else read_image(own, where, reading))
     return placed, tuple(images)
 
 
@@ -140,7 +163,7 @@ def leave_out_system(
     shown: list[ImageRef] = []
     for message in messages:
         own = [next(rest) for part in parts_of(message) if part["type"] == "image"]
-        if message["role"] not in ("system", "developer"):
+        if message["role"] not in SYSTEM_ROLES:
             kept.append(message)
             shown += own
     return kept, tuple(shown)
@@ -150,6 +173,13 @@ def parts_of(message: Message) -> Iterator[dict[str, Any]]:
     """The parts of a content that is a list of them."""
     content = message.get("content")
     return iter(content if isinstance(content, list) else ())
+
+
+def texts_of_message(message: Message) -> list[str]:
+    """The texts of a content, which may be a list of parts."""
+    content = message.get("content")
+    parts = [part["text"] for part in parts_of(message) if part["type"] == "text"]
+    return [content] if isinstance(content, str) else parts
 
 
 def _split_marks(message: Message, column: str) -> Message:

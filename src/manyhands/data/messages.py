@@ -2,16 +2,32 @@
 the reason.
 
 Knows no formats of rows and no tokenizer. A message has a role, a content (text; null only where tools are called), and
-where given ``tool_calls`` with arguments as objects, ``reasoning_content`` or ``thinking``, and our ``weight``
-(``loss_weight`` is the same) or ``train``. A content in parts is joined: text, and for an assistant reasoning and tool
-calls. Keys that are null are left out, other keys are handed to the template as they are.
+where given ``tool_calls`` with arguments as objects, thinking (``THINKING``), and our ``weight`` or ``train``. A
+content in parts is joined: text, and for an assistant reasoning and tool calls. Keys that are null are left out. Other
+tools' names are read:
+
+| name | becomes |
+|---|---|
+| the roles of ``ROLE_NAMES``, in upper or lower case | the role of that name here |
+| the role tool_call or function_call | an assistant's tool call, from JSON text {name, arguments} or a list of them |
+| loss, loss_mask, trainable, trained, training, train_on: true, false, 1 or 0 | ``train`` |
+| loss_weight, loss_scale | ``weight`` |
+
+A call that follows the assistant's words is part of the same turn. A key at any depth whose name says that it decides
+about training, and which is not one of these, is refused (``check_key``); what else is not read is named in
+``Reading.unread``, but for the other keys of messages, calls and tools, which the template gets.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as make_field
+from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.sources import MEDIA
@@ -21,13 +37,31 @@ from manyhands.data.text_files import is_encodable, parse_value
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-THINKING = ("reasoning_content", "thinking")
+ROLE_NAMES = MappingProxyType(
+    {
+        **{role: role for role in ROLES},
+        **dict.fromkeys(("human",), "user"),
+        **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
+        **dict.fromkeys(("function", "observation", "tool_response", "function_response", "ipython"), "tool"),
+    }
+)
+CALL_ROLES = ("function_call", "tool_call")
+THINKING = ("reasoning_content", "thinking", "reasoning")
+TRAIN_KEYS = ("train", "trainable", "trained", "training", "train_on", "loss", "loss_mask")  # true or 1: it is trained
+WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
+# words in the name of a key that decides about training, and in that of one that decides about the pixels of an image
+_TRAINS = re.compile(
+    "train(s|ed|ing|able)?|untrained|loss|(un)?masks?|masked|weights?|supervised?|learn(ed|able)?|ignored?|skip(ped)?"
+)
+_SIZES = re.compile("pixels?|resized?|crop(ped)?|rotat(e|ed|ion)|scale|frames?|fps|tiles?")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 PARTS = {
     "text": ("text", "value"),
     "reasoning": ("value", "text", "reasoning"),
     "thinking": ("thinking", "value", "text"),
 }
 IMAGE_PARTS = ("image", "image_url", "image_path")
+IMAGE_KEYS = ("bytes", "path", "url", "image_url", "image_path", "image", "base64")  # where an object has its image
 CALL_PART = "tool_call"  # {type: tool_call, value: JSON text of a call}
 SHAREGPT_HINT = (
     " (turns with from and value are the format sharegpt: data.fields {conversations: NAME} says where they stand)"
@@ -42,9 +76,56 @@ class ImagesRefused(RowRefused):
     """A message has an image where text alone is read."""
 
 
-def check_messages(value: Any, field: str, fields: Mapping[str, str], images: bool = False) -> list[Message]:
-    """A list of messages, or JSON text of one. ``fields`` may give other names for ``role`` and ``content``; with
-    ``images`` a content may have parts that are images, and is then a list of parts. Raises RowRefused.
+@dataclass
+class Reading:
+    """How messages are read. ``images``: parts of a content may be images. ``unread`` gathers the keys below the top
+    level that hold something and that nothing reads.
+    """
+
+    images: bool = False
+    unread: set[str] = make_field(default_factory=set)
+
+    def leave(self, entries: Mapping[Any, Any], read: Collection[str], of: str, where: str) -> None:
+        """Names the keys of ``entries`` that are not among ``read``. Raises RowRefused as ``check_key`` does."""
+        for key, value in entries.items():
+            if key not in read and holds(value):
+                check_key(key, where)
+                self.unread.add(f"{key} of {of}")
+
+    def leave_of_image(self, entries: Mapping[Any, Any], where: str) -> None:
+        """The same for the keys of an image but ``IMAGE_KEYS``. RowRefused also for those that ask for another size."""
+        for key, value in entries.items():
+            resizes = _has_word(key, _SIZES) or (key == "detail" and value == "low")
+            if resizes and holds(value):
+                raise RowRefused(
+                    f"{where} has {key}: {_quote(value)}, which would not be used: data.shrink_images_above and "
+                    "data.enlarge_images_below set the size of all images; remove it"
+                )
+        plain = ("detail",) if entries.get("detail") == "auto" else ()
+        self.leave(entries, ("type", *IMAGE_KEYS, *plain), "images", where)
+
+
+def _has_word(key: Any, words: re.Pattern[str]) -> bool:
+    return any(words.fullmatch(word.casefold()) for word in _WORD.findall(str(key)))
+
+
+def holds(value: Any) -> bool:
+    """Whether a key's value is more than nothing: null, an empty text, list or object."""
+    return value is not None and not (isinstance(value, (str, list, tuple, dict)) and not value)
+
+
+def check_key(key: Any, where: str) -> None:
+    """RowRefused for a key that nothing reads and whose name says that it decides what is trained."""
+    if _has_word(key, _TRAINS):
+        raise RowRefused(
+            f"{where} has {key}, which would not be used: write train (true or false) or weight (a number) as a key of "
+            "a message, or remove it"
+        )
+
+
+def check_messages(value: Any, field: str, fields: Mapping[str, str], reading: Reading | None = None) -> list[Message]:
+    """A list of messages, or JSON text of one. ``fields`` may give other names for ``role`` and ``content``; where a
+    content may have parts that are images, it is then a list of parts. Raises RowRefused.
     """
     value = parse_json(value, field) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
@@ -52,6 +133,7 @@ def check_messages(value: Any, field: str, fields: Mapping[str, str], images: bo
     role_key, content_key = fields.get("role", "role"), fields.get("content", "content")
     messages: list[Message] = []
     bare = {role_key, content_key}
+    reading = Reading() if reading is None else reading
     for number, message in enumerate(value, start=1):
         if (
             isinstance(message, dict)
@@ -68,29 +150,41 @@ def check_messages(value: Any, field: str, fields: Mapping[str, str], images: bo
             raise RowRefused(f"{where} is not an object with {role_key} and {content_key}")
         if role_key not in message and "from" in message:
             raise RowRefused(f"{where} has no {role_key}{SHAREGPT_HINT}")
-        rest = {
-            key: entry for key, entry in message.items() if key not in (role_key, content_key) and entry is not None
-        }
-        messages.append(make_message(message.get(role_key), message.get(content_key), rest, where, images))
+        rest = {key: entry for key, entry in message.items() if key not in bare and entry is not None}
+        add_message(messages, message.get(role_key), message.get(content_key), rest, where, reading)
     return messages
 
 
-def make_message(role: Any, content: Any, rest: Message, where: str, images: bool = False) -> Message:
-    """One checked message; ``rest`` holds its other keys, without nulls. Raises RowRefused."""
+def add_message(messages: list[Message], role: Any, content: Any, rest: Message, where: str, reading: Reading) -> None:
+    """Appends one checked message, or adds its calls to the last one; ``rest`` holds its other keys, without nulls.
+    Raises RowRefused.
+    """
+    name = role.casefold() if isinstance(role, str) else ""
+    if name not in CALL_ROLES:
+        if name not in ROLE_NAMES:
+            known = ", ".join((*ROLE_NAMES, *CALL_ROLES))
+            raise RowRefused(f"{where} has the role {_quote(role)}; known roles: {known}")
+        messages.append(_make_message(ROLE_NAMES[name], content, rest, where, reading))
+        return
+    calls = parse_json(content, where) if isinstance(content, str) else content
+    called = {**rest, "tool_calls": calls if isinstance(calls, list) else [calls]}
+    made = _make_message("assistant", None, called, where, reading)
+    if "tool_calls" not in made:
+        raise RowRefused(f"{where} calls no tool")
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant" and all(last.get(key) == made.get(key) for key in ("weight", "train")):
+        last["tool_calls"] = [*last.get("tool_calls", []), *made["tool_calls"]]
+    else:
+        messages.append(made)
+
+
+def _make_message(role: str, content: Any, rest: Message, where: str, reading: Reading) -> Message:
     if isinstance(content, list):
-        content, rest = _join_parts(content, rest, where, images)
-    if "loss_weight" in rest:
-        if "weight" in rest:
-            raise RowRefused(f"{where} has both weight and loss_weight: keep one")
-        rest = {**rest, "weight": rest["loss_weight"]}
-        del rest["loss_weight"]
+        content, rest = _join_parts(content, rest, where, reading)
+    rest = _read_weight(rest, where)
     if media := next((key for key in rest if rest[key] and key.casefold() in MEDIA), None):
         raise RowRefused(f"{where} has {media}, and only text can be trained")
-    calls = _read_calls(rest, where)
-    if role == "function":  # the older name
-        role = "tool"
-    if not isinstance(role, str) or role not in ROLES:
-        raise RowRefused(f"{where} has the role {_quote(role)}; known roles: {', '.join(ROLES)}")
+    calls = _read_calls(rest, where, reading)
     if role != "assistant":
         for key in ("tool_calls", *THINKING):
             if calls if key == "tool_calls" else rest.get(key):
@@ -101,10 +195,31 @@ def make_message(role: Any, content: Any, rest: Message, where: str, images: boo
             raise RowRefused(f"{key} of {where} must be a string, this is {type(entry).__name__}")
         if key not in ("tool_calls", "function_call"):
             message[key] = entry
-    _check_weight(message, where)
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _read_weight(rest: Message, where: str) -> Message:
+    """The keys of a message with those of ``TRAIN_KEYS`` as ``train`` and those of ``WEIGHT_KEYS`` as ``weight``.
+    Raises RowRefused.
+    """
+    given = [key for key in (*WEIGHT_KEYS, *TRAIN_KEYS) if key in rest]
+    if len(given) > 1:
+        raise RowRefused(f"{where} has both {given[0]} and {given[1]}: keep one")
+    others = {}
+    for key, value in rest.items():
+        if key in WEIGHT_KEYS:
+            others["weight"] = check_weight(value, f"{key} of {where}")
+        elif key in TRAIN_KEYS:
+            if value not in (0, 1) or not isinstance(value, (bool, int)):
+                raise RowRefused(f"{key} of {where} must be true or false, this is {_quote(value)}")
+            others["train"] = bool(value)
+        else:
+            if holds(value):
+                check_key(key, where)
+            others[key] = value
+    return others
 
 
 def _quote(value: object) -> str:
@@ -120,7 +235,7 @@ def _read_content(content: Any, where: str, *, may_be_null: bool) -> str | list[
 
 
 def _join_parts(
-    parts: list[Any], rest: Message, where: str, images: bool
+    parts: list[Any], rest: Message, where: str, reading: Reading
 ) -> tuple[str | list[dict[str, Any]] | None, Message]:
     """The content of a message that comes in parts, and its other keys with what the parts add to them. It is a text,
     or a list of parts if some are images (``{type: image, image: ...}``, see ``image_rows.py``). Raises RowRefused.
@@ -133,11 +248,15 @@ def _join_parts(
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if kind == CALL_PART:
             call = part.get("value", part.get(CALL_PART))
+            reading.leave(part, ("type", "value", CALL_PART), "content parts", f"a part of the content of {where}")
             calls.append(parse_json(call, f"a tool call of {where}") if isinstance(call, str) else call)
             continue
-        if images and kind in IMAGE_PARTS:
-            held = {key: value for key, value in part.items() if key != "type" and value is not None}
-            shown.append({"type": "image"} | ({"image": held} if held.keys() - {"text"} else {}))
+        if reading.images and kind in IMAGE_PARTS:
+            held = {key: value for key, value in part.items() if key in IMAGE_KEYS and value is not None}
+            others = {key: value for key, value in part.items() if key not in ("text", "index")}
+            reading.leave_of_image(others, f"an image of {where}")
+            index = {} if held or part.get("index") is None else {"index": part["index"]}
+            shown.append({"type": "image", **index} | ({"image": held} if held else {}))
             continue
         if kind in IMAGE_PARTS:
             raise ImagesRefused(
@@ -145,18 +264,20 @@ def _join_parts(
                 "data.images is false, or none of the first 100 rows has one (then set data.images: true)"
             )
         if not isinstance(kind, str) or kind not in PARTS:
-            known = ", ".join((*PARTS, CALL_PART, *IMAGE_PARTS[:images]))
+            known = ", ".join((*PARTS, CALL_PART, *IMAGE_PARTS[: reading.images]))
             raise RowRefused(
                 f"the content of {where} has a part of type {_quote(kind)}, and only text "
-                f"{'and images ' * images}can be trained (types: {known})"
+                f"{'and images ' * reading.images}can be trained (types: {known})"
             )
-        text = next((part[key] for key in PARTS[kind] if isinstance(part.get(key), str)), None)
-        if text is None:
+        used = next((key for key in PARTS[kind] if isinstance(part.get(key), str)), None)
+        if used is None:
             keys = ", ".join(map(str, part))
             raise RowRefused(
                 f"a part of the content of {where} is {kind}, but none of its keys ({keys}) is "
                 f"{' or '.join(PARTS[kind])}"
             )
+        text = part[used]
+        reading.leave(part, ("type", used), "content parts", f"a part of the content of {where}")
         (texts if kind == "text" else thoughts).append(text)
         if kind == "text":
             shown.append({"type": "text", "text": text})
@@ -173,7 +294,7 @@ def _join_parts(
     return ("".join(texts) if texts or not calls else None), rest
 
 
-def _read_calls(rest: Message, where: str) -> list[dict[str, Any]]:
+def _read_calls(rest: Message, where: str, reading: Reading) -> list[dict[str, Any]]:
     """``tool_calls``, or the older ``function_call``, as {type, function: {name, arguments: object}} with further
     keys.
     """
@@ -186,10 +307,10 @@ def _read_calls(rest: Message, where: str) -> list[dict[str, Any]]:
         return []
     if not isinstance(calls, list):
         raise RowRefused(f"tool_calls of {where} must be a list, this is {type(calls).__name__}")
-    return [read_call(call, f"tool call {number} of {where}") for number, call in enumerate(calls, start=1)]
+    return [_read_call(call, f"tool call {number} of {where}", reading) for number, call in enumerate(calls, start=1)]
 
 
-def read_call(call: Any, where: str) -> dict[str, Any]:
+def _read_call(call: Any, where: str, reading: Reading) -> dict[str, Any]:
     """One tool call, flat or under ``function``, its arguments an object or JSON text of one. Raises RowRefused."""
     outer = call if isinstance(call, dict) else {}
     function = outer.get("function", outer)
@@ -204,9 +325,13 @@ def read_call(call: Any, where: str) -> dict[str, Any]:
         raise RowRefused(
             f"arguments of {where} must be an object or JSON text of one, this is {type(arguments).__name__}"
         )
+    if function is not outer:
+        reading.leave(function, ("name", "arguments"), "functions that are called", where)
     kept = {
         key: entry for key, entry in outer.items() if key not in ("function", "name", "arguments") and entry is not None
     }
+    for key in kept:
+        check_key(key, where)
     return {"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -227,16 +352,6 @@ def check_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
             raise RowRefused(f"tool {number} of {field} must be an object with a name, by itself or under `function`")
         tools.append(tool if "function" in tool else {"type": "function", "function": tool})
     return tools
-
-
-def _check_weight(message: Message, where: str) -> None:
-    if "weight" in message:
-        message["weight"] = check_weight(message["weight"], f"weight of {where}")
-    if "train" in message:
-        if not isinstance(message["train"], bool):
-            raise RowRefused(f"train of {where} must be true or false, this is {_quote(message['train'])}")
-        if "weight" in message:
-            raise RowRefused(f"{where} has both weight and train: keep one")
 
 
 def check_weight(value: Any, where: str) -> float:
@@ -327,3 +442,50 @@ def check_shown(message: Message, turn: int, part: str) -> None:
                 f"the chat template does not show the tool call {name} of message {turn + 1}: leave out {beside}"
                 "samples with tool calls, or give a model.chat_template that shows them"
             )
+
+
+# Keys that each template takes or leaves as it needs them, and those that say nothing.
+_PLAIN_KEYS = MappingProxyType(
+    {
+        "messages": frozenset(
+            {"role", "content", "tool_calls", "tool_call_id", "train", "weight", "instruction", "input", *THINKING}
+        ),
+        "tool calls": frozenset({"type", "id", "function"}),
+        "tools": frozenset({"type", "function"}),
+        "functions of tools": frozenset({"name", "description", "parameters"}),
+    }
+)
+
+
+def find_keys(messages: Sequence[Message], tools: Sequence[Any] | None) -> set[tuple[str, str]]:
+    """(what they are keys of, key) of further keys that hold something."""
+    return {
+        (of, key)
+        for of, entries in _list_objects(messages, tools)
+        if not entries.keys() <= _PLAIN_KEYS[of]
+        for key, value in entries.items()
+        if key not in _PLAIN_KEYS[of] and holds(value)
+    }
+
+
+def without_key(
+    messages: Sequence[Message], tools: Sequence[Any] | None, of: str, key: str
+) -> tuple[list[Message], list[Any]]:
+    """Copies of messages and tools in which no object of a kind of ``find_keys`` has a key."""
+    copied: tuple[list[Message], list[Any]] = copy.deepcopy((list(messages), list(tools or ())))
+    for kind, entries in _list_objects(*copied):
+        if kind == of:
+            entries.pop(key, None)
+    return copied
+
+
+def _list_objects(messages: Sequence[Message], tools: Sequence[Any] | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    for message in messages:
+        if len(message) > 2:
+            yield "messages", message
+            yield from (("tool calls", call) for call in message.get("tool_calls") or ())
+    for tool in tools or ():
+        if isinstance(tool, dict):
+            yield "tools", tool
+            if isinstance(tool.get("function"), dict):
+                yield "functions of tools", tool["function"]

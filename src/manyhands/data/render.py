@@ -16,7 +16,7 @@ import numpy as np
 from manyhands.core.errors import UserError
 from manyhands.data.bounds import TokenRun, compile_any, make_byte_bounds, widen
 from manyhands.data.formats import Conversation
-from manyhands.data.messages import Message, RowRefused, hides_thinking, visible, weight_of
+from manyhands.data.messages import Message, RowRefused, find_keys, hides_thinking, visible, weight_of, without_key
 from manyhands.data.rendered import MAX_WEIGHT, Rendered, Text, finish, put_images
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
@@ -29,12 +29,14 @@ NO_CALLS = (
     "the chat template does not support tool calls: leave out samples with tool calls, or use a "
     "model.chat_template that shows them"
 )
+PROMPT_ALONE = "of a prompt with a completion nothing is trained"
 WEIGHTED_ALONE = {
     "assistant": "only assistant turns are trained",
     "last": "data.train_on: last trains the last answer alone",
     "all": "with data.train_on: all every message has weight 1",
 }
 MAX_ARGUMENTS = 256  # of the template, by row, that are remembered
+MAX_KEYS = 100  # below the top level that are named; more of them are values under names of their own
 MAX_UNTOLD = 100  # by so many, rows whose ids do not tell where their tokens lie may outnumber the others
 
 
@@ -92,6 +94,10 @@ class Renderer:
         self._is_plain = type(tokenizer)._encode_plus.__module__ == PLAIN_WRAPPER
         self._bounds = make_byte_bounds(tokenizer) if self._is_plain else None
         self._left_out: set[str] = set()
+        self._unread: set[str] = set()  # keys below the top level
+        self._seen_keys: set[tuple[str, str]] = (
+            set()
+        )  # of messages, calls and tools: it is known whether they are shown
         self._by_arguments: dict[str, Renderer] = {}
         self._num_untold = 0  # more than of the others
 
@@ -100,6 +106,8 @@ class Renderer:
         chats: dict[int, Conversation] = {}
         plain: dict[int, Text | RowRefused] = {}
         for index, conversation in enumerate(conversations):
+            if isinstance(conversation, Conversation):
+                self._unread |= conversation.unread
             if isinstance(conversation, str):
                 plain[index] = Text(conversation, (), (), rest=1.0)
             elif self.plain_prompts:
@@ -153,6 +161,7 @@ class Renderer:
         return [
             *self._finder.notes(),
             *(f"the chat template leaves out {what}: it is not part of the samples" for what in sorted(self._left_out)),
+            *(f"a key that is not read: {what}" for what in sorted(self._unread)[:MAX_KEYS]),
         ]
 
     def _apply_template(self, conversations: Sequence[Conversation]) -> list[Text | RowRefused]:
@@ -192,6 +201,7 @@ class Renderer:
                 raise RowRefused(f"{NO_CALLS} ({refused})") from refused
             raise
         self._note_left_out(messages, conversation.tools, text)
+        self._note_keys(messages, conversation.tools, text)
         weights = self._weigh_turns(conversation)
         rest = conversation.weight if self._train_on == "all" else 0.0
         turns = [turn for turn, weight in weights.items() if weight != rest]
@@ -217,11 +227,23 @@ class Renderer:
         ):
             self._left_out.add("the definitions of tools")
 
+    def _note_keys(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
+        """Remembers keys of messages, tool calls and tools that the text would not show less without; each is tried
+        once.
+        """
+        for of, key in find_keys(messages, tools) - self._seen_keys:
+            self._seen_keys.add((of, key))
+            bare, bare_tools = without_key(messages, tools, of, key)
+            if self._template.try_render(bare, bare_tools or None) == text:
+                self._unread.add(f"{key} of {of}")
+
     def _weigh_turns(self, conversation: Conversation) -> dict[int, float]:
         """The weight of each assistant turn, by its place among the messages. Raises RowRefused for weights that would
         do nothing.
         """
         turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if self._train_on != "all":
+            turns = [turn for turn in turns if turn >= conversation.num_prompt]
         chosen = turns[-1:] if self._train_on == "last" else turns
         if not turns and self._train_on != "all":
             raise RowRefused("no assistant message: this row has no loss tokens")
@@ -230,7 +252,7 @@ class Renderer:
                 continue
             weight, default = weight_of(message), 1.0 if self._train_on == "all" or turn in turns else 0.0
             if weight != default and (weight or self._train_on == "all"):
-                whole = WEIGHTED_ALONE[self._train_on]
+                whole = PROMPT_ALONE if turn < conversation.num_prompt else WEIGHTED_ALONE[self._train_on]
                 raise RowRefused(f"message {turn + 1} ({message['role']}) has weight {weight:g}, but {whole}")
         weights = {
             turn: conversation.weight * weight_of(conversation.messages[turn]) if turn in chosen else 0.0

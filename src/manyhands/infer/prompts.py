@@ -12,7 +12,7 @@ from manyhands.config.sources import IMAGES
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
 from manyhands.data.columns import carries
-from manyhands.data.messages import ImagesRefused, RowRefused, check_messages
+from manyhands.data.messages import ImagesRefused, Reading, RowRefused, check_messages
 from manyhands.data.streams import StoredImage
 from manyhands.data.template import ChatTemplate
 from manyhands.data.text_files import is_encodable
@@ -167,7 +167,7 @@ def messages_of(
 def read_messages(value: Any, where: str, *, images: bool) -> list[dict[str, Any]]:
     """A conversation as checked messages; ``images``: parts of a content may be images. Raises RowRefused."""
     try:
-        return check_messages(value, where, {}, images)
+        return check_messages(value, where, {}, Reading(images))
     except ImagesRefused:  # which speaks of training
         raise RowRefused(TEXT_ALONE) from None
 
