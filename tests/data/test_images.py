@@ -296,6 +296,15 @@ def test_a_turned_image_is_turned(qwen_folder: Path, tmp_path: Path, write_rows,
     assert np.array_equal(batch["pixel_values"].numpy(), made["pixel_values"])
 
 
+def test_the_preparation_says_that_an_animated_image_is_its_first_frame(
+    qwen_folder: Path, tmp_path: Path, write_rows, make_config
+) -> None:
+    draw((40, 60)).save(tmp_path / "moving.gif", save_all=True, append_images=[draw((40, 60), 1)])
+    config = make_config(write_rows([{"messages": turns(image("moving.gif"), text("?"))}]), validation_fraction=0)
+    _, store = open_store(config, qwen_folder)
+    assert "of an animated image, or one of several pages, the first is trained" in store.meta["notes"]
+
+
 @pytest.mark.parametrize(
     ("bounds", "expected"),
     [

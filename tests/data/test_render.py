@@ -15,7 +15,7 @@ from manyhands.data.messages import RowRefused
 from manyhands.data.render import Rendered, Renderer, render
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.tokenizer import encode_text, load_tokenizer
 from manyhands.infer.generate import end_of_turn
 
 from .conftest import make_tokenizer
@@ -163,6 +163,21 @@ def test_template_without_an_end_is_an_error_that_says_what_to_give() -> None:
     assert "model.chat_template" in str(caught.value)
 
 
+@pytest.mark.parametrize("ending", ["\\n", " ", "\\n\\n"])
+@pytest.mark.parametrize("between", ["", "\\n"])
+def test_a_template_that_ends_answers_by_white_space_alone_is_refused(ending: str, between: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{{{ '{between}' + m.role + ': ' + m.content + '{ending}' }}}}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    with pytest.raises(UserError, match="nothing but white space after an assistant turn") as caught:
+        render(Conversation(TURN), tokenizer)
+    assert "eos_token behind the content" in str(caught.value)
+    tokenizer.chat_template = tokenizer.chat_template.replace(f"+ '{ending}'", f"+ '###{ending}'")
+    assert trained_texts(tokenizer, render(Conversation(TURN), tokenizer))[0].rstrip().endswith("###")
+
+
 def test_text_keeps_the_begin_token_and_ends_with_eos_all_trained() -> None:
     tokenizer = make_tokenizer(adds_bos=True)
     rendered = render("Hello there", tokenizer)
@@ -178,6 +193,35 @@ def test_prompt_without_template_trains_completion_and_eos() -> None:
     assert not isinstance(rendered, RowRefused)
     assert rendered.ids.tolist() == [*tokenizer("Hello 42 Bye")["input_ids"], tokenizer.eos_token_id]
     assert trained_texts(tokenizer, rendered) == [" Bye</s>"]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_text_that_brings_special_tokens_has_them_once(adds_bos: bool, ends: bool) -> None:
+    tokenizer, bos, eos = make_tokenizer(adds_bos=adds_bos), "<s>", "</s>"
+    plain = [tokenizer.bos_token_id, *tokenizer("Hello 42 Bye", add_special_tokens=False)["input_ids"]]
+    rendered = render(f"{bos}Hello 42 Bye{eos if ends else ''}", tokenizer)
+    assert rendered.ids.tolist() == [*plain, tokenizer.eos_token_id] and rendered.trained.all()
+    talk = [{"role": U, "content": f"{bos}Hello 42"}, {"role": A, "content": f" Bye{eos if ends else ''}"}]
+    (joined,) = Renderer(tokenizer, plain_prompts=True).render_many([Conversation(talk)])
+    assert not isinstance(joined, RowRefused) and joined.ids.tolist() == rendered.ids.tolist()
+    assert trained_texts(tokenizer, joined) == [" Bye</s>"]
+    twice = render(f"{bos}{bos}Hello", tokenizer).ids.tolist()
+    assert twice[:2] == [tokenizer.bos_token_id] * 2, "what the text has twice stays"
+    assert render(f"Hello {bos}{bos}", tokenizer).ids.tolist().count(tokenizer.bos_token_id) == 2 + adds_bos
+
+
+def test_an_end_token_that_the_tokenizer_adds_is_there_once() -> None:
+    from tokenizers import processors
+
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    wanted = tokenizer("Hello")["input_ids"]
+    for text in ("Hello", "Hello</s>", "<s>Hello", "<s>Hello</s>"):
+        assert render(text, tokenizer).ids.tolist() == wanted
+        assert encode_text(tokenizer, text) == wanted
 
 
 def test_many_at_once_equal_one_by_one_and_refusals_keep_their_place() -> None:

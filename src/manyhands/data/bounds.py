@@ -289,7 +289,7 @@ class Markers:
 
     def make_ending(self, last: str, asked: str, answered: str) -> Ending | None:
         """From what stands behind an answer at the end, before a question, and before another answer ("" if refused).
-        None where nothing does."""
+        None where nothing but white space does."""
         if asked:
             closing = self.cut_behind_last(last[: self.measure_common(last, asked)])
             if closing:
@@ -302,7 +302,7 @@ class Markers:
             inner = asked[: self.measure_common(asked, answered)]
             return Ending("", last, inner[: self.measure_first(inner)])
         if not asked or asked.startswith(last):
-            return Ending(last, "", last) if last else None
+            return Ending(last, "", last) if last.strip() else None
         closing = last[: measure_common(last, asked)].rstrip()
         return Ending(closing, last[len(closing) :], closing) if closing else None
 

@@ -37,7 +37,7 @@ import numpy as np
 
 from manyhands.core.errors import UserError
 from manyhands.data.image_cache import Entries, ImageCache
-from manyhands.data.image_files import BadImage, PixelBounds, content_of, decode, name_of, read_bytes
+from manyhands.data.image_files import DECODING, BadImage, PixelBounds, content_of, decode, name_of, read_bytes
 from manyhands.data.image_places import place_images, read_tower_sizes
 from manyhands.data.image_processor import (
     PIXELS,
@@ -256,7 +256,7 @@ def digest_of_pixels(model_folder: str | Path, bounds: PixelBounds) -> str:
     """64 hex digits of all that decides what an image's pixels become. Of a model that was trained on, the same: unlike
     ``processor_digest``, which knows placeholders too.
     """
-    digest = hashlib.sha256(FEATURE_LAYOUT + f"{bounds.shrink_above} {bounds.enlarge_below}".encode())
+    digest = hashlib.sha256(FEATURE_LAYOUT + f"{DECODING} {bounds.shrink_above} {bounds.enlarge_below}".encode())
     for name in PROCESSOR_FILES:
         path = Path(model_folder) / name
         digest.update(f"\0{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))

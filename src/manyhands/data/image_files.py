@@ -1,7 +1,8 @@
 """Encoded images: their bytes, whatever holds them, and their pixels. Trusts nothing in them. Knows no model.
 
-Pixels are what transformers' ``load_image`` gives for a path: turned as EXIF says, converted to RGB. ``PixelBounds``
-may ask for another size.
+Pixels are what transformers' ``load_image`` gives for a path, turned as EXIF says and converted to RGB, but for what
+``convert("RGB")`` loses: what is transparent shows a white ground, as in vLLM and qwen-vl-utils, and greys of 16 bits
+are scaled to 8. Of an animation, or a file of several pages, it is the first. ``PixelBounds`` may ask for another size.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000"
 URL_TIMEOUT_S = 30.0  # without an answer
 MAX_RATIO = 200  # of an image's sides
 CONTENT_BYTES = 16
+DECODING = "2"  # changes whenever the pixels of some image do: what was prepared from them is made again
+MOVING = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # formats that hold several images of equal standing
+BITS_PER_SAMPLE, PHOTOMETRIC = 258, 262  # tags of TIFF
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,15 @@ def decode(raw: bytes, name: str, bounds: PixelBounds) -> np.ndarray:
             warnings.simplefilter("ignore")  # of large images and odd metadata: sizes are checked here
             with Image.open(io.BytesIO(raw), formats=_known_formats()) as image:
                 _check_size(image.size, name, bounds.most)
+                tile = image.tile[0] if image.tile else None
+                args = tile.args if tile is not None else ""
+                stored = args if isinstance(args, str) else str(args[0]) if args else ""
+                tags = getattr(image, "tag_v2", {})
+                is_16_bit = image.format in ("PNG", "PPM")
                 turned: Any = ImageOps.exif_transpose(image)
-                return np.array(bounds.fit(turned.convert("RGB")))
+                if turned.mode[0] in "IF":
+                    turned = _scale_grey(turned, tags, is_16_bit, name)
+                return np.array(bounds.fit(_show_on_white(turned, stored)))
     except UnidentifiedImageError:
         raise BadImage(f"{name} is not an image ({', '.join(FORMATS)} are read)") from None
     except Image.DecompressionBombError:  # raised before anything is decoded
@@ -134,6 +145,56 @@ def decode(raw: bytes, name: str, bounds: PixelBounds) -> np.ndarray:
         raise
     except Exception as error:  # a decoder of foreign bytes: whatever it raises is about this image
         raise BadImage(f"{name} cannot be decoded: {error}") from None
+
+
+def _scale_grey(image: Any, tags: Any, is_16_bit: bool, name: str) -> Any:
+    """A grey image of more than 8 bits with 8, white where PNG says that a value is transparent. ``tags`` are those of
+    TIFF; ``is_16_bit``: so is whatever Pillow holds in 32 bits. Raises BadImage where the range of values is not known.
+    """
+    from PIL import Image
+
+    if image.mode == "F" or (image.mode == "I" and not is_16_bit):
+        kind = "floating-point" if image.mode == "F" else "32-bit"
+        raise BadImage(f"{name} has {kind} pixels, whose range is not known: save it with 8 or 16 bits")
+    top = (1 << int(tags.get(BITS_PER_SAMPLE, (16,))[0])) - 1
+    values = np.asarray(image).astype(np.int64).clip(0, top)
+    if tags.get(PHOTOMETRIC) == 0:  # white is zero
+        values = top - values
+    scaled = ((values * 255 + top // 2) // top).astype(np.uint8)
+    if (clear := image.info.get("transparency")) is not None:
+        scaled[values == clear] = 255
+    return Image.fromarray(scaled)
+
+
+def _show_on_white(image: Any, stored: str) -> Any:
+    """An image as RGB. ``stored``: how Pillow calls the way in which the file has its pixels, ``L;4`` for 4 bits."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    clear, (kind, _, bits) = image.info.get("transparency"), stored.partition(";")
+    if kind == "L" and bits in ("2", "4") and isinstance(clear, int):  # PNG's value as it is stored, not as it is read
+        image.info["transparency"] = clear * 255 // ((1 << int(bits)) - 1)
+    elif kind == "RGB" and bits.startswith("16") and isinstance(clear, tuple):
+        image.info["transparency"] = tuple(value >> 8 for value in clear)
+    seen = image.convert("RGBA")
+    ground = Image.new("RGB", seen.size, "white")
+    ground.paste(seen, mask=seen.getchannel("A"))
+    return ground
+
+
+def is_animated(raw: bytes) -> bool:
+    """Whether an encoded image holds several, of which the first is read."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            formats = [name for name in _known_formats() if name in MOVING]
+            with Image.open(io.BytesIO(raw), formats=formats) as image:
+                return bool(getattr(image, "is_animated", False))
+    except Exception:  # what cannot be read is said where it is decoded
+        return False
 
 
 def find_changed(store: Path) -> str | None:

@@ -17,8 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.formats import Conversation
@@ -30,6 +28,7 @@ from manyhands.data.image_files import (
     content_of,
     decode,
     is_address,
+    is_animated,
     locate,
     name_of,
     read_bytes,
@@ -76,6 +75,7 @@ class ImageOpener:
                 fix="use the tokenizer's and the processor's files of the model",
             )
         self._fetched, self._folder = FetchedImages(fetched), find_image_folder(config.data)
+        self._has_animated = False
         self._known: OrderedDict[tuple[str, int, int], tuple[bytes, tuple[int, int]]] = OrderedDict()
 
     def open(self, conversation: Conversation, file: str) -> Conversation:
@@ -102,12 +102,12 @@ class ImageOpener:
     def _look(self, place: str, data: bytes) -> tuple[bytes, tuple[int, int], bytes]:
         """(hash of the content, (height, width), the bytes unless a file has them)."""
         if not place:
-            return content_of(data), _measure(decode(data, name_of(place), self._bounds)), data
+            return *self._read(data, place), data
         fetched = self._fetched.read(place) if is_address(place) else b""  # kept: it may be another one tomorrow
         key = (place, len(fetched), 0) if fetched else _stamp(place)
         if key is None or key not in self._known:
             raw = fetched or read_bytes(place)
-            found = content_of(raw), _measure(decode(raw, name_of(place), self._bounds))
+            found = self._read(raw, place)
             if key is None:
                 return *found, b""
             self._known[key] = found
@@ -115,9 +115,14 @@ class ImageOpener:
                 self._known.popitem(last=False)
         return *self._known[key], fetched
 
+    def _read(self, raw: bytes, place: str) -> tuple[bytes, tuple[int, int]]:
+        height, width = decode(raw, name_of(place), self._bounds).shape[:2]
+        self._has_animated = self._has_animated or is_animated(raw)
+        return content_of(raw), (height, width)
 
-def _measure(pixels: np.ndarray) -> tuple[int, int]:
-    return pixels.shape[0], pixels.shape[1]
+    def notes(self) -> list[str]:
+        """What a user should know about the images, once they were opened."""
+        return ["of an animated image, or one of several pages, the first is trained"] * self._has_animated
 
 
 def _stamp(place: str) -> tuple[str, int, int] | None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
+from manyhands.data.image_files import DECODING
 from manyhands.families import Family, ImageLayout, ImageShape, find
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -48,7 +49,7 @@ def family_of(model_folder: str | Path) -> Family:
 
 def processor_digest(model_folder: str | Path) -> str:
     """64 hex digits of all that decides about pixels and placeholders: the processor's files, backend and versions."""
-    folder, digest = Path(model_folder), hashlib.sha256(b"pil")
+    folder, digest = Path(model_folder), hashlib.sha256(f"pil {DECODING}".encode())
     for name in (*PROCESSOR_FILES, "config.json"):
         path = folder / name
         digest.update(f"\0{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))

@@ -45,14 +45,17 @@ class LongText:
             )
         self._backend.encode_special_tokens = self._tokenizer.split_special_tokens
         before, behind = self._find_special()
-        yield np.array(before, dtype=np.int32)
         ids, ends, offset, begin = np.empty(0, np.int32), np.empty(0, np.int64), 0, 0
         for next_ids, next_ends, start in self._encode_windows(self._cut(pieces)):
-            if start:
+            if not start:  # a text may bring the tokens that the tokenizer puts around it
+                yield np.array(before[:-1] if before[-1:] == next_ids[:1].tolist() else before, dtype=np.int32)
+                before = []
+            else:
                 kept, begin = self._join(ids, ends, next_ids, next_ends, start)
                 yield ids[offset:kept]
             ids, ends, offset = next_ids, next_ends, begin
-        yield ids[offset:]
+        yield np.concatenate([np.array(before, dtype=np.int32), ids[offset:]])
+        behind = behind[1:] if behind[:1] == ids[-1:].tolist() else behind
         last = behind[-1] if behind else ids[-1] if len(ids) else None
         yield np.array(behind if last == self._eos else [*behind, self._eos], dtype=np.int32)
 

@@ -20,6 +20,7 @@ from manyhands.data.messages import Message, RowRefused, find_keys, hides_thinki
 from manyhands.data.rendered import MAX_WEIGHT, Rendered, Text, finish, put_images
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
+from manyhands.data.tokenizer import without_doubled
 
 TrainOn = Literal["assistant", "last", "all"]
 PLAIN_WRAPPER = "transformers.tokenization_utils_tokenizers"  # whose _encode_plus adds nothing to the backend's ids
@@ -401,8 +402,9 @@ class Renderer:
                 "the tokenizer has no end-of-text token",
                 fix="set eos_token in the model folder's tokenizer_config.json",
             )
-        ids = np.array(encoding.ids, dtype=np.int32)
-        starts, ends = widen(encoding)
+        kept = without_doubled(encoding.ids, encoding.special_tokens_mask)
+        ids = np.array(encoding.ids, dtype=np.int32)[kept]
+        starts, ends = (bounds[kept] for bounds in widen(encoding))
         ((first, _),), (weight,) = (text.spans, text.weights) if text.spans else (((0, 0),), (text.rest,))
         weights = np.full(len(ids), text.rest, dtype=np.float32)
         weights[(ends > first) & (ends > starts) if first else slice(None)] = weight

@@ -122,7 +122,8 @@ class PartTokenizer:
         finally:
             writer.close()
         outcome.num_samples, outcome.num_tokens = writer.num_samples, writer.num_items[TOKENS.name]
-        outcome.largest_id, outcome.notes = self._largest_id, self._renderer.notes()
+        outcome.largest_id = self._largest_id
+        outcome.notes = self._renderer.notes() + ([] if self._images is None else self._images.notes())
         return outcome
 
     def _render(self, contents: Sequence[Conversation | str | Ready]) -> list[Rendered | RowRefused]:

@@ -214,6 +214,22 @@ def _processor_template(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def without_doubled(ids: Sequence[int], added: Sequence[int]) -> slice:
+    """Which tokens of a text stay where it begins or ends with the special token that the tokenizer adds there, too.
+    ``added``: 1 for each token that the tokenizer has added (``special_tokens_mask``), else 0.
+    """
+    begin = int(len(ids) > 1 and added[0] and not added[1] and ids[0] == ids[1])
+    end = int(len(ids) > 1 and added[-1] and not added[-2] and ids[-1] == ids[-2])
+    return slice(begin, len(ids) - end)
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """``tokenizer.encode(text)`` with no special token twice where the text has it itself."""
+    made = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    ids: list[int] = made["input_ids"]
+    return ids[without_doubled(ids, made["special_tokens_mask"])]
+
+
 def widen_cache(tokenizer: Any) -> None:
     """Lets a tokenizer remember the ids of more words than the 10,000 first seen, which it does by itself; the ids
     stay.

@@ -77,16 +77,17 @@ class TurnEnds:
             ]
             ending = self._markers.make_ending(last, *follow)
             if ending is None:
-                raise _no_ending()
+                raise _no_ending(last)
             marker, inner = self.cut_opener(ending.marker), self.cut_opener(ending.inner)
             self._openers = {ending.marker.removeprefix(marker), ending.inner.removeprefix(inner)}
             self.known = Ending(marker, ending.marker[len(marker) :] + ending.trailer, inner)
         return self.known
 
 
-def _no_ending() -> UserError:
+def _no_ending(written: str) -> UserError:
     return UserError(
-        "the chat template writes nothing after an assistant turn",
+        f"the chat template writes nothing {'but white space ' if written else ''}after an assistant turn",
         why="there is no end-of-turn token to train, so the model would not learn to stop",
-        fix="give model.chat_template one that ends assistant turns",
+        fix="set model.chat_template to one that ends assistant turns: a name such as chatml or alpaca, or this one's "
+        "text with eos_token behind the content of an assistant",
     )

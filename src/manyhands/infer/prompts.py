@@ -16,6 +16,7 @@ from manyhands.data.messages import ImagesRefused, Reading, RowRefused, check_me
 from manyhands.data.streams import StoredImage
 from manyhands.data.template import ChatTemplate
 from manyhands.data.text_files import is_encodable
+from manyhands.data.tokenizer import encode_text
 from manyhands.infer.images import PromptImages, has_images, refuse_images
 
 MAX_NAMED_ROWS = 10
@@ -65,7 +66,7 @@ def encode_prompt(
         ids = tokenizer.encode(finish(text), add_special_tokens=False)  # the template writes its own
     elif len(messages) == 1 and not tools:
         _check_characters(messages[0]["content"])
-        ids = tokenizer.encode(messages[0]["content"])
+        ids = encode_text(tokenizer, messages[0]["content"])
     else:
         raise UserError(
             "the model has no chat template",
