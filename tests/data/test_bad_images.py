@@ -146,7 +146,7 @@ def test_addresses_are_fetched_only_where_that_is_allowed_and_once(
     rows = write_rows([*there, *gone])
     assert "data.image_urls" in refuse(make_config(rows, validation_fraction=0), folder).details[0]
     assert not asked
-    config = make_config(rows, validation_fraction=0, image_urls=True, bad_images="skip")
+    config = make_config(rows, validation_fraction=0, image_urls=["127.0.0.1"], bad_images="skip")
     _, store = open_store(config, folder)
     assert sorted(asked) == ["/a.png", "/b.png"] and len(store.train.lengths) == 3
     # nor does training depend on the address
@@ -157,12 +157,13 @@ def test_addresses_are_fetched_only_where_that_is_allowed_and_once(
 def test_copies_of_what_was_fetched_are_bounded_and_shared(tmp_path: Path, served: tuple[str, list[str]]) -> None:
     address, asked = served
     raw = (tmp_path / "a.png").read_bytes()
-    one, other = (FetchedImages(tmp_path / "copies", max_bytes=len(raw) + 1) for _ in range(2))
+    hosts = ["127.0.0.1"]
+    one, other = (FetchedImages(tmp_path / "copies", hosts, max_bytes=len(raw) + 1) for _ in range(2))
     assert one.read(f"{address}/a.png") == other.read(f"{address}/a.png") == raw and asked == ["/a.png"]
     for _ in range(2):
         assert one.read(f"{address}/a.png?more") == raw  # finds no room
     assert asked == ["/a.png", "/a.png?more", "/a.png?more"]
-    own = FetchedImages()
+    own = FetchedImages(hosts=hosts)
     assert own.read(f"{address}/a.png") == own.read(f"{address}/a.png") == raw and len(asked) == 4
 
 

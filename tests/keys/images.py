@@ -73,7 +73,9 @@ def image_folder(lab: Lab) -> None:
 
 def image_urls(lab: Lab) -> None:
     address = ["http://127.0.0.1:9/a.png"]  # nobody answers there
-    for allowed, words in ((False, "data.image_urls"), (True, "cannot be read")):
+    inner, alone = "address of this machine", "none of the hosts"
+    cases = ((False, "data.image_urls is true"), (True, inner), (["127.0.0.1"], "refused"), (["a.example"], alone))
+    for allowed, words in cases:
         with pytest.raises(UserError) as caught:
             facts_of(lab, address, image_urls=allowed)
         assert words in caught.value.details[0]

@@ -136,7 +136,11 @@ class DataSection(Section):
         description="Folder of images that rows name by relative paths, or a .zip file with them, also of the hub "
         "(hub:OWNER/NAME/images.zip), which is unpacked into data.cache; null is the folder of the data file.",
     )
-    image_urls: bool = Field(False, description="Fetch images that rows name by http(s) addresses.")
+    image_urls: bool | tuple[str, ...] = Field(
+        False,
+        description="Fetch images that rows name by http(s) addresses: true from public hosts, a list of host names "
+        "from these alone, which may be of an inner network.",
+    )
     bad_images: Literal["refuse", "skip"] = Field(
         "refuse",
         description="Rows with an image that is missing, damaged or too large: refuse them all, or skip these rows "

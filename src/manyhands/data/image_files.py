@@ -8,14 +8,13 @@ are scaled to 8. Of an animation, or a file of several pages, it is the first. `
 from __future__ import annotations
 
 import hashlib
-import http.client
 import io
 import math
 import operator
 import os
 import stat
-import urllib.request
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ import numpy as np
 
 from manyhands.config.data_schema import MOST_PIXELS, DataSection
 from manyhands.core.errors import UserError
+from manyhands.core.remote import RemoteError, fetch
 from manyhands.data.image_rows import ImageRef
 from manyhands.data.streams import IMAGE_SOURCES, IMAGES
 
 MAX_BYTES = 256 << 20  # of one encoded image
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")  # that start no program
-URL_TIMEOUT_S = 30.0  # without an answer
 MAX_RATIO = 200  # of an image's sides
 CONTENT_BYTES = 16
 DECODING = "2"  # changes whenever the pixels of some image do: what was prepared from them is made again
@@ -76,14 +75,15 @@ def is_address(place: str) -> bool:
     return place.startswith(("http://", "https://"))
 
 
-def locate(ref: ImageRef, folder: Path, allow_urls: bool) -> str:
+def locate(ref: ImageRef, folder: Path, allow_urls: bool | Sequence[str]) -> str:
     """The place of an image: an absolute path, or an address; "" of one that a row holds itself. Raises BadImage."""
     if not ref.place:
         return ""
     if is_address(ref.place):
         if not allow_urls:
             raise BadImage(
-                f"{name_of(ref.place)} is an address, and images are fetched only if data.image_urls is true"
+                f"{name_of(ref.place)} is an address, and images are fetched only if data.image_urls is true or names "
+                "the host"
             )
         return ref.place
     try:
@@ -93,20 +93,28 @@ def locate(ref: ImageRef, folder: Path, allow_urls: bool) -> str:
 
 
 def read_bytes(place: str) -> bytes:
-    """The encoded image at a place. Raises BadImage."""
+    """The encoded image in a file. Raises BadImage."""
     try:
-        if is_address(place):
-            with urllib.request.urlopen(place, timeout=URL_TIMEOUT_S) as answer:
-                raw = answer.read(MAX_BYTES + 1)
-        elif not stat.S_ISREG(os.stat(place).st_mode):  # reading a pipe may never end
+        if not stat.S_ISREG(os.stat(place).st_mode):  # reading a pipe may never end
             raise BadImage(f"{name_of(place)} is not a file")
-        else:
-            with open(place, "rb") as file:
-                raw = file.read(MAX_BYTES + 1)
+        with open(place, "rb") as file:
+            return _check_bytes(file.read(MAX_BYTES + 1), place)
     except FileNotFoundError:
         raise BadImage(f"{name_of(place)} does not exist") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError) as error:
         raise BadImage(f"{name_of(place)} cannot be read: {error}") from None
+
+
+def fetch_bytes(address: str, hosts: Sequence[str] | None) -> bytes:
+    """The encoded image at an address, of ``hosts`` where they are given, else of a public host. Raises BadImage."""
+    try:
+        return _check_bytes(fetch(address, MAX_BYTES, hosts), address)
+    except RemoteError as error:
+        hint = "data.image_urls: [HOST, ...] names hosts that may be asked"
+        raise BadImage(f"{name_of(address)} cannot be fetched: {error} ({hint})") from None
+
+
+def _check_bytes(raw: bytes, place: str) -> bytes:
     if not raw:
         raise BadImage(f"{name_of(place)} is empty")
     if len(raw) > MAX_BYTES:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import tempfile
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from manyhands.data.image_files import (
     check_pillow,
     content_of,
     decode,
+    fetch_bytes,
     is_address,
     is_animated,
     locate,
@@ -74,7 +76,8 @@ class ImageOpener:
                 f"{tokenizer.convert_tokens_to_ids(self._token)}",
                 fix="use the tokenizer's and the processor's files of the model",
             )
-        self._fetched, self._folder = FetchedImages(fetched), find_image_folder(config.data)
+        self._fetched = FetchedImages(fetched, None if config.data.image_urls is True else config.data.image_urls or ())
+        self._folder = find_image_folder(config.data)
         self._has_animated = False
         self._known: OrderedDict[tuple[str, int, int], tuple[bytes, tuple[int, int]]] = OrderedDict()
 
@@ -135,13 +138,16 @@ def _stamp(place: str) -> tuple[str, int, int] | None:
 
 
 class FetchedImages:
-    """Encoded images by address. ``folder``: of the preparation; None: one of this object's own.
+    """Encoded images by address. ``folder``: of the preparation; None: one of this object's own. ``hosts``: those that
+    may be asked; None: public ones.
 
     ``max_bytes``: of copies that are written; what is beyond that is fetched for each row.
     """
 
-    def __init__(self, folder: Path | None = None, max_bytes: int = MAX_COPIES_BYTES) -> None:
-        self._given, self._max_bytes = folder, max_bytes
+    def __init__(
+        self, folder: Path | None = None, hosts: Sequence[str] | None = None, max_bytes: int = MAX_COPIES_BYTES
+    ) -> None:
+        self._given, self._hosts, self._max_bytes = folder, hosts, max_bytes
         self._failed: OrderedDict[str, str] = OrderedDict()
 
     @cached_property
@@ -163,7 +169,7 @@ class FetchedImages:
                 file.seek(0)
                 raw = file.readall()
                 if not raw:
-                    raw = read_bytes(address)
+                    raw = fetch_bytes(address, self._hosts)
                     if self._claim(len(raw)) and file.write(raw) != len(raw):
                         file.truncate(0)  # the disk is full
                 return raw
@@ -173,7 +179,7 @@ class FetchedImages:
                 self._failed.popitem(last=False)
             raise
         except OSError:  # a disk that is full or cannot be written keeps nothing
-            return read_bytes(address)
+            return fetch_bytes(address, self._hosts)
 
     def _claim(self, num_bytes: int) -> bool:
         """Whether so many bytes more are within the bound; then they count."""
