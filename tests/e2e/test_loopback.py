@@ -127,8 +127,11 @@ def test_prove(place: Place, listeners: Listeners) -> None:
 
 
 def test_eval_and_generate_in_several_processes(whole: object, place: Place, listeners: Listeners) -> None:
-    (place.folder / "prompts.txt").write_text("alpha\nbeta\n")
-    for command in (["eval", "runs/whole"], ["generate", "runs/whole", "--prompts", "prompts.txt"]):
+    (place.folder / "prompts.jsonl").write_text('{"prompt": "alpha"}\n{"prompt": "beta"}\n')
+    for command in (
+        ["eval", "runs/whole", "--processes", "2"],
+        ["generate", "runs/whole", "--input", "prompts.jsonl", "--output", "answers.jsonl", "--processes", "2"],
+    ):
         ended = place.call("-m", "manyhands", *command)
         assert ended.code == 0, ended.output
     listeners.check(some=False)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
+import socket
+import struct
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manyhands.core.errors import UserError
+from manyhands.infer import serve
 from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, Found, open_answerer
 from manyhands.infer.replicas import Placement
@@ -22,6 +28,7 @@ from manyhands.infer.vllm import lora_rank_limit, server_command
 from tests.support.tiny import write_tiny_model
 
 DEFAULTS = GenerationSettings(max_new_tokens=8)
+LONG_S = 120.0  # busy machines are slow
 QUESTION = [{"role": "user", "content": "alpha beta"}]
 
 
@@ -220,6 +227,130 @@ def test_an_error_of_the_model_ends_the_request_and_not_the_server(
     assert ask(client).status_code == 200
 
 
+@pytest.fixture
+def port(answerer: Answerer) -> Iterator[int]:
+    """Of a server in a thread of this process, as ``manyhands serve`` runs it."""
+    pytest.importorskip("uvicorn")
+    from manyhands.infer.http import make_server
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = int(probe.getsockname()[1])
+    server = make_server(make_app(answerer, "tiny", DEFAULTS), number)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: server.started)
+    yield number
+    server.should_exit = True
+    thread.join(LONG_S)
+
+
+def until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def head(num_bytes: int) -> bytes:
+    fields = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {num_bytes}\r\n\r\n"
+    return b"POST /v1/completions HTTP/1.1\r\n" + fields.encode()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def get_models(port: int) -> list[str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=LONG_S) as answer:
+        return [model["id"] for model in json.load(answer)["data"]]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_prompt_that_no_context_holds_is_refused_by_its_bytes(
+    announced: bool, client: Any, answerer: Answerer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_Asked", lambda *_: pytest.fail("it was read"))
+    raw = json.dumps({"prompt": "alpha " * 1_000_000}).encode()
+    content = raw if announced else (raw[at : at + 1000] for at in range(0, len(raw), 1000))
+    refused = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    model: Any = answerer.model
+    limit = model.config.max_position_embeddings * serve.MAX_TOKEN_BYTES + serve.ROOM_BYTES
+    assert refused.status_code == 413 and f"longer than {limit:,} bytes" in refused.json()["error"]["message"]
+    assert refused.headers["connection"] == "close"
+
+
+def test_who_tokenizes_long_keeps_nobody_waiting(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun, read = threading.Event(), threading.Event(), serve.parse_body
+
+    def wait_if_long(raw: bytes) -> Any:
+        if len(raw) > serve.LONG_BODY_BYTES:
+            begun.set()
+            assert go_on.wait(LONG_S)
+        return read(raw)
+
+    monkeypatch.setattr(serve, "parse_body", wait_if_long)
+    raw = json.dumps({"prompt": " " * serve.LONG_BODY_BYTES}).encode()
+    with socket.create_connection(("127.0.0.1", port)) as long, socket.create_connection(("127.0.0.1", port)) as short:
+        long.sendall(head(len(raw)) + raw)
+        assert begun.wait(LONG_S)
+        assert get_models(port) == ["tiny"]
+        body = b'{"prompt": "alpha", "max_tokens": 2}'
+        short.sendall(head(len(body)) + body)
+        assert short.recv(12) == b"HTTP/1.1 200"
+        go_on.set()
+        assert long.recv(8) == b"HTTP/1.1"
+
+
+def test_requests_that_do_not_come_to_their_end_are_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.infer.http.HEAD_S", 0.5)
+    monkeypatch.setattr(serve, "BODY_S", 0.5)
+    for begin in (b"", b"POST /v1/comp", head(7)[:-2], b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET"):
+        with socket.create_connection(("127.0.0.1", port), timeout=LONG_S) as connection:
+            connection.sendall(begin)
+            answer = read_all(connection)
+            assert answer == b"" or (begin.endswith(b"GET") and answer.startswith(b"HTTP/1.1 200")), begin
+    with socket.create_connection(("127.0.0.1", port), timeout=LONG_S) as connection:
+        connection.sendall(head(100) + b'{"prompt":')
+        answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.5 s" in answer
+    assert get_models(port) == ["tiny"]
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_ended_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.infer.http.HEAD_S", 0.5)
+    with socket.create_connection(("127.0.0.1", port), timeout=LONG_S) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nX: ")
+
+        def is_ended() -> bool:
+            try:
+                connection.sendall(b"x")
+            except ConnectionError:
+                return True
+            time.sleep(0.05)
+            return False
+
+        until(is_ended)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("sent", [0.2, 1.0])
+def test_a_client_that_hangs_up_is_no_error(
+    stream: bool, sent: float, port: int, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Within the head, the body or the answer."""
+    body = json.dumps({"prompt": "alpha", "max_tokens": 1000, "stream": stream}).encode()
+    for text in (head(len(body))[:40], head(len(body)) + body[: int(sent * len(body))]):
+        with socket.create_connection(("127.0.0.1", port), timeout=LONG_S) as connection:
+            connection.sendall(text)
+            if stream and text.endswith(body):
+                assert connection.recv(1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    assert get_models(port) == ["tiny"]
+    time.sleep(2 * serve.LOOK_S)
+    assert not caplog.records and "".join(capfd.readouterr()) == ""
+
+
 @pytest.mark.parametrize("templated", [False, True])
 def test_calls_of_tools_are_read_where_the_format_is_known(answerer: Answerer, templated: bool) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -257,6 +388,7 @@ def test_vllms_server_gets_model_adapter_and_loopback(tmp_path: Path) -> None:
     assert pairs["--model"] == str(tmp_path / "base") and pairs["--host"] == "127.0.0.1" and pairs["--port"] == "8001"
     assert pairs["--lora-modules"] == f"mine={tmp_path}" and pairs["--max-lora-rank"] == "32"
     assert pairs["--chat-template"] == "my template"
+    assert json.loads(pairs["--allowed-origins"]) == [] and pairs["--middleware"] == "manyhands.infer.http.LocalHosts"
     assert json.loads(pairs["--default-chat-template-kwargs"]) == {"enable_thinking": False}
     assert "--served-model-name" in server_command(Found(tmp_path), "mine", "127.0.0.1", 8001)
     assert pairs["--generation-config"] == "vllm"  # not the sampling of the model's own file

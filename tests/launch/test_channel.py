@@ -113,6 +113,13 @@ def test_all_come_and_gather(meeting: Meeting):
     assert gathered == [[0, 1, 4]] * 3
 
 
+def test_a_host_name_writes_no_line_and_no_escape_sequence(meeting: Meeting):
+    channels = meeting.all_come(hello(0, 2), hello(1, 2, host="gpu1\x1b]0;title\x07\nerror: none\x9b31m"))
+    assert [channel.names[1] for channel in channels] == ["gpu1\\u001b]0;title\\u0007 error: none\\u009b31m"] * 2
+    (text,) = meeting.all_come(hello(1, 2, host="gpu9\x1b[2J\n\nerror: another"))
+    assert "came twice" in text and "\x1b" not in text and "\nerror: another" not in text
+
+
 def test_messages_reach_the_node_they_are_for_or_all_others(meeting: Meeting):
     channels = meeting.all_come(*(hello(node, 3) for node in (0, 1, 2)))
     heard: list[tuple[int, str, int]] = []

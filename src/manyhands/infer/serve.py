@@ -8,13 +8,16 @@ effect is refused, not ignored.
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import json
 import os
 import re
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,11 +29,17 @@ from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, find_parts
 from manyhands.infer.prompts import read_messages
 from manyhands.infer.replicas import ALL_GPUS, Placement
-from manyhands.infer.scheduler import AnswerRequest, Scheduler
+from manyhands.infer.scheduler import MAX_WAITING, AnswerRequest, Scheduler
 from manyhands.infer.settings import SERVED, GenerationSettings
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
+# A token of text is seldom longer than 16 bytes, in JSON up to twice that; runs of one character may be.
+MAX_TOKEN_BYTES = 32
+ROOM_BYTES = 64 << 10  # for what is no prompt: tools, names of fields
+LONG_BODY_BYTES = 64 << 10  # such a request is tokenized where it keeps no shorter one waiting
+MAX_LONG = 16  # of those, that are waiting
+BODY_S = 60.0  # for a whole request to arrive
 LOOK_S = 0.5  # between looks whether the client still waits for its answer
 CLIENT_GONE = 499  # nginx's number; nobody reads it
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -96,14 +105,13 @@ def serve(
         print(f"vLLM: {' '.join(command)}", file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, *command])
     refuse_missing_server()
-    import uvicorn
-
     from manyhands.infer.batch import open_placed
+    from manyhands.infer.http import make_server
 
     answerer = open_placed(folder, base, placement)
     app = make_app(answerer, name, settings or SERVED, placement.batch_size)
     print(f"{name}: http://{HOST}:{port}/v1 (Ctrl-C to stop)", file=sys.stderr, flush=True)
-    uvicorn.run(app, host=HOST, port=port, log_level="warning")
+    make_server(app, port).run()
     return 0
 
 
@@ -124,12 +132,13 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
 
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
-    scheduler = Scheduler(answerer, max_rows)
+    from manyhands.infer.http import LocalHosts
+
+    scheduler, readers = Scheduler(answerer, max_rows), Readers(answerer)
     created = int(time.time())
 
     @asynccontextmanager
@@ -138,15 +147,20 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
         try:
             yield
         finally:
+            readers.close()
             scheduler.stop()
 
     async def answer(request: Request) -> Any:
         is_chat = request.url.path.endswith("/chat/completions")
         try:
-            body = await _read_body(request)
-            asked = _Asked(answerer, body, name, defaults, is_chat)
+            raw = await _read_body(request, readers.max_bytes)
+            asked = await readers.read(raw, lambda reader: _Asked(reader, parse_body(raw), name, defaults, is_chat))
         except BadRequest as error:
-            return JSONResponse(_error(str(error), error.field), error.status)
+            # What is left of a request that was not read whole is not to be taken for the next one.
+            headers = {"connection": "close"} if error.status in (408, 413) else None
+            return JSONResponse(_error(str(error), error.field), error.status, headers)
+        except ClientDisconnect:
+            return JSONResponse(_error("the client has gone"), CLIENT_GONE)
         if scheduler.is_full:
             return JSONResponse(_error("too many requests are waiting: try again later", kind="server_error"), 503)
         if asked.streams:
@@ -168,21 +182,67 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
             Route("/v1/models", models),
             Route("/health", health),
         ],
-        # a page of the web cannot reach the server under a name of its own
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
+        middleware=[Middleware(LocalHosts)],
         lifespan=run_scheduler,
     )
 
 
-async def _read_body(request: Any) -> dict[str, Any]:
+class Readers:
+    """Threads that read and tokenize requests, so that the server answers others meanwhile: one for those of ordinary
+    length and one, with a tokenizer of its own, for long ones.
+    """
+
+    def __init__(self, answerer: Answerer) -> None:
+        self._answerers = answerer, dataclasses.replace(answerer, tokenizer=copy.deepcopy(answerer.tokenizer))
+        self._threads = [ThreadPoolExecutor(1, f"requests-{kind}") for kind in ("short", "long")]
+        self._num_waiting = [0, 0]
+        positions = count_positions(answerer)
+        self.max_bytes = MAX_BODY_BYTES
+        if positions is not None:
+            self.max_bytes = min(MAX_BODY_BYTES, positions * MAX_TOKEN_BYTES + ROOM_BYTES)
+
+    async def read(self, raw: bytes, read: Callable[[Answerer], _Asked]) -> _Asked:
+        """Raises BadRequest, also where too many are waiting."""
+        kind = int(len(raw) > LONG_BODY_BYTES)
+        if self._num_waiting[kind] >= (MAX_WAITING, MAX_LONG)[kind]:
+            raise BadRequest("too many requests are waiting: try again later", status=503)
+        self._num_waiting[kind] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads[kind], read, self._answerers[kind])
+        finally:
+            self._num_waiting[kind] -= 1
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
+def count_positions(answerer: Answerer) -> int | None:
+    """Tokens of the model's context, where its configuration bounds them."""
+    model: Any = answerer.model
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+async def _read_body(request: Any, max_bytes: int) -> bytes:
+    """BadRequest for what is longer than any prompt that the model can take, before it is read, and for what does not
+    arrive in time.
+    """
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise BadRequest("the content type must be application/json", status=415)
-    raw = b""
-    async for part in request.stream():
-        raw += part
-        if len(raw) > MAX_BODY_BYTES:
-            raise BadRequest("the request is too long", status=413)
-    return parse_body(raw)
+    too_long = BadRequest(f"the request is longer than {max_bytes:,} bytes: no prompt of this model is", status=413)
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_long
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > max_bytes:
+                    raise too_long
+    except TimeoutError:
+        raise BadRequest(f"the request did not arrive within {BODY_S:g} s", status=408) from None
+    return bytes(raw)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -218,8 +278,7 @@ class _Asked:
             settings, number = read_settings(given, defaults)
         except (RowRefused, UserError) as error:
             raise BadRequest(error.what if isinstance(error, UserError) else str(error)) from None
-        model: Any = answerer.model
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        positions = count_positions(answerer)
         if positions is not None and len(ids) + settings.max_new_tokens > positions:
             room = positions - len(ids)
             if "max_tokens" in given or "max_completion_tokens" in given or room < 1:

@@ -117,6 +117,8 @@ def server_command(
     _refuse_for_server(settings, placement)
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(found.weights)]
     command += ["--host", host, "--port", str(port), *_name_arguments(found, name)]
+    # By itself it answers the pages of every site, under any name of the host.
+    command += ["--allowed-origins", "[]", "--middleware", "manyhands.infer.http.LocalHosts"]
     if found.adapter is not None and (found.adapter / "tokenizer_config.json").is_file():
         command += ["--tokenizer", str(found.adapter)]
     if found.chat_template is not None:

@@ -31,7 +31,7 @@ from manyhands.launch.address import (
     open_listener,
     set_options,
 )
-from manyhands.launch.nodes import explain_ending, explain_lost, explain_missing, explain_unreachable
+from manyhands.launch.nodes import clean_name, explain_ending, explain_lost, explain_missing, explain_unreachable
 from manyhands.launch.secret import is_proof, new_nonce, prove
 
 BEAT_S = 1.0
@@ -339,6 +339,7 @@ class Channel:
             raise ValueError("does not know the secret")
         if kind != "hello" or type(node) is not int or node != message["hello"]["node"]:
             raise ValueError("no hello")
+        message["hello"]["host"] = clean_name(message["hello"]["host"])
         if message["hello"] == self.hellos[0]:
             link.add({"kind": "self"})
             return
@@ -357,7 +358,7 @@ class Channel:
             return
         link.node = node
         link.add({"kind": "beat", "node": 0, "fields": None})  # at once: by its answer a node 0 is known
-        self.hellos[node] = message["hello"]
+        self.hellos[node] = message["hello"]  # which all others get from here
         if len(self.hellos) == self.num_nodes:
             self._complete = True
             self._relay({"kind": "welcome", "node": 0, "to": None, "hellos": list(self.hellos.items())})

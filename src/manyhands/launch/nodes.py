@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import manyhands
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.text import printable
 from manyhands.data.summary import PreparedData
 from manyhands.facts.types import Figure, GpuFacts, HostFacts
 from manyhands.launch.resume_rules import flatten
@@ -285,3 +286,8 @@ def describe_gpus(host: HostFacts) -> str:
 
 def host_name() -> str:
     return socket.gethostname() or os.uname().nodename
+
+
+def clean_name(name: object) -> str:
+    """A host's name as another machine gives it, on one line and without what a terminal obeys."""
+    return " ".join(printable(str(name)).split())

@@ -24,7 +24,7 @@ from manyhands.facts.types import HostFacts
 from manyhands.launch.address import LOCAL_HOST, address_among, network_environment, own_address
 from manyhands.launch.environment import Launcher, apply_variables
 from manyhands.launch.heartbeat import this_host
-from manyhands.launch.nodes import NodeGroup, check_hellos, explain_lost, host_name, say_hello
+from manyhands.launch.nodes import NodeGroup, check_hellos, clean_name, explain_lost, host_name, say_hello
 from manyhands.launch.preflight import explain_unexpected, find_group, named
 
 ALIVE_S = 2.0
@@ -73,7 +73,7 @@ def read_map(store: dist.Store, launcher: Launcher) -> NodeMap:
     first = [said[group[0]] for group in ranks]
     return NodeMap(
         node=keys.index(said[launcher.rank]["node"]),
-        names=tuple(fields["host"] for fields in first),
+        names=tuple(clean_name(fields["host"]) for fields in first),
         ranks=ranks,
         addresses=tuple(fields["address"] for fields in first),
     )
