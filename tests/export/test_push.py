@@ -181,6 +181,25 @@ def test_paths_of_this_machine_and_tokens_stay_here(adapter: Path, hub: FakeApi,
     assert hub.tokens == []
 
 
+@pytest.mark.parametrize("name", ["README.md", "adapter_config.json", "manyhands.json"])
+def test_a_link_is_not_followed(adapter: Path, tmp_path: Path, hub: FakeApi, name: str) -> None:
+    elsewhere = tmp_path / "id_rsa"
+    elsewhere.write_text((adapter / name).read_text() if (adapter / name).exists() else "notes")
+    (adapter / name).unlink(missing_ok=True)
+    (adapter / name).symlink_to(elsewhere)
+    done = push(adapter, "--to", "me/helper", "--yes")
+    assert done.exit_code == 2 and f"{name} is a link" in done.stderr and hub.files == {}
+
+
+def test_a_token_in_any_text_stays_here(tmp_path: Path, hub: FakeApi) -> None:
+    secret = "glpat-aB3dE5gH7jK9mN1pQ2rS"
+    for name in ("chat_template.jinja", "modeling_own.py", "special_tokens_map.json"):
+        folder = write_adapter(tmp_path / name, FILES | {name: f"x = '{secret}'"})
+        done = push(folder, "--to", "me/helper", "--yes")
+        assert done.exit_code == 2 and f"{name}: a GitLab token" in done.stderr and secret not in done.output
+    assert hub.files == {}
+
+
 @pytest.mark.parametrize("name", ["helper", "me/", "me/a/b", "me/he lper", "../x", "me/x.."])
 def test_names_that_the_hub_has_not(adapter: Path, hub: FakeApi, name: str) -> None:
     done = push(adapter, "--to", name)

@@ -74,6 +74,20 @@ def test_no_secret_is_written_down(tmp_path):
     for key, text in (("setup", "export HF_TOKEN='hf_x'"), ("options", "--export=ALL,HF_TOKEN=hf_x")):
         with pytest.raises(UserError, match="HF_TOKEN looks like a secret"):
             describe(tmp_path, **{f"submit.{key}": (text,)})
+    secret = "hf_" + "aB3dE5gH7jK9mN1pQ2rS4tU6"
+    for key, value in (
+        ("submit.setup", (f"hf auth login --token {secret}",)),
+        ("submit.setup", ("pip install --index-url https://me:hunter2@pypi.example.com/simple x",)),
+        ("submit.environment", {"EXTRA_INDEX": "https://me:hunter2@pypi.example.com/simple"}),
+        ("submit.environment", {"LOGIN": secret}),
+        ("submit.options", (f"--export=A={secret}",)),
+        ("submit.image", "docker://me:hunter2@registry.example.com/image"),
+        ("submit.volumes", {"/mnt": "s3://key:hunter2@bucket"}),
+        ("model.chat_template", "{{ '" + secret + "' }}"),
+    ):
+        with pytest.raises(UserError, match="would be written into the job's files") as caught:
+            describe(tmp_path, **{key: value})
+        assert caught.value.where.startswith(key) and not any(word in str(caught.value) for word in (secret, "hunter2"))
     describe(tmp_path, **{"submit.setup": ('export HF_TOKEN="$(cat ~/token)" MODE=fast',)})
     describe(tmp_path, **{"submit.environment": {"NCCL_SOCKET_IFNAME": "eth0", "TOKENIZERS_PARALLELISM": "false"}})
 

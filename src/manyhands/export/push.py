@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import refuse_links
+from manyhands.core.secret_values import find_secrets
 from manyhands.core.units import count_of, format_size
 from manyhands.export.record import CARD, RECORD, find_changed, read_record
 from manyhands.facts.adapter import CONFIG
@@ -26,9 +27,10 @@ OUTPUTS = ("adapter", "model")  # of a run's folder: an adapter before the model
 REPOSITORY = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 READ_AS_TEXT = (CARD, CONFIG, "config.json", "generation_config.json", "tokenizer_config.json")
+OF_TEXT = (".json", ".md", ".txt", ".jinja", ".py", ".yaml", ".yml", ".toml", "")  # suffixes
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "model.safetensors.index.json")
 # An absolute path of two parts or more, not within a URL or a relative path.
 LOCAL_PATH = re.compile(r"(?<![\w:/.~-])~?/(?:[\w.@+-]+/)+[\w.@+-]+|[A-Za-z]:\\\\?[\w.-]+")
-SECRET = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})")
 MAX_SHOWN = 5
 
 
@@ -172,14 +174,18 @@ def name_base_in_card(folder: Path, base: str) -> str:
 def refuse_private(folder: Path, names: list[str], replaced: dict[str, bytes]) -> None:
     """UserError for paths of this machine and for what looks like a token, in the texts that would be uploaded."""
     found = []
-    for name in (name for name in names if name in READ_AS_TEXT):
+    for name in names:
+        if Path(name).suffix not in OF_TEXT or Path(name).name in VOCABULARIES:
+            continue
         raw = replaced.get(name) or (folder / name).read_bytes()
         text = raw.decode("utf-8", errors="replace")
+        found += [f"{name}: {what}" for what in find_secrets(text)[:MAX_SHOWN]]
+        if name not in READ_AS_TEXT:
+            continue
         if name == "tokenizer_config.json":
             text = json.dumps({k: v for k, v in (parse(text)).items() if k != "chat_template"}, ensure_ascii=False)
         paths = dict.fromkeys(match[0] for match in LOCAL_PATH.finditer(text))
         found += [f"{name}: the path {path}" for path in list(paths)[:MAX_SHOWN]]
-        found += [f"{name}: a token, {match[1][:6]}..." for match in SECRET.finditer(text)][:MAX_SHOWN]
     if found:
         raise UserError(
             "files that would be uploaded hold what belongs to this machine",

@@ -19,6 +19,7 @@ from manyhands.config.section_schemas import SubmitSection
 from manyhands.config.sources import list_sources
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
+from manyhands.core.secret_values import find_secrets
 from manyhands.facts.types import GpuKind, HostFacts
 from manyhands.plan.host_memory import STAGING
 from manyhands.plan.types import Plan
@@ -97,7 +98,7 @@ def describe_job(config: RunConfig, plan: Plan | None, host: HostFacts, files: P
     UserError where keys of ``submit`` contradict the run, or a secret would be written down.
     """
     asked = config.submit
-    _refuse_secrets(asked)
+    _refuse_secrets(config)
     device = plan.layout.device if plan is not None else "cuda" if host.gpus else "cpu"
     total = plan.layout.world_size if plan is not None else _count(config, host)
     num_nodes = host.num_nodes if device == "cuda" else 1
@@ -207,7 +208,11 @@ def unread_keys(asked: SubmitSection, target: Target) -> list[str]:
     return found + ["submit.volumes"] * (outside and bool(asked.volumes))
 
 
-def _refuse_secrets(asked: SubmitSection) -> None:
+def _refuse_secrets(config: RunConfig) -> None:
+    """By their names in the job's environment and commands; by their values anywhere in the run, which goes with the
+    job.
+    """
+    asked = config.submit
     named = [(name, f"submit.environment.{name}") for name in asked.environment if _SECRET.search(name.upper())]
     for key in ("setup", "options"):
         found = (name for text in getattr(asked, key) for name in _ASSIGNED.findall(text))
@@ -219,6 +224,26 @@ def _refuse_secrets(asked: SubmitSection) -> None:
             fix=f"write submit.secrets: {{{name}: NAME}}, NAME being a Kubernetes Secret; sbatch and sky take the"
             " value from this shell",
         )
+    for key, text in _texts(config.model_dump(mode="json")):
+        if secrets := find_secrets(text):
+            raise UserError(
+                f"{secrets[0]} would be written into the job's files",
+                where=key,
+                fix="take it from the environment: submit.secrets: {NAME: SECRET}, and $NAME in commands",
+            )
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Each text of the run with its key, names of keys included: those of ``submit.volumes`` are the user's."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield key, name
+            yield from _texts(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, key)
+    elif isinstance(value, str):
+        yield key, value
 
 
 def _count(config: RunConfig, host: HostFacts) -> int:
