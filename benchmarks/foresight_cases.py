@@ -14,11 +14,11 @@ from manyhands.bench.rows import BenchRow
 # By shape, of ``manyhands.bench.shapes``. Families of both kinds, and families that only the second kind has.
 FITTED = (
     *("tiny", "smollm135m", "llama1b", "llama8b", "llama70b", "qwen32b", "gemma27b", "phi3mini", "mistral7b"),
-    *("qwen2-7b", "olmo2-7b", "qwen06b"),
+    *("qwen2-7b", "olmo2-7b", "qwen06b", "yi34b"),
 )
 HELD_OUT = (
     *("smollm360m", "llama3b", "qwen4b", "qwen14b", "gemma4b", "gemma12b", "phi4", "mistral24b"),
-    *("qwen2-1.5b", "qwen2-72b", "granite8b", "smollm3-3b", "glm9b"),
+    *("qwen2-1.5b", "qwen2-72b", "granite8b", "smollm3-3b", "glm9b", "falcon10b"),
 )
 
 
@@ -128,6 +128,10 @@ ONE_GPU = (
     Case("smollm135m", "lora", 1, 8, 512, keys=NONE),
     Case("qwen14b", "lora", 1, 2, 4096, keys=NONE, gib=110),
     Case("llama8b", "lora", 1, 16, 4096, "mix", keys=NONE, gib=110, cost_s=80),
+    Case("yi34b", "qlora", 1, 1, 6144, keys=NONE, gib=110, cost_s=80),
+    Case("granite8b", "lora", 1, 16, 4096, "mix", keys=NONE, steps=30, gib=110, cost_s=110),
+    Case("falcon10b", "lora", 1, 16, 4096, "mix", keys=SELECTIVE, steps=30, cost_s=120),
+    Case("llama8b", "lora", 1, 24, 4096, "mix", keys=SELECTIVE, steps=30, cost_s=120),
     Case("llama1b", "full", 1, 4, 4096, keys=NONE),
     Case("mistral7b", "qlora", 1, 4, 4096, keys=NONE, gib=110),
     Case("llama8b", "lora", 1, 2, 4096, keys=FULL),

@@ -75,6 +75,19 @@ def test_odd_shapes_and_chunks(num_rows: int, size: int, num_words: int, max_log
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_words", [3, 64, 67, 135])
+@pytest.mark.parametrize("max_logits", [64 * 67, None])
+def test_a_vocabulary_of_any_size_in_bfloat16(num_words: int, max_logits: int | None) -> None:
+    """Words beyond a multiple of 64 are a product of their own where the size is no multiple of 8."""
+    hidden, weight, labels, weights = draw(150, 48, num_words, torch.bfloat16)
+    expected = with_gradients(plain, hidden.float(), weight.float(), labels, weights, 1.0, None)
+    found = with_gradients(
+        lambda h, w: linear_cross_entropy(h, w, labels, weights=weights, max_logits=max_logits)[0], hidden, weight
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert (one.float() - other).norm() <= 6e-3 * other.norm()
+
+
 @pytest.mark.parametrize("frozen", ["head", "body", "both", "no_grad"])
 def test_only_wanted_gradients_are_made(frozen: str) -> None:
     hidden, weight, labels, _ = draw(9, 4, 10, torch.float32)

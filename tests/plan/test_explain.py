@@ -18,6 +18,7 @@ from manyhands.plan import types as reasons
 from manyhands.plan.explain import explain_plan
 from manyhands.plan.search import plan
 from manyhands.plan.sentences import SENTENCES, explain
+from manyhands.plan.steps import explain_longer
 from manyhands.plan.types import Code, Plan, Reason
 from tests.plan.examples import (
     GIB,
@@ -99,8 +100,9 @@ def plans() -> tuple[Plan, ...]:
     images = {"num_images": 10, "max_image_units": 2, "mean_image_units": 0.1}
     towers = {"is_multimodal": True, "num_tower_parameters": 5}
     narrow = model_facts(hidden=64, inner=64).model_copy(update={"max_positions": 16})
+    longer = explain_longer(run_config().schedule, first, first, 1, ["stop.max_steps"])
     return (
-        first,
+        first.model_copy(update={"why": (*first.why, longer)}),
         plan(run_config(), small, number=2, cause="out_of_memory", before=first),
         plan(run_config(method__name="qlora", parallel__offload="optimizer", kernels__linear="fp8"), one),
         plan(run_config(**full, parallel__offload="all"), replace_host(eight, 1000)),
@@ -122,6 +124,7 @@ def plans() -> tuple[Plan, ...]:
         ),
         plan(run_config(), one.model_copy(update={"host": describe_host(parse_gpus("2x4xMI300X"))})),
         plan(run_config(), on_nodes(facts(gpus=8), 4, 4)),
+        plan(run_config(schedule__warmup_steps=100_000), one),
         plan(run_config(batch__samples=3), facts(gpus=8, data=with_lengths([7, 90, 4, 60] * 8))),
     )
 

@@ -346,6 +346,33 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             pad_token_id=0,
         ),
     ),
+    "yi34b": (
+        "llama",
+        dict(
+            hidden_size=7168,
+            intermediate_size=20480,
+            num_attention_heads=56,
+            num_key_value_heads=8,
+            num_hidden_layers=60,
+            vocab_size=64000,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+        ),
+    ),
+    "falcon10b": (
+        "llama",
+        dict(
+            hidden_size=3072,
+            intermediate_size=23040,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            head_dim=256,
+            num_hidden_layers=40,
+            vocab_size=131072,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-6,
+        ),
+    ),
 }
 
 
