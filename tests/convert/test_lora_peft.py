@@ -153,6 +153,13 @@ def test_tied_weights_stay_one_parameter() -> None:
     assert list(token_modules(model)) == ["model.embed_tokens"]
 
 
+def test_embeddings_and_head_are_found_by_the_names_of_the_model_s_files() -> None:
+    model, _ = adapt("gpt_neox", {"modules_to_save": ("embed_in", "embed_out")}, ())
+    assert sorted(fully_trained_modules(model)) == ["gpt_neox.embed_in", "lm_head"]
+    model, _ = adapt("gpt_neox", {"modules_to_save": ("embed_tokens", "lm_head")}, ())
+    assert sorted(fully_trained_modules(model)) == ["gpt_neox.embed_in", "lm_head"]
+
+
 def test_what_is_trained_whole_is_not_adapted() -> None:
     model, _ = adapt("llama", {"modules_to_save": ("model.layers.0.mlp",)}, ())
     assert len(adapted_layers(model)) == 18 and not any("layers.0.mlp" in name for name in adapted_layers(model))

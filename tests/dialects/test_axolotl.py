@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from manyhands.config.dialects import axolotl, axolotl_keys, axolotl_templates
+from manyhands.config.dialects.axolotl_data import KNOWN_ROLES, TRAIN_KEYS
 from manyhands.config.dialects.recognize import recognize, translate
 from manyhands.config.dialects.translation import STOPS, Around, Translation
 from manyhands.config.load import config_from_mapping
@@ -20,6 +21,7 @@ from manyhands.config.patterns import reaches
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
+from manyhands.data import messages
 from manyhands.data.files import Row
 from manyhands.data.formats import to_conversation
 from manyhands.data.render import render
@@ -326,7 +328,12 @@ def test_a_stream_is_the_rows_that_its_steps_can_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "key", "told"),
     [
-        ({"type": "sharegpt"}, "type", "write `type: chat_template`"),
+        ({"type": "sharegpt.load_guanaco"}, "type", "write `type: chat_template`"),
+        ({"type": "sharegpt", "conversation": "zephyr"}, "conversation", "zephyr is not built in"),
+        ({"type": "chat_template", "roles": {"user": ["visitor"]}}, "roles.user", "visitor is no role of rows"),
+        ({"type": "chat_template", "roles": {"critic": ["user"]}}, "roles.critic", "user is no role of rows"),
+        ({"type": "chat_template", "roles": ["user"]}, "roles", "allowed: a mapping of role to a list of names"),
+        ({"type": "chat_template", "message_field_training": "seen"}, "message_field_training", "write one of train,"),
         ({"type": "alpacca"}, "type", "alpacca is not available: write one of alpaca"),
         ({"type": "chat_template", "fild_messages": "x"}, "fild_messages", "did you mean `field_messages`?"),
         ({"type": "chat_template", "roles_to_train": ["user"]}, "roles_to_train", "only assistant turns are trained"),
@@ -344,7 +351,7 @@ def test_what_an_entry_cannot_have_is_refused_at_its_line(
     done = change(tmp_path, datasets=[{"path": "a/b"} | entry])
     found = refused(done)[f"datasets[0].{key}"]
     assert told in found
-    assert next(fate.line for fate in done.fates if fate.key == f"datasets[0].{key}") in range(2, 6)
+    assert next(fate.line for fate in done.fates if fate.key == f"datasets[0].{key}") in range(2, 8)
 
 
 # model and method
@@ -611,6 +618,99 @@ def test_keys_that_axolotl_itself_ignores_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({"data_seed": 7}, {"data_seed": "ignored"}),
+        ({"report_to": "wandb", "hub_always_push": True, "logging_first_step": True, "disable_tqdm": True},
+         {"report_to": "ignored", "hub_always_push": "ignored", "logging_first_step": "ignored"}),
+        ({"wandb_tags": ["a"], "tokenizer_padding_side": "left"}, {"wandb_tags": "ignored"}),
+        ({"dataloader_pin_memory": False, "dataloader_num_workers": 4, "save_only_model": True},
+         {"dataloader_pin_memory": "ignored", "dataloader_num_workers": "ignored", "save_only_model": "ignored"}),
+        ({"dataloader_pin_memory": True, "save_only_model": False, "tf32": True},
+         {"dataloader_pin_memory": "already", "save_only_model": "already", "tf32": "already"}),
+        ({"bf16": False, "tf32": True}, {"tf32": "ignored"}),
+        ({"torch_compile": True, "torch_compile_mode": "max-autotune"}, {"torch_compile_mode": "ignored"}),
+    ],
+)  # fmt: skip
+def test_what_changes_nothing_here_or_there_is_ignored_by_name(
+    tmp_path: Path, changes: dict[str, Any], kinds: dict[str, str]
+) -> None:
+    done = change(tmp_path, **changes)
+    assert refused(done) == {} and {key: fate(done, key)[0] for key in kinds} == kinds
+
+
+@pytest.mark.parametrize(
+    ("remove", "changes", "expected"),
+    [
+        # of `save_steps` and `eval_steps`: a share, and what makes the best checkpoint the result
+        ("saves_per_epoch evals_per_epoch", {"save_steps": 0.25, "eval_steps": 0.05},
+         {"checkpoint": {"every_steps": 0.25, "keep_last": 4}, "evaluate": {"every_steps": 0.05}}),
+        ("saves_per_epoch evals_per_epoch", {"save_steps": 0.5, "eval_steps": 0.25, "load_best_model_at_end": True},
+         {"checkpoint": {"every_steps": 0.5, "keep_best": True, "keep_last": 4}}),
+        ("", {"saves_per_epoch": 2, "evals_per_epoch": 2, "early_stopping_patience": 3},
+         {"checkpoint": {"per_epoch": 2, "keep_best": True, "keep_last": 4}}),
+        ("saves_per_epoch evals_per_epoch", {"save_strategy": "steps", "eval_strategy": "steps", "logging_steps": 7},
+         {"checkpoint": {"every_steps": 500, "keep_last": 4}, "evaluate": {"every_steps": 7}}),
+        ("evals_per_epoch", {"evaluation_strategy": "epoch"}, {"evaluate": {"per_epoch": 1}}),
+        # special values
+        ("", {"save_total_limit": -1}, {"checkpoint": {"per_epoch": 1, "keep_last": "all"}}),
+        ("", {"save_total_limit": 0}, {"checkpoint": {"per_epoch": 1, "keep_last": 4}}),
+        ("", {"max_steps": -1}, {"stop": {"epochs": 3}, "schedule": {"name": "cosine", "warmup_ratio": 0.1}}),
+        ("warmup_ratio", {"max_steps": 0}, {"schedule": {"name": "cosine", "warmup_ratio": 0.03}}),
+        ("micro_batch_size gradient_accumulation_steps", {}, {"batch": {"packs": 2}}),
+        ("gradient_accumulation_steps", {"batch_size": 6}, {"batch": {"packs": 12}}),
+    ],
+)  # fmt: skip
+def test_what_the_run_s_keys_and_their_special_values_become(
+    tmp_path: Path, remove: str, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    done = change(tmp_path, remove, **changes)
+    assert refused(done) == {} and {name: section(done, name) for name in expected} == expected
+    config_from_mapping(done.mapping)
+
+
+def test_roles_that_state_what_is_so_are_accepted(tmp_path: Path) -> None:
+    """All that the reader of rows knows, and no other."""
+    table = {role: sorted(known) for role, known in KNOWN_ROLES.items()}
+    assert {name: role for role, known in table.items() for name in known} == {
+        name: role for name, role in messages.ROLE_NAMES.items() if name != "developer"
+    }
+    entry = {"path": "a/b", "type": "chat_template", "roles": table, "message_field_training": "training"}
+    done = change(tmp_path, datasets=[entry])
+    assert refused(done) == {} and fate(done, "datasets[0].roles.user")[0] == "already"
+    assert done.mapping["data"]["train"] == [{"path": "hub:a/b", "format": "messages"}]
+    assert TRAIN_KEYS == messages.TRAIN_KEYS
+
+
+@pytest.mark.parametrize(
+    ("entry", "source", "template"),
+    [
+        ({"type": "sharegpt"}, {"format": "sharegpt"}, None),
+        ({"type": "sharegpt", "conversation": "chatml", "field": "turns"},
+         {"format": "sharegpt", "fields": {"conversations": "turns"}}, "chatml-no-bos"),
+        ({"type": "sharegpt.load_role"}, {"format": "sharegpt", "fields": {"from": "role"}}, None),
+        ({"type": "sharegpt.load_ultrachat"}, {"format": "messages"}, None),
+    ],
+)  # fmt: skip
+def test_the_older_type_sharegpt_is_read_as_its_error_advises(
+    tmp_path: Path, entry: dict[str, Any], source: dict[str, Any], template: str | None
+) -> None:
+    done = change(tmp_path, datasets=[{"path": "a/b"} | entry])
+    assert refused(done) == {} and fate(done, "datasets[0].type")[0] == "substituted"
+    assert done.mapping["data"]["train"] == [{"path": "hub:a/b"} | source]
+    assert done.mapping["model"].get("chat_template") == template
+    config_from_mapping(done.mapping)
+    named = change(tmp_path, datasets=[{"path": "a/b", "type": "sharegpt"}], chat_template="chatml")
+    assert named.mapping["model"]["chat_template"] == "chatml-no-bos"
+
+
+def test_a_key_that_stands_twice_without_a_value_is_one(tmp_path: Path) -> None:
+    assert refused(read(tmp_path, LORA + "wandb_project:\nwandb_name:\nwandb_name: ~\n")) == {}
+    with pytest.raises(UserError, match="duplicate keys"):
+        read(tmp_path, LORA + "wandb_project: mine\n")
+
+
+@pytest.mark.parametrize(
     ("changes", "key", "told"),
     [
         ({"lora_rank": 8}, "lora_rank", "Axolotl has no such key: did you mean `lora_r"),
@@ -626,7 +726,17 @@ def test_keys_that_axolotl_itself_ignores_are_reported(tmp_path: Path) -> None:
         ({"plugins": ["mine.Plugin"]}, "plugins", "mine.Plugin is not available"),
         ({"context_parallel_size": 2}, "context_parallel_size", "`2`: splitting a sequence"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha", "NEFTune is not available"),
-        ({"val_set_size": 100}, "val_set_size", "write a fraction"),
+        ({"val_set_size": 100}, "val_set_size", "Axolotl itself refuses a number of rows"),
+        ({"micro_batch_size": 0}, "micro_batch_size", "got 0, allowed: a whole number above 0"),
+        ({"unsloth_lora_mlp": True}, "unsloth_lora_mlp", "Axolotl itself refuses this key"),
+        (
+            {"lora_target_modules": ["q_proj", "embed_out"], "lora_target_linear": False},
+            "lora_target_modules",
+            "embed_out is not one of the blocks' layers",
+        ),
+        ({"pretrain_multipack_attn": False}, "pretrain_multipack_attn", "documents of a pack never see each other"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config", "`split_batches` is not available"),
+        ({"optimiser": "adamw_torch"}, "optimiser", "did you mean `optimizer`?"),
         ({"tokenizer_config": "other/one"}, "tokenizer_config", "a tokenizer of another model"),
         ({"batch.samples": 8}, "batch.samples", "a key of manyhands"),
         ({"model_name_or_path": "x", "assistant_only_loss": True}, "assistant_only_loss", "a key of TRL"),
@@ -640,7 +750,7 @@ def test_bad_input_is_refused_with_its_key(tmp_path: Path, changes: dict[str, An
     assert any(f"`{key}`" in detail for detail in error.value.details) and "run.yaml" in error.value.where
 
 
-@pytest.mark.parametrize("key", ["base_model", "learning_rate", "micro_batch_size", "datasets", "lora_r"])
+@pytest.mark.parametrize("key", ["base_model", "learning_rate", "datasets", "lora_r"])
 def test_what_axolotl_requires_is_asked_for(tmp_path: Path, key: str) -> None:
     assert "it is missing" in refused(change(tmp_path, remove=key))[key]
 

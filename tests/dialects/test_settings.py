@@ -266,6 +266,35 @@ def test_deepspeed_s_samples_per_gpu_are_the_batch_where_nothing_else_says_one(t
         assert config.batch.model_dump(exclude_unset=True) == batch
 
 
+@pytest.mark.parametrize(
+    ("name", "stage", "offload"),
+    [
+        ("deepspeed_configs/zero1.json", 1, "none"),
+        ("deepspeed/zero2.json", 2, "none"),
+        ("zero3_bf16_cpuoffload_params.json", 3, "all"),
+        ("examples/deepspeed/ds_z2_offload_config.json", 2, "optimizer"),
+        ("examples/deepspeed/ds_z3_config.json", 3, "none"),
+        ("ds_config_zero3.json", 3, "none"),
+        ("scripts/zero3_offload.json", 3, "all"),
+        ("stage2.json", 2, "none"),
+        ("zero_stage3_offload_optimizer.json", 3, "optimizer"),
+        ("zero4.json", None, ""),
+        ("zero3_mine.json", None, ""),
+        ("ds_z3_fp8_config.json", None, ""),
+    ],
+)
+def test_a_deepspeed_file_of_a_well_known_name_says_what_it_holds(
+    tmp_path: Path, name: str, stage: int | None, offload: str
+) -> None:
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(TRL | {"deepspeed": name}))
+    if stage is None:
+        with pytest.raises(UserError, match="there is no file"):
+            load_run(tmp_path / "sft.yaml", around=Around(gpus=1, deepspeed=True))
+        return
+    parallel = load_run(tmp_path / "sft.yaml", around=Around(gpus=2, deepspeed=True)).config.parallel
+    assert parallel.strategy == f"zero{stage}" and parallel.offload in (offload, "auto" if offload == "none" else "")
+
+
 def test_other_sections_of_deepspeed(tmp_path: Path) -> None:
     said = {
         ZERO: {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},

@@ -36,6 +36,11 @@ def matches(name: str, pattern: str) -> bool:
     return _compile(pattern).matches(name)
 
 
+# Embeddings and head, as models call them; in files, and in releases of transformers, the same ones have other names.
+EMBEDDING_NAMES = ("embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
+HEAD_NAMES = ("lm_head", "embed_out")
+
+
 def reaches(parameter: str, pattern: str) -> bool:
     """Whether ``pattern`` matches the parameter or a module that contains it: ``lm_head``, ``layers.0``, ``*_proj``."""
     parts = parameter.split(".")

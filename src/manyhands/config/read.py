@@ -61,16 +61,17 @@ class _Loader(yaml.SafeLoader):
         return int(str(self.construct_scalar(node)), 10)  # type: ignore[arg-type]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
+        seen: dict[str, bool] = {}  # and whether the key has no value: then a second one without is the same
+        for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            if key_node.value in seen:
+            empty = value_node.tag == "tag:yaml.org,2002:null"
+            if key_node.value in seen and not (empty and seen[key_node.value]):
                 mark = key_node.start_mark
                 self.duplicates.append(
                     f"line {mark.line + 1}, column {mark.column + 1}: duplicate key `{key_node.value}`"
                 )
-            seen.add(key_node.value)
+            seen[key_node.value] = empty
         return super().construct_mapping(node, deep)
 
     def get_single_node(self) -> yaml.Node | None:
@@ -279,7 +280,10 @@ def _read_json(text: str, where: str) -> Any:
     duplicates: list[str] = []
 
     def keep_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
+        names = [
+            *{name for name, value in pairs if value is None},
+            *(name for name, value in pairs if value is not None),
+        ]
         duplicates.extend(f"duplicate key `{name}`" for name in dict.fromkeys(names) if names.count(name) > 1)
         return dict(pairs)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from manyhands.config.patterns import expand, matches, reaches
+from manyhands.config.patterns import EMBEDDING_NAMES, HEAD_NAMES, expand, matches, reaches
 from manyhands.config.schema import MethodSection
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.convert.protocol import BaseConverter
@@ -134,7 +134,7 @@ def find_modules_to_save(model: nn.Module, patterns: Iterable[str]) -> list[str]
     ]
     chosen: list[str] = []
     for pattern in patterns:
-        hits = [name for name in names if matches(name, pattern)]
+        hits = [name for name in names if matches(name, pattern)] or _find_by_role(model, pattern)
         if not hits or any(block == name or inside(block, [name]) for name in hits for block in blocks):
             what = "includes complete blocks" if hits else "matches no module with weights"
             raise UserError(
@@ -145,6 +145,16 @@ def find_modules_to_save(model: nn.Module, patterns: Iterable[str]) -> list[str]
             )
         chosen += hits
     return [name for name in dict.fromkeys(chosen) if not inside(name, set(chosen) - {name})]
+
+
+def _find_by_role(model: Any, pattern: str) -> list[str]:
+    """Embeddings or head by a name that another model, or the model's own file, has for them."""
+    module = None
+    if pattern in HEAD_NAMES:
+        module = model.get_output_embeddings()
+    elif pattern in EMBEDDING_NAMES:
+        module = model.get_input_embeddings()
+    return [name for name, one in model.named_modules() if one is module]
 
 
 def inside(name: str, modules: Iterable[str]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from manyhands.config.patterns import expand, matches, reaches
+from manyhands.config.patterns import EMBEDDING_NAMES, HEAD_NAMES, expand, matches, reaches
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.limits import (
@@ -380,7 +380,8 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
             fix="name linear layers of the blocks, or use all-linear",
             details=list(model.block_linear_shapes),
         )
-    saved = [_is_saved(name, method.modules_to_save) for name in (f"{model.decoder}.embed_tokens", "lm_head")]
+    called = [[f"{model.decoder}.{name}" for name in EMBEDDING_NAMES], HEAD_NAMES]
+    saved = [any(_is_saved(name, method.modules_to_save) for name in names) for names in called]
     matrices = [any(saved)] if model.tied_embeddings else saved
     num_tokens = 0 if new_tokens is None else len(new_tokens.ids)
     rows = sum(model.vocab_size if is_whole else num_tokens for is_whole in matrices)

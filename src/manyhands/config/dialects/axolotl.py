@@ -1,19 +1,23 @@
 """Axolotl's run files (``axolotl train FILE``), as its schemas, builders and loaders of July 2026 read them.
 
 Defaults that are carried over: cosine after a warm-up of min(3 %, 100 steps), one epoch, seed 42, `sequence_len` 512,
-longer samples dropped, nothing held out, all weights where there is no `adapter`, four checkpoints kept. Numbers per
+longer samples dropped, nothing held out, all weights where there is no `adapter`, four checkpoints kept, one sample per
+GPU and step. Numbers per
 GPU (`micro_batch_size`, `gradient_accumulation_steps`) are multiplied by the GPUs. Model and method, data, templates
 and distribution are in the modules ``axolotl_*.py`` beside this one, names in ``axolotl_keys.py``.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 
 from manyhands.config.dialects import axolotl_keys as keys
+from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.axolotl_data import limit_stream, map_data
 from manyhands.config.dialects.axolotl_model import map_images, map_method, map_model
 from manyhands.config.dialects.axolotl_parallel import count_mesh, map_precision, map_sharding
+from manyhands.config.dialects.hints import find_key
 from manyhands.config.dialects.transformers import OPTIMIZERS, choose_optimizer
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, clean_name
 from manyhands.config.keys import show
@@ -23,6 +27,7 @@ REFUSES_UNKNOWN = False
 MARKS = frozenset({"base_model", "sequence_len", "sample_packing", "lora_target_linear"})
 KEYS, OPEN = keys.KEYS, keys.OPEN
 
+LIKENESS = 0.8  # of a misspelt key to the one that is meant
 EPOCHS_UNBOUNDED = 1_000_000  # `max_steps` alone ends a run
 KEPT_CHECKPOINTS = 4
 _OPTIMIZERS = {
@@ -35,8 +40,9 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "c
 
 def translate(t: Translator) -> None:
     """Every key of an Axolotl file; a file of another kind of training has one reason, for its whole."""
-    for key in keys.NOT_READ_THERE & t.values.keys():
-        t.ignore(key, "Axolotl has no such key and ignores it")
+    for key in t.values:
+        if key in keys.NOT_READ_THERE or (key not in keys.KEYS and _is_no_misspelling(key)):
+            t.ignore(key, "Axolotl has no such key and ignores it")
     if _is_out_of_scope(t):
         return
     _check_shapes(t)
@@ -54,6 +60,14 @@ def translate(t: Translator) -> None:
     _map_intervals(t)
     _map_output(t)
     _map_rest(t)
+
+
+def _is_no_misspelling(key: str) -> bool:
+    """Whether an unknown key is one of transformers' or TRL's, or looks like none that changes the run."""
+    ours = find_key(key)
+    if "." in key or (ours and any(find_key(known) == ours for known in keys.KEYS)):
+        return False
+    return key in hf.KEYS or not difflib.get_close_matches(key.lower(), keys.ACTING, n=1, cutoff=LIKENESS)
 
 
 def _check_shapes(t: Translator) -> None:
@@ -101,9 +115,10 @@ def _map_batch(t: Translator) -> None:
         t.map("sample_packing", {}, why="a step is counted in packs of sequence_len tokens")
     elif not packs:
         t.already("sample_packing", "packed or not, a step has the same samples")
-    micro, accumulation, gpus = t.integer("micro_batch_size"), _accumulation(t), t.num_gpus()
-    if micro is None:
-        t.refuse("micro_batch_size", "it is missing: write the samples that one GPU takes at once")
+    micro, accumulation, gpus = t.integer("micro_batch_size", 1) or 0, _accumulation(t), t.num_gpus()
+    t.micro, t.accumulation = micro, accumulation
+    if micro < 1:
+        t.refuse("micro_batch_size", f"got {micro}, allowed: a whole number above 0")
     elif gpus is None:
         t.refuse("micro_batch_size", UNKNOWN_GPUS)
     elif accumulation is not None:
@@ -111,22 +126,28 @@ def _map_batch(t: Translator) -> None:
         native = "batch.packs" if packs else "batch.samples"
         for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
             t.map(key, native, micro * gpus * accumulation, sum_)
+        t.carry(native, micro * gpus * accumulation, f"Axolotl's default: {sum_}")
     for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
         t.already(key)
 
 
 def _accumulation(t: Translator) -> int | None:
-    """``gradient_accumulation_steps``, or as many as ``batch_size`` (of one GPU) has micro-batches."""
+    """``gradient_accumulation_steps``, or as many as ``batch_size`` (of one GPU) has micro-batches; 1 by default."""
     micro, steps, total = (t.integer(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
     if steps and total:
         t.contradict("batch_size", f"{t.place('gradient_accumulation_steps')} is set too: Axolotl takes one of them")
+    elif total and not micro:
+        t.refuse("batch_size", "it is of one GPU: write `micro_batch_size` too, as Axolotl wants it")
     elif total and micro and total % micro:
         t.contradict("batch_size", f"{total} is no multiple of `micro_batch_size: {micro}`")
     elif total and micro:
+        if "gradient_accumulation_steps" not in t.values:
+            why = (
+                "read as `gradient_accumulation_steps`: today's Axolotl takes 1 where that is not written, even as null"
+            )
+            t.substitute("batch_size", {}, why)
         return total // micro
-    elif not steps and micro:
-        t.refuse("gradient_accumulation_steps", "it is missing: Axolotl wants it beside `micro_batch_size`")
-    return steps
+    return steps or 1
 
 
 def _map_optimizer(t: Translator) -> None:
@@ -178,7 +199,7 @@ def _map_schedule(t: Translator) -> None:
 
 
 def _map_warmup(t: Translator, *, has_none: bool) -> None:
-    steps, ratio, limit = t.number("warmup_steps"), t.number("warmup_ratio"), t.integer("max_steps")
+    steps, ratio, limit = t.number("warmup_steps"), t.number("warmup_ratio"), _step_limit(t)
     if has_none:
         for key in ("warmup_steps", "warmup_ratio"):
             t.already(key, "transformers' `constant` has no warm-up; `constant_with_warmup` has")
@@ -212,8 +233,8 @@ def _axolotl_warmup(steps: float) -> int:
 
 def _map_length(t: Translator) -> None:
     """Epochs, steps, seed. ``max_steps`` alone ends a run that has it, as in transformers' Trainer."""
-    limit, epochs = t.integer("max_steps"), t.number("num_epochs")
-    if limit and limit > 0:
+    limit, epochs = _step_limit(t), t.number("num_epochs")
+    if limit:
         t.map("max_steps", "stop.max_steps", limit)
         t.already("num_epochs", "`max_steps` takes precedence")
         t.carry("stop.epochs", EPOCHS_UNBOUNDED, "`max_steps` alone ends the run")
@@ -227,6 +248,12 @@ def _map_length(t: Translator) -> None:
         t.map("seed", "seed", seed)
     else:
         t.carry("seed", 42, "Axolotl's default")
+
+
+def _step_limit(t: Translator) -> int | None:
+    """``max_steps``; None for none: null, 0 and -1."""
+    limit = t.integer("max_steps", 0) or 0
+    return limit if limit > 0 else None
 
 
 def _map_intervals(t: Translator) -> None:
@@ -248,7 +275,7 @@ def _map_intervals(t: Translator) -> None:
     keep = t.integer("save_total_limit")
     native = t.mapping.get("checkpoint", {})
     if keep and native.get("every_steps") != 0:
-        t.map("save_total_limit", "checkpoint.keep_last", keep)
+        t.map("save_total_limit", "checkpoint.keep_last", keep if keep > 0 else "all")
     elif native.get("every_steps") != 0:
         t.carry("checkpoint.keep_last", KEPT_CHECKPOINTS, "Axolotl's default")
     t.already("save_total_limit")
@@ -259,7 +286,7 @@ def _map_interval(
 ) -> None:
     """``default``: how often an epoch where the file says nothing; None: only at start and end."""
     every, per_epoch = f"{section}.every_steps", f"{section}.per_epoch"
-    steps, times, limit = t.number(steps_key), t.integer(per_epoch_key), t.integer("max_steps")
+    steps, times, limit = t.number(steps_key), t.integer(per_epoch_key), _step_limit(t)
     strategy = str(t.get(strategy_key, "")).lower()
     if strategy in ("no", "false"):
         t.map(strategy_key, every, 0)
@@ -274,6 +301,12 @@ def _map_interval(
         t.map(strategy_key, {per_epoch: 1, "checkpoint.keep_best": True})
     elif strategy == "epoch":
         t.map(strategy_key, per_epoch, 1)
+    elif strategy == "steps" and section == "checkpoint":
+        t.map(strategy_key, every, 500, f"transformers' default of `{steps_key}`")
+    elif strategy == "steps":  # transformers takes `logging_steps`, Axolotl's default of which is at most 10
+        t.map(
+            strategy_key, every, t.integer("logging_steps", 10) or 10, f"`{steps_key}` is missing: at `logging_steps`"
+        )
     elif default:
         t.carry(per_epoch, default, "Axolotl's default")
     else:
@@ -287,14 +320,22 @@ def _map_best(t: Translator) -> None:
     patience = t.integer("early_stopping_patience")
     if patience:
         t.map("early_stopping_patience", "stop.patience", patience)
-    save, evaluate = t.integer("save_steps"), t.integer("eval_steps")
+    save, evaluate = _share(t, "save_steps", "saves_per_epoch"), _share(t, "eval_steps", "evals_per_epoch")
     if patience or t.flag("load_best_model_at_end"):
         key = "load_best_model_at_end" if t.flag("load_best_model_at_end") else "early_stopping_patience"
         if save and evaluate and save % evaluate == 0:
             t.map(key, "checkpoint.keep_best", True)
+            t.only("greater_is_better", (False,), "a lower loss is better: set it to false")
         else:
             t.ignore(key, "the last checkpoint is the result, as in Axolotl unless `eval_steps` divides `save_steps`")
     t.only("metric_for_best_model", ("loss", "eval_loss"), "the best checkpoint is that of the lowest validation loss")
+
+
+def _share(t: Translator, steps_key: str, per_epoch_key: str) -> float | None:
+    """Steps between two, or their share of the run, as ``normalize_config`` makes it of a number an epoch."""
+    times = t.integer(per_epoch_key)
+    share = 1.0 / (times * (t.number("num_epochs", 1) or 1)) if times else 1.0
+    return share if share < 1 else t.number(steps_key)
 
 
 def _map_output(t: Translator) -> None:
@@ -335,6 +376,18 @@ def _map_rest(t: Translator) -> None:
     for key in ("attn_implementation", "sage_attention"):
         if t.get(key) in ("sage", "fp8", True):
             t.refuse(key, "attention in lower precision is not available: write flash_attention_2")
+    for key, so, why in keys.SO_IF:
+        if t.get(key, so) == so:
+            t.already(key)
+        else:
+            t.ignore(key, why)
+    if t.get("tf32") is True and t.mapping.get("model", {}).get("dtype") == "float32":
+        t.ignore("tf32", "matmuls are in float32")
+    t.already("tf32")
+    t.only("pretrain_multipack_attn", (True,), keys.REFUSED["pretraining_sample_concatenation"])
+    options = t.get("accelerator_config")
+    if isinstance(options, dict) and options.get("split_batches"):
+        t.refuse("accelerator_config", "`split_batches` is not available: remove it")
     for key in keys.ALREADY & t.values.keys():
         t.already(key)
     for key in keys.ONLY_WITH_RL & t.values.keys():

@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhands.config.dialects import axolotl_keys as keys
 from manyhands.config.dialects.axolotl_templates import JEOPARDY, map_template, read_own_prompt
-from manyhands.config.dialects.translation import Translator
+from manyhands.config.dialects.translation import Translator, flatten, names
 from manyhands.config.keys import nearest_name, show
 
 # By `type` of an entry: ours for the same rows; `template`: the chat template whose text is that of the type.
@@ -32,6 +32,10 @@ TYPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "fields": {"instruction": "INSTRUCTION", "output": "RESPONSE"},
         },
         "chat_template": {"format": "messages"},
+        "sharegpt": {"format": "sharegpt"},
+        "sharegpt:chat": {"format": "sharegpt"},
+        "sharegpt.load_role": {"format": "sharegpt", "fields": {"from": "role"}},
+        "sharegpt.load_ultrachat": {"format": "messages"},
         "completion": {"format": "text"},
         "jeopardy": {
             "format": "alpaca",
@@ -41,6 +45,20 @@ TYPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "input_output": {"format": "segments"},
     }
 )
+# What `conversation` of `type: sharegpt` called the chat template (names of FastChat): ours of the same text.
+CONVERSATIONS = MappingProxyType(
+    {"chatml": "chatml-no-bos", "llama-3": "llama3", "llama3": "llama3", "vicuna_v1.1": "vicuna", "gemma": "gemma"}
+)
+# Roles of rows that are known here, as Axolotl's `roles` has them: its own to those of a row.
+KNOWN_ROLES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "system": names("system"),
+        "user": names("user human"),
+        "assistant": names("assistant gpt chatgpt model bot ai"),
+        "tool": names("tool function observation tool_response function_response ipython"),
+    }
+)
+TRAIN_KEYS = ("train", "trainable", "trained", "training", "train_on", "loss", "loss_mask")  # of a message
 _FILE = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|txt|arrow)(\.gz|\.zst)?$", re.IGNORECASE)
 _FORMATS = ("json", "csv", "parquet", "arrow", "text")  # of datasets: `path: json` with data_files
 # Tokens of a row of a stream, at least: by these its rows are counted before one is read.
@@ -95,7 +113,10 @@ def _open_entries(t: Translator, key: str) -> None:
         if not isinstance(entry, dict):
             t.refuse(key, f"got {show(entry)}, allowed: a data set with path and type")
             continue
-        opened |= {f"{key}[{index}].{name}": value for name, value in entry.items()}
+        for name, value in entry.items():
+            place = f"{key}[{index}].{name}"
+            named = name == "roles" and isinstance(value, dict) and value
+            opened |= flatten(value, prefix=f"{place}.") if named else {place: value}
     before = list(t.values)[: list(t.values).index(key) + 1] if key in t.values else []
     t.values = {name: t.values[name] for name in before} | opened | t.values
 
@@ -123,7 +144,7 @@ def _entries_by_template(t: Translator) -> dict[str, list[str]]:
         if re.fullmatch(r"(test_)?datasets\[\d+\]\.type", key):
             kind = t.get(key)
             ours = _read_own_type(kind) if isinstance(kind, dict) else TYPES.get(str(kind), {})
-            if ours.get("format") in ("alpaca", "messages"):
+            if ours.get("format") in ("alpaca", "messages", "sharegpt"):
                 found.setdefault(ours.get("template", ""), []).append(key.removesuffix(".type"))
     return found
 
@@ -164,9 +185,10 @@ class _Entry:
         self._map_type()
         self._map_messages()
         for name in ("shards", "shards_idx", "input_transform", "input_format", "field_human", "field_model",
-                     "logprobs_field", "conversation", "skip"):  # fmt: skip
+                     "logprobs_field", "skip"):  # fmt: skip
             if self.get(name) not in (None, 0):
                 self.refuse(name, "not available: remove it")
+        self._map_conversation()
         for place in [place for place in self.t.values if place.startswith(f"{self.place}.")]:
             name = place.removeprefix(f"{self.place}.").split(".")[0]
             if name in keys.ENTRY:
@@ -230,7 +252,7 @@ class _Entry:
                 self.refuse("type", "it is missing: write alpaca, chat_template, completion, ...")
             return
         kind = str(kind)
-        if kind.startswith("sharegpt"):
+        if kind.startswith("sharegpt") and kind not in TYPES:
             self.refuse("type", "Axolotl itself refuses it: write `type: chat_template`, `field_messages: "
                         "conversations` and `message_property_mappings: {role: from, content: value}`")  # fmt: skip
         elif kind not in TYPES:
@@ -243,10 +265,35 @@ class _Entry:
                 self.set(name, fields={"text": column})
             fields = {"fields": dict(ours["fields"])} if "fields" in ours else {}
             self.set("type", format=ours["format"], **fields)
+            if kind.startswith("sharegpt"):
+                why = "read as `type: chat_template`, as Axolotl advises: today it refuses this type"
+                self.t.substitute(self.key("type"), {}, why)
+                self._map_sharegpt(ours["format"])
+
+    def _map_sharegpt(self, format: str) -> None:
+        """The column of turns, by the older name, too; which turns are trained."""
+        column = self.get("field_messages") or self.get("field")
+        default = "messages" if format == "messages" else "conversations"
+        if column not in (None, default):
+            name = "field_messages" if self.get("field_messages") else "field"
+            self.set(name, fields=self.source.get("fields", {}) | {default: str(column)})
+        self._map_trained_turns()
+
+    def _map_conversation(self) -> None:
+        """``conversation``: of `type: sharegpt` the chat template; of `alpaca_chat` the style of its prompts."""
+        asked, kind = self.get("conversation"), str(self.get("type"))
+        if asked is None or not kind.startswith(("sharegpt", "alpaca")):
+            self.t.already(self.key("conversation"), "only `type: sharegpt` reads it" if asked is not None else "")
+        elif kind.startswith("sharegpt") and asked in CONVERSATIONS:
+            self.t.map(self.key("conversation"), "model.chat_template", CONVERSATIONS[str(asked)])
+        elif not kind.startswith("sharegpt"):
+            self.refuse("conversation", "write the style as the type: alpaca, alpaca:chat or alpaca:phi")
+        else:
+            self.refuse("conversation", f"{show(asked)} is not built in: name a `chat_template`")
 
     def _map_messages(self) -> None:
         """Columns and keys of messages; which turns are trained; a chat template of the entry's own."""
-        if self.source.get("format") != "messages":
+        if self.get("type") != "chat_template":
             return
         turns = self.get("field_messages")
         names = self._property_names()
@@ -297,19 +344,39 @@ class _Entry:
         for name in ("train_on_eos", "train_on_eot"):
             if self.get(name) not in (None, "turn"):
                 self.refuse(name, f"{show(self.get(name))}: the end of each trained turn is trained: write turn")
-        for name in ("message_field_training", "message_field_training_detail"):
-            if self.get(name) is not None:
-                self.refuse(name, "which turns are trained follows from their role; a message's own key is `weight`")
+        trained = self.get("message_field_training")
+        if trained in TRAIN_KEYS:
+            self.t.already(self.key("message_field_training"), "a key of a message that is read")
+        elif trained is not None:
+            self.refuse(
+                "message_field_training", f"{show(trained)}: write one of {', '.join(TRAIN_KEYS)} into the rows"
+            )
+        if self.get("message_field_training_detail") is not None:
+            self.refuse("message_field_training_detail", "parts of a turn are not trained apart: remove it")
         if self.get("drop_system_message"):
             self.set("drop_system_message", drop_system=True)
         if self.get("split_thinking"):
             self.refuse("split_thinking", "thoughts inside of the content are not taken out: write them as "
                         "reasoning_content")  # fmt: skip
-        roles_map = self.get("roles")
-        if roles_map:
-            self.refuse(
-                "roles", "the roles are system, user, assistant and tool (human and gpt are known): rename them"
-            )
+        self._map_roles()
+
+    def _map_roles(self) -> None:
+        """``roles``: of each role the names that rows have for it. Those that are known here anyway say what is so."""
+        places = [place for place in self.t.values if place.startswith(f"{self.key('roles')}.")]
+        for place in places:
+            role, known = place.rsplit(".", 1)[-1], self.t.get(place)
+            known = known if isinstance(known, list) else [known]
+            strange = [name for name in known if str(name).casefold() not in KNOWN_ROLES.get(role, {role})]
+            if role not in KNOWN_ROLES or strange:
+                self.t.refuse(
+                    place,
+                    f"{show(strange[0] if strange else role)} is no role of rows that is known here: write "
+                    f"{', '.join(KNOWN_ROLES)} into the rows (also human, gpt, bot, model, observation)",
+                )
+            else:
+                self.t.already(place, "these names are known")
+        if not places and self.get("roles"):
+            self.refuse("roles", f"got {show(self.get('roles'))}, allowed: a mapping of role to a list of names")
 
 
 def limit_stream(t: Translator) -> None:
@@ -384,7 +451,8 @@ def _map_validation(t: Translator) -> None:
         t.already("val_set_size", "`test_datasets` is set")
         return
     if share and share >= 1:
-        t.refuse("val_set_size", "a number of rows cannot be held out: write a fraction, such as 0.05")
+        t.refuse("val_set_size", "Axolotl itself refuses a number of rows, which it reads as a share of all: write "
+                 "one below 1, such as 0.05")  # fmt: skip
     elif share:
         t.map("val_set_size", "data.validation_fraction", share, "other rows, chosen by the seed")
     else:

@@ -16,26 +16,38 @@ ALREADY = names(
     embeddings_skip_upcast experimental_skip_move_to_device low_cpu_mem_usage device device_map local_rank world_size
     ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters qlora_sharded_model_loading
     lora_on_cpu lora_fan_in_fan_out merge_method dataset_prepared_path dataset_processes dataset_num_proc
-    dataset_keep_in_memory num_dataset_shards_to_save dataloader_pin_memory dataloader_num_workers
-    dataloader_prefetch_factor accelerator_config remove_unused_columns hf_use_auth_token shuffle_merged_datasets
+    dataset_keep_in_memory num_dataset_shards_to_save accelerator_config remove_unused_columns hf_use_auth_token
+    shuffle_merged_datasets
     shuffle_before_merging_datasets preprocess_iterable is_preprocess total_num_tokens total_supervised_tokens
     axolotl_config_path is_falcon_derived_model is_llama_derived_model is_mistral_derived_model
-    is_qwen_derived_model strict tf32 gradient_checkpointing_kwargs
+    is_qwen_derived_model strict gradient_checkpointing_kwargs
     eval_sample_packing pad_to_sequence_len pad_to_multiple_of batch_flattening multipack_real_batches
     sample_packing_group_size sample_packing_bin_size sample_packing_mp_start_method sample_packing_eff_est
-    pretrain_multipack_attn pretrain_multipack_buffer_size streaming_multipack_buffer_size eval_batch_size
-    eval_max_new_tokens save_safetensors save_only_model auto_resume_from_checkpoints include_tokens_per_second
-    include_tkps gc_steps torch_empty_cache_steps gc_collect_steps torchdistx_path
+    pretrain_multipack_buffer_size streaming_multipack_buffer_size eval_batch_size
+    include_tokens_per_second include_tkps gc_steps torch_empty_cache_steps gc_collect_steps torchdistx_path
     attn_implementation flash_attention flex_attention sdp_attention xformers_attention sage_attention eager_attention
     flex_attn_compile_kwargs flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_optimum
     flash_attn_d512 gemma4_hybrid_attn_impl large_head_attention sdpa_varlen fused_attn_kernel
     chunked_cross_entropy chunked_cross_entropy_num_chunks cut_cross_entropy liger_rope liger_rms_norm
     liger_rms_norm_gated liger_layer_norm liger_swiglu liger_glu_activation liger_cross_entropy
     liger_fused_linear_cross_entropy tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp lora_embedding_kernel
-    torch_compile_backend torch_compile_mode torch_compile_options fsdp_version fsdp_final_state_dict_type
+    fsdp_version fsdp_final_state_dict_type
     heads_k_stride ring_attn_func resources_per_worker ray_run_name greater_is_better
     gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature
     """
+)
+
+# Key, the value that is so here, and why another one changes nothing.
+SO_IF = (
+    ("dataloader_pin_memory", True, "batches reach a GPU from pinned memory"),
+    ("dataloader_num_workers", None, "`data.workers: auto` takes as many as the batches need"),
+    ("dataloader_prefetch_factor", None, "batches are prepared ahead"),
+    ("save_safetensors", True, "weights are always saved as safetensors"),
+    ("save_only_model", False, "checkpoints always hold what a run resumes from"),
+    ("auto_resume_from_checkpoints", True, "the same command resumes a run; `--fresh` begins another"),
+    ("torch_compile_backend", "inductor", "the compiler is inductor"),
+    ("torch_compile_mode", "default", "blocks are compiled one by one, in inductor's default mode"),
+    ("torch_compile_options", None, "blocks are compiled one by one, with inductor's own options"),
 )
 
 # Said, and not acted upon, where they are set.
@@ -56,7 +68,7 @@ _MEASURES = names(
     do_bench_eval bench_dataset bench_split do_causal_lm_eval eval_causal_lm_metrics eval_table_size lm_eval_tasks
     lm_eval_batch_size lm_eval_model lm_eval_post_train generate_samples num_generation_samples
     generation_max_new_tokens generation_temperature generation_top_p generation_top_k generation_prompt_ratio
-    generation_do_sample
+    generation_do_sample eval_max_new_tokens
     """
 )
 IGNORED = MappingProxyType(
@@ -78,7 +90,7 @@ IGNORED = MappingProxyType(
 NOT_READ_THERE = names(
     """
     context_parapllel_size eta_min adam_eps gptq_groupsize gptq_model_v1 gptq_disable_exllama debug test_value
-    torch_dtype full_finetune base_model_ignore_patterns sample_packing_seq_len_multiplier
+    torch_dtype full_finetune base_model_ignore_patterns sample_packing_seq_len_multiplier data_seed
     """
 )
 
@@ -134,7 +146,10 @@ _REFUSED = {
     "scaling_softmax scaling_softmax_factor scaling_softmax_bias": "only the model's own attention is available",
     "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks": "PoSE is not available",
     "neftune_noise_alpha noisy_embedding_alpha": "NEFTune is not available: remove it",
-    "rope_scaling s2_attention": "Axolotl itself refuses this key: remove it",
+    "rope_scaling s2_attention unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o "
+    "unsloth_rms_norm unsloth_rope": "Axolotl itself refuses this key: remove it",
+    "ple_cpu_offload": "keeping per-layer embeddings in host memory is not available",
+    "fp8_config": "there is one recipe for fp8: `manyhands config kernels.linear`",
     "trainer_cls": "a trainer of your own is not available",
     "layer_offloading": "write `fsdp_config.offload_params: true`",
     "peft_layers_to_transform peft_layers_pattern": "write the layers in `lora_target_modules` as a regular expression",
@@ -234,18 +249,23 @@ MAPPED = names(
     selective_checkpointing torch_compile fsdp fsdp_config dp_shard_size dp_replicate_size context_parallel_size
     sequence_parallel_degree tensor_parallel_size deepspeed use_ray ray_num_workers plugins lora_mlp_kernel
     lora_qkv_kernel lora_o_kernel logging_steps saves_per_epoch evals_per_epoch resume_from_checkpoint save_steps
-    save_total_limit save_strategy eval_steps eval_strategy evaluation_strategy early_stopping_patience
+    save_total_limit save_strategy pretrain_multipack_attn eval_steps eval_strategy
+    evaluation_strategy early_stopping_patience
     load_best_model_at_end metric_for_best_model loss_watchdog_threshold loss_watchdog_patience use_tensorboard
-    dataloader_drop_last output_dir processor_type image_size image_resize_algorithm processor_kwargs role_boundaries
+    dataloader_drop_last tf32 output_dir processor_type image_size image_resize_algorithm processor_kwargs
+    role_boundaries
     freeze_mm_modules
     """
 )
 
 KEYS = (
-    ALREADY | MAPPED | frozenset(IGNORED) | frozenset(REFUSED) | frozenset(OUT_OF_SCOPE) | ONLY_WITH_RL | NOT_READ_THERE
+    ALREADY | {key for key, *_ in SO_IF} | MAPPED | frozenset(IGNORED) | frozenset(REFUSED) | frozenset(OUT_OF_SCOPE)
+    | ONLY_WITH_RL | NOT_READ_THERE
     | {f"special_tokens.{key}" for key in SPECIAL}
     | {f"fsdp_config.{prefix}{key}" for key in FSDP | FSDP_NOT_READ for prefix in ("", "fsdp_")}
 )  # fmt: skip
+# Keys that change a run: names like them are taken for misspelt ones.
+ACTING = (MAPPED | frozenset(REFUSED) | frozenset(OUT_OF_SCOPE)) - NOT_READ_THERE
 # Keys whose mappings have names of their own, which are read with them.
 OPEN = names(
     """
@@ -254,7 +274,7 @@ OPEN = names(
     gradient_checkpointing_kwargs selective_checkpointing flex_attn_compile_kwargs accelerator_config
     torch_compile_options chat_template_kwargs lr_scheduler_kwargs optim_args deepspeed resources_per_worker max_memory
     device_map dynamic_checkpoint lora_rank_pattern lora_alpha_pattern peft_trainable_token_indices processor_kwargs
-    added_tokens_overrides comet_experiment_config kd_online_server
+    added_tokens_overrides comet_experiment_config kd_online_server fp8_config
     """
 )
 

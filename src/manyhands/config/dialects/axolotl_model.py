@@ -24,6 +24,7 @@ TOWERS = names("vision_tower vision_model vision_encoder visual embed_vision aud
 IMAGE_TEMPLATES = names(
     "gemma3 gemma3n gemma4 gemma4_unified llama3_2_vision llama4 llava mistral_v7_tekken pixtral qwen2_vl qwen3_5"
 )
+_OUTER = re.compile(r"embed|lm_head|wte")  # embeddings and heads
 _SIZES = ("image_size", "image_resize_algorithm")
 
 
@@ -166,14 +167,14 @@ def _map_adapter(t: Translator, adapter: str) -> None:
 
 def _map_targets(t: Translator) -> None:
     asked, native = t.get("lora_target_modules"), "method.target_modules"
+    beyond = [name for name in (asked if isinstance(asked, list) else ()) if _OUTER.search(str(name))]
+    if beyond:
+        t.refuse(
+            "lora_target_modules", f"{show(beyond[0])} is not one of the blocks' layers: use `lora_modules_to_save`"
+        )
     if t.flag("lora_target_linear"):
         t.map("lora_target_linear", native, "all-linear", "all linear layers of the blocks, not those of image towers")
         listed = asked if isinstance(asked, list) else [asked] if asked else []
-        beyond = [name for name in listed if re.search(r"embed|lm_head|wte", str(name))]
-        if beyond:
-            t.refuse(
-                "lora_target_modules", f"{show(beyond[0])} is not one of the blocks' layers: use `lora_modules_to_save`"
-            )
         t.already("lora_target_modules", "part of `lora_target_linear`" if listed else "")
     elif isinstance(asked, str):
         t.map("lora_target_modules", native, asked if asked == "all-linear" else [f"re:{asked}"])

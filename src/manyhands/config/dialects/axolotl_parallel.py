@@ -4,18 +4,13 @@ file names. Part of the dialect ``axolotl.py``.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from manyhands.config.dialects import axolotl_keys as keys
 from manyhands.config.dialects import deepspeed
-from manyhands.config.dialects.deepspeed import find_file
 from manyhands.config.dialects.fsdp import fsdp_options, map_fsdp
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import show
-from manyhands.config.read import ParsedFile
-
-_OWN_ZERO = re.compile(r"zero[123](_bf16|_torch_compile|_cpuoffload_all|_cpuoffload_params)*\.json")
 
 
 def count_mesh(t: Translator) -> None:
@@ -115,42 +110,6 @@ def map_sharding(t: Translator) -> None:
         if key.startswith("fsdp_config.") and key not in options.values():
             t.ignore(key, "Axolotl's `fsdp_config` has no such key and ignores it")
     t.already("fsdp_config")
-    _map_deepspeed(t)
+    deepspeed.map_deepspeed(t, "deepspeed")
     for key in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"):
         t.only(key, (1,), "splitting a sequence or a layer over GPUs is not available: set it to 1")
-
-
-def _map_deepspeed(t: Translator) -> None:
-    """DeepSpeed's options or their file. Files of Axolotl's own repository are most often named and not at hand: their
-    names say the stage and what is offloaded, and are read as a file that says so.
-    """
-    asked = str(t.get("deepspeed"))
-    name = asked.rsplit("/", 1)[-1]
-    if isinstance(t.get("deepspeed"), dict) or find_file(t.around.folder, asked) or not _OWN_ZERO.fullmatch(name):
-        deepspeed.map_deepspeed(t, "deepspeed")
-        return
-    inner = Translator(
-        ParsedFile(_own_options(name), f"{asked} (not here: read by its name)"),
-        t.around,
-        tool=deepspeed.TOOL,
-        known=deepspeed.KEYS,
-        open=deepspeed.OPEN,
-    )
-    deepspeed.translate(inner)
-    t.map("deepspeed", {}, why="the file is not here; Axolotl's own of this name is read")
-    t.merge(inner.finish(), "deepspeed")
-
-
-def _own_options(name: str) -> dict[str, Any]:
-    """Axolotl's own file of a name, as far as it changes the run."""
-    zero: dict[str, Any] = {"stage": int(name[len("zero")])}
-    if "_cpuoffload" in name:
-        zero["offload_param"] = {"device": "cpu"}
-    if "_cpuoffload_all" in name:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    options: dict[str, Any] = {"zero_optimization": zero}
-    if "_bf16" in name:
-        options["bf16"] = {"enabled": True}
-    if "_torch_compile" in name:
-        options["compile"] = {"disable": False}
-    return options

@@ -8,6 +8,7 @@ from the run file.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -167,14 +168,13 @@ def map_deepspeed(t: Translator, key: str) -> None:
         return
     if isinstance(value, Mapping):
         source = ParsedFile(dict(value), t.source.where)
-    else:
-        file = find_file(t.around.folder, str(value))
-        if file is None:
-            t.refuse(
-                key, f"there is no file {value} in the file's folder, in those above it, or here: correct the path"
-            )
-            return
+    elif file := find_file(t.around.folder, str(value)):
         source = read_run_file(file)
+    elif named := read_name(str(value)):
+        source = ParsedFile(named, f"{value} (not here: read by its name)")
+    else:
+        t.refuse(key, f"there is no file {value} in the file's folder, in those above it, or here: correct the path")
+        return
     inner = Translator(
         source,
         replace(t.around, micro=t.micro, accumulation=t.accumulation, gpus=t.around.gpus or t.gpus),
@@ -185,6 +185,39 @@ def map_deepspeed(t: Translator, key: str) -> None:
     translate(inner)
     t.map(key, {}, why=f"read: {source.where}" if source.where != t.source.where else "")
     t.merge(inner.finish(), key)
+
+
+# Names of the files that tools bring along and that are most often named without being at hand: Axolotl's
+# zero3_bf16_cpuoffload_all.json, LLaMA-Factory's ds_z3_offload_config.json, ds_config_zero3.json of transformers, ...
+_STAGE = re.compile(r"(?:zero|stage|z)_?([0123])")
+_WORDS = names(
+    "ds deepspeed config configs zero stage auto bf16 bfloat16 torch compile offload opt optimizer param params all"
+)
+
+
+def read_name(path: str) -> dict[str, Any] | None:
+    """What a file of a well-known name holds, as far as it changes the run; None for any other name."""
+    stem = re.split(r"[/\\]", path)[-1].lower().replace("-", "_")
+    stage = _STAGE.search(stem)
+    if not stem.endswith(".json") or stage is None:
+        return None
+    rest = _STAGE.sub("_", stem.removesuffix(".json"), count=1).replace("cpuoffload", "offload").replace("cpu_", "")
+    words = [word for word in rest.split("_") if word]
+    if not set(words) <= _WORDS:
+        return None
+    number, text = int(stage[1]), "_".join(words)
+    zero: dict[str, Any] = {"stage": number}
+    if "offload" in words:
+        if number == 3 and not text.endswith(("offload_opt", "offload_optimizer")):
+            zero["offload_param"] = {"device": "cpu"}
+        if not text.endswith(("offload_param", "offload_params")):
+            zero["offload_optimizer"] = {"device": "cpu"}
+    options: dict[str, Any] = {"zero_optimization": zero}
+    if {"bf16", "bfloat16"} & set(words):
+        options["bf16"] = {"enabled": True}
+    if "torch_compile" in text:
+        options["compile"] = {"disable": False}
+    return options
 
 
 def find_file(folder: Path, name: str) -> Path | None:
