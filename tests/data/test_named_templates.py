@@ -71,7 +71,9 @@ EXPECTED = {
     "zephyr": "BOS<|system|>\nBe brief.EOS\n<|user|>\nHiEOS\n<|assistant|>\n{Yes.EOS}\n"
     "<|user|>\nWhy?EOS\n<|assistant|>\n{So.EOS}\n",
 }
-EXPECTED["chatml-no-bos"] = EXPECTED["qwen2.5"] = EXPECTED["chatml"].removeprefix("BOS")
+EXPECTED["alpaca-plain"] = "BOS" + EXPECTED["alpaca"]
+EXPECTED["metharme"] = "BOS<|system|>Be brief.<|user|>Hi<|model|>{Yes.}<|user|>Why?<|model|>{So.EOS}"
+EXPECTED["chatml-no-bos"] = EXPECTED["qwen2-vl"] = EXPECTED["qwen2.5"] = EXPECTED["chatml"].removeprefix("BOS")
 EXPECTED["falcon-h1"] = EXPECTED["chatml"]
 EXPECTED["phi3.5"] = EXPECTED["phi3"].removeprefix("BOS")
 DATES = "Cutting Knowledge Date: December 2023\nToday Date: 01 Jan 2026\n\n"
@@ -85,6 +87,9 @@ DEFAULTS = {
     "jamba": "<|bom|><|system|> <|eom|>",
     "llama3.1": f"<|start_header_id|>system<|end_header_id|>\n\n{DATES}<|eot_id|>",
     "llama3.2-vision": f"<|start_header_id|>system<|end_header_id|>\n\n{DATES}<|eot_id|>",
+    "metharme": "<|system|>Enter RP mode. You shall reply to the user while staying in character. Your responses must "
+    "be detailed, creative, immersive, and drive the scenario forward.",
+    "qwen2-vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n",
     "qwen2.5": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",
     "vicuna": "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
     "detailed, and polite answers to the user's questions. ",

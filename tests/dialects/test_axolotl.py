@@ -556,6 +556,8 @@ def test_a_substitution_is_told_and_refused_by_strict(
 @pytest.mark.parametrize(
     ("base", "name", "template"),
     [("a/b", "llama3", "llama3"), ("a/b", "gemma3", "gemma"), ("a/b", "falcon_h1", "falcon-h1"),
+     ("a/b", "alpaca", "alpaca-plain"), ("a/b", "metharme", "metharme"), ("a/b", "qwen2_vl", "qwen2-vl"),
+     ("a/b", "pixtral", "mistral-tekken"), ("llava-hf/llava-1.5", "llava", None),
      ("a/b", "tokenizer_default", None), ("a/b", "tokenizer_default_fallback_chatml", None),
      ("Qwen/Qwen3-8B", "qwen3", None)],
 )  # fmt: skip
@@ -563,7 +565,8 @@ def test_templates_by_name(tmp_path: Path, base: str, name: str, template: str |
     done = change(tmp_path, base_model=base, chat_template=name)
     assert refused(done) == {}
     assert done.mapping["model"].get("chat_template") == template
-    assert fate(done, "chat_template")[0] == ("substituted" if name == "qwen3" else "mapped" if template else "already")
+    differs = name in ("qwen3", "llava", "pixtral")
+    assert fate(done, "chat_template")[0] == ("substituted" if differs else "mapped" if template else "already")
 
 
 def test_a_template_that_neither_we_nor_the_model_have_is_refused(tmp_path: Path) -> None:

@@ -176,6 +176,22 @@ def test_how_vllm_serves_it_where_vllm_can() -> None:
         assert "vllm" not in make_card(method=method)
 
 
+@pytest.mark.parametrize("kind", ["adapter", "merged", "model"])
+def test_the_card_of_a_model_of_images_shows_one_to_it(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    opener = "AutoModelForImageTextToText"
+    shown = code(make_card(kind, source=tmp_path, opener=opener))
+    compile(shown, "card", "exec")
+    place = '"someone/base"' if kind == "adapter" else "folder"
+    assert f"processor = AutoProcessor.from_pretrained({place})" in shown
+    assert "import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer" in shown
+    assert "from PIL import Image" in shown and "processor.apply_chat_template(" in shown
+    own = code(make_card(kind, source=tmp_path, opener=opener, has_tokenizer=True))
+    assert ("processor.chat_template = tokenizer" in own) == (kind == "adapter")
+    for plain in (make_card(kind, opener=opener), make_card(kind, source=tmp_path)):  # no processor, and text alone
+        assert "Processor" not in code(plain)
+
+
 def test_a_pinned_base_is_opened_at_its_revision() -> None:
     """Model, tokenizer and server: weights of another revision are not those beside which the adapter was trained."""
     text = make_card(config={"model": {"name": "someone/base", "revision": "v1"}})

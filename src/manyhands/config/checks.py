@@ -264,7 +264,12 @@ def _check_template(config: RunConfig) -> Findings:
 
 def check_template_kwargs(kwargs: Mapping[str, Any], date: str) -> Findings:
     """What ``data.chat_template_kwargs`` may not contain, and a ``data.date`` that is not a date."""
-    for name in kwargs:
+    for name, value in kwargs.items():
+        if isinstance(value, str) and value.strip().casefold() in ("true", "false"):
+            yield (
+                f"`data.chat_template_kwargs.{name}` is the text {value!r}, which a template takes for true: write "
+                f"{value.strip().casefold()} without quotes"
+            )
         if name in RESERVED:
             yield f"`data.chat_template_kwargs.{name}` is set from the row or the tokenizer: remove it"
         elif not name.isidentifier():

@@ -69,9 +69,10 @@ class ModelSection(Section):
     chat_template: str | None = Field(
         None,
         description="Replaces the tokenizer's chat template: Jinja text, a path, or a name: alpaca, alpaca-chat, "
-        "alpaca-phi, chatml, chatml-no-bos, cohere, deepseek-v2, deepseek-v3, exaone, falcon-h1, gemma, gemma4, jamba, "
-        "llama3, llama3.1, llama3.2-vision, llama4, mistral, mistral-v1, mistral-tekken, mistral-v7, phi3, phi3.5, "
-        "phi4, qwen2.5, tekken (that of the version in the model's tekken.json), vicuna, zephyr.",
+        "alpaca-phi, alpaca-plain, chatml, chatml-no-bos, cohere, deepseek-v2, deepseek-v3, exaone, falcon-h1, gemma, "
+        "gemma4, jamba, llama3, llama3.1, llama3.2-vision, llama4, metharme, mistral, mistral-v1, mistral-tekken, "
+        "mistral-v7, phi3, phi3.5, phi4, qwen2-vl, qwen2.5, tekken (that of the version in the model's tekken.json), "
+        "vicuna, zephyr.",
     )
     new_tokens: tuple[str, ...] = Field(
         (),

@@ -489,3 +489,16 @@ def _list_objects(messages: Sequence[Message], tools: Sequence[Any] | None) -> I
             yield "tools", tool
             if isinstance(tool.get("function"), dict):
                 yield "functions of tools", tool["function"]
+
+
+def find_texts(value: Any) -> Iterator[str]:
+    """Every text in a value, at any depth, but the names of keys."""
+    waiting = [value]  # not by recursion: rows may be nested as deeply as JSON is read
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value

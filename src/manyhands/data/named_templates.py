@@ -221,12 +221,40 @@ _MISTRAL_V1 = _MISTRAL.replace("'[INST] '", "' [INST] '").replace("'[/INST]'", "
 _MISTRAL_TEKKEN = _MISTRAL.replace("'[INST] '", "'[INST]'").replace("' ' ~ message.content", "message.content")
 
 
+_ALPACA_PLAIN = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{%- if message.role == 'system' and loop.first %}{{- message.content }}"
+    "{%- elif message.role == 'user' %}{{- '### Instruction:\\n' ~ message.content }}"
+    "{%- elif message.role == 'assistant' %}{{- '### Response:\\n' ~ message.content ~ eos_token }}"
+    "{%- else %}{{- raise_exception('this template has no role ' ~ message.role ~ ' here') }}{%- endif %}"
+    "{{- '' if loop.last else '\\n\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '\\n\\n### Response:\\n' }}{%- endif %}"
+)
+_ROLE_PLAY = (
+    "Enter RP mode. You shall reply to the user while staying in character. Your responses must be detailed, creative, "
+    "immersive, and drive the scenario forward."
+)
+_METHARME = (
+    _pieces(
+        "<|system|>{}",
+        "<|user|>{}",
+        "<|model|>",
+        "",
+        prefix="{bos_token}",
+        default="<|system|>" + _ROLE_PLAY,
+        trims=("user", "assistant"),
+    )
+    + "{%- if not add_generation_prompt %}{{- eos_token }}{%- endif %}"
+)
+
+
 _HEADER_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _BAR_MARKS = ("<｜User｜>", "<｜Assistant｜>")
 TEMPLATES: dict[str, NamedTemplate] = {
     "alpaca": NamedTemplate(_ALPACA, needs_end=True),
     "alpaca-chat": NamedTemplate(_ALPACA_CHAT, needs_end=True),
     "alpaca-phi": NamedTemplate(_ALPACA_PHI, needs_end=True),
+    "alpaca-plain": NamedTemplate(_ALPACA_PLAIN, needs_end=True),
     "chatml": NamedTemplate(
         _marked("<|im_start|>", "\\n", "'<|im_end|>\\n'", "('system', 'user', 'assistant', 'tool')", "'<|im_start|>'"),
         _IM,
@@ -264,6 +292,7 @@ TEMPLATES: dict[str, NamedTemplate] = {
         _headed("<|header_start|>ROLE<|header_end|>\n\n", "<|eot|>", prefix="{bos_token}", trims=("system",)),
         ("<|header_start|>", "<|header_end|>", "<|eot|>"),
     ),
+    "metharme": NamedTemplate(_METHARME, needs_end=True),
     "mistral": NamedTemplate(_MISTRAL, ("[INST]", "[/INST]"), needs_end=True),
     "mistral-v1": NamedTemplate(_MISTRAL_V1, needs_end=True),
     "mistral-tekken": NamedTemplate(_MISTRAL_TEKKEN, ("[INST]", "[/INST]"), needs_end=True),
@@ -275,6 +304,7 @@ TEMPLATES: dict[str, NamedTemplate] = {
     "phi4": NamedTemplate(
         _marked("<|im_start|>", "<|im_sep|>", "'<|im_end|>'", marker="'<|im_start|>'"), (*_IM, "<|im_sep|>")
     ),
+    "qwen2-vl": _chatml("You are a helpful assistant."),
     "qwen2.5": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     "vicuna": NamedTemplate(
         _pieces(

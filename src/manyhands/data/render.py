@@ -13,14 +13,25 @@ from typing import Any, Literal
 
 import numpy as np
 
+from manyhands.config.keys import nearest_name
 from manyhands.core.errors import UserError
 from manyhands.data.bounds import TokenRun, compile_any, make_byte_bounds, widen
 from manyhands.data.formats import Conversation
-from manyhands.data.messages import Message, RowRefused, find_keys, hides_thinking, visible, weight_of, without_key
+from manyhands.data.messages import (
+    Message,
+    RowRefused,
+    find_keys,
+    find_texts,
+    hides_thinking,
+    visible,
+    weight_of,
+    without_key,
+)
 from manyhands.data.rendered import MAX_WEIGHT, Rendered, Text, finish, put_images
 from manyhands.data.spans import SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
 from manyhands.data.tokenizer import without_doubled
+from manyhands.data.turn_ends import PROMPT
 
 TrainOn = Literal["assistant", "last", "all"]
 PLAIN_WRAPPER = "transformers.tokenization_utils_tokenizers"  # whose _encode_plus adds nothing to the backend's ids
@@ -89,8 +100,18 @@ class Renderer:
         added = tokenizer.added_tokens_decoder.values()
         self._arguments, self._date = dict(chat_template_kwargs or {}), date
         self._template = ChatTemplate(tokenizer, complete_arguments(self._arguments, date))
+        self._unread_arguments: set[str] = set()
+        if misspelt := self._find_misspelt(self._template, self._arguments):
+            raise UserError(
+                "the chat template does not read an argument",
+                where="data.chat_template_kwargs",
+                why=misspelt,
+                fix="correct or remove it",
+            )
         self._finder = SpanFinder(self._template, [token.content for token in added], tokenizer.eos_token)
-        self._special = compile_any([token.content for token in added if token.special])
+        question = self._template.try_render([PROMPT]) or "" if tokenizer.chat_template else ""
+        self._special = compile_any([token.content for token in added if token.special or token.content in question])
+        self._spelled: set[str] = set()  # special tokens in contents
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._is_plain = type(tokenizer)._encode_plus.__module__ == PLAIN_WRAPPER
         self._bounds = make_byte_bounds(tokenizer) if self._is_plain else None
@@ -137,6 +158,17 @@ class Renderer:
             for own, indexes in groups.items()
         ]
 
+    def _find_misspelt(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> str:
+        """An argument that the template does not read, and which is nearly one that it reads; "" where there is none.
+        Others are remembered: rows and runs may be of several models.
+        """
+        for name in template.find_unread(arguments):
+            near = nearest_name(name, template.find_arguments())
+            if near is not None:
+                return f"the template reads no {name}: did you mean {near}?"
+            self._unread_arguments.add(name)
+        return ""
+
     def _with_arguments(self, key: str, arguments: Mapping[str, Any]) -> Renderer | RowRefused:
         """This renderer with arguments of single rows; the newest ``MAX_ARGUMENTS`` are kept."""
         renderer = self._by_arguments.pop(key, None)
@@ -145,6 +177,8 @@ class Renderer:
                 complete = complete_arguments({**self._arguments, **arguments}, self._date)
             except UserError as error:
                 return RowRefused(f"chat_template_kwargs of the row cannot be used: {'; '.join(error.details)}")
+            if misspelt := self._find_misspelt(self._template, arguments):
+                return RowRefused(f"chat_template_kwargs of the row: {misspelt}")
             renderer = copy.copy(self)
             renderer._template = ChatTemplate(self.tokenizer, complete)
             renderer._finder = self._finder.with_template(renderer._template)
@@ -153,15 +187,27 @@ class Renderer:
             del self._by_arguments[next(iter(self._by_arguments))]
         return renderer
 
-    def has_markers(self, text: str) -> bool:
-        """Whether a text holds the spelling of a special token, which the tokenizer will take for the token itself."""
-        return self._special is not None and self._special.search(text) is not None
+    def has_markers(self, content: Conversation | str) -> bool:
+        """Whether what people wrote in a row spells special tokens, or others that the template ends turns with, which
+        the tokenizer will take for the tokens themselves: a message may become several. They are remembered.
+        """
+        if self._special is None:
+            return False
+        whole = content if isinstance(content, str) else [content.messages, content.tools]
+        found = {token for text in find_texts(whole) for token in self._special.findall(text)}
+        self._spelled |= found
+        return bool(found)
 
     def notes(self) -> list[str]:
         """What a user should know about the template, once rows were rendered."""
         return [
             *self._finder.notes(),
             *(f"the chat template leaves out {what}: it is not part of the samples" for what in sorted(self._left_out)),
+            *(f"the chat template does not read the argument {name}" for name in sorted(self._unread_arguments)),
+            *(
+                f"contents spell the special token {token}, which the tokenizer takes for the token itself"
+                for token in sorted(self._spelled)[:MAX_KEYS]
+            ),
             *(f"a key that is not read: {what}" for what in sorted(self._unread)[:MAX_KEYS]),
         ]
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,7 +30,7 @@ import psutil
 from manyhands.config.checks import check_template_kwargs
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data.messages import Message, RowRefused
+from manyhands.data.messages import THINKING, Message, RowRefused
 
 RENDER_CPU_S = 10.0  # of one call; a conversation takes a ten-thousandth of it
 CPU_S_A_CONVERSATION = 0.05  # more, for calls with many
@@ -163,6 +164,7 @@ GIVEN = frozenset(
         "strftime_now",
     }
 )
+GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # a statement of transformers'
 SHOWN = "\ue000"  # a code point that belongs to no character
 DATE_STRING = "%d %b %Y"  # how templates write the day that they take as date_string
 
@@ -252,9 +254,13 @@ class ChatTemplate:
         """What the template gets to see of a message: nothing of ours, and tool calls in the form in which it shows
         them.
         """
-        if "tool_calls" not in message and not OURS & message.keys():
+        thinks = message["role"] == "assistant" and len(message) > 2 and any(map(message.get, THINKING))
+        if "tool_calls" not in message and not OURS & message.keys() and not thinks:
             return message
         seen = {key: value for key, value in message.items() if key not in OURS}
+        given = [key for key in THINKING if seen.get(key)]
+        if len(given) == 1 and self._thinking_keys and given[0] not in self._thinking_keys:
+            seen[self._thinking_keys[0]] = seen.pop(given[0])
         if seen.get("tool_calls"):
             form = self._form_of_calls
             if form.text_arguments:
@@ -269,17 +275,26 @@ class ChatTemplate:
 
     def find_arguments(self) -> list[str]:
         """Names of variables that the template reads and does not set itself, apart from those that every template
-        gets.
+        gets; [] where its text cannot be read.
         """
+        return sorted(self._variables - GIVEN - self._arguments.keys())
+
+    def find_unread(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that the template does not read as variables; [] where its text cannot be read."""
+        return [name for name in names if self._variables and name not in self._variables]
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
         from jinja2 import Environment, TemplateError, meta
 
+        text = self._tokenizer.chat_template
+        if not isinstance(text, str):
+            return frozenset()
         try:
-            names = meta.find_undeclared_variables(
-                Environment(extensions=["jinja2.ext.loopcontrols"]).parse(self._tokenizer.chat_template)
-            )
+            parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", text))
+            return frozenset(meta.find_undeclared_variables(parsed))
         except TemplateError:  # a statement of transformers' own
-            return []
-        return sorted(names - GIVEN - self._arguments.keys())
+            return frozenset()
 
     def _as_taken(self, messages: Sequence[Message]) -> list[Message]:
         return in_parts(messages) if self.takes_parts else list(messages)
@@ -288,6 +303,21 @@ class ChatTemplate:
     def takes_parts(self) -> bool:
         """``takes_parts`` of this template."""
         return takes_parts(self._tokenizer, self._arguments)
+
+    @cached_property
+    def _thinking_keys(self) -> tuple[str, ...]:
+        """The keys under which the template shows an answer's thinking."""
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
+        turns: list[Message] = [
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        asked: Message = {"role": "user", "content": "a"}
+        return tuple(
+            key
+            for key in THINKING
+            if any(SHOWN in (self.try_render([asked, {**turn, key: SHOWN}]) or "") for turn in turns)
+        )
 
     @property
     def shows_calls(self) -> bool:

@@ -226,9 +226,8 @@ class PartTokenizer:
             outcome.refused.add(row.file, row.line, fault)
             return
         outcome.num_straddling_tokens += result.num_straddling
-        outcome.num_rows_with_markers += not isinstance(item.content, Ready) and any(
-            map(self._renderer.has_markers, texts_of(item.content))
-        )
+        if not isinstance(item.content, Ready):
+            outcome.num_rows_with_markers += self._renderer.has_markers(item.content)
         ids, weights, max_length = result.ids, result.weights, self._config.data.max_length
         if item.weight != 1:
             weights = (result.trained if weights is None else weights) * np.float32(item.weight)

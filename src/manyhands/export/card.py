@@ -20,6 +20,7 @@ from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.files import read_json, read_rows
 from manyhands.core.text import code_block, code_span, in_markdown
 from manyhands.core.units import count_of, describe_ranks
+from manyhands.data.image_processor import PROCESSOR_FILES
 from manyhands.export.record import CARD
 from manyhands.facts.adapter import nf4_options
 from manyhands.infer.vllm import RANK_LIMITS
@@ -231,21 +232,24 @@ class Card:
         return [text, ""]
 
     def _code(self) -> list[str]:
-        load = f"from transformers import {self.opener}, AutoTokenizer"
+        reads = self._reads_images
+        load = f"from transformers import {self.opener}, {'AutoProcessor, ' * reads}AutoTokenizer"
         remote = ", trust_remote_code=True" if self.config.model.trust_remote_code else ""
         if self.kind != "adapter":
             return [
+                *["from PIL import Image"] * reads,
                 load,
                 "",
                 'folder = "path/to/this/folder"  # or its name on the hub',
                 f'model = {self.opener}.from_pretrained(folder, dtype="auto"{remote})',
                 f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
+                *self._show_image(f"folder{remote}"),
             ]
         base, dtype = self.base or f"path/to/{Path(self.config.model.name).name}", self.plan.layout.compute_dtype
         revision = self.config.model.revision
         at = remote + (f", revision={_python(revision)}" if revision else "")
         more = at
-        lines = ["import torch", "from peft import PeftModel", load]
+        lines = ["import torch", "from peft import PeftModel", *["from PIL import Image"] * reads, load]
         quantized = self.config.method.name == "qlora" and self.plan.stored_nf4 is None
         if quantized:
             named = nf4_options(double_quant=method_of(self.plan, self.config).double_quant)
@@ -257,8 +261,33 @@ class Card:
         if self.plan.new_tokens is not None:
             lines.append(f"base.resize_token_embeddings({self.plan.new_tokens.vocab_size})")
         lines.append('model = PeftModel.from_pretrained(base, "path/to/this/folder")')
-        tokenizer, at = ("path/to/this/folder", remote) if self.has_tokenizer else (base, at)
-        return [*lines, f"tokenizer = AutoTokenizer.from_pretrained({_python(tokenizer)}{at})"]
+        tokenizer, own = ("path/to/this/folder", remote) if self.has_tokenizer else (base, at)
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_python(tokenizer)}{own})")
+        return [*lines, *self._show_image(f"{_python(base)}{at}")]
+
+    @property
+    def _reads_images(self) -> bool:
+        """Whether the base has a processor, which prepares its images."""
+        folder = Path(self.plan.model_folder)
+        return self.opener != "AutoModelForCausalLM" and any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+    def _show_image(self, place: str) -> list[str]:
+        """An answer about an image; ``place``: the arguments that open the processor."""
+        if not self._reads_images:
+            return []
+        own = ["processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template"]
+        return [
+            f"processor = AutoProcessor.from_pretrained({place})",
+            *own * (self.kind == "adapter" and self.has_tokenizer),
+            "",
+            'image = {"type": "image", "image": Image.open("image.png")}',
+            'messages = [{"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}]',
+            "inputs = processor.apply_chat_template(",
+            '    messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"',
+            ").to(model.device, model.dtype)",
+            "answer = model.generate(**inputs, max_new_tokens=100)",
+            'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        ]
 
 
 def make_card(

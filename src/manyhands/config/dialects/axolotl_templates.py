@@ -23,6 +23,7 @@ from manyhands.config.keys import nearest_name, show
 # Chat templates by Axolotl's name: ours of the same effect on conversations (rendered with both and compared).
 TEMPLATES = MappingProxyType(
     {
+        "alpaca": "alpaca-plain",
         "aya": "cohere",
         "chatml": "chatml-no-bos",
         "cohere": "cohere",
@@ -39,10 +40,12 @@ TEMPLATES = MappingProxyType(
         "llama3": "llama3",
         "llama3_2_vision": "llama3.2-vision",
         "llama4": "llama4",
+        "metharme": "metharme",
         "mistral_v1": "mistral-v1",
         "nemotron_h": "chatml-no-bos",
         "phi_3": "phi3",
         "phi_35": "phi3.5",
+        "qwen2_vl": "qwen2-vl",
         "qwen_25": "qwen2.5",
     }
 )
@@ -54,6 +57,7 @@ _NEAR = MappingProxyType(
             "mistral-tekken",
             "a system prompt goes into the first question, in Axolotl into the last",
         ),
+        "pixtral": ("mistral-tekken", "a system prompt goes into the first question, in Axolotl into the last"),
         "mistral_v7_tekken": ("mistral-v7", "conversations without a system prompt get none"),
     }
 )
@@ -66,6 +70,7 @@ OWN_TEMPLATES = MappingProxyType(
         "command_a_tool_use": "command",
         "command_a_rag": "command",
         "exaone4": "exaone-4",
+        "llava": "llava",
     }
 )
 # What ends a turn under these names, as `eot_tokens` has it.
@@ -73,7 +78,7 @@ ENDS = MappingProxyType(
     {
         **dict.fromkeys(("gemma", "gemma3", "gemma3n"), "<end_of_turn>"),
         **dict.fromkeys(("gemma4", "gemma4_unified"), "<turn|>"),
-        **dict.fromkeys(("chatml", "qwen_25", "qwen3", "qwen3_5", "falcon_h1"), "<|im_end|>"),
+        **dict.fromkeys(("chatml", "qwen2_vl", "qwen_25", "qwen3", "qwen3_5", "falcon_h1"), "<|im_end|>"),
         **dict.fromkeys(("phi_3", "phi_35"), "<|end|>"),
         "llama3": "<|eot_id|>",
         "llama4": "<|eot|>",
