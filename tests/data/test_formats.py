@@ -285,6 +285,7 @@ def messages(*talk: object) -> dict:
         ),
         ("messages", messages(USER | {"images": ["a.png"]}, ANSWER), "message 1 of messages has images, and only text"),
         ("messages", messages(USER, ANSWER | {"weight": 1, "loss_weight": 1}), "both weight and loss_weight"),
+        ("messages", messages(USER, ANSWER | {"tool_calls": [CALL], "function_call": CALL["function"]}), "keep one"),
         ("question", {"question": "a"}, "no field answer (fields found: question)"),
         ("question", {"question": "a", "answer": None}, "answer is null"),
         ("alpaca", {"instruction": None, "output": None}, "instruction and output are null"),

@@ -299,7 +299,9 @@ def _read_calls(rest: Message, where: str, reading: Reading) -> list[dict[str, A
     keys.
     """
     calls = rest.get("tool_calls")
-    if calls is None and "function_call" in rest:
+    if holds(calls) and holds(rest.get("function_call")):
+        raise RowRefused(f"{where} has both tool_calls and function_call: keep one")
+    if not holds(calls) and "function_call" in rest:
         calls = [rest["function_call"]]
     if isinstance(calls, str):
         calls = parse_json(calls, f"tool_calls of {where}")
