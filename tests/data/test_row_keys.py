@@ -12,6 +12,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.formats import Conversation, RowRefused, detect_format, to_conversation
+from manyhands.data.messages import find_keys, without_key
 from manyhands.data.render import Renderer
 from tests.data.conftest import make_tokenizer
 
@@ -168,6 +169,17 @@ def test_keys_that_nothing_reads_are_named_at_every_depth() -> None:
         "version of tools",
     )
     assert renderer.notes() == [f"a key that is not read: {what}" for what in sorted(unread)]
+
+
+def test_a_key_beside_arguments_as_deep_as_json_may_be() -> None:
+    deep: Any = 1
+    for _ in range(800):
+        deep = [deep]
+    call = {"name": "f", "arguments": {"x": deep}}
+    fields = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}, USER | {"note": "x"}, LAST]}
+    found = read(fields)
+    copied, _ = without_key(found.messages, None, "messages", "note")
+    assert copied[2] == USER and find_keys(copied, None) == set()
 
 
 DRAFT = [USER, {"role": "assistant", "content": "BAD DRAFT"}, {"role": "user", "content": "fix it"}]

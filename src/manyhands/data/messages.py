@@ -20,7 +20,6 @@ about training, and which is not one of these, is refused (``check_key``); what 
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -473,12 +472,22 @@ def find_keys(messages: Sequence[Message], tools: Sequence[Any] | None) -> set[t
 def without_key(
     messages: Sequence[Message], tools: Sequence[Any] | None, of: str, key: str
 ) -> tuple[list[Message], list[Any]]:
-    """Copies of messages and tools in which no object of a kind of ``find_keys`` has a key."""
-    copied: tuple[list[Message], list[Any]] = copy.deepcopy((list(messages), list(tools or ())))
-    for kind, entries in _list_objects(*copied):
-        if kind == of:
-            entries.pop(key, None)
-    return copied
+    """Messages and tools in which no object of a kind of ``find_keys`` has a key."""
+
+    def bare(kind: str, entries: Any, inner: str = "") -> Any:
+        if not isinstance(entries, dict):
+            return entries
+        kept = {name: value for name, value in entries.items() if kind != of or name != key}
+        if inner == "tool calls" and kept.get("tool_calls"):
+            kept["tool_calls"] = [bare(inner, call) for call in kept["tool_calls"]]
+        elif inner and "function" in kept:
+            kept["function"] = bare(inner, kept["function"])
+        return kept
+
+    return (
+        [bare("messages", message, "tool calls") for message in messages],
+        [bare("tools", tool, "functions of tools") for tool in tools or ()],
+    )
 
 
 def _list_objects(messages: Sequence[Message], tools: Sequence[Any] | None) -> Iterator[tuple[str, dict[str, Any]]]:
