@@ -189,6 +189,18 @@ def test_rows_of_sft_play_are_prompts_and_answers() -> None:
     assert found["data.fields"] == {"prompt": "user", "completion": "assistant"}
 
 
+def test_checkpoints_of_sft_play_without_a_strategy_are_of_epochs_and_its_best_is_of_the_loss() -> None:
+    found = native(SFT_PLAY)
+    assert (found["checkpoint.per_epoch"], found["checkpoint.keep_last"]) == (1, 5)
+    assert "checkpoint.every_steps" not in found
+    best = {"train.load_best_model_at_end": True, "train.metric_for_best_model": "rougeL",
+            "train.greater_is_better": True, "train.eval_strategy": "epoch"}  # fmt: skip
+    assert native(SFT_PLAY, best)["checkpoint.keep_best"] is True
+    assert kinds(translated(SFT_PLAY, best))["train.metric_for_best_model"] == "substituted"
+    unread = translated(SFT_PLAY, {"train.metric_for_best_model": "rougeL"})
+    assert kinds(unread)["train.metric_for_best_model"] == "ignored"
+
+
 def test_weights_of_sft_play_are_a_substitution() -> None:
     sets = [{"path": "a", "type": "cpt", "weight": 0.9}, {"path": "b", "type": "chat", "weight": 0.1}]
     done = translated(SFT_PLAY, {"task_mode": "cpt_mixed", "datasets": sets})
@@ -225,10 +237,11 @@ def test_an_included_file_is_beneath_and_its_keys_are_named_with_it(tmp_path: Pa
         ({"train.batch_size": "many", "train.grad_accum": 1}, "`train.batch_size`: got many, allowed: a number"),
         ({"tuning.mode": "dora"}, "`tuning.mode`: got dora, allowed: qlora, lora, full"),
         ({"tuning.backend": "mlx"}, "`tuning.backend`: `mlx`: allowed: bnb, unsloth"),
-        ({"task_mode": "dpo"}, "`task_mode`: got dpo, allowed: sft, cpt, cpt_mixed"),
+        ({"task_mode": "dapt"}, "`task_mode`: got dapt, allowed: sft, cpt, cpt_mixed"),
+        ({"task_mode": "dpo"}, "`task_mode`: training on preferences, rewards or a teacher"),
+        ({"dpo": {"max_prompt_length": 5}}, "`dpo.max_prompt_length`: training on preferences"),
         ({"mode": "cpt_mixed"}, "write `task_mode: cpt_mixed`"),
         ({"model.type": "seq2seq"}, "`model.type`: `seq2seq`: models that are not decoders"),
-        ({"train.metric_for_best_model": "rougeL"}, "`train.metric_for_best_model`: `rougeL`: rougeL: the best"),
         ({"train.evaluation_strategy": "steps", "train.eval_strategy": "no"}, "keep one"),
         ({"task_mode": "cpt"}, "write a list of data sets"),
         ({"task_mode": "cpt_mixed", "datasets": [{"path": "a", "type": "text"}]}, "`type` is text, allowed: cpt, chat"),

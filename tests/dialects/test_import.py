@@ -44,7 +44,7 @@ def test_import_writes_a_run_file_that_means_the_same_with_the_origin_of_each_ke
     assert done.exit_code == 0, done.output
     assert "substituted:\n  line 2, `dataset_name`" in done.stdout
     assert "line 8, `fp16` -> model.dtype: bfloat16 (float16 is not available: bfloat16)" in done.stdout
-    assert "line 10, `report_to`: trackers are opened by" in done.stdout and "TRL's default" in done.stdout
+    assert "line 10, `report_to` -> log.wandb: huggingface" in done.stdout and "TRL's default" in done.stdout
     text = native.read_text()
     assert "# line 5, `lora_r`" in text and "batch sizes for 4 GPUs" in text
     assert load_config(native, ["name=sft"]) == load_run(foreign, ["name=sft"], around=_four()).config
@@ -105,6 +105,11 @@ def test_a_file_of_settings_is_not_imported_and_not_sent_there(tmp_path: Path) -
     assert missing.exit_code == 2 and "run file" not in missing.output and "--deepspeed" in missing.output
 
 
+def test_strict_refuses_a_tracker_that_is_not_available(tmp_path: Path) -> None:
+    done = call("import", write(tmp_path, FILE.replace("fp16: true", "").replace("wandb", "comet_ml")), "--strict")
+    assert done.exit_code == 1 and "`report_to`: comet_ml is not available: metrics go to" in done.output
+
+
 def test_strict_refuses_a_substitution(tmp_path: Path) -> None:
     done = call("train", write(tmp_path), "--strict", "--gpus", 1)
     assert done.exit_code == 2 and "line 8, `fp16`" in done.output and "refused under --strict" in done.output
@@ -117,7 +122,7 @@ def test_a_run_keeps_the_file_and_the_fates_and_resumes_with_the_gpus_of_its_fir
     foreign = tmp_path / "sft.yaml"
     foreign.write_text(FILE.format(model=model, data="org/data"))
     ours = [f"data.train={data}", f"output.dir={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}"]
-    ours += ["model.dtype=float32"]
+    ours += ["model.dtype=float32", "log.wandb=null"]
     loaded = load_for_start(foreign, ours, num_gpus=2)
     assert loaded.config.batch.samples == 4
     prepared = prepare_run(loaded.config, world_size=2, local_world_size=2, origin=loaded, report=lambda _: None)

@@ -99,6 +99,7 @@ def test_a_lora_run_with_the_tool_s_defaults_is_exactly_this(tmp_path: Path) -> 
         "seed": 42,
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 500,
+        "checkpoint.keep_last": "all",
         "output.dir": "saves/qwen",
         "name": "sft",
     }

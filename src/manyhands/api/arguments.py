@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any
 
+from manyhands.config.dialects import preferences, trl
 from manyhands.config.dialects import transformers as hf
-from manyhands.config.dialects import trl
 from manyhands.config.dialects.translation import Around, Translation, Translator, names
 from manyhands.config.keys import nearest_name, show
 from manyhands.config.patterns import REGEX
@@ -46,6 +46,9 @@ ADAPTER = names(
 MODEL = names("model_name revision dtype load_in_4bit load_in_8bit full_finetuning device_map trust_remote_code")
 KEYS = trl.KEYS | ARGUMENTS | ADAPTER | MODEL | names("eval_dataset train_dataset new_tokens adapter")
 OPEN = trl.OPEN | {"device_map", "loftq_config"}
+DEFAULTS = names(
+    "learning_rate num_train_epochs per_device_train_batch_size lr_scheduler_type logging_steps save_steps seed"
+)
 NAME_OR_PATTERN = re.compile(rf"{REGEX}|\*?[\w.]+$")
 SHARDING = "parallel.strategy fsdp shards the model over all GPUs where it does not fit on one"
 
@@ -71,6 +74,7 @@ class TrainingArguments:
             raise UserError(
                 f"there is no training argument {name!r}",
                 where="TrainingArguments",
+                why=preferences.NOT_HERE if name in preferences.TRL else "",
                 fix=f"did you mean {near}?" if near else "see the training arguments of transformers and TRL",
             )
         self.given[name] = value
@@ -97,7 +101,14 @@ def read_arguments(arguments: Any) -> dict[str, Any]:
     if is_dataclass(arguments) and hasattr(arguments, "to_dict") and hasattr(arguments, "output_dir"):
         kind: Any = type(arguments)
         given, default = arguments.to_dict(), kind(output_dir=arguments.output_dir).to_dict()
-        changed = {name: value for name, value in given.items() if value != default[name]}
+        if own := sorted(given.keys() & preferences.TRL):
+            raise UserError(
+                f"the arguments are a {kind.__name__}, which has {own[0]}",
+                why=preferences.NOT_HERE,
+                fix="give manyhands.TrainingArguments(...), or those of transformers or TRL's SFTConfig",
+            )
+        # its own defaults where the translation has TRL's
+        changed = {name: value for name, value in given.items() if value != default[name] or name in DEFAULTS}
         return TrainingArguments(**{"output_dir": arguments.output_dir, **changed}).given
     raise UserError(
         f"the arguments are a {type(arguments).__name__}",
@@ -138,7 +149,7 @@ def _translate_own(t: Translator, num_gpus: int) -> Iterator[str]:
     TRL's translation shall not see.
     """
     _map_processes(t, num_gpus)
-    yield from _map_ddp(t, num_gpus)
+    _map_ddp(t, num_gpus)
     yield from _map_memory(t)
     yield from _map_adapter(t)
     _map_method(t)
@@ -175,7 +186,7 @@ def _map_processes(t: Translator, num_gpus: int) -> None:
         )
 
 
-def _map_ddp(t: Translator, num_gpus: int) -> Iterator[str]:
+def _map_ddp(t: Translator, num_gpus: int) -> None:
     t.only(
         "ddp_find_unused_parameters",
         (False, None),
@@ -184,12 +195,6 @@ def _map_ddp(t: Translator, num_gpus: int) -> Iterator[str]:
     t.only("ddp_broadcast_buffers", (False, None), "no buffer changes in training: set it to false")
     pinned = (True, None) if num_gpus else (True, False, None)
     t.only("dataloader_pin_memory", pinned, "batches reach a GPU from pinned memory: set it to true")
-    if t.has("ddp_bucket_cap_mb"):
-        t.map("ddp_bucket_cap_mb", "parallel.ddp_bucket_mb", t.integer("ddp_bucket_cap_mb"))
-        yield "ddp_bucket_cap_mb"
-    if t.has("dataloader_num_workers"):
-        t.map("dataloader_num_workers", "data.workers", t.integer("dataloader_num_workers"))
-        yield "dataloader_num_workers"
 
 
 def _map_memory(t: Translator) -> Iterator[str]:
@@ -201,8 +206,6 @@ def _map_memory(t: Translator) -> Iterator[str]:
             asked = "full" if t.flag(key) else "none"
             t.map(key, "parallel.activation_checkpointing", asked)
         yield key
-    if t.flag("auto_find_batch_size"):
-        t.already("auto_find_batch_size", "the plan's micro-batch fits, and is halved where memory runs out")
 
 
 def _map_adapter(t: Translator) -> Iterator[str]:

@@ -5,6 +5,7 @@ GPUs that the run's first start multiplied by.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,7 @@ def look_around(*, num_gpus: int | None = None, strict: bool = False) -> Around:
         other_gpus=_other_gpus,
         strict=strict,
         deepspeed=has_deepspeed(),
+        variables=os.environ,
     )
 
 

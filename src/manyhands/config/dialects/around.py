@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ class Around:
     ``hub_file``: a file of a data set on the hub, fetched; it raises UserError where the hub has none.
     ``strict``: refuse substitutions. ``micro``, ``accumulation``: samples per GPU and micro-batches per step of the run
     file that a settings file belongs to. ``deepspeed``: whether the package is installed.
+    ``variables``: of the environment, by which trackers name their projects.
     """
 
     folder: Path = Path()
@@ -33,6 +34,7 @@ class Around:
     micro: int | None = None
     accumulation: int | None = None
     deepspeed: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def columns(self, path: str) -> tuple[str, ...] | None:
         """Names of the columns of a data file or data set."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from manyhands.config.dialects import preferences
+
 # Our key, and what other tools call it.
 _SAME = {
     "model.name": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path "
@@ -90,7 +92,7 @@ _SAME = {
     "log": "logging",
     "name": "run_name experiment_name wandb_run_name",
     "task": "stage task_type",
-    "seed": "random_seed data_seed",
+    "seed": "random_seed",
 }  # fmt: skip
 
 _PER_GPU = (
@@ -103,9 +105,7 @@ _STRATEGIES = "is not supported: `parallel.strategy` is auto, single, ddp, fsdp 
 _EVAL_BATCH = "evaluation uses the micro-batches of training; remove it"
 _FUSED = "fused kernels are used automatically if they pass a self-test, see `manyhands config kernels`"
 _RESUME = "starting the same run again resumes it; `--fresh` begins a new one"
-_NO_PREFERENCE = (
-    "training on preferences (DPO, KTO, ORPO, reward models, RL) is not supported; `task` is sft, cpt or mixed"
-)
+_NO_PREFERENCE = preferences.NOT_HERE
 _TRACKERS = (
     "metrics are written to metrics.jsonl and, with `log.tensorboard`, to TensorBoard; `log.wandb`, `log.mlflow` and "
     "`log.trackio` name a project of theirs"
@@ -143,13 +143,8 @@ _NOTES = {
     "fp16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
     "float16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
     "tf32": _NOTHING,
-    "rl": _NO_PREFERENCE,
-    "pref_loss": _NO_PREFERENCE,
-    "pref_beta": _NO_PREFERENCE,
-    "dpo_beta": _NO_PREFERENCE,
-    "beta": _NO_PREFERENCE,
-    "reward_model": _NO_PREFERENCE,
-    "ref_model": _NO_PREFERENCE,
+    **dict.fromkeys((*preferences.KEYS, "rl", "beta"), _NO_PREFERENCE),
+    "data_seed": "order, weights and dropout have one seed, `seed`",
     "deepspeed": _DEEPSPEED,
     "zero_stage": _DEEPSPEED,
     "tensor_parallel_size": f"tensor parallelism {_STRATEGIES}",

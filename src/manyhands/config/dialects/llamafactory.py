@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from manyhands.config.dialects import llamafactory_keys as keys
+from manyhands.config.dialects import preferences
 from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.llamafactory_data import Sources, Wanted, make_sources, read_info
 from manyhands.config.dialects.llamafactory_method import map_images, map_method, map_model
@@ -32,6 +33,8 @@ def translate(t: Translator) -> None:
     """Every key of a LLaMA-Factory file."""
     if _refuse_other_tasks(t):
         return
+    if not t.has("stage") and preferences.refuse(t, preferences.KEYS):
+        return  # sft by default, which nobody who wrote such a key can mean
     is_text = t.get("stage", "sft") == "pt"
     if is_text:
         t.map("stage", "task", "cpt")
@@ -58,6 +61,8 @@ def _refuse_other_tasks(t: Translator) -> bool:
         )
     elif stage in STAGES:
         key, why = "stage", f"{STAGES[stage]} cannot be trained here: stage sft and pt can"
+    elif stage in preferences.LOSSES:
+        key, why = "stage", preferences.NOT_HERE
     elif stage not in ("sft", "pt"):
         key, why = "stage", f"got {show(stage)}, allowed: sft, pt"
     elif not t.flag("do_train"):
@@ -79,7 +84,7 @@ def _map_data(t: Translator, is_text: bool) -> Sources | None:
     if not t.has("dataset"):
         t.refuse("dataset", "it is missing: write names of dataset_info.json")
         return None
-    limit = t.integer("max_samples")
+    limit = t.count("max_samples", 1) if t.has("max_samples") else None
     info = read_info(t)
     wanted = Wanted(is_text, limit)
     sources = make_sources(t, "dataset", info, wanted) if info else None
@@ -119,20 +124,22 @@ def _map_held_out(t: Translator) -> None:
         t.contradict("val_size", f"{t.place('eval_dataset')} names validation data already: remove one")
     elif size >= 1:
         t.refuse("val_size", "a number of rows is not available: write their share of the rows, such as 0.05")
-    elif size:
+    elif size > 0:
         t.map("val_size", "data.validation_fraction", size)
     else:
-        t.already("val_size")
+        t.already("val_size", "nothing is held out" if size else "")
         t.carry("data.validation_fraction", 0, f"{TOOL} holds nothing out")
-    if str(t.get("eval_strategy", "no")) != "no" and not size and not t.has("eval_dataset"):
-        t.contradict("eval_strategy", "it evaluates, and there is no validation data: write val_size or eval_dataset")
+    if size <= 0 and not t.has("eval_dataset"):
+        for key in ("eval_strategy", "evaluation_strategy", "do_eval"):
+            if str(t.get(key, "no")).lower() not in ("no", "false"):
+                t.contradict(key, "it evaluates, and there is no validation data: write val_size or eval_dataset")
 
 
 def _map_samples(t: Translator, is_text: bool) -> bool:
     """Length, packing, what is trained of a conversation. True where a batch counts packs."""
     joined = t.flag("packing", is_text) or t.flag("neat_packing")
     given = t.flag("packing") or t.flag("neat_packing")
-    length = (t.integer("cutoff_len", 2048) or 2048) - given  # it takes one off where packing is asked for
+    length = t.count("cutoff_len", 2048) - given  # it takes one off where packing is asked for
     why = "one less than written, as there: a pack ends with a padding token" if given else ""
     t.map("cutoff_len", "data.max_length", length, why)
     t.carry("data.max_length", length, f"{TOOL}'s default")
@@ -218,7 +225,7 @@ def _map_training(t: Translator, packs: bool) -> None:
     hf.map_schedule(t, default="linear")
     hf.map_length(t, epochs=3)
     if t.has("ray_num_workers"):
-        t.set_gpus(t.integer("ray_num_workers") or 1)
+        t.set_gpus(t.count("ray_num_workers", 1))
         t.map("ray_num_workers", "parallel.gpus", t.num_gpus())
     hf.map_batch(t, per_device=8, packs=packs)
     hf.map_precision(t)
@@ -227,10 +234,10 @@ def _map_training(t: Translator, packs: bool) -> None:
     if t.flag("disable_gradient_checkpointing"):
         t.map("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none")
     t.already("disable_gradient_checkpointing", "the plan decides what is recomputed")
-    hf.map_intervals(t, save_steps=500)
+    hf.map_intervals(t, save_steps=500, logging_steps=500)
     hf.map_sharding(t)
     if t.has("early_stopping_steps"):
-        t.map("early_stopping_steps", "stop.patience", t.integer("early_stopping_steps"))
+        t.map("early_stopping_steps", "stop.patience", t.count("early_stopping_steps", 1))
     if t.flag("fp8"):
         t.substitute("fp8", {"kernels.linear": "fp8"}, "linear layers are computed in fp8 by a recipe of our own")
     if t.flag("disable_shuffling"):
@@ -252,7 +259,7 @@ def _refuse_features(t: Translator) -> None:
         t.only(key, (1, None), f"{key.removesuffix('_size').replace('_', ' ')} is not available: set it to 1")
     for key in keys.TOKENS & t.values.keys():
         if t.has(key):
-            t.refuse(key, "a secret in a run file is copied with it: remove it, and use `hf auth login`")
+            t.refuse(key, hf.A_SECRET)
     tokenized = t.get("tokenized_path")
     if tokenized and any(os.path.exists(folder / str(tokenized)) for folder in (t.around.folder, Path.cwd())):
         t.refuse("tokenized_path", f"{TOOL} trains the tokenized data there, which is not read here: remove it")
@@ -261,8 +268,10 @@ def _refuse_features(t: Translator) -> None:
 
 def _note_bystanders(t: Translator) -> None:
     hf.map_bystanders(t)
-    for key in keys.NO_EFFECT & t.values.keys():
-        t.already(key)
+    hf.note_so(t, keys.SO)
+    for key in keys.OF_PREFERENCES & t.values.keys():
+        t.ignore(key, "only preferences and rewards are trained by it, and `stage` is another")
+    hf.map_trackers(t, {"use_swanlab": ["swanlab"] * t.flag("use_swanlab")}, {})
     for key, why in keys.IGNORED.items():
         if t.get(key) in (None, False):
             t.already(key)

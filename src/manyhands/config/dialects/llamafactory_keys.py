@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from manyhands.config.dialects.translation import names
 
@@ -98,27 +100,67 @@ DEGREES = names(
     """
 )
 TOKENS = names("hf_hub_token ms_hub_token om_hub_token swanlab_api_key swanlab_lark_secret")
-# True here by construction, or without effect on what is trained: caches, workers, kernels that do the same faster.
-NO_EFFECT = OFT | names(
+_INFERENCE = names(
     """
-    buffer_size overwrite_cache preprocessing_batch_size preprocessing_num_workers eval_num_beams
-    data_shared_file_system cache_dir low_cpu_mem_usage flash_attn use_unsloth use_unsloth_gc enable_liger_kernel
-    use_reentrant_gc upcast_layernorm upcast_lmhead_output offload_folder use_kv_cache use_v1_kernels infer_dtype
-    infer_backend print_param_status
-    video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate
-    include_effective_tokens_per_second fp8_backend fp8_enable_fsdp_float8_all_gather ray_init_kwargs master_addr
-    master_port profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat
-    profiler_record_shapes profiler_profile_memory profiler_with_stack pref_beta pref_ftx pref_bco_weight pref_loss
-    dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm
-    ppo_target ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit reward_model
-    reward_model_adapters reward_model_quantization_bit reward_model_type ld_alpha export_dir export_size export_device
-    export_quantization_bit export_quantization_dataset export_quantization_nsamples export_quantization_maxlen
-    export_legacy_format export_hub_model_id vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank vllm_config
-    sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend swanlab_project
-    swanlab_workspace swanlab_run_name swanlab_mode swanlab_logdir swanlab_lark_webhook_url debug ddp_static_graph
-    dataloader_in_order dataloader_multiprocessing_context enable_jit_checkpoint eval_do_concat_batches
-    eval_use_gather_object hub_always_push include_for_metrics trackio_bucket_id trackio_static_space_id use_cache
+    use_kv_cache infer_dtype infer_backend offload_folder vllm_maxlen vllm_gpu_util vllm_enforce_eager
+    vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config sglang_lora_backend
     """
+)
+_EXPORT = names(
+    """
+    export_dir export_size export_device export_quantization_bit export_quantization_dataset
+    export_quantization_nsamples export_quantization_maxlen export_legacy_format export_hub_model_id
+    """
+)
+_PROFILER = names(
+    """
+    profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat
+    profiler_record_shapes profiler_profile_memory profiler_with_stack
+    """
+)
+_SWANLAB = names(
+    """
+    swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_logdir swanlab_lark_webhook_url
+    """
+)
+_MEDIA = names("video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate")
+_FUSED = names("flash_attn use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels")
+OF_PREFERENCES = names(
+    """
+    pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma
+    ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters
+    ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type
+    ld_alpha
+    """
+)
+# As in transformers.py: values that are so here (None: all), and why any other one changes nothing.
+SO: Mapping[str, tuple[tuple[Any, ...] | None, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(_INFERENCE, (None, "only inference reads it")),
+        **dict.fromkeys(_EXPORT, (None, "only an export reads it")),
+        **dict.fromkeys(_PROFILER, (None, "only enable_torch_profiler reads it")),
+        **dict.fromkeys(_SWANLAB, (None, "only use_swanlab reads it")),
+        **dict.fromkeys(_MEDIA, (None, "no data set has videos or sounds")),
+        **dict.fromkeys(_FUSED, (None, "fast kernels are used where they pass a self-test")),
+        **dict.fromkeys(OFT, (None, "only finetuning_type oft reads it")),
+        "use_reentrant_gc": (None, "block by block, without reentering autograd"),
+        "buffer_size": (None, "only streaming reads it"),
+        "overwrite_cache": (None, "tokenized data are kept by their content"),
+        "preprocessing_batch_size": ((), "data are prepared in parts of a size of their own"),
+        "data_shared_file_system": (None, "one process prepares the data"),
+        "eval_num_beams": ((1,), "validation measures the loss"),
+        "cache_dir": ((), "models are in the hub's cache"),
+        "low_cpu_mem_usage": ((True,), "weights are read slice by slice"),
+        "upcast_layernorm": ((False,), "the run's own mixed precision decides"),
+        "upcast_lmhead_output": ((False,), "the run's own mixed precision decides"),
+        "print_param_status": ((False,), "what a run shows is its own"),
+        "include_effective_tokens_per_second": ((), "what a run shows is its own"),
+        "fp8_backend": ((), "fp8 is a recipe of our own"),
+        "fp8_enable_fsdp_float8_all_gather": ((False,), "fp8 is a recipe of our own"),
+        "ray_init_kwargs": ((), "processes are started without Ray"),
+        "master_addr": ((), "the launcher's"),
+        "master_port": ((), "the launcher's"),
+    }
 )
 FREEZE_PARTS_DEFAULT = MappingProxyType(
     {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
@@ -130,7 +172,6 @@ IGNORED = MappingProxyType(
     {
         "compute_accuracy": "validation measures the loss, not the accuracy of tokens",
         "predict_with_generate": "validation measures the loss; `evaluate.prompts` shows answers",
-        "use_swanlab": "trackers are opened by log.wandb, log.mlflow and log.trackio alone",
         "enable_torch_profiler": "there is no profiler",
         "profile_modules": "there is no profiler",
     }
@@ -150,7 +191,9 @@ ALL = (
     | frozenset(key for _, inner in FEATURES.values() for key in inner)
     | DEGREES
     | TOKENS
-    | NO_EFFECT
+    | SO.keys()
+    | OF_PREFERENCES
+    | frozenset({"use_swanlab"})
     | IMAGES
     | frozenset(IGNORED)
     | OF_PREDICTION

@@ -92,8 +92,13 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     if bits is None:
         t.map("finetuning_type", "method.name", "lora")
     t.carry("method.name", "lora", f"{keys.TOOL}'s default")
-    t.only("quantization_method", ("bnb", "bitsandbytes"), "weights are quantized by bitsandbytes' NF4 only: write bnb")
-    t.only("quantization_type", ("nf4",), "4-bit weights are NF4: write nf4")
+    if bits is None:
+        for key in ("quantization_method", "quantization_type"):
+            t.already(key, "only quantization_bit reads it")
+    t.only("quantization_method", ("bnb", "bitsandbytes") if bits else (t.get("quantization_method"),),
+           "weights are quantized by bitsandbytes' NF4 only: write bnb")  # fmt: skip
+    t.only("quantization_type", ("nf4",) if bits == 4 else (t.get("quantization_type"),), "4-bit weights are NF4: "
+           "write nf4")  # fmt: skip
     if not t.flag("double_quantization", True) and bits == 4:
         t.map("double_quantization", "method.double_quant", False)
     t.already("double_quantization")
@@ -102,7 +107,7 @@ def _map_lora(t: Translator, bits: int | None) -> None:
         return
     t.already("adapter_folder", "only adapter_name_or_path reads it")
     t.already("create_new_adapter")
-    rank = t.integer("lora_rank", 8) or 8
+    rank = t.count("lora_rank", 8)
     _map_or_carry(t, "lora_rank", "method.rank", rank, 8)
     alpha = t.number("lora_alpha")
     if alpha:
@@ -190,7 +195,7 @@ def map_images(t: Translator, info: DatasetInfo | None, has_images: bool) -> Non
     t.already("media_dir")
     for key, (native, default) in PIXELS.items():
         if t.has(key):
-            t.map(key, native, t.integer(key))
+            t.map(key, native, t.count(key, default))
         t.carry(native, default, f"{keys.TOOL}'s default")
     for key, why in CROPS.items():
         t.only(key, (False, None), why)

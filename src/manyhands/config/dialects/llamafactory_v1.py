@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.deepspeed import map_deepspeed
 from manyhands.config.dialects.llamafactory import map_output
 from manyhands.config.dialects.llamafactory_data import find_file
@@ -51,7 +52,7 @@ MUON = names(
 )
 NO_EFFECT = names(
     """
-    flash_attn kernel_config init_config batching_workers cp_mode dist_timeout full_determinism pref_loss pref_beta
+    flash_attn kernel_config init_config batching_workers cp_mode dist_timeout pref_loss pref_beta
     pref_ftx simpo_gamma dpo_label_smoothing ld_alpha sample_backend max_new_tokens dist_config.pin_memory
     peft_config.export_size peft_config.export_hub_model_id peft_config.infer_dtype peft_config.export_legacy_format
     quant_config.compute_dtype
@@ -68,7 +69,7 @@ KEYS = (
         lr_scheduler_config train_dataset eval_dataset output_dir micro_batch_size global_batch_size cutoff_len
         learning_rate num_train_epochs max_steps max_grad_norm bf16 batching_strategy enable_activation_checkpointing
         dp_size cp_size mp_replicate_size mp_shard_size seed resume_from_checkpoint save_steps save_epochs
-        save_ckpt_as_hf save_total_limit logging_steps
+        save_ckpt_as_hf save_total_limit logging_steps full_determinism
         peft_config.name peft_config.adapter_name_or_path peft_config.export_dir
         quant_config.name quant_config.quantization_bit quant_config.double_quantization quant_config.quantization_type
         dist_config.name dist_config.config_file dist_config.dcp_path dist_config.reshard_after_forward
@@ -206,7 +207,7 @@ def _map_data(t: Translator) -> None:
         _map_sources(t, *found)
     t.ignore("eval_dataset", f"{TOOL} reads no validation data")
     t.carry("data.validation_fraction", 0, f"{TOOL} holds nothing out")
-    t.map("cutoff_len", "data.max_length", t.integer("cutoff_len", 2048))
+    t.map("cutoff_len", "data.max_length", t.count("cutoff_len", 2048))
     t.carry("data.max_length", 2048, DEFAULT)
     t.carry("data.too_long", "truncate", f"{TOOL} cuts the end off")
     t.carry("data.chat_template_kwargs", {"enable_thinking": False}, "answers without thoughts are rendered so there")
@@ -298,10 +299,11 @@ def _map_optimizer(t: Translator) -> None:
 
 def _map_batch(t: Translator) -> None:
     """A step is ``global_batch_size`` samples, without it one micro-batch a GPU; or as many as a number of tokens."""
-    micro, total = t.integer("micro_batch_size", 1) or 1, t.integer("global_batch_size")
+    micro = t.count("micro_batch_size", 1)
+    total = t.count("global_batch_size", micro) if t.has("global_batch_size") else None
     for key in ("dp_size", "mp_shard_size"):
         if t.integer(key) is not None:
-            t.set_gpus((t.integer(key) or 1) * (t.integer("mp_replicate_size", 1) or 1 if key != "dp_size" else 1))
+            t.set_gpus(t.count(key, 1) * (t.count("mp_replicate_size", 1) if key != "dp_size" else 1))
     gpus = t.num_gpus()
     strategy = str(t.get("batching_strategy", "normal"))
     if gpus is None:
@@ -339,18 +341,19 @@ def _map_batch(t: Translator) -> None:
 
 def _map_run(t: Translator) -> None:
     steps = t.integer("max_steps")
-    if steps:
+    if steps is not None and steps > 0:
         t.map("max_steps", "stop.max_steps", steps)
         t.already("num_train_epochs", "`max_steps` takes precedence")
         t.carry("stop.epochs", 1_000_000, "`max_steps` alone ends the run")
     else:
         number = t.integer("num_train_epochs")
-        t.map("num_train_epochs", "stop.epochs", number)
+        t.map("num_train_epochs", "stop.epochs", number and t.count("num_train_epochs", 3))
         t.carry("stop.epochs", 3, DEFAULT)
     t.already("max_steps")
     t.map("seed", "seed", t.integer("seed"))
     t.carry("seed", 42, DEFAULT)
-    t.map("logging_steps", "log.every_steps", t.integer("logging_steps"))
+    t.map("logging_steps", "log.every_steps", t.count("logging_steps", 1))
+    t.map("full_determinism", "kernels.deterministic", t.flag("full_determinism"))
     share = t.number("save_epochs")
     if share and share <= 1 and abs(1 / share - round(1 / share)) < 1e-6:
         t.map("save_epochs", "checkpoint.per_epoch", round(1 / share))
@@ -360,7 +363,7 @@ def _map_run(t: Translator) -> None:
     else:
         t.map("save_steps", "checkpoint.every_steps", t.integer("save_steps"))
         t.carry("checkpoint.every_steps", 0, f"{TOOL} saves at the end")
-    t.map("save_total_limit", "checkpoint.keep_last", t.integer("save_total_limit"))
+    hf.map_limit(t)
     t.already("save_ckpt_as_hf", "any checkpoint can be exported")
     t.only("resume_from_checkpoint", (None, "auto"), "a run resumes from its own newest checkpoint: write auto")
     if t.flag("enable_activation_checkpointing", True):

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from manyhands.config.dialects import deepspeed
+from manyhands.config.dialects import deepspeed, preferences
 from manyhands.config.dialects.translation import Around, Translation, Translator, flatten
 from manyhands.config.keys import show, table
 from manyhands.config.read import ParsedFile
@@ -80,7 +80,8 @@ def translate(source: ParsedFile, dialect: Dialect, around: Around) -> Translati
     _refuse_mixed(t, dialect)
     dialect.translate(t)
     deepspeed.settle(t)
-    return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN)
+    elsewhere = frozenset().union(*(load_dialect(name).KEYS for name in FILES))
+    return t.finish(refuse_unknown=dialect.REFUSES_UNKNOWN, elsewhere=elsewhere)
 
 
 def translate_settings(
@@ -153,9 +154,12 @@ def _count(mapping: Mapping[str, Any], known: frozenset[str], open: frozenset[st
 
 
 def _refuse_mixed(t: Translator, dialect: Dialect) -> None:
-    """Keys that this tool does not know and that mark files of another one, or are our own."""
+    """Keys that this tool does not know and that mark files of another one, are our own, or of no kind of run here."""
     for key in t.values:
         if key in dialect.KEYS:
+            continue
+        if key.rpartition(".")[2] in preferences.KEYS:
+            t.refuse(key, preferences.NOT_HERE)
             continue
         others = [other.TOOL for other in map(load_dialect, FILES) if other is not dialect and key in other.MARKS]
         if "." in key and key in table():

@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.dialects import preferences
 from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.deepspeed import find_file, map_deepspeed
+from manyhands.config.dialects.hints import find_value
 from manyhands.config.dialects.translation import Around, Translator, clean_name, names
 from manyhands.config.keys import show
 from manyhands.config.read import ParsedFile, read_run_file
@@ -24,12 +26,15 @@ ALIASES: Mapping[str, str] = {
     "max_steps": "train.steps",
     "per_device_train_batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.grad_accum",
+    # sft-play names its own; other arguments of transformers' it does not read
     **{name: f"train.{name}" for name in (
         "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim",
         "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "bf16", "fp16",
         "gradient_checkpointing", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "eval_steps",
         "eval_strategy", "evaluation_strategy", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-        "per_device_eval_batch_size",
+        "per_device_eval_batch_size", "dataloader_num_workers", "dataloader_pin_memory", "ddp_bucket_cap_mb",
+        "ddp_find_unused_parameters", "logging_dir", "report_to", "eval_accumulation_steps", "tf32",
+        "remove_unused_columns", "group_by_length", "run_name",
     )},
 }  # fmt: skip
 ALREADY: Mapping[str, str] = {
@@ -41,13 +46,7 @@ ALREADY: Mapping[str, str] = {
     "data.split.train_ratio": "training does not read it",
     "data.split.val_ratio": "training does not read it",
     "data.split.test_ratio": "training does not read it",
-    "train.dataloader_num_workers": "`data.workers: auto` takes as many as the batches need",
-    "train.ddp_find_unused_parameters": "only trained weights are reduced",
-    **dict.fromkeys((f"train.{name}" for name in (
-        "dataloader_pin_memory", "ddp_bucket_cap_mb", "logging_dir", "report_to", "eval_accumulation_steps",
-        "tf32", "remove_unused_columns", "group_by_length", "final_eval",
-    )), ""),
-    "logging.backend": "metrics go to metrics.jsonl and TensorBoard",
+    "train.final_eval": "validation data are evaluated at the end",
     "pack_factor": "samples are packed into blocks as they come",
 }  # fmt: skip
 KEYS = frozenset(ALREADY) | frozenset(ALIASES.values()) | names(
@@ -57,7 +56,7 @@ KEYS = frozenset(ALREADY) | frozenset(ALIASES.values()) | names(
     tuning.lora.target_modules train.lr train.max_steps train.output_dir train.run_name train.resume_from_checkpoint
     train.deepspeed train.predict_with_generate train.generation_max_new_tokens train.generation_num_beams
     train.target_tokens_per_device_step train.autoscale_alpha train.autoscale_lr data.train_path data.val_path
-    data.template_path logging.log_interval gen eval
+    data.template_path logging.log_interval logging.backend gen eval
     """
 )  # fmt: skip
 MARKS = names(
@@ -135,12 +134,17 @@ def translate(t: Translator) -> None:
         t.already(key)
     _map_batch(t)
     hf.map_precision(t)
+    hf.map_sharding(t)
+    hf.map_bystanders(t)
     _map_intervals(t, task)
     _map_rest(t)
 
 
 def _map_task(t: Translator) -> str:
     asked = str(t.get("task_mode", "sft"))
+    for key in ("task_mode", "mode"):
+        if find_value("task", str(t.get(key))) == preferences.NOT_HERE:
+            t.refuse(key, preferences.NOT_HERE)
     if asked not in TASKS:
         t.refuse("task_mode", f"got {show(asked)}, allowed: {', '.join(TASKS)}")
         t.already("mode", "`task_mode` decides")
@@ -278,24 +282,22 @@ def _map_batch(t: Translator) -> None:
 
 
 def _map_intervals(t: Translator, task: str) -> None:
-    if task == "sft":
-        hf.map_intervals(t, save_steps=200)
-    else:
+    if task != "sft":
         for name in ("evaluation_strategy", "eval_strategy", "eval_steps", "load_best_model_at_end"):
             t.already(name, "sft-play does not evaluate in cpt")
         t.aliases = {**t.aliases, "eval_strategy": "-", "evaluation_strategy": "-", "load_best_model_at_end": "-"}
-        hf.map_intervals(t, save_steps=200)
+    hf.map_intervals(t, save_steps=200, logging_steps=10, save_strategy="epoch", limit=5)
     for name in ("eval_steps", "save_steps"):
         t.already(name)
-    t.carry("checkpoint.keep_last", 5, "sft-play's default")
 
 
 def _map_rest(t: Translator) -> None:
     if t.has("logging.log_interval") and not t.has("logging_steps"):
         t.map("logging.log_interval", "log.every_steps", t.integer("logging.log_interval"))
     t.already("logging.log_interval", "`train.logging_steps` decides")
-    for key in ("run_name", "train.run_name"):
-        t.already(key, "the run is named after `train.output_dir`")
+    t.ignore("run_name", "the run is named after `train.output_dir`")
+    backend = t.get("logging.backend")
+    hf.map_trackers(t, {"logging.backend": [] if backend in (None, "none") else [str(backend)]}, {})
     if t.has("train.output_dir"):
         folder, _, name = str(t.get("train.output_dir")).rstrip("/").rpartition("/")
         t.map("train.output_dir", {"output.dir": folder or ".", "name": clean_name(name)})

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from manyhands.config.dialects.around import Around as Around
 from manyhands.config.dialects.hints import find_key
+from manyhands.config.dialects.preferences import names as names
 from manyhands.config.keys import nearest_name, show
 from manyhands.config.read import ParsedFile
 from manyhands.core.errors import UserError
@@ -118,6 +119,10 @@ class Translator:
         """Whether the file sets the key to anything but null or an empty text."""
         return self.values.get(self._own(key)) not in (None, "")
 
+    def is_null(self, key: str) -> bool:
+        """Whether the file sets the key to null, which some tools tell from a key that is not there."""
+        return self.values.get(self._own(key), "") is None
+
     def get(self, key: str, default: Any = None) -> Any:
         """The key's value as it is written, ``default`` if it is not set."""
         return self.values[self._own(key)] if self.has(key) else default
@@ -147,6 +152,14 @@ class Translator:
             self.refuse(key, f"got {show(self.get(key))}, allowed: a whole number")
             return default
         return int(number)
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number above 0; refused, and ``default``, if it is another."""
+        number = self.integer(key, default)
+        if number is None or number < 1:
+            self.refuse(key, f"got {show(number)}, allowed: a whole number above 0")
+            return default
+        return number
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false, also as text; refused if it is neither."""
@@ -269,9 +282,10 @@ class Translator:
         for name, why in other.carried.items():
             self.carry(name, _look_up(other.mapping, name), why)
 
-    def finish(self, *, refuse_unknown: bool = False) -> Translation:
+    def finish(self, *, refuse_unknown: bool = False, elsewhere: Collection[str] = ()) -> Translation:
         """The translation, once every key was looked at. A key without a fate is one that the tool does not know:
-        refused where it is close to a key of the tool, or where the tool itself refuses unknown keys; else reported.
+        refused where it means what a key of the tool does, or is close to one and no key of ``elsewhere`` (other tools'
+        keys, which are not misspelt), or where the tool itself refuses unknown keys; else reported.
         """
         refused = any(fate.kind in STOPS for fate in self._fates.values())  # what depends on it was not looked at
         for key in self.values:
@@ -282,7 +296,9 @@ class Translator:
                     raise AssertionError(f"{self.tool}: `{key}` has no fate")
                 self._note(key, "unset", "")
                 continue
-            near = _same_meaning(key, self.known) or _nearest_key(key, self.known)
+            near = _same_meaning(key, self.known)
+            if near is None and key not in elsewhere:
+                near = _nearest_key(key, self.known)
             if near:
                 self.refuse(key, f"{self.tool} has no such key: did you mean `{near}`?")
             elif refuse_unknown:
@@ -348,11 +364,6 @@ def _same_meaning(key: str, known: Collection[str]) -> str | None:
     """The known key for what other tools call ``key``: ``lora_r`` for ``lora_rank``."""
     ours = find_key(key)
     return next((name for name in sorted(known) if ours and find_key(name) == ours), None)
-
-
-def names(text: str) -> frozenset[str]:
-    """The words of ``text``: a set of keys."""
-    return frozenset(text.split())
 
 
 def clean_name(text: str) -> str:

@@ -8,8 +8,10 @@ What TRL trains depends on the columns of the data: the completion of prompt and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from manyhands.config.dialects import preferences
 from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.images import row_has_images, split_projector, takes_images
 from manyhands.config.dialects.translation import Translator, clean_name, names
@@ -20,15 +22,25 @@ REFUSES_UNKNOWN = True
 MARKS = names(
     "dataset_name dataset_mixture datasets use_peft assistant_only_loss completion_only_loss dataset_train_split "
     "dataset_text_field packing_strategy max_seq_length"
-)
+) | (preferences.KEYS & preferences.TRL)
 OPEN = hf.OPEN | {"dataset_kwargs", "model_init_kwargs", "env"}
-ALREADY = names(
-    "attn_implementation dataset_test_split dataset_num_proc padding_free pad_to_multiple_of eval_packing pad_token "
-    "trust_remote_code lora_task_type bnb_4bit_quant_storage ignore_bias_buffers dataset_mixture.seed torch_dtype dtype"
-)
+SO: Mapping[str, tuple[tuple[Any, ...] | None, str]] = {
+    "attn_implementation": (None, "the fastest attention kernel that passes a self-test is used"),
+    "padding_free": (None, "no sample sees another's padding"),
+    "pad_to_multiple_of": ((), "padding is not trained"),
+    "eval_packing": (None, "evaluation measures the same samples, packed or not"),
+    "pad_token": ((), "padding is not trained"),
+    "lora_task_type": (("CAUSAL_LM",), "a language model is trained"),
+    "bnb_4bit_quant_storage": ((), "how 4-bit weights are stored is the engine's"),
+    "ignore_bias_buffers": (None, "no buffer is reduced"),
+    "dataset_mixture.seed": ((), "`seed` is the one seed of a run"),
+    "num_of_sequences": ((), "samples are packed into blocks of max_length"),
+    "chars_per_token": ((), "tokens are counted"),
+}
 KEYS = (
     hf.KEYS
-    | ALREADY
+    | SO.keys()
+    | preferences.TRL
     | names(
         "model_name_or_path model_revision model_init_kwargs use_peft lora_r lora_alpha lora_dropout "
         "lora_target_modules lora_target_parameters lora_modules_to_save use_rslora use_dora load_in_8bit load_in_4bit "
@@ -36,7 +48,8 @@ KEYS = (
         "streaming datasets test_split_size dataset_mixture dataset_mixture.datasets dataset_mixture.test_split_size "
         "dataset_text_field dataset_kwargs max_length max_seq_length truncation_mode shuffle_dataset packing "
         "packing_strategy completion_only_loss assistant_only_loss loss_type chat_template chat_template_path "
-        "eos_token activation_offloading router_aux_loss_coef env"
+        "eos_token activation_offloading router_aux_loss_coef env dataset_test_split torch_dtype dtype num_processes "
+        "trust_remote_code"
     )
 )
 UNLIMITED = 1_000_000  # tokens of a sample
@@ -51,6 +64,11 @@ SOURCE_KEYS = {"id": "path", "path": "path", "config": "subset", "name": "subset
 
 def translate(t: Translator) -> None:
     """Every key of a TRL file."""
+    if preferences.refuse(t, preferences.TRL, _find_preferences(t)):
+        return
+    if t.has("num_processes"):
+        t.set_gpus(t.count("num_processes", 1))
+        t.map("num_processes", "parallel.gpus", t.num_gpus())
     _map_model(t)
     _map_data(t)
     _map_length(t)
@@ -64,12 +82,14 @@ def translate(t: Translator) -> None:
     hf.map_length(t, epochs=3)
     hf.map_batch(t, per_device=8, packs=t.flag("packing"))
     hf.map_precision(t)
-    hf.map_intervals(t, save_steps=500)
+    computes = any(t.flag(key) for key in ("bf16", "fp16")) or any(t.has(key) for key in ("dtype", "torch_dtype"))
+    if t.tool == TOOL and t.has("bf16") and not computes:
+        t.map("bf16", "model.dtype", "float32", "without bf16 TRL computes in float32, the dtype of its weights")
+    hf.map_intervals(t, save_steps=500, logging_steps=10)
     hf.map_sharding(t)
     if t.has("activation_offloading"):
         t.map("activation_offloading", "parallel.offload_activations", t.flag("activation_offloading"))
-    for key in ALREADY & t.values.keys():
-        t.already(key)
+    hf.note_so(t, SO)
     if t.has("output_dir"):
         folder, _, name = str(t.get("output_dir")).rstrip("/").rpartition("/")
         t.map("output_dir", {"output.dir": folder or ".", "name": clean_name(name)})
@@ -86,6 +106,7 @@ def _map_model(t: Translator) -> None:
             t.substitute(key, {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
         elif asked != "auto":
             t.refuse(key, f"{show(asked)}: write bfloat16 or float32")
+        t.already(key)
     t.map("chat_template", "model.chat_template")
     t.map("chat_template_path", "model.chat_template")
     if t.has("eos_token") and "model.special_tokens" in table():
@@ -94,7 +115,18 @@ def _map_model(t: Translator) -> None:
         t.refuse("eos_token", "another end-of-text token is not available: remove it where it is the tokenizer's own")
     for key in ("model_init_kwargs", "router_aux_loss_coef"):
         t.only(key, (None, {}), "not available: remove it")
-    t.only("env", ({},), "set environment variables before the start: the run file has none")
+    _read_environment(t)
+
+
+def _read_environment(t: Translator) -> None:
+    """``env``: variables by which trackers name their projects are read, no other one."""
+    given = t.get("env", {})
+    readable = {variable for _, variable in hf.SINKS.values()}
+    if isinstance(given, Mapping) and readable.issuperset(given):
+        t.around = replace(t.around, variables={**t.around.variables, **{key: str(given[key]) for key in given}})
+        t.already("env", "trackers read it")
+    else:
+        t.refuse("env", "set environment variables before the start: the run file has none")
 
 
 def _map_data(t: Translator) -> None:
@@ -115,10 +147,10 @@ def _map_data(t: Translator) -> None:
                 source[inner] = str(t.get(key))
                 t.already(key, "the source's")
         t.map("dataset_name", "data.train", [source])
-        if t.get("eval_strategy", "no") != "no" and t.has("dataset_test_split"):
-            t.map("dataset_test_split", "data.validation", [source | {"split": str(t.get("dataset_test_split"))}])
+        _map_test_split(t, source)
     for key in ("dataset_config", "dataset_train_split"):
         t.already(key)
+    t.already("dataset_test_split", "without `eval_strategy` nothing is evaluated")
     for key in ("streaming", "dataset_streaming"):
         if t.flag(key):
             t.substitute(key, {}, "the data are fetched completely before training")
@@ -130,6 +162,32 @@ def _map_data(t: Translator) -> None:
     t.only("dataset_kwargs", (t.get("dataset_kwargs"),) if not options else (), f"{show(options)}: the chat template "
            "alone decides which special tokens a sample has: remove it")  # fmt: skip
     _map_held_out(t)
+
+
+def _find_preferences(t: Translator) -> str:
+    """The key that names data with columns for preferences or rewards; empty if none does."""
+    for key in ("dataset_mixture.datasets", "datasets"):
+        for entry in t.get(key) if isinstance(t.get(key), list) else ():
+            columns = entry.get("columns") if isinstance(entry, Mapping) else None
+            if isinstance(columns, list) and preferences.are_columns([str(one) for one in columns], listed=True):
+                return key
+    look = t.around.first_row if t.has("dataset_name") else None
+    row = look(_locate(str(t.get("dataset_name")))["path"]) if look else None
+    return "dataset_name" if row is not None and preferences.are_columns(tuple(row), listed=False) else ""
+
+
+def _evaluates(t: Translator) -> bool:
+    asked = t.get("eval_strategy", t.get("evaluation_strategy", "no"))
+    return str(asked).lower() not in ("no", "false")
+
+
+def _map_test_split(t: Translator, source: Mapping[str, Any]) -> None:
+    """TRL evaluates the split ``dataset_test_split``, which is `test` unless the file names another."""
+    if not _evaluates(t) or t.tool != TOOL or t.has("test_split_size") or _is_file(str(source["path"])):
+        return
+    held_out = [dict(source) | {"split": str(t.get("dataset_test_split", "test"))}]
+    t.map("dataset_test_split", "data.validation", held_out)
+    t.carry("data.validation", held_out, "TRL evaluates the split `test` unless dataset_test_split names another")
 
 
 def _source(t: Translator, listed: str, number: int, entry: Any) -> dict[str, Any]:
@@ -156,8 +214,12 @@ def _source(t: Translator, listed: str, number: int, entry: Any) -> dict[str, An
     return source
 
 
+def _is_file(name: str) -> bool:
+    return name.rpartition(".")[2] in ("json", "jsonl", "csv", "parquet")
+
+
 def _locate(name: str) -> dict[str, Any]:
-    is_local = name.startswith((".", "/", "~")) or name.rpartition(".")[2] in ("json", "jsonl", "csv", "parquet")
+    is_local = name.startswith((".", "/", "~")) or _is_file(name)
     return {"path": name if is_local else f"hub:{name}"}
 
 
@@ -170,13 +232,23 @@ def _map_held_out(t: Translator) -> None:
             t.map(key, "data.validation_fraction", size)
         else:
             t.substitute(key, {"data.validation_fraction": 0.02}, "a number of rows cannot be held out: 2 % are")
+    held_out = {"validation", "validation_fraction"} & t.mapping.get("data", {}).keys()
+    if (
+        _evaluates(t)
+        and not held_out
+        and t.has("evaluation_strategy" if t.has("evaluation_strategy") else "eval_strategy")
+    ):
+        key = "eval_strategy" if t.has("eval_strategy") else "evaluation_strategy"
+        t.contradict(key, "it evaluates, and there is no validation data: write test_split_size, or a data set with "
+                     "the split that dataset_test_split names")  # fmt: skip
     t.carry("data.validation_fraction", 0, "TRL holds nothing out")
 
 
 def _map_length(t: Translator) -> None:
     for key in ("max_length", "max_seq_length"):
-        t.map(key, "data.max_length", t.integer(key))
-    if "max_length" in t.values and not t.has("max_length"):
+        if t.has(key):
+            t.map(key, "data.max_length", t.count(key, 1024))
+    if t.is_null("max_length"):
         t.carry("data.max_length", UNLIMITED, "`max_length: null`: TRL cuts nothing")
     else:
         t.carry("data.max_length", 1024, "TRL's default")
@@ -255,9 +327,10 @@ def _map_method(t: Translator) -> None:
 
 
 def _map_adapter(t: Translator) -> None:
-    for key, default in (("rank", 16), ("alpha", 32), ("dropout", 0.05)):
+    defaults: tuple[tuple[str, Any], ...] = (("rank", 16), ("alpha", 32), ("dropout", 0.05))
+    for key, default in defaults:
         name = "lora_r" if key == "rank" else f"lora_{key}"
-        t.map(name, f"method.{key}", t.number(name))
+        t.map(name, f"method.{key}", t.count(name, default) if key == "rank" else t.number(name))
         t.carry(f"method.{key}", default, "TRL's default")
     targets = t.get("lora_target_modules")
     if targets is None:
