@@ -45,6 +45,7 @@ def test_a_near_miss_is_refused_and_other_unknown_keys_are_reported_unless_the_t
     with pytest.raises(UserError, match=r"line 1, `rates`: Toy has no such key: did you mean `rate`\?"):
         translator(rates=1).finish().refuse()
     assert kinds(translator(colour=2).finish(refuse_unknown=True)) == {"colour": "refused"}
+    assert kinds(translator(rates=1).finish(elsewhere={"rates"})) == {"rates": "ignored"}, "another tool's own key"
 
 
 def test_two_keys_that_set_one_of_ours_differently_contradict_each_other() -> None:
