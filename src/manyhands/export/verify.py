@@ -28,7 +28,7 @@ from manyhands.core.units import count_of
 from manyhands.export.reference import Kind, Probe, Reference, TensorReference, describe_tensor, load_probe, name_dtype
 from manyhands.facts.adapter import WEIGHTS, needed_tokens, nf4_options
 from manyhands.model.attention import plain_attention
-from manyhands.model.resize_embeddings import resize_embeddings
+from manyhands.model.resize_embeddings import resize_embeddings, rows_by_token
 from manyhands.model.source import state_by_file_names
 from manyhands.model.structure import auto_class_of
 
@@ -224,7 +224,7 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
         dequantize_as_one_row(inner, None if dtype == "auto" else getattr(torch, dtype))
     if kind == "fp8":
         round_to_fp8(inner)
-    resize_embeddings(inner, needed_tokens(folder))
+    resize_embeddings(inner, needed_tokens(folder, rows_by_token(inner)))
     model = PeftModel.from_pretrained(inner, str(folder))
     return model, get_peft_model_state_dict(model, save_embedding_layers=False)  # True adds a grown base's embeddings
 

@@ -9,7 +9,7 @@ repeat it, or be left at its default; another value is an error that names both.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +170,15 @@ def belongs_to_nf4(folder: Path) -> bool:
     return BESIDE_NF4.items() <= read_metadata(folder / WEIGHTS).items()
 
 
-def needed_tokens(folder: Path) -> int:
-    """Rows that the base's embeddings must have for the adapter's tokens; 0 where it trains none."""
+def needed_tokens(folder: Path, rows_by_token: Collection[str]) -> int:
+    """Rows that the base's embeddings must have for the adapter: for the tokens that it trains, and for embedding and
+    head where it holds them whole (``rows_by_token``: names of their parameters in the base); 0 where it has neither.
+    """
     trained = read_adapter_config(folder).get("trainable_token_indices") or {}
-    return max(
-        (1 + token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids),
-        default=0,
-    )
+    tokens = [token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids]
+    stored = read_headers([folder / WEIGHTS]).items()
+    whole = [tensor.shape[0] for name, tensor in stored if name.removeprefix(PEFT_PREFIX) in rows_by_token]
+    return max((*(1 + token for token in tokens), *whole), default=0)
 
 
 def read_base_files(folder: Path) -> dict[str, str]:

@@ -158,11 +158,18 @@ def _prepare_file(found: Found, run: RunFolder | None, folder: Path, data: str) 
 def find_base_parts(found: Found, run: RunFolder | None) -> Found | None:
     """The model before training; None where it is not known, or where it lacks tokens that the adapter adds."""
     if found.adapter is not None:
+        import torch
+        from transformers import AutoConfig
+
         from manyhands.facts.adapter import needed_tokens
+        from manyhands.model.resize_embeddings import rows_by_token
+        from manyhands.model.structure import auto_class_of
 
         config = read_json(found.weights / "config.json") or {}
         rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size", 0)
-        if needed_tokens(found.adapter) > rows:
+        with torch.device("meta"):
+            model = auto_class_of(found.weights).from_config(AutoConfig.from_pretrained(found.weights))
+        if needed_tokens(found.adapter, rows_by_token(model)) > rows:
             report_aside("the base model is not measured: it lacks the tokens that the adapter adds")
             return None
         return replace(found, adapter=None)

@@ -24,7 +24,7 @@ from manyhands.infer.images import PromptImages, open_images, sizes_of
 from manyhands.infer.prompts import encode_prompt, prompt_of
 from manyhands.infer.settings import GenerationSettings
 from manyhands.model.attention import plain_attention
-from manyhands.model.resize_embeddings import resize_embeddings
+from manyhands.model.resize_embeddings import resize_embeddings, rows_by_token
 from manyhands.model.structure import auto_class_of
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -278,7 +278,7 @@ def put_adapter(model: nn.Module, adapter: Path) -> None:
     Where the adapter belongs to a model in 4 bits, the weights beside it get the values that NF4 keeps of them.
     """
     fields = read_adapter_config(adapter)
-    resize_embeddings(model, needed_tokens(adapter))
+    resize_embeddings(model, needed_tokens(adapter, rows_by_token(model)))
     trained = fields.get("trainable_token_indices") or {}
     token_ids = {token for ids in (trained.values() if isinstance(trained, dict) else [trained]) for token in ids}
     method = describe_method(adapter, fields)
