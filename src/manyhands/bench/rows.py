@@ -122,10 +122,12 @@ def start_processes(
     limit_s: float,
     variables: dict[str, str] | None = None,
     wait: Callable[[], tuple[str, float]] | None = None,
+    folder: Path | None = None,
 ) -> tuple[str, dict[str, Any] | None]:
     """All that one process group wrote, and its result, if there is one. One that takes longer than ``limit_s`` is
     ended. ``variables`` are added to its environment. ``wait`` is called beside the process that was started, and gives
-    what this then reads from standard input, and ``limit_s`` from there.
+    what this then reads from standard input, and ``limit_s`` from there. It starts in ``folder``, by default in this
+    process's.
     """
     launcher = ["-m", "manyhands.launch.agent", str(world_size)] if world_size > 1 else []
     command = [sys.executable, *(launcher or ["-m"]), module, *arguments]
@@ -140,6 +142,7 @@ def start_processes(
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
+        cwd=folder,
         start_new_session=True,
     )
     try:
