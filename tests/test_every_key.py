@@ -42,6 +42,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "method.init": model.method_init,
     "method.double_quant": model.double_quant,
     "method.modules_to_save": model.modules_to_save,
+    "method.neftune_alpha": model.neftune_alpha,
     "method.adapter": model.adapter,
     "data.train": rows.train,
     "data.validation": rows.validation,

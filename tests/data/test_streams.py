@@ -278,6 +278,7 @@ def test_the_batch_of_self_tests_is_small_however_long_samples_are(monkeypatch: 
     sample = make_sample(ids, ids >= 480, np.float32(ids >= 480))
     train = SimpleNamespace(streams=TEXT, sample=lambda _: sample, lengths=np.array([500]), num_images=None)
     rank: Any = SimpleNamespace(
+        loss_model=SimpleNamespace(needs_documents=False),
         order=SimpleNamespace(samples=lambda epoch, step: np.array([0])),
         store=SimpleNamespace(train=train),
         world=SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")),
@@ -295,6 +296,8 @@ def test_batches_of_samples_of_one_length_say_so_compiled_or_not(
     lengths = SimpleNamespace(lengths=np.array([4, 4, 4]), num_images=None)
     layout = SimpleNamespace(compile=compiled, device="cpu", pack_tokens=pack_tokens)
     rank: Any = SimpleNamespace(
-        store=SimpleNamespace(train=lengths, validation=lengths), plan=SimpleNamespace(packing=True, layout=layout)
+        loss_model=SimpleNamespace(needs_documents=False),
+        store=SimpleNamespace(train=lengths, validation=lengths),
+        plan=SimpleNamespace(packing=True, layout=layout),
     )
     assert shape_of(rank).row_length == row_length

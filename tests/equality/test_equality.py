@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,3 +149,30 @@ def test_the_run_is_worth_comparing(workspaces: Workspaces) -> None:
     assert 0 < clipped < equality.NUM_STEPS
     four = workspaces.run(by_name("ddp 4, accumulation 1"), "float32", "full")
     assert four.num_steps_with_idle_rank > 0
+
+
+# rows are of 5 to 200 tokens, on both sides of 64
+LENGTH_DEPENDENT: dict[str, dict[str, Any]] = {
+    "dynamic": {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+    "longrope": {
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.0 + index for index in range(8)],
+        },
+    },
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+def test_layouts_agree_where_rotary_frequencies_hang_on_the_length(kind: str, tmp_path: Path, world: Ranks) -> None:
+    equality.write_workspace(tmp_path, "llama", num_hidden_layers=2, **LENGTH_DEPENDENT[kind])
+    names = ("single 1, packed 256", "ddp 2, accumulation 2", "fsdp 4, packed 512, activation_checkpointing full")
+    reference, *others = (
+        equality.run_case(world, tmp_path, case, "float32", "full") for case in (REFERENCE, *map(by_name, names))
+    )
+    for other in others:
+        assert equality.compare(reference, other).within("float32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from typing import Any
 
 import huggingface_hub
@@ -253,6 +254,20 @@ def dora(lab: Lab) -> None:
         layer.lora_magnitude_vector, layer.weight.norm(dim=1)
     )
     assert not any("magnitude" in name for name, _ in lab.base.rank.model.named_parameters())
+
+
+def neftune_alpha(lab: Lab) -> None:
+    """Noise in training alone, and the same again where a run resumes."""
+    keys = {"checkpoint.every_steps": 2, "method.neftune_alpha": 10.0}
+    noisy, plain = lab.run(keys), lab.run({"checkpoint.every_steps": 2})
+    assert all(abs(one - other) > 1e-4 for one, other in zip(noisy.losses, plain.losses, strict=True))
+    assert noisy.column("loss", "evaluation")[0] == plain.column("loss", "evaluation")[0]  # before the first step
+    rank = noisy.rank
+    shutil.rmtree(rank.folder.checkpoints / "step-000005")
+    stages.find_checkpoint(rank)
+    stages.build_model(rank)
+    stages.resume(rank)
+    assert rank.state.step == 4 and lab.train(rank).losses == noisy.losses
 
 
 def method_init(lab: Lab) -> None:

@@ -9,9 +9,17 @@ import torch
 
 from manyhands.core.errors import UserError
 from manyhands.model import loss as loss_module
-from manyhands.model.checks import check_loss, check_packing, check_padding, pack_documents
+from manyhands.model.checks import (
+    check_batches,
+    check_loss,
+    check_packing,
+    check_padding,
+    foreign_errors,
+    pack_documents,
+)
 from manyhands.model.loss import IGNORED, LossModel, chunk_rows
-from tests.support.tiny import FAMILIES, tiny_model
+from manyhands.model.probe import probe
+from tests.support.tiny import FAMILIES, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -113,7 +121,8 @@ class Alone:
     """The simplest engine there is."""
 
     def __init__(self, model: LossModel) -> None:
-        self.model, self.logits = model, model.logits
+        self.model = model
+        self.logits: Any = model.logits
 
     def forward(self, batch: Any, *, metrics: bool = False) -> Any:
         return self.model(batch, metrics=metrics)
@@ -182,6 +191,43 @@ def test_a_head_that_is_not_the_models_own_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(LossModel, "logits_of", lambda self, hidden: self.model.lm_head(hidden))  # forgets the cap
     with pytest.raises(UserError, match="does not follow"):
         check_loss(Alone(model), model, CPU)
+
+
+def test_a_head_may_read_attributes_of_its_base() -> None:
+    """Falcon-H1 multiplies its logits by a number that the base holds."""
+    from transformers import AutoModelForCausalLM, FalconH1Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 97}
+    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = FalconH1Config(**sizes, **mamba, **heads, lm_head_multiplier=0.5)
+    model = LossModel(AutoModelForCausalLM.from_config(config)).train()
+    assert check_loss(Alone(model), model, CPU) < 1e-5
+    check_batches(Alone(model), model, CPU, packing=False)
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such part"), NotImplementedError("this path"), KeyError("name")])
+def test_an_error_of_the_models_own_code_is_said_with_its_place(error: Exception) -> None:
+    model = LossModel(tiny_model("llama"))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    model.model.model.layers[1].mlp.forward = fail
+    with pytest.raises(UserError, match="LlamaForCausalLM cannot be computed") as refused, foreign_errors(model):
+        check_loss(Alone(model), model, CPU)
+    assert type(error).__name__ in refused.value.why and "test_loss.py, line" in refused.value.where
+    with pytest.raises(torch.OutOfMemoryError), foreign_errors(model):  # a smaller micro-batch may fit
+        raise torch.OutOfMemoryError("full")
+    with pytest.raises(RuntimeError, match="another rank"), foreign_errors(model):
+        raise RuntimeError("another rank has left")
+
+
+def test_a_shrunken_copy_that_fails_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_logits: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(LossModel, "logits", lambda *_: no_logits["gone"])
+    verdict = probe(tiny_config("llama"))
+    assert verdict["trains"] and not verdict["packs"] and "KeyError: 'gone'" in verdict["reason"]
 
 
 def test_next_token_logits_are_those_of_the_last_position() -> None:

@@ -73,7 +73,7 @@ def test_plan_preview_and_batches_agree(
     assert made.layout.world_size == num_processes and made.efficiency is not None
 
     store = TokenStore.open(made.data_folder)
-    shape = shape_of(SimpleNamespace(plan=made, store=store))  # type: ignore[arg-type]
+    shape = shape_of(SimpleNamespace(plan=made, store=store, loss_model=SimpleNamespace(needs_documents=False)))  # type: ignore[arg-type]
     order = store.order_samples(config.seed, **made.step_size)
     num_steps = made.steps_per_epoch
     useful = computed = 0

@@ -65,6 +65,14 @@ class MethodSection(Section):
         (),
         description="LoRA: modules that are fully trained and saved with the adapter, such as lm_head.",
     )
+    neftune_alpha: float = Field(
+        0.0,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+        description="NEFTune: uniform noise of alpha / sqrt(tokens of the document x hidden size) on the input "
+        "embeddings while training; 5 to 15 in the paper, 0: none.",
+    )
     adapter: str | None = Field(
         None, description="LoRA: continue from this PEFT adapter, or from a finished run's folder."
     )

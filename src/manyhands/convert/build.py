@@ -32,6 +32,7 @@ CONVERTERS = {
     "new_tokens": "manyhands.convert.new_tokens:TrainedTokens",
     "adapter": "manyhands.convert.adapter:StartingAdapter",
     "loftq": "manyhands.convert.loftq:LoftQ",
+    "neftune": "manyhands.convert.neftune:Neftune",
     "fused_modules": "manyhands.convert.fused_modules:FusedModules",
     "attention_kernels": "manyhands.convert.attention_kernels:FastAttention",
     "fused_loss": "manyhands.convert.fused_loss:FusedLoss",

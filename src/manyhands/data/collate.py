@@ -16,6 +16,9 @@ In a batch (T: tokens of all documents laid end to end; B x L: samples x longest
 | cu_seq_lens | (documents + 1) int32: where documents begin, and T | absent |
 | max_length | int: no document is longer | absent |
 | row_length | int: every document has this length, with padding that is too short for one at the end | absent |
+| document_lengths | (1, T) int64: length of the document that a token is of, 1 in padding; on request | (B, L) int64 |
+| distinct_lengths | tuple of int: the lengths in it; stays on the host | likewise |
+| sample_numbers | (1, T) int64: which sample of the set a token is of, 0 in padding; on request | (B, L) int64 |
 | pixel_values, ... | in a run with images, see ``image_batch.py`` | likewise |
 
 Padded needs no attention mask: attention is causal and the padding stands behind every sample.
@@ -47,6 +50,8 @@ from manyhands.data.image_batch import ImageWork, add_images
 from manyhands.data.streams import PACKED_BY, BatchEntry, Sample, Stream, add_label_positions
 
 MIN_BOUNDS = 16  # entries of cu_seq_lens where their number is rounded up
+DOCUMENT_LENGTHS, DISTINCT_LENGTHS, SAMPLE_NUMBERS = "document_lengths", "distinct_lengths", "sample_numbers"
+NOISE_KEY = "noise_key"  # int, of a batch that is trained: of its step, for noise that is keyed by it
 IGNORED = (signal.SIGINT, signal.SIGTERM)  # by processes that prepare batches
 
 Arrays = dict[str, Any]  # name -> array, or int
@@ -62,6 +67,10 @@ TEXT_ENTRIES = frozenset(
         "max_length",
         "row_length",
         "has_images",
+        DOCUMENT_LENGTHS,
+        DISTINCT_LENGTHS,
+        SAMPLE_NUMBERS,
+        NOISE_KEY,
     }
 )
 
@@ -84,6 +93,7 @@ class BatchShape:
     two of entries (the last ones repeat T), at least as many as ``documents`` and the padding need, so that compiled
     code meets few shapes. ``row_length``: all samples of the run have this length, which batches then say, padding
     included. ``images``: how the samples' images become entries of the batch; None in a run without images.
+    ``tells_documents``: the batch says of each token how long its document is, and of which sample it is.
     """
 
     packed: bool
@@ -93,6 +103,7 @@ class BatchShape:
     documents: int = 0
     row_length: int | None = None
     images: ImageWork | None = None
+    tells_documents: bool = False
 
 
 def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, shape: BatchShape) -> Arrays:
@@ -108,6 +119,8 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
         size, batch = (max(1, len(lengths)), max(lengths, default=2)), {}
         starts = [index * size[1] for index in range(len(lengths))]
     batch["position_ids"] = _count_positions(size, lengths, starts, shape.packed)
+    if shape.tells_documents:
+        batch |= _tell_documents(size, lengths, numbers, starts, shape.packed)
     for stream in sample_set.streams:
         for entry in stream.entries:
             if stream.owner == PACKED_BY:
@@ -151,6 +164,18 @@ def _count_positions(size: tuple[int, int], lengths: list[int], starts: Sequence
     for length, start in zip(lengths, starts, strict=True):
         positions[0, start : start + length] = count[:length]
     return positions
+
+
+def _tell_documents(
+    size: tuple[int, int], lengths: list[int], numbers: Sequence[int] | np.ndarray, starts: Sequence[int], packed: bool
+) -> Arrays:
+    """The entries about each token's document; padding of a row is taken for its document's."""
+    length_of, number_of = (np.full(size, fill, dtype=np.int64) for fill in (1, 0))
+    for length, number, start in zip(lengths, numbers, starts, strict=True):
+        span = slice(start, start + (length if packed else size[1]))
+        length_of.reshape(-1)[span], number_of.reshape(-1)[span] = length, int(number)
+    distinct = tuple(np.unique(length_of).tolist())
+    return {DOCUMENT_LENGTHS: length_of, DISTINCT_LENGTHS: distinct, SAMPLE_NUMBERS: number_of}
 
 
 def _size_pack(lengths: list[int], shape: BatchShape) -> tuple[tuple[int, int], list[int], Arrays]:

@@ -55,11 +55,11 @@ class RankEngine:
         self._optimizer = optimizer
 
     @torch.no_grad()
-    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Logits (b, t, v) of a small batch, by the model's own forward pass. All ranks call it where weights are
-        sharded.
+    def logits(self, batch: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits (b, t, v) of a small batch, by the model's own forward pass, or (m, v) of its flat positions ``rows``
+        alone. All ranks call it where weights are sharded.
         """
-        logits = self.loss_model.logits(batch)
+        logits = self.loss_model.logits(batch, rows)
         self._free_gathered()
         return logits
 

@@ -24,7 +24,9 @@ from manyhands.model.structure import set_attention
 
 COMPACT_BELOW = 0.75  # rows still active, as a share of the batch; each time costs a copy of the cache
 EXACT_LAYERS = {"full_attention", "sliding_attention"}  # what such a layer computes does not depend on padding
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # frequencies by the longest row of the batch
+# Frequencies by a row's length, of which the cache has those of earlier tokens; some families begin a cache again where
+# the longest row passes the bound, padding included.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 INCOMPLETE = "\ufffd"  # what a tokenizer writes for a character whose last bytes are still to come
 
 OnText = Callable[[int, str], object]
@@ -80,7 +82,7 @@ def can_pad(config: Any) -> bool:
     """Whether prompts of unequal lengths may share a batch: padding on the left changes nothing of what the others see.
 
     Not where a layer keeps a state over all positions (linear attention, convolutions), attends in chunks counted from
-    the batch's first position, or rotates by the length of the longest row.
+    the batch's first position, or rotates by the length of a row.
     """
     text = config.get_text_config()
     layers = getattr(text, "layer_types", None) or ()

@@ -269,12 +269,13 @@ def sum_losses(model: Any, samples: SampleSet, numbers: np.ndarray, images: Prom
     seen = samples.num_images is not None and bool(samples.num_images[numbers].any())
     if seen or getattr(model, "hf_device_map", None):
         return _sum_by_logits(model, samples, numbers, images)
-    device = next(model.parameters()).device
+    device, loss_model = next(model.parameters()).device, LossModel(model).eval()
+    shape = BatchShape(packed=False, tells_documents=loss_model.needs_documents)
     batch = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in collate(samples, numbers, BatchShape(packed=False)).items()
+        for name, value in collate(samples, numbers, shape).items()
     }
-    terms = LossModel(model).eval()(batch, metrics=True)
+    terms = loss_model(batch, metrics=True)
     return torch.stack([*terms["lm"], *terms["correct"]]).double().tolist()
 
 

@@ -24,6 +24,7 @@ from manyhands.infer.images import PromptImages, open_images, sizes_of
 from manyhands.infer.prompts import encode_prompt, prompt_of
 from manyhands.infer.settings import GenerationSettings
 from manyhands.model.attention import plain_attention
+from manyhands.model.documents import follow_documents
 from manyhands.model.resize_embeddings import resize_embeddings, rows_by_token
 from manyhands.model.structure import auto_class_of
 
@@ -244,6 +245,7 @@ def load_model(
         model = model.dequantize()
     if plain_attention(model.config) != "sdpa":
         model.set_attn_implementation(plain_attention(model.config))
+    follow_documents(model)  # else an answer would depend on earlier prompts
     if found.adapter is not None:
         put_adapter(model, found.adapter)
     return (model if device_map is not None else model.to(device)).eval()

@@ -39,6 +39,10 @@ IMPLEMENTATIONS = {
 CAPS = ("attn_logit_softcapping",)  # config keys that change scores in a way that sdpa ignores
 
 
+class AttentionRefused(RuntimeError):
+    """An argument of attention would be ignored, or the documents' lengths did not arrive."""
+
+
 @dataclass(frozen=True)
 class AttentionKernels:
     """What computes documents of one length and packs of mixed ones, for the heads that the self-tests were made
@@ -200,12 +204,12 @@ def attend_varlen(
 
     ``row_length``: every document has this length, but for padding at the end of the batch, which gets zeros where it
     is too short for one more. ``image_rows``: queries of an image see
-    all of it, which a window bounds on the left alone; their rows are computed anew. Raises ``RuntimeError`` where an
-    argument would be ignored or the documents' lengths did not arrive.
+    all of it, which a window bounds on the left alone; their rows are computed anew. Raises ``AttentionRefused`` where
+    an argument would be ignored or the documents' lengths did not arrive.
     """
     _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
     if softcap is not None:
-        raise RuntimeError(f"{VARLEN} cannot cap attention scores (softcap={softcap}); use attention blockwise")
+        raise AttentionRefused(f"{VARLEN} cannot cap attention scores (softcap={softcap}); use attention blockwise")
     assert cu_seq_lens_q is not None and cu_seq_lens_k is not None
     assert max_length_q is not None and max_length_k is not None
     num_samples, num_heads, length, _dim = query.shape
@@ -298,7 +302,7 @@ def attend_blockwise(
 
     Works on a block of queries at a time against the keys that the longest document lets them reach, and computes the
     scores again in the backward pass: at most ``MAX_BLOCK_SCORES`` of them are held. Softmax in float32 (float64 for
-    float64). Raises ``RuntimeError`` as ``attend_varlen`` does.
+    float64). Raises ``AttentionRefused`` as ``attend_varlen`` does.
     """
     _refuse_what_is_missed(BLOCKWISE, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
     assert cu_seq_lens_q is not None and max_length_q is not None
@@ -357,10 +361,10 @@ def _refuse_what_is_missed(
     others: Mapping[str, Any],
 ) -> None:
     if lengths is None or max_length is None:
-        raise RuntimeError(
+        raise AttentionRefused(
             f"{name} got no cumulative lengths: {type(module).__name__} does not pass keyword arguments on"
         )
     if dropout or mask is not None:
-        raise RuntimeError(f"{name} has neither attention dropout nor masks (dropout={dropout})")
+        raise AttentionRefused(f"{name} has neither attention dropout nor masks (dropout={dropout})")
     if others.get("s_aux") is not None:
-        raise RuntimeError(f"{name} has no attention sinks, which {type(module).__name__} asks for")
+        raise AttentionRefused(f"{name} has no attention sinks, which {type(module).__name__} asks for")

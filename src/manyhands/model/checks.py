@@ -5,7 +5,10 @@ Every rank runs the same probes in the same order, so they work where weights ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -14,6 +17,8 @@ from torch import nn
 from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
+from manyhands.data.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS
+from manyhands.model.attention import AttentionRefused
 from manyhands.model.loss import IGNORED, LossModel
 from manyhands.model.structure import set_attention
 
@@ -24,6 +29,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, tor
 WIDE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
 PROBE_LENGTHS = (23, 41)  # tokens of the two documents
 PROBE_SEED = 2718
+OTHERS, EARLIER = "what else is in its batch", "what was in earlier batches"
+MAX_STATE = 2**16  # values of a tensor that may be named as one that changes
+NUM_COMPARED = 32  # the last tokens of a long document
+# Fields of a config.json that name a length beyond which something may change.
+LENGTH_FIELDS = re.compile(
+    r"position_embeddings|n_positions|n_ctx|window|chunk_size|seq_?len|max_length|floor_scale|context_len"
+)
 
 
 class Probed(Protocol):
@@ -33,7 +45,25 @@ class Probed(Protocol):
         self, batch: Mapping[str, Any], *, metrics: bool = False
     ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]: ...
 
-    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor: ...
+    def logits(self, batch: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@contextmanager
+def foreign_errors(loss_model: LossModel) -> Iterator[None]:
+    """UserError for whatever code of the model's raises within, that is no fault of a device or of another rank."""
+    try:
+        yield
+    except Exception as error:
+        foreign = not isinstance(error, UserError | RuntimeError | OSError)
+        if not (foreign or isinstance(error, NotImplementedError | AttentionRefused)):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{type(loss_model.model).__name__} cannot be computed as it would be trained",
+            where=f"{last.filename}, line {last.lineno}",
+            why=f"{type(error).__name__}: {error}",
+            fix=f"use a model of another family, such as {families.EXAMPLES}",
+        ) from error
 
 
 @torch.no_grad()
@@ -99,11 +129,8 @@ def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -
     ``check_packing``.
     """
     documents = list(_probe_tokens(loss_model, device).split(PROBE_LENGTHS, dim=1))
-    ids = torch.zeros(2, max(PROBE_LENGTHS), dtype=torch.int64, device=device)
-    for row, document in zip(ids, documents, strict=True):
-        row[: document.shape[1]] = document[0]
     with eager_evaluation(loss_model):
-        rows = engine.logits({"input_ids": ids})
+        rows = engine.logits(pad_documents(documents))
         alone = _logits_alone(engine, loss_model, documents)
     found = torch.cat([row[: document.shape[1]] for row, document in zip(rows, documents, strict=True)])
     deviation = relative_deviation(found, torch.cat(alone, dim=1)[0])
@@ -117,6 +144,116 @@ def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -
             fix="use a model of another family: this one cannot be trained yet",
         )
     return deviation
+
+
+@torch.no_grad()
+def check_batches(
+    engine: Probed, loss_model: LossModel, device: torch.device, *, packing: bool, longest: int = 0
+) -> None:
+    """Do a document's logits depend on what else is in its batch, or on earlier batches? UserError where they do.
+
+    In training mode, where statistics of a batch are taken and kept, and on both sides of every length that the
+    configuration names and a sample of the run, of which ``longest`` is the length of the longest, exceeds. Compared
+    are batches of one shape, but for documents alone, so that rounding hides nothing.
+    """
+    lay_out = pack_documents if packing else pad_documents
+    first, second = _probe_tokens(loss_model, device).split(PROBE_LENGTHS, dim=1)
+    one, other = lay_out([first, second]), lay_out([first.flip(1), second])
+    rows = _last_rows([first, second], packing, PROBE_LENGTHS[1])[1].to(device)
+    refuse = _Refusal(loss_model)
+    with eager_evaluation(loss_model):
+        before = engine.logits(one, rows)
+        with _training_without_dropout(loss_model):
+            found = [_draw_alike(engine, batch, rows) for batch in (one, other)]
+        after = engine.logits(one, rows)
+    refuse(after, before, TOLERANCE, EARLIER)
+    refuse(found[1], found[0], TOLERANCE, OTHERS)
+    for bound, name in sorted(length_bounds(loss_model.model.config.get_text_config().to_dict()).items()):
+        if PROBE_LENGTHS[0] < bound < longest:
+            _check_bound(engine, loss_model, device, packing, bound, name)
+
+
+def _check_bound(
+    engine: Probed, loss_model: LossModel, device: torch.device, packing: bool, bound: int, name: str
+) -> None:
+    """A document of ``bound + 1`` tokens and a short one: together, after each other, and alone."""
+    size = bound + 1
+    lay_out = pack_documents if packing else pad_documents
+    short, long = _probe_tokens(loss_model, device, PROBE_LENGTHS[0] + size).split((PROBE_LENGTHS[0], size), dim=1)
+    # in a pack the short one is compared with itself behind documents none of which is longer than the bound
+    calm = [*long.split(-(-size // 2), dim=1), short] if packing else [short]
+    calm_rows = _last_rows(calm, packing, NUM_COMPARED)[-1].to(device)
+    long_rows, short_rows = _last_rows([long, short], packing, NUM_COMPARED)
+    alone_rows = _last_rows([long], packing, NUM_COMPARED)[0].to(device)
+    refuse = _Refusal(loss_model, bound, name)
+    with eager_evaluation(loss_model):
+        before = engine.logits(lay_out(calm), calm_rows)
+        mixed = engine.logits(lay_out([long, short]), torch.cat([short_rows, long_rows]).to(device))
+        alone = engine.logits(lay_out([long]), alone_rows)
+        after = engine.logits(lay_out(calm), calm_rows)
+    beside, own = mixed.split([len(short_rows), len(long_rows)])
+    refuse(after, before, TOLERANCE, EARLIER)
+    refuse(beside, before, TOLERANCE if packing else WIDE_TOLERANCE, OTHERS)
+    refuse(own, alone, WIDE_TOLERANCE, OTHERS)
+
+
+def _last_rows(documents: list[torch.Tensor], packed: bool, count: int) -> list[torch.Tensor]:
+    """Flat positions of the last ``count`` tokens of each document, packed or padded."""
+    lengths = [document.shape[1] for document in documents]
+    starts = [sum(lengths[:i]) if packed else i * max(lengths) for i in range(len(lengths))]
+    return [torch.arange(start + max(0, n - count), start + n) for start, n in zip(starts, lengths, strict=True)]
+
+
+def length_bounds(fields: Mapping[str, Any]) -> dict[int, str]:
+    """The lengths that a configuration names at any depth, with the names of their fields."""
+    found: dict[int, str] = {}
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            found |= length_bounds({str(name): each for name, each in value.items()})
+        elif type(value) is int and LENGTH_FIELDS.search(key):
+            found[value] = key
+    return found
+
+
+class _Refusal:
+    """UserError where logits that must be equal differ; it names what has changed in the model since this was made."""
+
+    def __init__(self, loss_model: LossModel, bound: int = 0, name: str = "") -> None:
+        self.loss_model, self.bound, self.name = loss_model, bound, name
+        self.states = _read_states(loss_model.model)
+
+    def __call__(
+        self, found: torch.Tensor, expected: torch.Tensor, tolerance: Mapping[torch.dtype, float], on_what: str
+    ) -> None:
+        deviation, bound = relative_deviation(found, expected), self.bound
+        if deviation <= tolerance[found.dtype]:
+            return
+        states = _read_states(self.loss_model.model)
+        where = f" with and without a document of {bound + 1:,} tokens" if bound else ""
+        raise UserError(
+            f"a document's logits depend on {on_what} in {type(self.loss_model.model).__name__}",
+            where=f"config.json: {self.name}" if bound else "model.name",
+            why=f"they deviate by {deviation:.1e}{where}: packing, micro-batches, ranks and resuming would change"
+            " what is trained",
+            fix=f"set data.max_length={bound}, so that no document is longer than {self.name}"
+            if bound
+            else f"use a model of another family, such as {families.EXAMPLES}",
+            details=[f"changes: {key}" for key, value in states.items() if self.states.get(key, value) != value][:20],
+        )
+
+
+def _read_states(model: nn.Module) -> dict[str, float]:
+    """Numbers that modules hold beside parameters, by name; of each small buffer the sum."""
+    held = (
+        (f"{name}.{key}", value)
+        for name, module in model.named_modules()
+        for key, value in (*vars(module).items(), *module._buffers.items())
+    )
+    return {
+        name: float(value.sum(dtype=torch.float64) if isinstance(value, torch.Tensor) else value)
+        for name, value in held
+        if type(value) in (int, float) or (type(value) is torch.Tensor and value.numel() <= MAX_STATE)
+    }
 
 
 def _refuse_values(logits: torch.Tensor, loss_model: LossModel) -> None:
@@ -203,10 +340,40 @@ def pack_documents(documents: list[torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def _probe_tokens(loss_model: LossModel, device: torch.device) -> torch.Tensor:
+def pad_documents(documents: list[torch.Tensor]) -> dict[str, Any]:
+    """Documents (1, t) as rows filled up on the right, and how long each is; no labels."""
+    lengths = torch.tensor([document.shape[1] for document in documents])
+    longest = int(lengths.max())
+    ids = torch.cat([torch.nn.functional.pad(document, (0, longest - document.shape[1])) for document in documents])
+    told = lengths[:, None].expand(-1, longest).to(ids.device)
+    return {"input_ids": ids, DOCUMENT_LENGTHS: told, DISTINCT_LENGTHS: tuple(lengths.tolist())}
+
+
+def _probe_tokens(loss_model: LossModel, device: torch.device, count: int = sum(PROBE_LENGTHS)) -> torch.Tensor:
     vocab_size = loss_model.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(PROBE_SEED)
-    return torch.randint(0, vocab_size, (1, sum(PROBE_LENGTHS)), generator=generator).to(device)
+    return torch.randint(0, vocab_size, (1, count), generator=generator).to(device)
+
+
+def _draw_alike(engine: Probed, batch: Mapping[str, Any], rows: torch.Tensor) -> torch.Tensor:
+    """Logits of ``rows``; whatever is drawn at random is the same in each call."""
+    with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+        torch.manual_seed(PROBE_SEED)
+        return engine.logits(batch, rows)
+
+
+@contextmanager
+def _training_without_dropout(loss_model: LossModel) -> Iterator[None]:
+    """Training mode, but for modules that drop out."""
+    loss_model.train()
+    for module in loss_model.modules():
+        probability = getattr(module, "dropout", None)
+        if isinstance(module, nn.modules.dropout._DropoutNd) or (isinstance(probability, float) and probability > 0):
+            module.training = False
+    try:
+        yield
+    finally:
+        loss_model.eval()
 
 
 class eager_evaluation:

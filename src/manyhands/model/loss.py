@@ -26,6 +26,7 @@ from manyhands.data.collate import TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.model.attention import attention_kwargs, count_positions
+from manyhands.model.documents import Documents, follow_documents
 from manyhands.model.multimodal import BY_OWN_FORWARD, Images
 
 IGNORED = -100  # labels with this value are not trained
@@ -76,6 +77,11 @@ class LossModel(nn.Module):
                 fix="use a causal language model",
             )
         self.model = model
+        self.documents = Documents()  # of the batch, for what hangs on their lengths
+        ropes = follow_documents(model)
+        for rope in ropes:
+            rope.documents = self.documents
+        self.needs_documents = bool(ropes)  # whether batches have to say of each token how long its document is
         object.__setattr__(self, "_head", None)
         self._head_agrees = False
         self._computes: tuple[torch.device, torch.dtype] | None = None  # where and in what hidden states came
@@ -126,16 +132,21 @@ class LossModel(nn.Module):
             loss_sum, num_correct = self._chunked_loss(hidden, labels, weights, metrics)
         return {"lm": (loss_sum, weight)} | ({"correct": (num_correct, num_loss_tokens)} if metrics else {})
 
-    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches."""
+    def logits(self, batch: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches. Of a
+        long batch only those of ``rows`` (m), flat positions: (m, v).
+        """
+        if rows is not None:
+            return self.logits_of(self._hidden_states(batch).index_select(0, rows))
         if self.images is not None and self.images.are_in(batch):
-            if batch.get(BY_OWN_FORWARD):
-                inputs = self.images.own_inputs(self.model, batch)
-                return self.model(input_ids=batch["input_ids"], use_cache=False, **inputs).logits
-            hidden = self._hidden_states(batch)
-            return self.logits_of(hidden).unflatten(0, batch["input_ids"].shape)
-        kwargs = self._model_inputs(batch)
-        return self.model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
+            if not batch.get(BY_OWN_FORWARD):
+                hidden = self._hidden_states(batch)
+                return self.logits_of(hidden).unflatten(0, batch["input_ids"].shape)
+            kwargs = self.images.own_inputs(self.model, batch)
+        else:
+            kwargs = self._model_inputs(batch)
+        with self.documents.of(batch):
+            return self.model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
 
     def next_token_logits(self, input_ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Logits (b, v) of the token after each of the rows (b, t), which have no padding. ``images``: the entries of
@@ -152,11 +163,12 @@ class LossModel(nn.Module):
     def _hidden_states(self, batch: Mapping[str, Any]) -> torch.Tensor:
         # use_cache=False is not for speed: with a cache transformers skips the detection of packed documents
         kwargs = self._model_inputs(batch)
-        if self.images is not None and self.images.are_in(batch):
-            kwargs |= self.images.decoder_inputs(self.model, batch)
-            return self.model.get_decoder()(use_cache=False, **kwargs)[0].flatten(0, 1)
-        base = getattr(self.model, self.model.base_model_prefix)
-        return base(input_ids=batch["input_ids"], use_cache=False, **kwargs)[0].flatten(0, 1)
+        with self.documents.of(batch):
+            if self.images is not None and self.images.are_in(batch):
+                kwargs |= self.images.decoder_inputs(self.model, batch)
+                return self.model.get_decoder()(use_cache=False, **kwargs)[0].flatten(0, 1)
+            base = getattr(self.model, self.model.base_model_prefix)
+            return base(input_ids=batch["input_ids"], use_cache=False, **kwargs)[0].flatten(0, 1)
 
     def _model_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         config = self.model.config
@@ -230,7 +242,15 @@ class _HeadInput(BaseModelOutputWithPast):
 
 
 class _Identity(nn.Module):
-    """Stands where the base stood: hands its ``inputs_embeds`` on as the last hidden state."""
+    """In the base's place: hands its ``inputs_embeds`` on as the last hidden state. Attributes are the base's, which
+    some heads read (a multiplier, a configuration); its parameters are not the view's."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_base"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor | None = None, **__: Any) -> _HeadInput:
         return _HeadInput(last_hidden_state=inputs_embeds)
@@ -240,5 +260,5 @@ def _head_view(model: Any) -> Any:
     """The model without its base. Shares the head's module, has no state of its own, and is made anew for each use."""
     view = copy.copy(model)
     view._modules = dict(model._modules)
-    view._modules[model.base_model_prefix] = _Identity()
+    view._modules[model.base_model_prefix] = _Identity(getattr(model, model.base_model_prefix))
     return view

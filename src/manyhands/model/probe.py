@@ -19,7 +19,8 @@ import torch
 
 from manyhands.core.errors import UserError
 from manyhands.model.attention import BLOCKWISE, plain_attention, register_attention
-from manyhands.model.checks import check_loss, check_packing, check_padding
+from manyhands.model.checks import check_batches, check_loss, check_packing, check_padding
+from manyhands.model.load import disable_dropout
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import auto_class, is_multimodal, leave_out_towers
 
@@ -46,16 +47,26 @@ class Single:
     ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
         return self._loss_model(batch, metrics=metrics)
 
-    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        return self._loss_model.logits(batch)
+    def logits(self, batch: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor:
+        return self._loss_model.logits(batch, rows)
 
 
 def probe(config: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """The verdict on a transformers configuration: ``{"trains": bool, "packs": bool, "reason": str}``.
 
     Packing is tried as each attention would carry it out: by positions (``sdpa``), and by cumulative lengths, where the
-    blockwise function stands for ``varlen``: both see only what the family's layers hand on.
+    blockwise function stands for ``varlen``: both see only what the family's layers hand on. Where the copy cannot be
+    built or computed, which may be for its small sizes alone, the loaded model's own checks decide.
     """
+    try:
+        return _try(config, trust_remote_code)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"a shrunken copy could not be tried ({why})"
+        return {"trains": True, "packs": False, "reason": reason, "crashed": True}
+
+
+def _try(config: Any, trust_remote_code: bool) -> dict[str, Any]:
     register_attention()
     ways = ("sdpa", BLOCKWISE) if plain_attention(config) == "sdpa" else (BLOCKWISE,)
     try:
@@ -63,6 +74,7 @@ def probe(config: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
         single = Single(loss_model)
         check_loss(single, loss_model, CPU)
         check_padding(single, loss_model, CPU)
+        check_batches(single, loss_model, CPU, packing=False)
     except UserError as error:
         return {"trains": False, "packs": False, "reason": _sentence(error)}
     try:
@@ -71,6 +83,7 @@ def probe(config: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
             if loss_model.model.config._attn_implementation != implementation:  # transformers only warns
                 raise RuntimeError(f"attention of {type(loss_model.model).__name__} cannot be replaced")
             check_packing(single, loss_model, CPU)
+            check_batches(single, loss_model, CPU, packing=True)
     except UserError as error:
         return {"trains": True, "packs": False, "reason": _sentence(error)}
     except RuntimeError as error:  # our attention functions fail closed
@@ -87,13 +100,15 @@ def _build(config: Any, implementation: str, trust_remote_code: bool) -> Any:
         "attn_implementation": implementation,
         "trust_remote_code": trust_remote_code,
     }
+    small = shrink_text(config) if is_multimodal(config) else shrink(config)
+    disable_dropout(small)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         try:
             if not is_multimodal(config):
-                return auto_class(config).from_config(shrink(config), **keys)
+                return auto_class(config).from_config(small, **keys)
             with torch.device("meta"):  # towers are not made small: they never come into memory
-                model = auto_class(config).from_config(shrink_text(config), **keys)
+                model = auto_class(config).from_config(small, **keys)
         except ImportError as error:
             raise UserError(
                 f"transformers cannot build {config.model_type}.", why=str(error).strip().splitlines()[0].split(". ")[0]

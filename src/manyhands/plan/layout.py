@@ -212,7 +212,9 @@ def change(layout: Layout, **changes: Any) -> Layout:
 
 
 # How a run is carried out, and first values: not needed where a trained checkpoint is opened.
-ONLY_WHILE_TRAINING = ("fp8_weights", "fp8", "adapter", "loftq", "fused_modules", "attention_kernels", "fused_loss")
+ONLY_WHILE_TRAINING = (
+    *("fp8_weights", "fp8", "adapter", "loftq", "neftune", "fused_modules", "attention_kernels", "fused_loss"),
+)
 
 
 def choose_converters(
@@ -242,6 +244,7 @@ def choose_converters(
         "new_tokens": has_new_tokens and adapters,
         "adapter": continues_adapter,
         "loftq": method.name == "qlora" and method.init == "loftq",
+        "neftune": method.neftune_alpha > 0,
         "fused_modules": fuses if adapters else fp8 and method.name == "full",
         "attention_kernels": asked.attention == "auto" and attention == "varlen",
         "fused_loss": asked.loss == "fused" or (asked.loss == "auto" and gpu and whole),

@@ -15,8 +15,9 @@ from typing import Literal
 import numpy as np
 
 from manyhands.core import progress
+from manyhands.core.seeds import named_seed
 from manyhands.data.batches import Batch, Collate, MicroBatches, collate_here, iterate
-from manyhands.data.collate import BatchShape, BatchWorkers, open_store_samples
+from manyhands.data.collate import NOISE_KEY, BatchShape, BatchWorkers, open_store_samples
 from manyhands.data.image_batch import ImageWork
 from manyhands.data.image_files import PixelBounds
 from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_unpacked
@@ -58,27 +59,22 @@ def shape_of(rank: RankContext, name: SetName = "train") -> BatchShape:
     Compiled blocks get batches that differ in as little as possible: in the number of tokens, and not even in that
     where all samples have one length.
     """
-    plan, images = rank.plan, images_of(rank)
+    plan = rank.plan
+    shape = BatchShape(plan.packing, images=images_of(rank), tells_documents=rank.loss_model.needs_documents)
     if not plan.packing:
-        return BatchShape(packed=False, images=images)
+        return shape
     tile = pack_tile(plan)
     pack_tokens = plan.layout.pack_tokens  # where all samples have one length
     if not plan.layout.compile and pack_tokens is None:
-        return BatchShape(packed=True, tile=tile, images=images)
+        return replace(shape, tile=tile)
     sets = (rank.store.train.lengths, rank.store.validation.lengths)
     longest = max(int(lengths.max()) for lengths in sets if len(lengths))
     if not plan.layout.compile:
-        return BatchShape(packed=True, tile=tile, row_length=longest, images=images)
+        return replace(shape, tile=tile, row_length=longest)
     if pack_tokens is None:
-        return BatchShape(packed=True, tile=tile, longest=longest, images=images)
-    return BatchShape(
-        packed=True,
-        tokens=pack_tokens,
-        longest=longest,
-        documents=pack_tokens // longest,
-        row_length=longest,
-        images=images,
-    )
+        return replace(shape, tile=tile, longest=longest)
+    documents = pack_tokens // longest
+    return replace(shape, tokens=pack_tokens, longest=longest, documents=documents, row_length=longest)
 
 
 def images_of(rank: RankContext) -> ImageWork | None:
@@ -147,14 +143,23 @@ def iterate_steps(rank: RankContext) -> Iterator[StepWork]:
             yield layout
 
     for _, micro_batches in iterate_layouts(rank, "train", lay_out_steps()):
-        yield replace(coming.popleft(), micro_batches=_advance_by_batch(micro_batches), waited_s=micro_batches.waited_s)
+        work = coming.popleft()
+        batches = _advance_by_batch(micro_batches, _tell_step(rank, work.step))
+        yield replace(work, micro_batches=batches, waited_s=micro_batches.waited_s)
 
 
-def _advance_by_batch(micro_batches: MicroBatches) -> Iterator[Batch]:
+def _tell_step(rank: RankContext, step: int) -> Batch:
+    """What each micro-batch of a step says of it."""
+    if not rank.config.method.neftune_alpha:
+        return {}
+    return {NOISE_KEY: named_seed(rank.config.seed, f"noise of epoch {rank.order.locate(step)[0]}, step {step}")}
+
+
+def _advance_by_batch(micro_batches: MicroBatches, told: Batch) -> Iterator[Batch]:
     """A step of many micro-batches is no standstill."""
     for batch in micro_batches:
         progress.advance()
-        yield batch
+        yield batch | told
 
 
 def _describe(rank: RankContext, step: int, epoch: float, samples: np.ndarray, layout: StepLayout) -> StepWork:

@@ -55,7 +55,7 @@ class RunEngine(Engine, Protocol):
         """Forgets what backward passes have given since the last step."""
         ...
 
-    def logits(self, batch: Batch) -> torch.Tensor:
+    def logits(self, batch: Batch, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (b, t, v) of a small batch, by the model's own forward pass, without gradients."""
         ...
 

@@ -33,7 +33,7 @@ from manyhands.kernels.backend import adopt_choices
 from manyhands.launch.environment import ending_processes
 from manyhands.launch.rank_process import await_memory
 from manyhands.launch.resume_rules import refuse_other_checkpoint
-from manyhands.model.checks import check_loss, check_packing, check_padding
+from manyhands.model.checks import check_batches, check_loss, check_packing, check_padding, foreign_errors
 from manyhands.model.features import KeptFeatures, digest_of_weights
 from manyhands.model.image_checks import ProbeImages, check_images
 from manyhands.train.types import TrainState
@@ -162,22 +162,32 @@ def check_model(rank: RankContext) -> None:
     """Fast paths are compared with the loaded model itself, before the first step of a launch."""
     if has_passed_checks(rank):
         return
-    check_loss(rank.engine, rank.loss_model, rank.world.device)
-    check_rows = check_packing if rank.plan.packing else check_padding
-    check_rows(rank.engine, rank.loss_model, rank.world.device)
-    if rank.loss_model.images is not None and (work := images_of(rank)) is not None:
-        probe = ProbeImages(rank.config, work, rank.tokenizer)
-        must_see = rank.config.model.init == "pretrained"
-        verdict = check_images(
-            rank.engine, rank.loss_model, probe, rank.world.device, rank.plan.packing, must_see=must_see
+    with foreign_errors(rank.loss_model):
+        check_loss(rank.engine, rank.loss_model, rank.world.device)
+        check_rows = check_packing if rank.plan.packing else check_padding
+        check_rows(rank.engine, rank.loss_model, rank.world.device)
+        check_batches(
+            rank.engine,
+            rank.loss_model,
+            rank.world.device,
+            packing=rank.plan.packing,
+            longest=max(
+                int(each.lengths.max()) for each in (rank.store.train, rank.store.validation) if len(each.lengths)
+            ),
         )
-        rank.print(verdict.describe())
-    batch = probe_batch(rank)
-    for converter in rank.converters:
-        found = converter.before_first_step(rank.model, rank.engine, batch)
-        if found is not None:
-            rank.print(found.text)
-            rank.measured |= found.measured
+        if rank.loss_model.images is not None and (work := images_of(rank)) is not None:
+            probe = ProbeImages(rank.config, work, rank.tokenizer)
+            must_see = rank.config.model.init == "pretrained"
+            verdict = check_images(
+                rank.engine, rank.loss_model, probe, rank.world.device, rank.plan.packing, must_see=must_see
+            )
+            rank.print(verdict.describe())
+        batch = probe_batch(rank)
+        for converter in rank.converters:
+            found = converter.before_first_step(rank.model, rank.engine, batch)
+            if found is not None:
+                rank.print(found.text)
+                rank.measured |= found.measured
     rank.print(f"loss: {rank.loss_model.how_loss}")
     if rank.world.device.type == "cuda":
         torch.cuda.empty_cache()  # what the checks held, in pieces of other sizes than a step's
@@ -212,10 +222,7 @@ def probe_batch(rank: RankContext) -> dict[str, Any]:
     mine = samples[world.rank % len(samples) :: world.world_size]
     mine = mine[np.argsort(train.lengths[mine], kind="stable")]
     count = int(np.searchsorted(np.cumsum(train.lengths[mine]), PROBE_TOKENS, side="right"))
-    images = images_of(rank)
-    batch = collate(
-        ProbeSamples(train) if images is None else train,
-        mine[: max(1, count)],
-        BatchShape(packed=rank.plan.packing, tile=shape_of(rank).tile, images=images),
-    )
+    shape = shape_of(rank)
+    shape = BatchShape(shape.packed, shape.tile, images=shape.images, tells_documents=shape.tells_documents)
+    batch = collate(ProbeSamples(train) if shape.images is None else train, mine[: max(1, count)], shape)
     return {name: value.to(world.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

@@ -1,0 +1,171 @@
+"""Which document each token of a batch is of, for what depends on a document's own length: rotary frequencies here,
+noise on the embeddings in ``convert/neftune.py``.
+
+For ``rope_type`` ``dynamic`` and ``longrope`` transformers takes the frequencies from the largest position of the
+batch, ``dynamic`` also from earlier batches (``modeling_rope_utils.dynamic_rope_update``): a document's logits would
+depend on what else is in its batch. ``DocumentRope`` takes its place: each token gets the angles of its own document's
+length, as if the document were alone, by the family's own forward pass. Nothing is kept between two batches but the
+frequencies of a length, and no device is waited for where batches say their lengths.
+
+Shapes: b rows, t positions, d dimensions of a rotation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.data.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS, NOISE_KEY, SAMPLE_NUMBERS
+from manyhands.model.structure import find_blocks
+
+
+class Documents:
+    """The documents of the batch that passes through the model at present."""
+
+    def __init__(self) -> None:
+        self.lengths: torch.Tensor | None = None  # (b, t) int64: tokens of the document that a token is of
+        self.distinct: tuple[int, ...] = ()  # all of these lengths, as the host knows them
+        self.samples: torch.Tensor | None = None  # (b, t) int64: which sample of the store a token is of
+        self.positions: torch.Tensor | None = None  # (b, t) int64: a token's place in its document
+        self.noise_key: int | None = None
+
+    @contextmanager
+    def of(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """Within it they are those of ``batch``; afterwards each row is taken for one document again."""
+        try:
+            self.lengths, self.distinct = batch.get(DOCUMENT_LENGTHS), batch.get(DISTINCT_LENGTHS, ())
+            self.samples, self.positions = batch.get(SAMPLE_NUMBERS), batch.get("position_ids")
+            self.noise_key = batch.get(NOISE_KEY)
+            if self.lengths is None and "cu_seq_lens" in batch:  # of a few tokens for a check: waits for the device
+                lengths = batch["cu_seq_lens"].diff().long()
+                self.lengths = lengths.repeat_interleave(lengths)[None]
+                self.distinct = tuple(lengths.tolist())
+            yield
+        finally:
+            self.lengths, self.distinct, self.samples, self.positions, self.noise_key = None, (), None, None, None
+
+
+class DocumentRope(nn.Module):
+    """A family's rotary embedding, called as the family calls it, with frequencies by each document's length.
+
+    Where nothing is known of documents (generation), each row of positions is one, and its largest position says its
+    length. Attributes are those of the module within.
+    """
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.documents = Documents()
+        self._rotate = inspect.unwrap(type(rotary).forward)  # without transformers' own update of its frequencies
+        self._frequencies: dict[tuple[str | None, int], torch.Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("rotary"), name)
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        """Angles of positions (b, t), in the family's own form: cosine and sine (b, t, d), or complex (b, t, d / 2)."""
+        lengths, distinct = self.documents.lengths, self.documents.distinct
+        if lengths is None:
+            rows = position_ids.amax(-1) + 1
+            lengths, distinct = rows[:, None], tuple(rows.tolist())
+        thresholds = sorted({self._threshold(length, layer_type) for length in distinct})
+        angles = self._angles(thresholds[0], x, position_ids, layer_type)
+        for threshold in thresholds[1:]:  # longer and longer documents
+            longer = (lengths >= threshold)[..., None]
+            others = self._angles(threshold, x, position_ids, layer_type)
+            if isinstance(angles, tuple):
+                angles = tuple(torch.where(longer, new, old) for new, old in zip(others, angles, strict=True))
+            else:
+                angles = torch.where(longer, others, angles)
+        return angles
+
+    def _threshold(self, length: int, layer_type: str | None) -> int:
+        """The least length of those that have the frequencies of ``length``; 0: those that the module begins with."""
+        kind, bound = length_bound(self.rotary, layer_type)
+        if bound is None or length <= bound:
+            return 0
+        return bound + 1 if kind == "longrope" else length
+
+    def _angles(self, threshold: int, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Any:
+        arguments = (x, position_ids) if layer_type is None else (x, position_ids, layer_type)
+        if not threshold:
+            return self._rotate(self.rotary, *arguments)
+        name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+        buffers, own = self.rotary._buffers, self.rotary._buffers[name]
+        buffers[name] = self._frequencies_of(threshold, layer_type, own)
+        try:
+            return self._rotate(self.rotary, *arguments)
+        finally:
+            buffers[name] = own
+
+    def _frequencies_of(self, length: int, layer_type: str | None, like: torch.Tensor) -> torch.Tensor:
+        """Computed on the host as transformers computes them, once for each length."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        found = self._frequencies.get((layer_type, length))
+        if found is None or found.device != like.device:
+            kind, _ = length_bound(self.rotary, layer_type)
+            cpu = torch.device("cpu")
+            more = {} if layer_type is None else {"layer_type": layer_type}
+            found, _ = ROPE_INIT_FUNCTIONS[kind](self.rotary.config, cpu, seq_len=torch.tensor(length), **more)
+            found = self._frequencies[layer_type, length] = found.to(like.device, like.dtype)
+        return found
+
+
+def length_bound(rotary: Any, layer_type: str | None = None) -> tuple[str, int | None]:
+    """The ``rope_type`` of a rotary module, and above which length its frequencies hang on the length; None: never."""
+    kind = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
+    parameters = rotary.config.rope_parameters
+    parameters = parameters if layer_type is None else parameters[layer_type]
+    if kind == "longrope":
+        return kind, int(parameters["original_max_position_embeddings"])
+    return kind, int(rotary.config.max_position_embeddings) if "dynamic" in kind else None
+
+
+def follow_documents(model: Any) -> list[DocumentRope]:
+    """Replace each rotary embedding of ``model`` whose frequencies hang on the batch by a ``DocumentRope``, in place;
+    returns all that there are. Names of parameters and of what is saved do not change.
+
+    Left alone where a block has one of its own, whose recomputation comes when the batch's documents are gone, where
+    positions have several axes, and where it is not transformers' own code: ``model/checks.py`` finds these.
+    """
+    inside = {module for block in _blocks(model) for module in block.modules()}
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if isinstance(parent, DocumentRope) or module in inside or not _depends_on_batch(module):
+                continue
+            setattr(parent, name, DocumentRope(module))
+    return [module for module in model.modules() if isinstance(module, DocumentRope)]
+
+
+def _blocks(model: Any) -> list[nn.Module]:
+    from manyhands.core.errors import UserError
+
+    try:
+        return list(find_blocks(model).values())
+    except UserError:
+        return []
+
+
+def _depends_on_batch(module: Any) -> bool:
+    from transformers.modeling_rope_utils import dynamic_rope_update
+
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    if not any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+        return False
+    updating, wrapped = dynamic_rope_update(lambda: None).__code__, type(module).forward
+    while wrapped.__code__ is not updating:
+        if not hasattr(wrapped, "__wrapped__"):
+            return False
+        wrapped = wrapped.__wrapped__
+    return "mrope_section" not in module.config.rope_parameters
