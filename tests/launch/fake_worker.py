@@ -122,6 +122,7 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
         case "deaf":  # waits, and does not hear SIGTERM
             heartbeat.count_collectives = lambda: 1
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("ready", flush=True)
             (folder.path / "deaf").touch()
             time.sleep(LONG_S)
         case "frozen":  # in a call that holds the GIL; it would save when asked to end

@@ -18,7 +18,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.launch import start
-from manyhands.launch.environment import worker_environment
+from manyhands.launch.environment import Launcher, choose_threads, worker_environment
 from manyhands.plan.hardware import AMD_ENVIRONMENT
 
 HERE = Path(__file__).parent
@@ -211,8 +211,11 @@ def test_a_signal_ends_all_and_says_how_to_go_on(planned, number, code):
     launcher.send_signal(number)
     output, _ = launcher.communicate(timeout=WAIT_S)
     assert launcher.returncode == code
+    again = "Ctrl-C again" if number == signal.SIGINT else "a second SIGTERM"
+    said = "the ranks finish their step, save and end, within 30 s"
     assert output.splitlines() == [
-        f"{number.name}: the run has ended, saved at step 5; the same command resumes from there"
+        f"{number.name}: {said}; {again} ends them at once, without saving",
+        f"{number.name}: the run has ended, saved at step 5; the same command resumes from there",
     ]
     assert [worker for worker in workers if lives(worker)] == []
     assert folder.read_status()["state"] == "interrupted"
@@ -223,8 +226,39 @@ def test_a_run_that_was_finished_when_the_signal_came_stays_finished(planned):
     launcher, _ = start_launcher(folder)
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=WAIT_S)
-    assert launcher.returncode == 0 and output.splitlines() == ["SIGTERM arrived too late: the run is finished"]
+    assert launcher.returncode == 0 and output.splitlines()[1:] == ["SIGTERM arrived too late: the run is finished"]
     assert folder.read_status()["state"] == "finished"
+
+
+def test_a_signal_is_answered_before_the_ranks_answer_it_and_a_second_ends_them(planned):
+    folder, _ = planned("deaf", "deaf")
+    launcher, _ = start_launcher(folder)
+    launcher.send_signal(signal.SIGTERM)
+    line = launcher.stdout.readline()
+    assert launcher.poll() is None and "SIGTERM: the ranks finish their step" in line and "a second SIGTERM" in line
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=WAIT_S)
+    assert launcher.returncode == 143 and output.startswith("SIGTERM: the run has ended, nothing was saved yet")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank_has", "agent_had", "expected"),
+    [
+        ("manyhands", "1", None, 1),
+        ("none", "3", None, 3),
+        ("torchrun", "1", "1", 1),
+        ("torchrun", "1", None, 8),  # torchrun's own
+        ("accelerate", "4,2", "4,2", 4),
+    ],
+)
+def test_the_users_number_of_threads_is_kept(planned, tmp_path, monkeypatch, kind, rank_has, agent_had, expected):
+    _, plan = planned("end")
+    plan = plan.model_copy(update={"environment": {"OMP_NUM_THREADS": "8"}})
+    monkeypatch.setenv("OMP_NUM_THREADS", rank_has)
+    begun_with = b"" if agent_had is None else f"OMP_NUM_THREADS={agent_had}\0".encode()
+    (tmp_path / "environ").write_bytes(b"HOME=/\0" + begun_with)
+    monkeypatch.setattr("manyhands.launch.environment.Path", lambda path: tmp_path / "environ")
+    assert choose_threads(plan, Launcher(kind)) == expected
 
 
 def test_workers_do_not_outlive_a_killed_launcher(planned):

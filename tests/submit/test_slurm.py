@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.core.errors import UserError
 from manyhands.submit.slurm import gres_type, read_gres, write_script
 from tests.submit.test_job import describe
 
@@ -137,3 +139,21 @@ def test_an_image_without_pyxis_is_refused_by_name(tmp_path, run_script):
 def test_a_failed_setup_ends_the_job(tmp_path, run_script):
     script = write_script(describe(tmp_path, **{"submit.setup": ("false",)}))
     assert run_script(script, f"touch {tmp_path}/started")[0] == 1 and not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("text", ["a\ntouch pwned #", "a\r\ntouch pwned", "a\x1b[2J"])
+def test_a_folder_never_becomes_a_line_of_the_script(tmp_path, text):
+    """#SBATCH lines are comments to the shell, in which no quote holds."""
+    with pytest.raises(UserError, match="a line break or another control character") as refused:
+        write_script(dataclasses.replace(describe(tmp_path), files=tmp_path / text))
+    assert "\n" not in refused.value.where and "\x1b" not in refused.value.where
+
+
+def test_every_value_that_reaches_the_shell_is_one_word(tmp_path, run_script):
+    """What a command line or a file may say: quotes, blanks, expansions, and lines where a variable may have them."""
+    word = f"'; touch {tmp_path}/pwned; $(touch {tmp_path}/pwned) `touch {tmp_path}/pwned` \""
+    keys = {"output.dir": f"{tmp_path}/{word.replace('/', '_')}", "submit.python": word, "submit.image": word}
+    keys |= {"submit.environment": {"NOTE": f"{word}\ntouch {tmp_path}/pwned"}, "submit.partition": word}
+    keys |= {"submit.account": word, "submit.volumes": {f"/mnt/{word}": word}}
+    run_script(write_script(describe(tmp_path, **keys)), 'case "$1" in --help) echo --container-image;; esac')
+    assert not (tmp_path / "pwned").exists()

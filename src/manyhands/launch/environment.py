@@ -313,6 +313,25 @@ def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = 
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
+def choose_threads(plan: Plan, launcher: Launcher) -> int:
+    """Of torch in this rank: the user's OMP_NUM_THREADS, else the plan's, which has one for a CPU as its sums depend on
+    it, else what ``set_worker_environment`` has added.
+
+    torchrun and accelerate set the variable to 1 in every rank where the user has not: what their own process began
+    with tells.
+    """
+    text, is_users = os.environ["OMP_NUM_THREADS"], True
+    if launcher.kind in ("torchrun", "accelerate"):
+        try:
+            begun_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        except OSError:
+            begun_with = []
+        is_users = any(variable.startswith(b"OMP_NUM_THREADS=") for variable in begun_with)
+    text = text if is_users else plan.environment.get("OMP_NUM_THREADS", text)
+    first = text.split(",")[0].strip()  # of nested regions each has its own
+    return int(first) if first.isdecimal() and int(first) else 1
+
+
 def rank_environment(rank: int, local: range, world_size: int, node: int, num_nodes: int) -> dict[str, str]:
     """This process's environment with what torch's agent adds for a rank, but for what it sets anew in each attempt:
     addresses and ``TORCHELASTIC_*``. ``local``: the ranks of this machine.

@@ -176,7 +176,7 @@ class Team:
         }
         channel.beat_fields = watch.describe_ranks
         try:
-            with self._passing_on_signals(), channel.when_in_trouble(lambda error: self._end(watch, error)):
+            with channel.when_in_trouble(lambda error: self._end(watch, error)):
                 yield
         finally:
             ended.set()
@@ -280,28 +280,12 @@ class Team:
         self._stop_sent = True  # who is told does not tell
         os.kill(os.getpid(), number)
 
-    @contextlib.contextmanager
-    def _passing_on_signals(self) -> Iterator[None]:
-        """Torch's agent handles signals itself; what the interpreter writes when one arrives is read here."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._pass_on, args=(read,), name="signals", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(before)
-            os.close(write)
-            thread.join()
-            os.close(read)
-
-    def _pass_on(self, read: int) -> None:
-        while data := os.read(read, 16):
-            numbers = [number for number in data if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-            if numbers and not self._stop_sent:
-                self._stop_sent = self.was_asked = True
-                self.channel.post("stopping", signal=numbers[0])
+    def pass_on(self, number: signal.Signals) -> bool:
+        """A signal that has come to this launcher goes to the others. False where one of them has sent it here, or it
+        is not the first.
+        """
+        if self._stop_sent:
+            return False
+        self._stop_sent = self.was_asked = True
+        self.channel.post("stopping", signal=number)
+        return True

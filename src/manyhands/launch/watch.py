@@ -379,6 +379,35 @@ def raise_when_stopped() -> Iterator[None]:
         raise Stopped(asked) from None
 
 
+@contextlib.contextmanager
+def hearing_signals(act: Callable[[signal.Signals], object]) -> Iterator[None]:
+    """Within, ``act`` is called with each signal that asks this process to end, in a thread, whatever handles it: what
+    the interpreter itself writes when one arrives is read there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def hear() -> None:
+        while data := os.read(read, 16):
+            for number in data:
+                if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    act(signal.Signals(number))
+
+    thread = threading.Thread(target=hear, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(write)
+        thread.join()
+        os.close(read)
+
+
 def wait_unless_asked(wait: float | Callable[[], object]) -> signal.Signals | None:
     """Sleeps for ``wait`` seconds, or calls it; returns early with the signal that asks this process to end."""
     try:

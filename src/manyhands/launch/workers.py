@@ -25,7 +25,7 @@ from manyhands.launch.lost_gpus import DriverReports
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.standby import Standbys
 from manyhands.launch.team import LaunchEnd, Team
-from manyhands.launch.watch import StopRequested, Watch, end_all, raise_when_asked, worker_pids
+from manyhands.launch.watch import StopRequested, Watch, end_all, hearing_signals, raise_when_asked, worker_pids
 from manyhands.plan.types import Plan
 
 POLL_S = 0.5
@@ -87,7 +87,8 @@ def run_workers(
         place = Rendezvous(team.node, team.num_nodes, len(team.ranks), str(address), name, timeout_s)
     try:
         command = (module, *arguments)
-        ending = _run_and_watch(folder, plan, place, timeout_s, command, team, environment, standbys, asked)
+        with hearing_signals(_Notice(report, team, is_said=asked is not None).hear):
+            ending = _run_and_watch(folder, plan, place, timeout_s, command, team, environment, standbys, asked)
     finally:
         del store
     if driver is not None:
@@ -109,6 +110,21 @@ def run_workers(
         ending.cause.error.rank = ending.cause.rank
         raise ending.cause.error
     return report_end(folder, ending.signal, report, leads)
+
+
+class _Notice:
+    """Says at once that a signal has come, as the ranks answer it after their step; and passes it on to other nodes."""
+
+    def __init__(self, report: Callable[[str], None], team: Team | None, *, is_said: bool) -> None:
+        self._report, self._team, self._is_said = report, team, is_said
+
+    def hear(self, number: signal.Signals) -> None:
+        is_first = not self._is_said if self._team is None else self._team.pass_on(number)
+        if is_first and not self._is_said:
+            self._is_said = True
+            again = "Ctrl-C again" if number == signal.SIGINT else f"a second {number.name}"
+            what = "the ranks finish their step, save and end, within 30 s"
+            self._report(f"{number.name}: {what}; {again} ends them at once, without saving")
 
 
 def _start_before_agent(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from manyhands.core.errors import EXIT_SAVED
+from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.limits import GIB
 from manyhands.facts.gpu_kinds import kinds_named
 from manyhands.submit.job import ClusterJob, local_paths, under_volume
@@ -70,6 +70,13 @@ def _options(job: ClusterJob, known_types: Sequence[str]) -> list[str]:
     for name in ("partition", "account"):
         if (value := getattr(asked, name)) is not None:
             options.append(f"--{name}={shlex.quote(value)}")
+    for option in options:  # a comment to the shell: no quote holds a line together there
+        if re.search(r"[\x00-\x1f\x7f]", option):
+            raise UserError(
+                "a path with a line break or another control character cannot stand in a job script",
+                where=f"#SBATCH {option!r}",
+                fix="set output.dir to another folder",
+            )
     return options + list(asked.options)
 
 

@@ -29,6 +29,7 @@ from manyhands.launch.environment import (
     Launcher,
     accelerate_settings,
     apply_variables,
+    choose_threads,
     ending_processes,
     localize,
     refuse_silent_single,
@@ -129,10 +130,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
 def _form_world(session: Session, store: dist.Store, nodes: NodeMap) -> None:
     """The process group, and proof that it is whole."""
     launcher, rank = session.launcher, session.context
-    # Torch has read the variable when it was imported. The plan records it for a CPU, whose sums depend on it.
-    threads = rank.plan.environment.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
-    if threads.isdecimal():
-        torch.set_num_threads(int(threads))
+    torch.set_num_threads(choose_threads(rank.plan, launcher))  # torch has read the variable when it was imported
     device = pick_device(rank.plan.layout.device, launcher.device_index)
     # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it. Other
     # launchers have no watch, and nothing else would notice that a link between nodes is cut.
