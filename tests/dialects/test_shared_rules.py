@@ -248,6 +248,18 @@ def test_trackers_have_their_project_from_the_file_the_environment_or_the_tool()
         assert fate(read(LF, {"use_swanlab": True}, strict=strict), "use_swanlab").kind == kind
 
 
+def test_a_data_set_that_is_listed_twice_has_two_names() -> None:
+    """They are the tool's, so nobody is told to rename one."""
+    entries = {name: {"file_name": f"{name}.json"} for name in ("rows", "rows-2")}
+    twice = {"dataset": "rows,rows-2,rows", "val_size": None, "eval_dataset": "rows", "dataset_dir": entries}
+    found = native(LF, twice)
+    assert [source["name"] for source in found["data.train"]] == ["rows", "rows-2", "rows-3"]
+    assert [source["name"] for source in found["data.validation"]] == ["rows-4"]
+    sets = [{"name": "a", "path": f"{name}.jsonl", "type": "cpt"} for name in ("x", "y")]
+    mapping = {**SFT_PLAY, "task_mode": "cpt_mixed", "datasets": sets}
+    assert [source["name"] for source in native(mapping, {})["data.train"]] == ["a", "a-2"]
+
+
 PREFERENCES: tuple[dict[str, Any], ...] = (
     {"beta": 0.1},
     {"max_prompt_length": 512},

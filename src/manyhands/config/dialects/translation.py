@@ -305,6 +305,7 @@ class Translator:
                 self.refuse(key, f"{self.tool} has no such key and refuses it: remove it")
             else:
                 self.ignore(key, f"{self.tool} has no such key and ignores it")
+        _number_names(self.mapping.get("data", {}))
         order = {key: index for index, key in enumerate(self.values)}
         fates = sorted(self._fates.values(), key=lambda fate: order.get(fate.key.split(" > ")[0], len(order)))
         return Translation(
@@ -351,6 +352,22 @@ class Translator:
         for section in sections:
             target = target.setdefault(section, {})
         target[leaf] = value
+
+
+def _number_names(data: Mapping[str, Any]) -> None:
+    """Sources of one name, as other tools may have them (a data set that is listed twice, or also evaluates): from the
+    second on with a number, as each has statistics of its own here.
+    """
+    seen: set[str] = set()
+    for key in ("train", "validation"):
+        sources = data.get(key)
+        for source in sources if isinstance(sources, list) else ():
+            name = source.get("name") if isinstance(source, dict) else None
+            if isinstance(name, str):
+                source["name"] = next(
+                    one for one in (name, *(f"{name}-{n}" for n in range(2, len(seen) + 3))) if one not in seen
+                )
+                seen.add(source["name"])
 
 
 def _nearest_key(key: str, known: Collection[str]) -> str | None:
