@@ -96,6 +96,12 @@ def section(translation: Translation, name: str) -> Mapping[str, Any]:
     return translation.mapping.get(name, {})
 
 
+@pytest.mark.parametrize("key", ["neftune_noise_alpha", "noisy_embedding_alpha"])
+def test_neftune_is_ours(tmp_path: Path, key: str) -> None:
+    assert section(change(tmp_path, **{key: 5}), "method")["neftune_alpha"] == 5
+    assert "neftune_alpha" not in section(change(tmp_path, **{key: None}), "method")
+
+
 def test_a_lora_run_becomes_this_run_file(tmp_path: Path) -> None:
     assert read(tmp_path, LORA).mapping == {
         "name": "first",
@@ -728,7 +734,7 @@ def test_a_key_that_stands_twice_without_a_value_is_one(tmp_path: Path) -> None:
         ({"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "plugins", "DiffusionPlugin: diffusion"),
         ({"plugins": ["mine.Plugin"]}, "plugins", "mine.Plugin is not available"),
         ({"context_parallel_size": 2}, "context_parallel_size", "`2`: splitting a sequence"),
-        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha", "NEFTune is not available"),
+        ({"neftune_noise_alpha": 5, "noisy_embedding_alpha": 5}, "noisy_embedding_alpha", "keep one"),
         ({"val_set_size": 100}, "val_set_size", "Axolotl itself refuses a number of rows"),
         ({"micro_batch_size": 0}, "micro_batch_size", "got 0, allowed: a whole number above 0"),
         ({"unsloth_lora_mlp": True}, "unsloth_lora_mlp", "Axolotl itself refuses this key"),

@@ -103,6 +103,12 @@ def test_a_rule_of_transformers_holds_for_each_tool(
     assert {key: found.get(key) for key in expected} == expected
 
 
+@pytest.mark.parametrize("base", [TRL, LF], ids=["trl", "lf"])
+def test_neftune_is_ours(base: dict[str, Any]) -> None:
+    assert native(base, {"neftune_noise_alpha": 5})["method.neftune_alpha"] == 5
+    assert "method.neftune_alpha" not in native(base, {"neftune_noise_alpha": None})
+
+
 @pytest.mark.parametrize(("base", "logging"), [(TRL, 10), (LF, 500)], ids=["trl", "lf"])
 def test_defaults_that_no_file_writes(base: dict[str, Any], logging: int) -> None:
     done = read(base, {"eval_strategy": "steps"})

@@ -18,7 +18,7 @@ from manyhands.config.dialects.axolotl_data import limit_stream, map_data
 from manyhands.config.dialects.axolotl_model import map_images, map_method, map_model
 from manyhands.config.dialects.axolotl_parallel import count_mesh, map_precision, map_sharding
 from manyhands.config.dialects.hints import find_key
-from manyhands.config.dialects.transformers import OPTIMIZERS, choose_optimizer
+from manyhands.config.dialects.transformers import OPTIMIZERS, choose_optimizer, map_neftune
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, clean_name
 from manyhands.config.keys import show
 
@@ -167,6 +167,10 @@ def _map_optimizer(t: Translator) -> None:
     if t.number("weight_decay") and not t.has("adapter"):
         t.map("weight_decay", "optimizer.decay_embeddings", True)
     choose_optimizer(t, "optimizer", _OPTIMIZERS, "adamw_torch_fused")
+    if t.has("neftune_noise_alpha") and t.has("noisy_embedding_alpha"):
+        t.contradict("noisy_embedding_alpha", "it is the older name of `neftune_noise_alpha`: keep one")
+    for key in ("neftune_noise_alpha", "noisy_embedding_alpha"):
+        map_neftune(t, key)
     t.carry("optimizer.name", "adamw", "Axolotl's default")
     ratio, rate = t.number("loraplus_lr_ratio"), t.number("learning_rate")
     if ratio and rate:

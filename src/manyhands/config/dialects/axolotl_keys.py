@@ -145,7 +145,6 @@ _REFUSED = {
     "liger_use_token_scaling": "another loss than the mean over loss tokens is not available",
     "scaling_softmax scaling_softmax_factor scaling_softmax_bias": "only the model's own attention is available",
     "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks": "PoSE is not available",
-    "neftune_noise_alpha noisy_embedding_alpha": "NEFTune is not available: remove it",
     "rope_scaling s2_attention unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o "
     "unsloth_rms_norm unsloth_rope": "Axolotl itself refuses this key: remove it",
     "ple_cpu_offload": "keeping per-layer embeddings in host memory is not available",
@@ -239,7 +238,8 @@ MAPPED = names(
     min_sample_len excess_length_strategy sample_packing max_packed_sequence_len
     train_on_inputs val_set_size micro_batch_size
     gradient_accumulation_steps batch_size num_epochs max_steps learning_rate optimizer adam_beta1 adam_beta2
-    adam_epsilon weight_decay max_grad_norm lr_scheduler lr_scheduler_kwargs cosine_min_lr_ratio
+    adam_epsilon weight_decay max_grad_norm neftune_noise_alpha noisy_embedding_alpha lr_scheduler lr_scheduler_kwargs
+    cosine_min_lr_ratio
     cosine_constant_lr_ratio lr_quadratic_warmup warmup_ratio warmup_steps seed adapter load_in_4bit load_in_8bit
     lora_r lora_alpha lora_dropout lora_target_linear lora_target_modules lora_modules_to_save lora_model_dir
     peft_use_dora peft_use_rslora peft peft.loftq_config peft.loftq_config.loftq_bits peft_init_lora_weights

@@ -24,6 +24,7 @@ _SAME = {
     "method.rank": "lora_r lora_rank r",
     "method.alpha": "lora_alpha",
     "method.dropout": "lora_dropout",
+    "method.neftune_alpha": "neftune_noise_alpha noisy_embedding_alpha neftune",
     "method.target_modules": "lora_target lora_target_modules target_modules lora_target_linear lora_modules",
     "method.modules_to_save": "lora_modules_to_save additional_target",
     "method.adapter": "lora_model_dir adapter_name_or_path adapter_path resume_from_adapter",
@@ -197,7 +198,6 @@ _NOTES = {
     "do_train": "`manyhands train` trains; remove it",
     "plot_loss": "the report contains the curves; remove it",
     "debug": _NOTHING,
-    "neftune_noise_alpha": "NEFTune is not supported",
 }  # fmt: skip
 
 # By our key: values of other tools, or everyday words, and what they are here.

@@ -12,7 +12,7 @@ from typing import Any
 from manyhands.config.dialects.deepspeed import map_deepspeed
 from manyhands.config.dialects.fsdp import fsdp_keys, fsdp_options, map_fsdp
 from manyhands.config.dialects.translation import UNKNOWN_GPUS, Translator, names
-from manyhands.config.keys import nearest_name, show, table
+from manyhands.config.keys import nearest_name, show
 from manyhands.core.units import count_of
 
 OPTIMIZERS: Mapping[str, tuple[str, str]] = {
@@ -143,7 +143,6 @@ TRACKER_OPTIONS: Mapping[str, str] = {
         ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), "Trackio keeps its runs on this machine"
     ),
 }
-NEFTUNE = "method.neftune_alpha"
 UPLOADS = names(
     """
     push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision hub_always_push push_to_hub_model_id
@@ -328,11 +327,15 @@ def map_optimizer(t: Translator) -> None:
         t.carry("optimizer.decay_embeddings", True, "transformers decays embeddings too")
     for key in ("optim_args", "optim_target_modules"):
         t.only(key, (None,), "optimizers with arguments of their own (GaLore, APOLLO, ...) are not available")
-    if t.number("neftune_noise_alpha") and NEFTUNE in table():
-        t.map("neftune_noise_alpha", NEFTUNE, t.number("neftune_noise_alpha"))
-    t.only("neftune_noise_alpha", (t.get("neftune_noise_alpha") if NEFTUNE in table() else None, 0), "NEFTune is not "
-           "available: remove it")  # fmt: skip
+    map_neftune(t, "neftune_noise_alpha")
     t.only("label_smoothing_factor", (0, 0.0, None), "label smoothing is not available: set it to 0")
+
+
+def map_neftune(t: Translator, key: str) -> None:
+    """NEFTune's alpha; null and 0 are none."""
+    if alpha := t.number(key):
+        t.map(key, "method.neftune_alpha", alpha, "by each document's own length; there by the padded row's")
+    t.already(key, "no noise on the embeddings")
 
 
 def map_schedule(t: Translator, *, default: str, warmup: tuple[str, float] = ("warmup_steps", 0)) -> None:
