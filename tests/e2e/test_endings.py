@@ -273,3 +273,16 @@ def test_a_run_that_diverges_fails_and_its_report_says_why(place: Place) -> None
         and "divergence" in run.read("report.json")["measured"]
     )
     assert not (run.folder / "adapter").exists()
+
+
+@pytest.mark.parametrize("act", ["delete", "move"])
+def test_a_folder_that_goes_while_it_trains_is_an_error_and_is_not_made_again(place: Place, act: str) -> None:
+    elsewhere = place.folder / f"elsewhere-{act}"
+    gone = {
+        "delete": "import shutil; shutil.rmtree(self.rank.folder.path)",
+        "move": f"import os; os.rename(self.rank.folder.path, {str(elsewhere)!r})",
+    }[act]
+    ended = place.train(f"gone-{act}", plant=at_step(3, gone))
+    assert ended.code == 1 and "the run's folder was deleted or moved while the run was under way" in ended.output
+    assert "finished: " not in ended.output and "Traceback" not in ended.output
+    assert not (place.folder / "runs" / f"gone-{act}").exists()

@@ -14,7 +14,7 @@ import torch
 from manyhands.core import files
 from manyhands.core.errors import UserError
 from manyhands.core.files import write_json
-from manyhands.launch.failure import describe_lost, first_failure, looks_like_consequence, write_failure
+from manyhands.launch.failure import describe_lost, find_cause, first_failure, looks_like_consequence, write_failure
 from manyhands.launch.heartbeat import Beat, Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder
 from manyhands.plan.types import MemoryFound
@@ -216,3 +216,17 @@ def test_what_a_gpu_held_when_memory_ran_out_reaches_the_next_plan(folder, monke
     assert folder.memory_found() == MemoryFound(needed=62 * gib, available=61 * gib)
     folder.write_failed(UserError("out of memory", kind="out_of_memory"), plan)
     assert folder.memory_found() is None, "on a CPU nothing is measured"
+
+
+def test_a_folder_that_is_gone_is_the_cause_and_is_not_made_again(tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "demo")
+    folder.create()
+    assert not folder.is_gone
+    folder.path.rename(tmp_path / "moved")
+    write_failure(folder, 0, "train", UserError("x"))
+    folder.write_failed(UserError("x"), make_plan())
+    cause = find_cause(folder, {})
+    assert "deleted or moved" in cause.error.what and cause.error.exit_code == 1
+    assert not folder.path.exists()
+    with pytest.raises(UserError, match="deleted or moved"):
+        folder.refuse_gone()

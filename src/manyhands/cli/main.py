@@ -23,7 +23,7 @@ from manyhands.cli.prove import prove
 from manyhands.cli.run_file import data, plan, train
 from manyhands.cli.runs import app as runs
 from manyhands.cli.submit import submit
-from manyhands.core.errors import EXIT_INTERRUPTED, UserError
+from manyhands.core.errors import EXIT_INTERRUPTED, UserError, explain_foreign
 from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely
 
@@ -46,6 +46,11 @@ class _CommandGroup(TyperGroup):
         except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl-C or Ctrl-D at a prompt
             print("interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BaseException as error:
+            if (foreign := explain_foreign(error)) is None:
+                raise
+            print(foreign, file=sys.stderr)
+            raise typer.Exit(foreign.exit_code) from None
 
 
 app = typer.Typer(

@@ -6,9 +6,10 @@ other exception is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from manyhands.core.text import printable
 
@@ -89,6 +90,40 @@ class UserError(Exception):
 
     def __reduce__(self):  # keyword arguments do not survive the default pickling between processes
         return (UserError.from_json, (self.to_json(),))
+
+
+def explain_foreign(error: BaseException) -> UserError | None:
+    """What a library raises for something that the user can change, as a UserError; None for anything else.
+
+    A panic of a Rust library (tokenizers) is no Exception: pyo3 derives it from BaseException.
+    """
+    if type(error).__module__ == "pyo3_runtime":
+        return UserError(
+            "a library gave up on a text",
+            why=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            fix="where the tokenizer's pattern (tokenizer.json, pre_tokenizer) backtracks, correct it; else shorten the"
+            " longest texts, or leave them out",
+            exit_code=EXIT_FAILED,
+        )
+    if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":  # pathlib's
+        return UserError(
+            "there is no home folder for a path that begins with ~",
+            where="HOME",
+            why="HOME is not set and this user id has no entry in the list of users, or ~NAME names nobody",
+            fix="export HOME=/a/folder, or write the path without ~ (data.cache is ~/.cache/manyhands/data by default)",
+        )
+    return None
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """A panic within is a RuntimeError, which those around handle as any other error of a library."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def has_deepspeed() -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from manyhands.config.keys import nearest_name
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, panics_as_errors
 from manyhands.data.bounds import TokenRun, compile_any, make_byte_bounds, widen
 from manyhands.data.formats import Conversation
 from manyhands.data.messages import (
@@ -381,6 +381,10 @@ class Renderer:
         """By the backend where the tokenizer's call adds nothing to it: its dictionaries of lists cost as much
         again.
         """
+        with panics_as_errors():
+            return self._encode_plain(texts, special, offsets)
+
+    def _encode_plain(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
         if not self._is_plain:
             return self.tokenizer(list(texts), add_special_tokens=special, verbose=False).encodings
         backend = self.tokenizer.backend_tokenizer

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.data.choose import choose_format, trains_images
 from manyhands.data.files import FilePart
@@ -340,6 +340,11 @@ def _work(job: Job, part_tokenizer: PartTokenizer, notes: list[str], work: WorkL
         except OSError as error:
             work.abandon()
             _fail(job, cannot_write(job.folder, error), number)
+        except BaseException as error:
+            if (foreign := explain_foreign(error)) is None:
+                raise
+            work.abandon()
+            _fail(job, foreign, number)
         work.finish_part()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.errors import EXIT_INTERRUPTED, UserError
+from manyhands.core.errors import EXIT_INTERRUPTED, UserError, explain_foreign
 from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely, printable
 from manyhands.infer.prompts import PromptOptions
@@ -177,6 +177,11 @@ def main(argv: list[str]) -> int:
         return denied.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BaseException as error:
+        if (foreign := explain_foreign(error)) is None:
+            raise
+        print(foreign, file=sys.stderr)
+        return foreign.exit_code
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class RankExit(Protocol):
 def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException, *, world_size: int = 2) -> None:
     """In a rank: writes why it ends, for the launcher. Only the first reason is kept."""
     path = folder.failure(rank)
-    if path.exists():
+    if path.exists() or not folder.path.exists():
         return
     user = json.loads(error.to_json()) if isinstance(error, UserError) else None
     reason = {
@@ -112,6 +112,8 @@ def record_for_torch(error: BaseException, stage: str, rank: int, environ: Mappi
 
 def claim_terminal(folder: RunFolder) -> bool:
     """In a rank under another launcher: whether it is the first of its machine to fail, and so prints the cause."""
+    if not folder.path.exists():
+        return True
     machine = hashlib.sha256(f"{this_host()} {socket.gethostname()}".encode()).hexdigest()[:16]
     try:
         folder.ranks.mkdir(parents=True, exist_ok=True)
@@ -276,6 +278,8 @@ def find_cause(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us: Co
     ``exits``: failed ranks as the agent saw them (``ChildFailedError.failures``). ``ended_by_us``: pids the watch has
     killed, which are nobody's cause.
     """
+    if not folder.path.exists():
+        return FoundCause(0, time.time(), folder.explain_gone())
     written = folder.read_failures()
     candidates = [(_tier_of_reason(reason), reason["time"], rank) for rank, reason in written.items()]
     # The agent's clock has whole seconds; a reason written in the same second was there first.

@@ -38,7 +38,7 @@ from pydantic import ValidationError
 from manyhands.config.dialects.report import as_json
 from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import OUT_OF_MEMORY, UserError
+from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.core.files import (
     read_json,
     read_rows,
@@ -248,6 +248,25 @@ class RunFolder:
 
     # Its state.
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing of the run is here any more: it was deleted or moved."""
+        return not (self.run_json.exists() or self.plans.exists() or self.logs.exists())
+
+    def refuse_gone(self) -> None:
+        """UserError where the folder was deleted or moved: nothing of it is made again."""
+        if self.is_gone:
+            raise self.explain_gone()
+
+    def explain_gone(self) -> UserError:
+        return UserError(
+            "the run's folder was deleted or moved while the run was under way",
+            where=str(self.path),
+            why="what is trained since the last checkpoint cannot be saved there",
+            fix="move the folder back, and start again: the run resumes from its newest checkpoint",
+            exit_code=EXIT_FAILED,
+        )
+
     def write_status(self, state: State, **fields: Any) -> None:
         """Replaces status.json, on a full disk too; ``fields`` (step, reason, ...) stand beside the state, and the
         number of automatic restarts where there were any.
@@ -295,7 +314,7 @@ class RunFolder:
         """Writes status.json of a failed launch, for the next start. A finished run stays finished: a failure after its
         report changes nothing.
         """
-        if self.is_finished:
+        if self.is_finished or not self.path.exists():
             return
         cause: dict[str, Any] = {"cause": error.kind} if error.kind else {}
         if error.data:

@@ -94,6 +94,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "skipped_steps": state.num_skipped or None,
                 "left_out_steps": [step + 1 for step in state.left_out] or None,
                 "slow": measured.get("slow") or None,
+                "unmoved": measured.get("unmoved"),
                 "samples": state.samples,
                 "tokens": state.tokens,
                 "loss_tokens": state.loss_tokens,
@@ -146,6 +147,8 @@ def format_report(report: Mapping[str, Any]) -> str:
         f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, "
         f"activation checkpointing {planned['activation_checkpointing']}"
     )
+    if "unmoved" in done:
+        warning += [f"**{in_markdown(done['unmoved'])}.**", ""]
     warning += [f"**{in_markdown(text[:1].upper() + text[1:])}.**\n" for text in done.get("slow", ())]
     if "skipped_steps" in done:
         warning += [f"**{done['skipped_steps']} updates were skipped (guards; see logs/batch-*.json).**", ""]

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.files import explain_full_disk, is_disk_full
 from manyhands.core.machine import end_with
 from manyhands.core.text import print_safely
@@ -86,7 +86,8 @@ def main(argv: list[str]) -> int:
         session.report_failure(error)
         return error.exit_code
     except BaseException as error:
-        full = (
+        foreign = explain_foreign(error)
+        full = foreign or (
             explain_full_disk(error, session.folder.path)
             if session.folder is not None and is_disk_full(error)
             else None

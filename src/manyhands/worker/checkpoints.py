@@ -108,6 +108,7 @@ class CheckpointHook(Hook):
         if self.saved_at == state.step:
             return
         rank, begin = self.rank, time.monotonic()
+        run_on_rank_0(rank.folder.refuse_gone)
         rank.stage = "checkpoint"
         rank.beat(state.step)
         self.finish(next_step=state.step)
@@ -123,6 +124,7 @@ class CheckpointHook(Hook):
 
     def save_and_wait(self, state: TrainState) -> None:
         """The run ends with this checkpoint; before the first step there is nothing to lose."""
+        run_on_rank_0(self.rank.folder.refuse_gone)
         if state.step:
             self.save(state)
         self.finish()

@@ -34,6 +34,7 @@ MAX_LOOKED_AT, MAX_IMAGE_PROBE = 10_000, 4096  # samples, and tokens of the one 
 def export(rank: RankContext) -> None:
     """Writes what the run leaves, with the hashes and logits that verification compares with."""
     config, plan, folder = rank.config, rank.plan, rank.folder
+    run_on_rank_0(folder.refuse_gone)
     if config.checkpoint.keep_best and rank.state.best_step not in (None, rank.state.step):
         assert rank.state.best_step is not None
         _load_best(rank, checkpoint_folder(folder.checkpoints, rank.state.best_step))
@@ -96,6 +97,7 @@ def report(rank: RankContext) -> None:
     """Writes the report, which compares the plan with what was measured; then the run is finished."""
     peak = torch.cuda.max_memory_allocated(rank.world.device) if rank.world.device.type == "cuda" else None
     peaks = rank.engine.all_gather(torch.tensor([peak or 0], dtype=torch.float64, device=rank.world.device))
+    run_on_rank_0(rank.folder.refuse_gone)
     if not rank.is_first:
         return
     rank.measured |= {
@@ -106,7 +108,8 @@ def report(rank: RankContext) -> None:
     rank.measured["peak_bytes_by_rank"] = [int(p.item()) for p in peaks] if peak is not None else None
     write_report(rank.folder.path, rank.plan, rank.config, rank.state, rank.measured)
     rank.folder.write_status("finished", step=rank.state.step, reason=rank.state.stop_reason)
-    rank.print(f"finished: {rank.folder.path}")
+    note = "; no weight has moved, see above" if "unmoved" in rank.measured else ""
+    rank.print(f"finished: {rank.folder.path}{note}")
 
 
 def _card(rank: RankContext, output: Output) -> str:

@@ -15,6 +15,7 @@ import torch
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import UserError
 from manyhands.core.files import write_json
+from manyhands.core.holding import local
 from manyhands.kernels.backend import list_choices
 from manyhands.launch.environment import LAUNCHER_PID
 from manyhands.launch.standby import write_modules
@@ -34,6 +35,7 @@ from manyhands.worker.guards import make_guard, make_replicas, roll_back
 from manyhands.worker.prompts import answer_prompts, choose_prompts
 from manyhands.worker.snapshots import SnapshotHook
 
+SAMPLED = 4096  # values of each parameter, to see whether any has changed
 LOOK_S = 1.0  # between two looks for the file STOP, which may be on a network's file system
 
 
@@ -56,6 +58,7 @@ def _train_on(rank: RankContext) -> None:
     open_workers(rank)
     rank.loss_model.train()
     outcome: Outcome = "failed"
+    begin, first = sample_weights(rank), state.step
     try:
         train(loop)
         outcome = "finished"
@@ -79,6 +82,27 @@ def _train_on(rank: RankContext) -> None:
                 closing.callback(sink.close, outcome)
         rank.sinks = ()
     rank.print(f"trained: {state.stop_reason}")
+    if state.step > first:
+        _report_unmoved(rank, begin, state.step - first)
+
+
+def sample_weights(rank: RankContext) -> list[torch.Tensor]:
+    """A copy of up to ``SAMPLED`` values of each trained parameter, as far as this rank holds it."""
+    held = (local(parameter.detach()).reshape(-1) for parameter in rank.model.parameters() if parameter.requires_grad)
+    return [values[:: max(1, len(values) // SAMPLED)][:SAMPLED].to("cpu", copy=True) for values in held]
+
+
+def _report_unmoved(rank: RankContext, begin: list[torch.Tensor], num_steps: int) -> None:
+    """A warning where training has changed no weight: a learning rate that rounds to nothing, updates all skipped."""
+    moved = any(not torch.equal(old, new) for old, new in zip(begin, sample_weights(rank), strict=True))
+    counts = torch.tensor([float(moved), float(sum(len(values) for values in begin))], dtype=torch.float64)
+    num_moved, num_sampled = rank.engine.all_reduce_sum(counts).tolist()
+    if num_sampled and not num_moved:  # DeepSpeed's engine may hold them elsewhere
+        rank.measured["unmoved"] = (
+            f"no weight has moved in {num_steps} step{'s' * (num_steps != 1)}: what is saved is what was loaded"
+            f" ({num_sampled:,.0f} values compared; see the learning rate and the skipped steps)"
+        )
+        rank.print(f"warning: {rank.measured['unmoved']}")
 
 
 def close_features(rank: RankContext) -> None:
@@ -186,7 +210,8 @@ def is_asked_to_stop(rank: RankContext) -> bool:
     if rank.is_first and not rank.stop_by_file and time.monotonic() >= rank.look_again_at:
         rank.look_again_at = time.monotonic() + LOOK_S
         with contextlib.suppress(OSError):  # a network's file system: the next look may succeed
-            rank.stop_by_file = rank.folder.stop_file.exists()
+            # What ends a run whose folder is gone is the checkpoint that follows, which cannot be saved.
+            rank.stop_by_file = rank.folder.stop_file.exists() or rank.folder.is_gone
     return rank.stop() or rank.stop_by_file
 
 
