@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -277,3 +278,25 @@ def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path: Path
     with pytest.raises(UserError, match="manifest cannot be read"):
         find_sound(tmp_path, print)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 4]
+
+
+def test_a_damaged_checkpoint_is_passed_over_where_its_folder_cannot_be_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on overlayfs, for a folder that came with the image."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    shard = tmp_path / "step-000002" / SHARD
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.is_dir():
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    said: list[str] = []
+    assert find_sound(tmp_path, said.append) == tmp_path / "step-000001" and len(said) == 1
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-000001" and shard.is_file()
+    assert clean_leftovers(tmp_path, said.append) == [] and len(said) == 1

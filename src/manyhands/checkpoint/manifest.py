@@ -184,6 +184,8 @@ def clean_leftovers(checkpoints: Path, report: Callable[[str], object] = print) 
         elif mark in (PARTIAL, REPLACED):
             shutil.rmtree(path)
             removed.append(path.name)
+        elif (path / f"{MANIFEST}{SET_ASIDE}").is_file():  # set aside where it is
+            continue
         elif STEP_NAME.fullmatch(path.name) and not (path / MANIFEST).is_file():
             kept = set_aside(path).name
             report(f"warning: {path.name} has no {MANIFEST}, so it is no complete checkpoint; it is kept as {kept}")
@@ -195,7 +197,13 @@ def set_aside(folder: Path) -> Path:
     place = folder.with_name(folder.name + SET_ASIDE)
     for number in itertools.count(2):
         if not place.exists():
-            return folder.rename(place)
+            try:
+                return folder.rename(place)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+            # overlayfs renames no folder of a lower layer (an image), but files of it: without its manifest it is none
+            return (folder / MANIFEST).rename(folder / f"{MANIFEST}{SET_ASIDE}").parent
         place = folder.with_name(f"{folder.name}{SET_ASIDE}-{number}")
     raise AssertionError("unreachable")
 
