@@ -194,12 +194,12 @@ def plain(value: Any) -> Any:
 
 def _read_gpus(gpus: int | str | None) -> tuple[int | str | None, HostFacts | None]:
     """A number of GPUs, and the machine that has them where they are named by kind."""
-    if not isinstance(gpus, str) or gpus == "auto":
+    if not isinstance(gpus, str):
         return gpus, None
-    from manyhands.facts.gpu_kinds import describe_host, parse_gpus
+    from manyhands.facts.gpu_kinds import describe_host, parse_gpus, plain_number
 
-    if gpus.strip().isdecimal():
-        return int(gpus), None
+    if (number := plain_number(gpus)) is not None:
+        return number, None
     asked = parse_gpus(gpus, "gpus")
     return asked.total, describe_host(asked)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +18,9 @@ VARIABLE = "SYNTH_GPU_TYPE"  # another tool's name for it: read for plans withou
 
 def ask_gpus(option: str | None) -> AskedGpus | None:
     """What ``--gpus`` names by kind; None where it is a number or not given. UserError if it is neither."""
-    if option is None or re.fullmatch(r"\s*[+-]?\d+\s*", option):
-        return None
-    from manyhands.facts.gpu_kinds import parse_gpus
+    from manyhands.facts.gpu_kinds import parse_gpus, plain_number
 
-    return parse_gpus(option)
+    return None if option is None or plain_number(option) is not None else parse_gpus(option)
 
 
 def host_to_plan(config: RunConfig, option: str | None) -> HostFacts | None:

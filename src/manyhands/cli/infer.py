@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from manyhands.cli import process
 from manyhands.cli.run_file import find_run_folder
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
+from manyhands.data.hub_sets import is_hub
 from manyhands.infer.settings import SERVED, GenerationSettings
 from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
 
@@ -273,6 +275,9 @@ def evaluate(
     """Evaluate a trained model beside its base: losses, scores of its answers, tasks of lm-eval."""
     if output is not None and output.is_file():
         raise UserError("--output is a file", where=str(output), fix="name a folder")
+    if data is not None and not is_hub(data) and not any(glob.iglob(str(Path(data).expanduser()))):
+        fix = "correct the path; hub:OWNER/NAME names a data set of the hub"
+        raise UserError("no such data file", where=f"--data {data}", fix=fix)
     request: dict[str, Any] = {
         "folder": str(find_run_folder(run)),
         "base": base,

@@ -18,6 +18,7 @@ from manyhands.cli.infer import chat, evaluate, generate, serve
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
+from manyhands.cli.option_hints import HAVE_KEYS, explain_option
 from manyhands.cli.process import bench, tensorboard
 from manyhands.cli.prove import prove
 from manyhands.cli.run_file import data, plan, train
@@ -30,9 +31,15 @@ from manyhands.core.text import print_safely
 
 class _CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
+        words = list(ctx.args)
         try:
             try:
                 return super().invoke(ctx)
+            except Exception as error:
+                if (command := _run_file_command(error)) is None:
+                    raise
+                known = [name for parameter in command.params for name in parameter.opts]
+                raise explain_option(command.name, getattr(error, "option_name", ""), words, known) from None
             finally:
                 sys.stdout.flush()  # a full disk behind it is met here, not when the interpreter ends
         except UserError as error:
@@ -51,6 +58,15 @@ class _CommandGroup(TyperGroup):
                 raise
             print(foreign, file=sys.stderr)
             raise typer.Exit(foreign.exit_code) from None
+
+
+def _run_file_command(error: Exception) -> Any:
+    """The command on a run file that was given an option which it does not have; None for any other error. By name, as
+    some versions of typer bring click's classes and others import them.
+    """
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    is_unknown = type(error).__name__ == "NoSuchOption" and getattr(command, "name", None) in HAVE_KEYS
+    return command if is_unknown else None
 
 
 app = typer.Typer(

@@ -11,6 +11,7 @@ import typer
 from manyhands.cli.gpus import ask_gpus, gpus_to_start, host_to_plan
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.text import open_console
+from manyhands.facts.gpu_kinds import plain_number
 
 if TYPE_CHECKING:
     from manyhands.config.load import LoadedRun
@@ -71,8 +72,9 @@ def load_run(
     from manyhands.launch.run_file import load_for_start
 
     overrides = list(overrides or ())
-    if isinstance(gpus, str) and (asked := ask_gpus(gpus)):
-        gpus = asked.total
+    if isinstance(gpus, str):
+        asked = ask_gpus(gpus)
+        gpus = asked.total if asked else plain_number(gpus)
     short: tuple[tuple[str, str, object], ...] = (
         ("--gpus", "parallel.gpus", gpus),
         ("--examples", "data.max_samples", examples),
@@ -98,10 +100,12 @@ def find_run_folder(run: Path) -> Path:
     if run.is_dir():
         return run
     if not run.exists():
+        there = sorted(str(path.parent) for path in (*run.parent.glob("*/run.json"), *Path("runs").glob("*/run.json")))
+        names = f"; runs there: {', '.join(dict.fromkeys(there[:20]))}" if there else ""
         raise UserError(
             "there is no such file or folder",
             where=str(run),
-            fix="give a run's folder, such as runs/NAME, or its run file",
+            fix=f"give a run's folder, such as runs/NAME, or its run file{names}",
         )
     from manyhands.launch.resume_rules import folder_of
 

@@ -47,8 +47,15 @@ class Summary:
 
 
 @app.command("list")
-def list_runs(folder: Folder = RUNS) -> None:
+def list_runs(
+    place: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="The same as --dir.", show_default=False)
+    ] = None,
+    folder: Folder = RUNS,
+) -> None:
     """List the runs of a folder, the newest first."""
+    if place is not None:
+        folder = _folder_of_runs(place, folder)
     found = sorted(find_runs(folder), key=lambda one: -one.changed)
     if not found:
         print(f"no run in {folder}/")
@@ -60,6 +67,18 @@ def list_runs(folder: Folder = RUNS) -> None:
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed))
         rows.append((one.name, one.state, step, loss, one.method, one.model, changed))
     print("\n".join(format_table(rows)))
+
+
+def _folder_of_runs(place: Path, folder: Path) -> Path:
+    """``place`` itself, or below ``folder``. UserError where it is none, or a run."""
+    found = next((path for path in (place, folder / place) if path.is_dir()), None)
+    if found is None:
+        raise UserError(
+            "there is no such folder", where=str(place), fix="name the folder that holds the runs, or nothing for runs/"
+        )
+    if (found / "run.json").is_file():
+        raise UserError("this is a run, not a folder of runs", where=str(found), fix=f"manyhands runs show {found}")
+    return found
 
 
 @app.command("show")

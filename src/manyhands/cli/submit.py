@@ -60,7 +60,9 @@ def submit(
     submit.time_limit=24:00:00 submit.partition=gpu. Submitting it again resumes."""
     if to is None:
         raise UserError(
-            "where to is not given", where="command line", fix=f"--to {', --to '.join(To)}; --dry-run submits nothing"
+            "the kind of cluster is not given",
+            where="command line",
+            fix=f"--to {', --to '.join(To)}; --dry-run submits nothing",
         )
     named, counts = (gpus, True) if gpus is not None else _gpus_asked(run, overrides)
     number = named if counts else None

@@ -174,9 +174,8 @@ def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins:
         path, equals, text = override.partition("=")
         path = path.strip().removeprefix("--")
         if not equals:
-            findings.append(
-                f"command line: {show(override)} is not an override; write section.key=value, such as batch.samples=32"
-            )
+            example = f"{path}=VALUE" if path in table() else "section.key=value, such as batch.samples=32"
+            findings.append(f"command line: {show(override)} is not an override; write {example}")
         elif NO_TEXT.search(override):
             findings.append(f"command line: {override[:60]!a} is not UTF-8 text")
         elif path in sections():

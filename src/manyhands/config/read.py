@@ -23,6 +23,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import describe_json_fault
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".json.gz")
 MAX_BYTES = 2 << 20  # PyYAML reads about 100 kB per second
 MAX_VALUES = 100_000  # with aliases expanded
 MAX_DEPTH = 60
@@ -178,7 +179,7 @@ def read_run_file(path: Path) -> ParsedFile:
         raise UserError(
             f"the run file is a {kind}, not sections with keys",
             where=where,
-            fix="start it with `model:` and `data:`",
+            fix="start it with `model:` and `data:`; a file of rows is named in data.train",
         )
     try:
         return ParsedFile(_copy_plain(data), where, lines, text=text)
@@ -201,9 +202,9 @@ def _copy_plain(value: Any, depth: int = 1) -> Any:
 
 def _read_text(path: Path) -> str:
     if os.path.isdir(path):
-        raise UserError("this is a folder, not a run file", where=str(path), fix="give a .yaml, .toml or .json file")
+        raise _explain_folder(path)
     if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"a run file ends in {', '.join(SUFFIXES)}", where=str(path), fix="rename it")
+        raise _explain_name(path)
     try:
         if os.path.exists(path) and not os.path.isfile(path):
             raise UserError(
@@ -222,12 +223,7 @@ def _read_text(path: Path) -> str:
             )
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        files = path.parent.glob("*") if path.parent.is_dir() else ()
-        there = sorted(str(p) for p in files if p.suffix in (".yaml", ".yml", ".toml") and p.name != "pyproject.toml")[
-            :10
-        ]
-        fix = f"run files there: {', '.join(there)}" if there else "`manyhands init` writes one"
-        raise UserError("the run file does not exist", where=str(path), fix=fix) from None
+        raise UserError("the run file does not exist", where=str(path), fix=_run_files(path.parent)) from None
     except UnicodeDecodeError as error:
         raise UserError(
             "the run file is not UTF-8 text", where=f"{path}, byte {error.start}", fix="save it as UTF-8"
@@ -235,6 +231,46 @@ def _read_text(path: Path) -> str:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise UserError("the run file cannot be read", where=str(path), why=reason) from None
+
+
+def _run_files(folder: Path) -> str:
+    """Which run files are in a folder, or how to get one."""
+    files = folder.glob("*") if folder.is_dir() else ()
+    there = sorted(str(p) for p in files if p.suffix in (".yaml", ".yml", ".toml") and p.name != "pyproject.toml")[:10]
+    return f"run files there: {', '.join(there)}" if there else "`manyhands init` writes one"
+
+
+def _explain_folder(path: Path) -> UserError:
+    if (path / "run.json").is_file():
+        what, fix = "a run's folder", f"give its run file; {path / 'run.json'} is the run as it was started"
+    elif (path / "config.json").is_file():
+        what, fix = (
+            "a model's folder",
+            "name it in model.name; `manyhands init --model FOLDER --data FILE` writes a run file",
+        )
+    elif any(file.name.lower().removesuffix(".gz").endswith(DATA_SUFFIXES) for file in path.glob("*")):
+        what, fix = "a folder of data", f"name it in data.train; `manyhands init --data {path}` writes a run file"
+    else:
+        what, fix = "a folder", f"give a .yaml, .toml or .json file; {_run_files(path)}"
+    return UserError(f"this is {what}, not a run file", where=str(path), fix=fix)
+
+
+def _explain_name(path: Path) -> UserError:
+    """What is wrong with a run file of which the name has no ending of one."""
+    text = str(path)
+    if os.path.exists(path):
+        if path.name.lower().removesuffix(".gz").endswith(DATA_SUFFIXES):
+            fix = f"name it in data.train; `manyhands init --data {text}` writes a run file"
+            return UserError("this is a data file, not a run file", where=text, fix=fix)
+        return UserError(f"a run file ends in {', '.join(SUFFIXES)}", where=text, fix="rename it, or give another file")
+    if "=" in text:
+        return UserError(
+            "no run file is given",
+            where="command line",
+            why=f"{text} sets a key, and it stands where the run file is expected",
+            fix=f"give the run file first: manyhands train RUN.yaml {text}; {_run_files(Path())}",
+        )
+    return UserError("the run file does not exist", where=text, fix=_run_files(path.parent))
 
 
 def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
@@ -293,7 +329,8 @@ def _read_json(text: str, where: str) -> Any:
         data = json.loads(text, object_pairs_hook=keep_unique)
     except json.JSONDecodeError as error:
         at = f"{where}, line {error.lineno}, column {error.colno}"
-        raise UserError("the run file is not valid JSON", where=at, why=describe_json_fault(error)) from None
+        rows = "a file of rows (JSON lines) is named in data.train" if error.msg == "Extra data" else ""
+        raise UserError("the run file is not valid JSON", where=at, why=describe_json_fault(error), fix=rows) from None
     except RecursionError:
         raise UserError("the run file is not valid JSON", where=where, why="it is nested too deeply") from None
     except ValueError as error:

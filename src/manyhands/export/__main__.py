@@ -76,7 +76,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
     from manyhands.export.card import make_card
     from manyhands.export.files import refuse_foreign
     from manyhands.export.outputs import choose_output_dtype, write_output
-    from manyhands.export.record import mark_verified
+    from manyhands.export.record import find_export, mark_verified, name_source
     from manyhands.export.verify_process import verify_in_fresh_process
     from manyhands.facts.identity import check_files
     from manyhands.launch.resume_rules import refuse_other_checkpoint
@@ -89,14 +89,17 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
     is_adapter = config.method.trains_adapters and not merge
     if merge:
         refuse_merge(config, plan, run_folder)
+    base = Path(plan.model_folder)
+    kind: Literal["adapter", "model", "merged"] = "adapter" if is_adapter else "merged" if merge else "model"
+    saved_dtype = choose_output_dtype(kind, plan, config)
+    made_of = name_source(kind, saved_dtype, checkpoint)
+    if found := find_export(output, made_of):
+        return f"already there, verified: {output}: {found}"
     refuse_foreign(output, replace=False)
     check_files(Path(plan.model_folder), config, plan.model_files, weights=plan.keeps_base)
     with explain_removed(checkpoint):
         model = load_trained(plan, config, checkpoint)
         state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))
-    base = Path(plan.model_folder)
-    kind: Literal["adapter", "model", "merged"] = "adapter" if is_adapter else "merged" if merge else "model"
-    saved_dtype = choose_output_dtype(kind, plan, config)
     step, divergence = state["step"], state.get("divergence", "")
     versions = (read_json(run.report_json) or {}).get("versions")
     card = partial(
@@ -116,7 +119,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
         compute_probe(model, probe)
         del model
         said = verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe) or ""
-    mark_verified(output, said.partition(": ")[2])
+    mark_verified(output, said.partition(": ")[2], made_of)
     return said
 
 
@@ -126,12 +129,13 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
     """
     from manyhands.export.files import refuse_foreign
     from manyhands.export.gguf_file import find_tools, refuse_own_code, refuse_towers, write_gguf_folder
+    from manyhands.export.record import find_export, mark_verified, name_source, read_record
     from manyhands.launch.run_folder import RunFolder
 
     tools = find_tools(llama_cpp, kind)  # before anything is loaded
-    refuse_foreign(output, replace=False)
     if not (source / "run.json").is_file() and (source / "config.json").is_file():
         refuse_outside_links(source)
+        refuse_foreign(output, replace=False)
         refuse_own_code(source)
         refuse_towers(source)
         if dtype != "auto":
@@ -141,8 +145,12 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
                 fix="leave --dtype out: --gguf alone decides what the file holds",
             )
         return write_gguf_folder(source, output, source.resolve().name, kind, tools)
-    run_folder, _ = find_checkpoint(source)
+    run_folder, checkpoint = find_checkpoint(source)
     config, plan = read_for_export(RunFolder(run_folder), dtype)
+    made_of = name_source(f"GGUF {kind}", dtype, checkpoint)
+    if found := find_export(output, made_of):
+        return f"already there, verified: {output}: {found}"
+    refuse_foreign(output, replace=False)
     refuse_towers(Path(plan.model_folder))
     with tempfile.TemporaryDirectory(prefix=".gguf-", dir=nearest_folder(output.parent)) as scratch:
         model = Path(scratch) / config.name
@@ -150,7 +158,10 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
         print(said, flush=True)
         if not config.model.trust_remote_code:
             refuse_own_code(model)
-        return write_gguf_folder(model, output, config.name, kind, tools)
+        said = write_gguf_folder(model, output, config.name, kind, tools)
+    if record := read_record(output):
+        mark_verified(output, record.verified, made_of)
+    return said
 
 
 def read_for_export(run: RunFolder, dtype: str) -> tuple[RunConfig, Plan]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from manyhands.checkpoint.manifest import MANIFEST
 from manyhands.core.errors import UserError
 from manyhands.core.files import hash_files, read_json, refuse_links, write_json
 
@@ -20,7 +21,7 @@ ADAPTER = "adapter_config.json"
 
 class FolderRecord(BaseModel):
     """``files``: SHA-256 of each by its name in the folder; ``verified``: how the folder was verified, empty if it was
-    not.
+    not; ``source``: what an export was made of, and as what.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -28,6 +29,7 @@ class FolderRecord(BaseModel):
     version: int = 1
     files: dict[str, str]
     verified: str = ""
+    source: str = ""
 
 
 def write_record(folder: Path) -> None:
@@ -35,11 +37,27 @@ def write_record(folder: Path) -> None:
     write_json(folder / RECORD, FolderRecord(files=hash_folder(folder)).model_dump())
 
 
-def mark_verified(folder: Path, notes: str) -> None:
+def mark_verified(folder: Path, notes: str, source: str = "") -> None:
     """Adds what verification found. The hashes stay those of writing: a file changed since then is not covered."""
     found = read_record(folder)
     if found is not None:
-        write_json(folder / RECORD, found.model_copy(update={"verified": notes}).model_dump())
+        write_json(folder / RECORD, found.model_copy(update={"verified": notes, "source": source}).model_dump())
+
+
+def name_source(kind: str, dtype: str, checkpoint: Path) -> str:
+    """What an export is, and of which checkpoint by step and content."""
+    manifest = checkpoint / MANIFEST
+    return f"{kind} in {dtype} of {checkpoint.name} {hash_files([manifest])[manifest][:16]}"
+
+
+def find_export(folder: Path, source: str) -> str | None:
+    """What verification found of ``folder`` where it was made of this ``source`` and is as it was written; else
+    None.
+    """
+    record = read_record(folder)
+    if record is None or not record.verified or record.source != source or find_changed(folder, record):
+        return None
+    return record.verified
 
 
 def read_record(folder: Path) -> FolderRecord | None:

@@ -50,6 +50,23 @@ class AskedGpus:
         return f"{nodes}{self.num_per_node} × {self.kind.name}"
 
 
+def plain_number(text: str) -> int | str | None:
+    """``8`` as a number, ``all`` as ``auto``; None where GPUs may be named by kind. UserError for what says which
+    ones, or that there are none.
+    """
+    if text.strip().lower() in ("all", "auto", "max"):
+        return "auto"
+    if re.fullmatch(r"\s*[+-]?\d+\s*", text):
+        return int(text)
+    if re.fullmatch(r"(?:cuda:|gpu:?)?\d+(?:\s*,\s*\d*)*|(?:cuda|gpu):\d+", text.strip(), re.IGNORECASE):
+        ids = ",".join(re.findall(r"\d+", text))
+        fix = f"write CUDA_VISIBLE_DEVICES={ids} before the command, and leave --gpus out"
+        raise UserError("--gpus is a number of GPUs, not which ones", where=f"--gpus {text}", fix=fix)
+    if text.strip().lower() in ("cpu", "none"):
+        raise UserError("--gpus is a number of GPUs", where=f"--gpus {text}", fix="write parallel.device=cpu")
+    return None
+
+
 def parse_gpus(text: str, where: str = "--gpus") -> AskedGpus:
     """``8xH200``, ``2x4xH100-80GB``, ``H100-4x``, ``H100x4``, ``H100:4``, ``MI300X`` (one).
 

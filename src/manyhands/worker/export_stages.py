@@ -16,7 +16,7 @@ from manyhands.data.collate import BatchShape
 from manyhands.data.streams import TOKENS, from_streams
 from manyhands.export.card import make_card
 from manyhands.export.outputs import Output, base_of, choose_output_dtype, list_outputs, write_output
-from manyhands.export.record import mark_verified
+from manyhands.export.record import mark_verified, name_source
 from manyhands.export.reference import save_probe
 from manyhands.export.verify_process import verify_in_fresh_process
 from manyhands.infer.images import PromptImages, sizes_of
@@ -35,7 +35,7 @@ def export(rank: RankContext) -> None:
     """Writes what the run leaves, with the hashes and logits that verification compares with."""
     config, plan, folder = rank.config, rank.plan, rank.folder
     run_on_rank_0(folder.refuse_gone)
-    if config.checkpoint.keep_best and rank.state.best_step not in (None, rank.state.step):
+    if exports_best(rank):
         assert rank.state.best_step is not None
         _load_best(rank, checkpoint_folder(folder.checkpoints, rank.state.best_step))
         rank.print(
@@ -54,6 +54,11 @@ def export(rank: RankContext) -> None:
             replace=True,
         )
     _save_probe(rank)
+
+
+def exports_best(rank: RankContext) -> bool:
+    """Whether it is an earlier checkpoint than the last one that is exported."""
+    return rank.config.checkpoint.keep_best and rank.state.best_step not in (None, rank.state.step)
 
 
 def _load_best(rank: RankContext, best: Path) -> None:
@@ -89,7 +94,10 @@ def verify(rank: RankContext) -> None:
 def _verify_one(rank: RankContext, name: Output, folder: Path, base: Path | None) -> str | None:
     said = verify_in_fresh_process(folder, _reference(rank, name), base=base, probe_path=_probe(rank), stop=rank.stop)
     if said:
-        mark_verified(folder, said.partition(": ")[2])
+        step = rank.state.best_step if exports_best(rank) else rank.state.step
+        checkpoint = checkpoint_folder(rank.folder.checkpoints, step or 0)
+        source = name_source(name, choose_output_dtype(name, rank.plan, rank.config), checkpoint)
+        mark_verified(folder, said.partition(": ")[2], source)
     return said
 
 

@@ -1,0 +1,106 @@
+"""What users of other tools type: each option, file and folder gets an answer that says what to write here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+from typer.testing import CliRunner
+
+from manyhands.api.runs import _read_gpus
+from manyhands.cli.main import app
+from manyhands.cli.option_hints import explain_option
+from manyhands.core.errors import EXIT_USAGE
+
+OF_TORCHRUN = "nnodes nproc_per_node rdzv_backend rdzv_endpoint standalone max_restarts role log_dir tee master_port"
+OF_ACCELERATE = (
+    "config_file cpu multi_gpu mixed_precision num_processes num_machines machine_rank main_process_ip use_fsdp "
+    "use_deepspeed dynamo_backend gpu_ids fsdp_version fsdp_sharding_strategy fsdp_offload_params deepspeed_config_file"
+)
+OF_UNSLOTH = (
+    "model_name max_seq_length dtype load_in_4bit dataset r lora_alpha use_gradient_checkpointing random_state "
+    "use_rslora loftq_config save_model save_method save_gguf push_model hub_path full_finetuning"
+)
+OF_TRL = "model_name_or_path use_peft lora_r lora_target_modules attn_implementation dataset_name packing padding_free"
+OF_AXOLOTL = (
+    "base_model adapter val_set_size sequence_len sample_packing micro_batch_size num_epochs launcher cloud sweep"
+)
+OF_LLAMA_FACTORY = "stage do_train finetuning_type template cutoff_len dataset val_size quantization_bit lora_target"
+FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model: {name: org/model}\ndata: {train: rows.jsonl}\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    for name in ("model/config.json", "runs/one/run.json", "rows/a.jsonl", "empty/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("tool", [OF_TORCHRUN, OF_ACCELERATE, OF_UNSLOTH, OF_TRL, OF_AXOLOTL, OF_LLAMA_FACTORY, FIELDS])
+def test_every_option_of_other_tools_has_an_answer(tool):
+    for name in tool if isinstance(tool, list) else tool.split():
+        fix = explain_option("train", f"--{name}", [f"--{name}", "1"], ["--gpus", "--dry-run"]).fix
+        assert fix and "lists all keys" not in fix and "did you mean" not in fix, name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train run.yaml --resume", "starting the same run again resumes it"),
+        ("train run.yaml --epochs 3", "write stop.epochs=3"),
+        ("plan run.yaml --epochs 3", "write stop.epochs=3"),
+        ("data run.yaml --epochs=3", "write stop.epochs=3"),
+        ("train run.yaml --learning-rate 1e-4", "write optimizer.learning_rate=1e-4"),
+        ("train run.yaml --lr=1e-4", "optimizer.learning_rate"),
+        ("train run.yaml -lr 1e-4", "optimizer.learning_rate"),
+        ("train run.yaml --output x", "write output.dir=x"),
+        ("train run.yaml -o x", "write output.dir=x"),
+        ("train run.yaml --method.rank=8", "write method.rank=8"),
+        ("train run.yaml --stop.epochs --dry-run", "write stop.epochs=..."),
+        ("train run.yaml --node_rank 1", "write --node-rank"),
+        ("train run.yaml --dryrun", "did you mean --dry-run?"),
+        ("train run.yaml --zzzzzz", "`manyhands config` lists all keys, `manyhands train -h` all options"),
+        ("submit run.yaml --nnodes 2", "--node-rank R"),
+        ("train run.yaml --gpus 0,1", "CUDA_VISIBLE_DEVICES=0,1"),
+        ("train run.yaml --gpus cpu", "parallel.device=cpu"),
+        ("train model.name=X data.train=Y", "manyhands train RUN.yaml model.name=X; run files there: run.yaml"),
+        ("plan rows.jsonl", "manyhands init --data rows.jsonl"),
+        ("train rows", "manyhands init --data rows"),
+        ("train model", "name it in model.name"),
+        ("train runs/one", "runs/one/run.json"),
+        ("train empty", "`manyhands init` writes one"),
+        ("data nope", "the run file does not exist"),
+        ("prove nope", "the run file does not exist"),
+        ("train run.yaml stop.epochs 3", "write stop.epochs=VALUE"),
+        ("eval runs/one --data nope", "--data nope"),
+        ("generate runs/none --prompt x", "runs there: runs/one"),
+        ("runs list sweep", "name the folder that holds the runs"),
+        ("runs list runs/one", "manyhands runs show runs/one"),
+    ],
+)
+def test_what_is_typed_in_error_is_answered(words, said):
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == EXIT_USAGE and said in result.output, result.output
+    assert "rename it" not in result.output and "Usage:" not in result.output
+
+
+def test_options_of_commands_without_a_run_file_are_as_they_were():
+    result = CliRunner().invoke(app, ["doctor", "--epochs", "3"])
+    assert result.exit_code == EXIT_USAGE and "No such option" in result.output
+
+
+def test_runs_are_listed_by_their_folder(folder):
+    (folder / "runs" / "sweep").mkdir()
+    for words in ("runs list runs/sweep", "runs list sweep", "runs list --dir runs/sweep"):
+        result = CliRunner().invoke(app, words.split())
+        assert (result.exit_code, result.output.strip()) == (0, "no run in runs/sweep/"), result.output
+
+
+def test_all_gpus_by_name():
+    assert [_read_gpus(text)[0] for text in ("all", "auto", "8", "2xH100")] == ["auto", "auto", 8, 2]
