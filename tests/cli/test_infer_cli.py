@@ -55,7 +55,9 @@ def test_options_reach_the_process(tmp_path: Path, requests: list[tuple[str, dic
         "engine": "transformers",
     }
     assert request["options"] == {"system": "Be brief.", "tools": [{"name": "f"}]} and request["overwrite"]
-    assert call("eval", tmp_path, "--metrics", "loss, rougeL,loss", "--data", "d.jsonl", "--limit", 5).exit_code == 0
+    rows = tmp_path / "d.jsonl"
+    rows.write_text("{}")
+    assert call("eval", tmp_path, "--metrics", "loss, rougeL,loss", "--data", rows, "--limit", 5).exit_code == 0
     verb, request = requests.pop()
     assert verb == "evaluate" and request["metrics"] == ["loss", "rougeL"] and request["limit"] == 5
     assert call("eval", tmp_path, "--tasks", "a,b", "--num-fewshot", 2).exit_code == 0

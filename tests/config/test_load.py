@@ -179,7 +179,8 @@ def test_an_empty_section_is_its_defaults(tmp_path):
         ("a.json", "{}", ["empty"]),
         ("a.yaml", "- model\n", ["the run file is a list"]),
         ("a.json", "3", ["single value"]),
-        ("a.txt", "x", [".yaml, .yml, .toml, .json"]),
+        ("a.txt", "x", ["a data file, not a run file", "data.train"]),
+        ("a.yaml.bak", "x", [".yaml, .yml, .toml, .json"]),
         ("a.yaml", "[" * 1500, ["not valid YAML", "nested"]),
         ("a.json", "[" * 200000, ["not valid JSON", "nested"]),
         ("a.json", '{"name": ' + "[" * 100 + "]" * 100 + "}", ["nested more than"]),
@@ -310,7 +311,8 @@ def test_null_takes_a_key_back(tmp_path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("batch.samples", "write section.key=value, such as batch.samples=32"),
+        ("batch.samples", "write batch.samples=VALUE"),
+        ("batch.sample", "write section.key=value, such as batch.samples=32"),
         ("batch=3", "`batch` is a section"),
         ("batch.sample=3", "did you mean `batch.samples`?"),
         ("batch.samples=many", "command line: `batch.samples`: got many, allowed"),

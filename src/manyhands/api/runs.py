@@ -54,7 +54,7 @@ def plan(
     launcher = detect_launcher()
     launched = None if launcher.kind == "none" or host is not None else launcher.world_size
     config = loaded.config if host is not None else apply_variables(loaded.config)[0]
-    facts = gather_facts(config, world_size=launched, identify=False, host=host, report=_report_aside)
+    facts = gather_facts(config, world_size=launched, identify=False, only_plans=True, host=host, report=_report_aside)
     made = make_plan(config, facts)
     refuse_unmatched(config, made, facts.model)
     return made

@@ -13,7 +13,6 @@ from manyhands.cli import process
 from manyhands.cli.run_file import find_run_folder
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
-from manyhands.data.hub_sets import is_hub
 from manyhands.infer.settings import SERVED, GenerationSettings
 from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
 
@@ -275,9 +274,6 @@ def evaluate(
     """Evaluate a trained model beside its base: losses, scores of its answers, tasks of lm-eval."""
     if output is not None and output.is_file():
         raise UserError("--output is a file", where=str(output), fix="name a folder")
-    if data is not None and not is_hub(data) and not any(glob.iglob(str(Path(data).expanduser()))):
-        fix = "correct the path; hub:OWNER/NAME names a data set of the hub"
-        raise UserError("no such data file", where=f"--data {data}", fix=fix)
     request: dict[str, Any] = {
         "folder": str(find_run_folder(run)),
         "base": base,
@@ -298,6 +294,9 @@ def evaluate(
     asked = check_metrics([name.strip() for name in metrics.split(",") if name.strip()], extract)
     if not set(asked) & set(TEXT_METRICS):
         _refuse_for_losses(limit=limit, stop=stop, batch_size=batch_size, max_new_tokens=own_length)
+    if data is not None and not data.startswith("hub:") and not any(glob.iglob(str(Path(data).expanduser()))):
+        fix = "correct the path; hub:OWNER/NAME names a data set of the hub"
+        raise UserError("no such data file", where=f"--data {data}", fix=fix)
     request |= {
         "data": data,
         "metrics": asked,

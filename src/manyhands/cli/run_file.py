@@ -234,7 +234,7 @@ def plan(
         config, notes = apply_variables(config)
         for note in notes:
             report_aside(f"note: {note}")
-    facts = gather_facts(config, identify=False, host=host, report=report_aside)
+    facts = gather_facts(config, identify=False, only_plans=True, host=host, report=report_aside)
     made = make_plan(config, facts)
     refuse_unmatched(config, made, facts.model)
     print(made.model_dump_json(indent=2)) if as_json else open_console().print(explain_plan(made))

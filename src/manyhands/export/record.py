@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from manyhands.checkpoint.manifest import MANIFEST
 from manyhands.core.errors import UserError
 from manyhands.core.files import hash_files, read_json, refuse_links, write_json
+from manyhands.launch.resume_rules import MANIFEST
 
 RECORD = "manyhands.json"
 CARD = "README.md"

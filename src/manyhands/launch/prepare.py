@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from manyhands.facts.adapter import find_adapter, read_base_files
 from manyhands.facts.host import read_disks, read_host_facts
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import differing_files, identify_files
-from manyhands.facts.model import read_model_facts, resize_vocabulary
+from manyhands.facts.model import has_weights, read_model_facts, resize_vocabulary
 from manyhands.facts.model_config import judge_packing
 from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
 from manyhands.launch.environment import apply_variables
@@ -342,6 +343,7 @@ def gather_facts(
     group: NodeGroup | None = None,
     saves: bool = True,
     identify: bool = True,
+    only_plans: bool = False,
     report: Callable[[str], Any] = print,
 ) -> Facts:
     """Find the model, read its dimensions, prepare the rows (cached), and look at the machine.
@@ -352,10 +354,12 @@ def gather_facts(
     machine in place of this one, of whose disk nothing is known. ``data``: the rows, where they are prepared already.
     ``saves``: whether checkpoints and a result are written, for which the disk must have room. ``identify``:
     hash the base model's files, which a run that can be resumed needs; that reads all of them once. ``report`` gets
-    what takes time, as text.
+    what takes time, as text. ``only_plans``: config.json suffices of the model; without weights they are those that
+    it describes, without a tokenizer the lengths of samples are estimates.
     The model is judged before the data is touched, so that a wrong name costs nothing.
     """
     from manyhands.data.prepare import prepare, refuse_outside_ids
+    from manyhands.data.stand_in import CHARACTERS, has_tokenizer, write_stand_in
 
     needs_weights = config.model.init == "pretrained"
     folder = locate_model(
@@ -363,12 +367,26 @@ def gather_facts(
         config.model.revision,
         needs_weights,
         trust_remote_code=config.model.trust_remote_code,
+        config_suffices=only_plans,
         report=report,
     )
-    model = judge_packing(config, read_model_facts(folder, config.model.name, config.model.init), report)
+    init = config.model.init
+    if only_plans and needs_weights and (folder / "config.json").is_file() and not has_weights(folder):
+        report("note: there are no weights: planned for those that config.json describes; a run needs the files")
+        init = "random"
+    model = judge_packing(config, read_model_facts(folder, config.model.name, init), report)
     if identify:
         model = model.model_copy(update={"files": identify_files(folder, config, report)})
-    new_tokens = find_new_tokens(config.model, folder, model.vocab_size)
+    text_folder = folder
+    if only_plans and not has_tokenizer(folder) and data is None:
+        report(
+            f"note: there is no tokenizer: lengths of samples are estimated, {CHARACTERS} characters to a token;"
+            " a run needs the tokenizer's files"
+        )
+        scratch = tempfile.TemporaryDirectory(prefix="manyhands-plan-")  # removed with this function's frame
+        text_folder = Path(scratch.name)
+        write_stand_in(folder, text_folder)
+    new_tokens = find_new_tokens(config.model, text_folder, model.vocab_size)
     adapter = find_adapter(config, report)
     if adapter is not None and (others := differing_files(read_base_files(Path(adapter.folder)), model.files)):
         report(f"warning: the adapter was trained on another base model, by SHA-256: {'; '.join(others)}")
@@ -377,8 +395,8 @@ def gather_facts(
         world_size, local_world_size = group.world_size, max(group.num_ranks)
     elif config.parallel.nodes != "auto" and world_size is None and host is None:  # those not here are like this one
         host = read_host_facts().model_copy(update={"num_nodes": config.parallel.nodes})
-    data = prepare(config, folder, report) if data is None else data
-    refuse_outside_ids(config, folder, data, model.vocab_size if new_tokens is None else new_tokens.vocab_size)
+    data = prepare(config, text_folder, report) if data is None else data
+    refuse_outside_ids(config, text_folder, data, model.vocab_size if new_tokens is None else new_tokens.vocab_size)
     disks = folder_of(config).path, config.data.cache, data.num_images
     return Facts(
         model=resize_vocabulary(model, new_tokens),
