@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -357,3 +358,16 @@ def test_a_mapping_is_not_changed_and_its_errors_name_the_place():
 def test_a_window_in_which_no_loss_could_be_called_a_spike_is_refused(tmp_path):
     error = refusal(write(tmp_path, BASE + "guards: {spike_window: 15}\n"))
     assert "guards.spike_window" in str(error) and "16" in str(error)
+
+
+def test_findings_are_in_the_order_of_their_lines(tmp_path):
+    text = (
+        "model: {name: m}\nstop: {max_step: 3}\nbatch:\n  samples: many\n  loss_tokens: 5\n"
+        "data: {train: a.jsonl, x: 1}\n"
+        "zzz: 3\noptimizer:\n  learning_rate: hot\n"
+    )
+    error = refusal(write(tmp_path, text), "seed=x", "nope=1")
+    found = [re.match(r"line (\d+)", detail) for detail in error.details]
+    lines = [int(match[1]) for match in found if match]
+    assert lines == sorted(lines) == [2, 4, 6, 7, 9], error
+    assert [detail for detail in error.details[-2:] if detail.startswith("command line")] == list(error.details[-2:])

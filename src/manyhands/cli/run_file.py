@@ -11,7 +11,6 @@ import typer
 from manyhands.cli.gpus import ask_gpus, gpus_to_start, host_to_plan
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.text import open_console
-from manyhands.facts.gpu_kinds import plain_number
 
 if TYPE_CHECKING:
     from manyhands.config.load import LoadedRun
@@ -69,6 +68,7 @@ def load_run(
 
     ``gpus``: a number, or a kind with one (``8xH200``), whose number is meant.
     """
+    from manyhands.facts.gpu_kinds import plain_number
     from manyhands.launch.run_file import load_for_start
 
     overrides = list(overrides or ())

@@ -5,6 +5,7 @@ Knows the schema and the file, not the model, the data or the machine (those are
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -273,11 +274,23 @@ def _validate(
         try:
             config = RunConfig.model_validate(mapping)
         except ValidationError:  # too broken for the checks of contradictions
-            raise _error(findings, where) from None
+            raise _error(_in_line_order(findings, origins), where) from None
     findings += [_name_origins(finding, foreign) for finding in (*check(config), *_check_paths(config))]
     if findings:
-        raise _error(findings, where)
+        raise _error(_in_line_order(findings, origins), where)
     return config
+
+
+def _in_line_order(findings: list[str], origins: Mapping[str, str]) -> list[str]:
+    """By the line that a finding begins with, or else of the first key that it names and the file sets; the rest
+    last.
+    """
+
+    def line_of(finding: str) -> float:
+        places = [finding.partition(":")[0], *(origins.get(key, "") for key in re.findall(r"`([^`: ]+)", finding))]
+        return next((int(found[1]) for place in places if (found := re.search(r"\bline (\d+)", place))), math.inf)
+
+    return sorted(findings, key=line_of)
 
 
 def _name_origins(finding: str, foreign: Mapping[str, str]) -> str:
