@@ -74,11 +74,11 @@ def locate_model(
     except UserError as error:
         if not config_suffices:
             raise
-        folder = _cached_config(name, revision)
-        if folder is None:
+        found = _cached_config(name, revision)
+        if found is None:
             error.fix += "; a plan needs no more than a folder with the model's config.json in model.name"
             raise
-        return folder
+        return found
 
 
 def find_result(folder: Path) -> Path:
