@@ -104,9 +104,10 @@ def test_a_finished_run_becomes_longer_from_python(place: Place) -> None:
         keys = {"name": "python-longer", "output.dir": place.folder / "runs", "stop.max_steps": steps}
         return mh.train(place.folder / "run.yaml", keys)
 
-    short, longer = train(2), train(4)
+    first = train(2).losses
+    longer = train(4)
     assert (longer.state, len(longer.losses), longer.report["measured"]["steps"]) == ("finished", 4, 4)
-    assert longer.losses[:2] == short.losses and "2 -> 4" in longer.plan.explain(width=1000)
+    assert longer.losses[:2] == first and "2 -> 4" in longer.plan.explain(width=1000)
     with pytest.raises(mh.UserError, match="would make this run shorter"):
         train(3)
 

@@ -182,6 +182,22 @@ def test_an_adapter_alone_and_merged(tmp_path: Path, capsys: pytest.CaptureFixtu
         torch.testing.assert_close(logits(opened), logits(models[7]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("merge", [(), ("--merge",)])
+def test_a_second_export_is_there_already_unless_it_would_be_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], merge: tuple[str, ...]
+) -> None:
+    run, _ = make_run(tmp_path, "lora")
+    command_line = [str(run), "--output", str(tmp_path / "out"), *merge]
+    assert main(command_line) == 0 and capsys.readouterr().out.startswith("verified ")
+    assert main(command_line) == 0 and capsys.readouterr().out.startswith("already there, verified: ")
+    others = ["--dtype", "bfloat16"], [] if merge else ["--merge"]
+    for other in (*filter(None, others),):
+        assert main([*command_line, *other]) == 2 and "not empty" in capsys.readouterr().err
+    assert main([str(run / "checkpoints" / "step-000005"), *command_line[1:]]) == 2
+    next((tmp_path / "out").glob("*.safetensors")).write_bytes(b"changed")
+    assert main(command_line) == 2 and "not empty" in capsys.readouterr().err
+
+
 def test_an_adapter_ends_its_answers_where_the_merged_model_does(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path, "lora", model={"special_tokens": {"eos": "w9"}})
     assert main([str(run), "--output", str(tmp_path / "adapter")]) == 0
