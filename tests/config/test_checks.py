@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from manyhands.config.checks import check
+from manyhands.config.data_schema import default_cache
+from manyhands.config.load import config_from_mapping
+from manyhands.core.errors import UserError
 from tests.config.builders import config
 
 CONTRADICTIONS = [
@@ -168,3 +175,43 @@ def test_contradictions_are_reported_together():
         )
         == 3
     )
+
+
+@pytest.mark.parametrize("blank", ["", " \t"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "model.name", "model.revision", "model.chat_template", "model.special_tokens.eos", "method.adapter",
+        "method.target_modules[0]", "method.modules_to_save[0]", "data.train", "data.train[0]", "data.train[0].path",
+        "data.train[0].name", "data.validation", "data.validation[0]", "data.ignore[0]", "data.fields.prompt",
+        "data.image_folder", "data.cache", "evaluate.data.extra", "output.dir", "submit.partition", "submit.options[0]",
+    ],
+)  # fmt: skip
+def test_text_that_names_nothing_is_refused_by_its_place(place: str, blank: str) -> None:
+    names = place.replace("[0]", ".0").split(".")
+    value: object = blank
+    for name in reversed(names[2:]):
+        value = (
+            [value] if name == "0" else {name: value} | ({"path": "a"} if names[2] == "0" and name != "path" else {})
+        )
+    run = {"name": "t", "model": {"name": "m"}, "data": {"train": "a.jsonl"}}
+    run[names[0]] = {**run.get(names[0], {}), names[1]: value}  # type: ignore[dict-item]
+    with pytest.raises(UserError) as caught:
+        config_from_mapping(run, where="test")
+    assert any(f"`{place}`" in line or f"`{place}:" in line or f"`{place.rpartition('[')[0]}" in line
+               for line in caught.value.details), caught.value.details  # fmt: skip
+
+
+def test_text_that_may_be_blank() -> None:
+    given = config(data__chat_template_kwargs={"prefix": ""}, submit__environment={"A": ""}, model__new_tokens=["\t\t"])
+    assert not [finding for finding in check(given) if "is empty" in finding]
+
+
+def test_the_cache_follows_xdg() -> None:
+    assert default_cache({}) == default_cache({"XDG_CACHE_HOME": ""}) == "~/.cache/manyhands/data"
+    assert default_cache({"XDG_CACHE_HOME": "relative"}) == "~/.cache/manyhands/data"
+    assert default_cache({"XDG_CACHE_HOME": "/scratch/me"}) == "/scratch/me/manyhands/data"
+    code = "from manyhands.config.schema import DataSection; print(DataSection(train='x').cache)"
+    environ = os.environ | {"XDG_CACHE_HOME": "/scratch/me", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == "/scratch/me/manyhands/data\n"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from manyhands.core.errors import UserError
 from manyhands.plan.choices import ENOUGH_TOKENS_PER_S, MAX_AUTO_WORKERS, choose_data_workers
 from manyhands.plan.layout import HOLDING, Mesh, change, choose_holding, mesh_of
 from manyhands.plan.search import plan
@@ -84,6 +85,31 @@ def test_activation_checkpointing_by_layer() -> None:
     assert layout.checkpointing_by_layer(5) == ("full", "full", "full", "selective", "selective")
     assert make_layout(activation_checkpointing="selective").checkpointing_by_layer(2) == ("selective", "selective")
     assert change(layout, activation_checkpointing="selective").last_checkpointing == "none"
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "largest"),
+    [
+        ({"data__workers": 1_000_000}, 1, ("data.workers", "32")),
+        ({"data__workers": 9}, 4, ("data.workers", "8")),
+        ({"data__workers": 8}, 4, None),
+        ({"parallel__device": "cpu", "parallel__gpus": 1_000_000}, 0, ("parallel.gpus", "32")),
+        ({"parallel__device": "cpu", "parallel__gpus": 4, "data__workers": 9}, 0, ("data.workers", "8")),
+        ({"parallel__device": "cpu", "parallel__gpus": 4, "data__workers": 8}, 0, None),
+    ],
+)
+def test_processes_are_bounded_by_cores(keys: dict[str, Any], gpus: int, largest: tuple[str, str] | None) -> None:
+    """8 cores take 32."""
+    given = facts(llama_1b(), gpus=gpus)
+    if largest is None:
+        plan(run_config(**keys), given)
+        return
+    with pytest.raises(UserError, match="8 cores") as caught:
+        plan(run_config(**keys), given)
+    assert (caught.value.where, caught.value.fix) == (
+        largest[0],
+        f"set {largest[0]} to at most {largest[1]}, or to auto",
+    )
 
 
 @pytest.mark.parametrize(

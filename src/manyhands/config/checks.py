@@ -13,11 +13,12 @@ from typing import Any
 
 from manyhands.config.data_schema import MOST_PIXELS
 from manyhands.config.keys import show, table
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import RunConfig, Source
 from manyhands.config.sources import READY, check_formats, check_sources, list_sources
 
 Findings = Iterator[str]
 
+MAY_BE_BLANK = ("data.chat_template_kwargs", "submit.setup", "submit.environment")
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")  # it becomes part of a curve's name
 _OF_LORA = ("rank", "alpha", "dropout", "target_modules", "rslora", "dora", "modules_to_save", "adapter")
 LORA_KEYS = (*(f"method.{name}" for name in _OF_LORA), "output.merge")
@@ -51,6 +52,27 @@ def _unused(config: RunConfig, paths: tuple[str, ...], because: str, fix: str) -
     for path in paths:
         if _is_set(config, path):
             yield f"`{path}` has no effect with `{because}: {show(_value(config, because))}`: remove it, or {fix}"
+
+
+def _check_blank(config: RunConfig) -> Findings:
+    """Text without a character, where that names nothing."""
+    for path in table():
+        if path not in MAY_BE_BLANK:
+            for place, text in _list_texts(_value(config, path), path):
+                if not (text if path == "model.new_tokens" else text.strip()):
+                    yield f"`{place}` is empty: give a value, or remove it"
+
+
+def _list_texts(value: object, place: str) -> Iterator[tuple[str, str]]:
+    """(place, text) of a key's value and all that it holds."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _list_texts(item, f"{place}[{index}]")
+    elif isinstance(value, (Mapping, Source)):
+        for name, item in value.items() if isinstance(value, Mapping) else value:
+            yield from _list_texts(item, f"{place}.{name}")
 
 
 def _check_batch(config: RunConfig) -> Findings:
@@ -241,8 +263,6 @@ def _check_special_tokens(config: RunConfig) -> Findings:
     for name, token in config.model.special_tokens.items():
         if name not in SPECIAL_TOKENS:
             yield f"`model.special_tokens` has {name!r}: name one of {', '.join(SPECIAL_TOKENS)}"
-        elif not token.strip():
-            yield f"`model.special_tokens.{name}` is empty: name a token, or remove it"
 
 
 def _check_lengths(config: RunConfig) -> Findings:
@@ -378,6 +398,7 @@ def _check_kernels(config: RunConfig) -> Findings:
 
 
 RULES: tuple[Callable[[RunConfig], Findings], ...] = (
+    _check_blank,
     _check_batch,
     _check_schedule,
     _check_stop,

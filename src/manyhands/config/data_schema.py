@@ -5,6 +5,8 @@ Part of the schema (``schema.py``), under its rules: no torch, no file, no side 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -59,6 +61,12 @@ class Source(Section):
         description="Passes over the source per epoch: 0.5 takes a different half in each epoch, 2 every sample twice.",
     )
     max_samples: PositiveInt | None = Field(None, description="Use at most this many samples, chosen by the seed.")
+
+
+def default_cache(environ: Mapping[str, str]) -> str:
+    """``data.cache``, as the XDG base directory specification has it: a relative path is not one."""
+    folder = environ.get("XDG_CACHE_HOME", "")
+    return f"{folder if folder.startswith('/') else '~/.cache'}/manyhands/data"
 
 
 class DataSection(Section):
@@ -176,7 +184,10 @@ class DataSection(Section):
         "auto",
         description="Data loader processes per rank; 0 is one thread, auto takes as many as the batches need.",
     )
-    cache: str = Field("~/.cache/manyhands/data", description="Folder of tokenized data, shared between runs.")
+    cache: str = Field(
+        default_cache(os.environ),
+        description="Folder of tokenized data, shared between runs; its default is in $XDG_CACHE_HOME where that is set.",
+    )
 
 
 class BatchSection(Section):

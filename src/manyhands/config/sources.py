@@ -140,7 +140,7 @@ def list_sources(config: RunConfig) -> list[SourceRules]:
     for name, value in (("data.train", data.train), ("data.validation", data.validation)):
         items = (value,) if isinstance(value, str) else value or ()
         for index, item in enumerate(items):
-            source = Source(path=item) if isinstance(item, str) else item
+            source = Source(path=item or PLACEHOLDER) if isinstance(item, str) else item
             place = name if isinstance(value, str) else f"{name}[{index}]"
 
             def rule(key: str, source: Source = source, place: str = place) -> tuple[str, Any]:

@@ -18,6 +18,7 @@ from manyhands.plan.hardware import (
     choose_device,
     choose_shard_ranks,
     choose_world_size,
+    count_nodes,
     explain_hardware,
     explain_nodes,
 )
@@ -35,6 +36,7 @@ ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the collating thread idle nine 
 COLLATE_SAMPLE_S, COLLATE_TOKEN_S = 15e-6, 4e-9
 IMAGE_S = 0.04  # of one process, to decode and prepare a megapixel (measured: 0.038 s, JPEG to patches of 16 x 16)
 MAX_AUTO_WORKERS = 8
+PROCESSES_PER_CORE, MIN_PROCESSES = 4, 16  # that a key may ask of a machine
 AUTO_LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "patterns": 2e-5}
 
 
@@ -86,6 +88,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     master, why_master = choose_master_dtype(config, compute, parts)
     output, why_output = choose_output_dtype(config, facts.model, compute)
     data_workers, why_workers = choose_data_workers(config, facts, device)
+    check_processes(config, facts, device, world_size)
     return Decisions(
         device=device,
         world_size=world_size,
@@ -249,6 +252,25 @@ def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[
     if has_one_length(data):
         return True, reason("compile", compile=True, source="one_length", tokens=data.max_length)
     return True, reason("compile", compile=True, source="packs" if config.data.packing else "lengths")
+
+
+def check_processes(config: RunConfig, facts: Facts, device: Device, world_size: int) -> None:
+    """UserError where a key asks one machine for more processes than its cores can be for."""
+    ranks = math.ceil(world_size / max(1, count_nodes(facts) or 1))
+    workers = config.data.workers if config.data.workers != "auto" else 0
+    most = max(MIN_PROCESSES, PROCESSES_PER_CORE * facts.host.num_cores)
+    on_cpu = device == "cpu" and config.parallel.gpus != "auto"
+    for key, num, largest in (
+        ("parallel.gpus", ranks if on_cpu else 0, most * max(1, count_nodes(facts) or 1)),
+        ("data.workers", ranks * workers, most // ranks),
+    ):
+        if num > most:
+            raise UserError(
+                f"{key} would start {num:,} processes on one machine, which has {facts.host.num_cores} cores",
+                where=key,
+                why=f"at most {PROCESSES_PER_CORE} for each core are started, or {MIN_PROCESSES}",
+                fix=f"set {key} to at most {largest:,}, or to auto",
+            )
 
 
 def choose_data_workers(config: RunConfig, facts: Facts, device: Device) -> tuple[int, Reason]:
