@@ -136,6 +136,22 @@ def test_columns_that_are_not_read_are_named_by_source(write_rows, make_config, 
     assert run(config, model_folder)[2][1:] == lines[1:]  # from the cache too
 
 
+def test_the_index_of_pandas_is_left_out_and_named(tmp_path: Path, make_config, model_folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": f"a {n}", "completion": "b"} for n in range(20)]
+    (tmp_path / "a.csv").write_text(",prompt,completion\n" + "".join(f"{7 * n},a {n},b\n" for n in range(20)))
+    pq.write_table(
+        pa.Table.from_pylist([row | {"__index_level_0__": n} for n, row in enumerate(rows)]), tmp_path / "b.parquet"
+    )
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [run(make_config(tmp_path / name), model_folder) for name in ("a.csv", "b.parquet", "c.jsonl")]
+    assert len({store.meta["files"]["tokens.bin"] for _, store, _ in found}) == 1
+    assert found[0][0].unread == {"a": ("Unnamed: 0",)} and found[1][0].unread == {"b": ("__index_level_0__",)}
+    assert "columns of a that are not read: Unnamed: 0" in found[0][2]
+
+
 def test_a_column_that_fields_names_is_read(write_rows, make_config, model_folder: Path) -> None:
     rows = numbered({"prompt": "a", "chosen": "b", "rejected": "c"})
     config = make_config(write_rows(rows), fields={"completion": "chosen"}, ignore=["rejected"])

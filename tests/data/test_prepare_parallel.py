@@ -77,7 +77,7 @@ def test_faults_are_the_same_and_in_order(
         with pytest.raises(UserError, match="30 rows cannot be trained") as caught:
             prepare(make_config(rows_folder), model_folder, lambda _: None, num_processes=number)
         told.append(str(caught.value))
-    assert told[0] == told[1] and "1.jsonl:41:" in told[0] and "and 10 more" in told[0]
+    assert told[0] == told[1] and "1.jsonl:41:" in told[0] and "(29 more: 42, 43, 44, 45, ...)" in told[0]
     with (rows_folder / "2.jsonl").open("a") as file:
         file.write("{\n")
     with pytest.raises(UserError, match="1 line cannot be read"):

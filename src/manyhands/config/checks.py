@@ -260,7 +260,7 @@ SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
 
 
 def _check_special_tokens(config: RunConfig) -> Findings:
-    for name, token in config.model.special_tokens.items():
+    for name in config.model.special_tokens:
         if name not in SPECIAL_TOKENS:
             yield f"`model.special_tokens` has {name!r}: name one of {', '.join(SPECIAL_TOKENS)}"
 

@@ -186,7 +186,7 @@ class DataSection(Section):
     )
     cache: str = Field(
         default_cache(os.environ),
-        description="Folder of tokenized data, shared between runs; its default is in $XDG_CACHE_HOME where that is set.",
+        description="Folder of tokenized data, shared between runs; by default in $XDG_CACHE_HOME where that is set.",
     )
 
 

@@ -18,14 +18,18 @@ from typing import Any, BinaryIO, cast
 from manyhands.core.errors import UserError
 
 MAX_SHOWN = 20
+MAX_PLACES = 5  # of one fault
+NOT_UTF8 = "not UTF-8"
 
 
 class Findings:
-    """Counts faults and keeps the first 20 as ``file:line: reason``, in the order found. Travels between processes."""
+    """Counts faults, and keeps the first 20 different ones with the first places of each, in the order found. Travels
+    between processes as JSON.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self.shown: list[str] = []
+        self.faults: dict[str, tuple[int, list[tuple[str, int]]]] = {}  # reason: (rows with it, the first of them)
         self.stopped = ""  # the place that nothing was read after
 
     def add(self, file: str, line: int, reason: str, *, stops: bool = False) -> None:
@@ -33,25 +37,44 @@ class Findings:
         self.count += 1
         if stops and not self.stopped:
             self.stopped = f"{file}:{line}"
-        if len(self.shown) < MAX_SHOWN:
-            self.shown.append(f"{file}:{line}: {reason}")
+        self._keep(reason, 1, [(file, line)])
 
     def extend(self, other: Findings) -> None:
         """Takes in what was found in the part that follows."""
         self.count += other.count
-        self.shown += other.shown[: MAX_SHOWN - len(self.shown)]
+        for reason, (count, places) in other.faults.items():
+            self._keep(reason, count, places)
         self.stopped = self.stopped or other.stopped
+
+    def _keep(self, reason: str, count: int, places: list[tuple[str, int]]) -> None:
+        if reason in self.faults or len(self.faults) < MAX_SHOWN:
+            before, known = self.faults.get(reason, (0, []))
+            self.faults[reason] = before + count, [*known, *places][:MAX_PLACES]
+
+    @property
+    def shown(self) -> list[str]:
+        """A line ``file:line: reason`` for each kept fault, with more places where several rows have it."""
+        return [_describe_fault(reason, count, places) for reason, (count, places) in self.faults.items()]
 
     def raise_if_any(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         """Raises a UserError with every kept finding; ``{n}`` in ``what`` becomes the count."""
         if not self.count:
             return
-        details = list(self.shown)
-        if self.count > len(details):
-            details.append(f"and {self.count - len(details):,} more")
+        details = self.shown
+        if left := self.count - sum(count for count, _ in self.faults.values()):
+            details.append(f"and {left:,} more")
         if self.stopped:
             details.append(f"nothing after {self.stopped} was read: there may be more faults")
         raise UserError(_count(what, self.count), where=where, why=why, fix=fix, details=details)
+
+
+def _describe_fault(reason: str, count: int, places: list[tuple[str, int]]) -> str:
+    file, line = places[0]
+    if count == 1:
+        return f"{file}:{line}: {reason}"
+    others = [str(number) if path == file else f"{Path(path).name}:{number}" for path, number in places[1:]]
+    more = ", ..." if count > len(places) else ""
+    return f"{file}:{line}: {reason} ({count - 1:,} more: {', '.join(others)}{more})"
 
 
 def _count(what: str, count: int) -> str:
@@ -270,7 +293,7 @@ def read_lines(
                 findings.add(
                     str(path),
                     number,
-                    f"not UTF-8: {error.reason} (byte 0x{raw[error.start]:02x} at column {error.start + 1})",
+                    f"{NOT_UTF8}: {error.reason} (byte 0x{raw[error.start]:02x} at column {error.start + 1})",
                 )
                 if keep_broken:
                     yield number, raw.decode("utf-8", errors="replace")

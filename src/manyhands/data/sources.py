@@ -21,6 +21,7 @@ from manyhands.data.arrow_files import read_arrow, read_parquet, split_arrow, sp
 from manyhands.data.files import (
     BINARY_KINDS,
     KIND_NAMES,
+    NOT_UTF8,
     FilePart,
     Findings,
     Row,
@@ -315,8 +316,13 @@ def read_part(part: FilePart, findings: Findings | None = None) -> Iterator[Row]
 
 def raise_unreadable(findings: Findings, where: str) -> None:
     """A UserError for what could not be read, if anything."""
-    kind = kind_of(Path(where)) or ""
-    findings.raise_if_any("{n} lines cannot be read", where=where, fix=FIXES.get(kind, "write the file again"))
+    fix = FIXES.get(kind_of(Path(where)) or "", "write the file again")
+    if any(reason.startswith(NOT_UTF8) for reason in findings.faults):
+        fix = (
+            "save the file as UTF-8: iconv -f latin1 -t utf-8 (windows-1252 where it comes from Windows), or "
+            "correct these lines"
+        )
+    findings.raise_if_any("{n} lines cannot be read", where=where, fix=fix)
 
 
 def read_rows(source: Source | str | Path) -> Iterator[Row]:

@@ -221,9 +221,11 @@ class Outcome:
         values = json.loads(path.read_text(encoding="utf-8"))
         for name in ("unreadable", "refused", "too_long", "bad_images"):
             findings = Findings()
-            findings.count, findings.shown, findings.stopped = (
-                values[name][key] for key in ("count", "shown", "stopped")
-            )
+            findings.count, findings.stopped = values[name]["count"], values[name]["stopped"]
+            findings.faults = {
+                reason: (count, [(file, line) for file, line in places])
+                for reason, (count, places) in values[name]["faults"].items()
+            }
             values[name] = findings
         return Outcome(**values)
 
@@ -271,7 +273,7 @@ class Outcome:
                 where=where,
                 why=f"{self.num_bad_images:,} rows have images that cannot be used",
                 fix="correct these rows",
-                details=list(self.bad_images.shown),
+                details=self.bad_images.shown,
             )
         if not self.num_samples and (self.num_too_long or self.num_too_short):
             raise UserError(

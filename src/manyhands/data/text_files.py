@@ -7,6 +7,9 @@
 | csv | a record below the header; the separator is a tab in .tsv files, else the header's own of ``, ; tab |`` |
 | text | a document ``{"text": ...}``; documents are separated by blank lines |
 
+A first column of a CSV file that has numbers and no name is pandas' index: it is called ``Unnamed: 0``, as pandas calls
+it, and no format reads it.
+
 A .json file is read a value at a time: a list is never in memory whole. An object at the top is: it may be one row,
 rows under one key (``{"data": [...]}``), or columns (``{"question": [...], "answer": [...]}``), so it is bounded by
 ``MAX_OBJECT_BYTES``. What is wrong with a line becomes a finding, and reading continues. Knows no format of rows,
@@ -27,9 +30,10 @@ from typing import Any, BinaryIO
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import describe_json_fault
-from manyhands.data.files import MAX_LINE_BYTES, FilePart, Findings, Row, open_data, read_lines
+from manyhands.data.files import MAX_LINE_BYTES, NOT_UTF8, FilePart, Findings, Row, open_data, read_lines
 
 SEPARATORS = ",;\t|"
+INDEX = "Unnamed: 0"
 MAX_VALUES = 16 << 20  # of one JSON text; each is an object of some 64 bytes, however short it is written
 
 
@@ -203,6 +207,8 @@ def read_csv(part: FilePart, findings: Findings) -> Iterator[Row]:
             header = _check_header(record, path, begin)
         elif len(record) != len(header):
             findings.add(part.file, begin, f"{len(record)} fields, but the header has {len(header)}")
+        elif header[0] == INDEX and not record[0].strip().isdecimal():
+            raise _nameless(header, path, begin)
         else:
             yield Row(dict(zip(header, record, strict=True)), part.file, begin)
 
@@ -214,17 +220,28 @@ def _find_separator(header: str) -> str:
 
 
 def _check_header(names: list[str], path: Path, line: int) -> list[str]:
-    names = [name.strip() for name in names]
+    names = [name.strip() or INDEX * (index == 0) for index, name in enumerate(names)]
     twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
-    if twice is not None or "" in names:
-        what = "two columns have the same name" if twice else "a column has no name"
+    if "" in names:
+        raise _nameless(names, path, line)
+    if twice is not None:
         raise UserError(
-            what,
+            "two columns have the same name",
             where=f"{path}:{line}",
             why=f"the header is: {', '.join(names)}",
             fix="name every column in the first line",
         )
     return names
+
+
+def _nameless(names: list[str], path: Path, line: int) -> UserError:
+    return UserError(
+        "a column has no name",
+        where=f"{path}:{line}",
+        why=f"the header is: {', '.join(names)}; only the first one may have none, where it holds numbers (the index "
+        "that pandas writes)",
+        fix="name every column in the first line, or write the file with index=False",
+    )
 
 
 CHUNK_BYTES = 1 << 20
@@ -301,7 +318,7 @@ class _Scanner:
         except UnicodeDecodeError as error:
             self._advance(len(self._buffer))
             self.line += error.object.count(b"\n", 0, error.start)
-            raise _Broken(f"not UTF-8: {error.reason} (byte 0x{error.object[error.start]:02x})") from None
+            raise _Broken(f"{NOT_UTF8}: {error.reason} (byte 0x{error.object[error.start]:02x})") from None
         self._buffer, self._position = kept + text, 0
         return True
 
