@@ -153,7 +153,8 @@ def plan_it(done: Translation, work: Path, gpus: str) -> None:
     mapping["model"]["name"] = str(
         tiny_folder(asked, work / "models", tekken=mapping["model"].get("chat_template") == "tekken")
     )
-    mapping.setdefault("method", {}).pop("adapter", None)
+    for key in ("adapter", "parts"):  # parts: the tiny model is of text alone
+        mapping.setdefault("method", {}).pop(key, None)
     for key, first in (("train", 0), ("validation", 1_000_000)):
         if mapping["data"].get(key):
             mapping["data"][key] = _tiny_sources(mapping["data"][key], mapping["data"], work / "data", first)

@@ -111,6 +111,24 @@ def test_overrides_of_lists_sources_and_mappings(tmp_path: Path) -> None:
     assert "`data.fields`: got" in text and "unknown key `data.max_samples.x`" in text
 
 
+def test_roles_of_a_source_are_those_of_templates_and_of_rows_that_name_roles(tmp_path: Path) -> None:
+    text = "model: {name: m}\ndata:\n  train: [{path: a.jsonl, format: FORMAT, roles: {visitor: ROLE}}]\n"
+    found = load_config(write(tmp_path, text.replace("FORMAT", "messages").replace("ROLE", "user"))).data.train
+    assert found[0].roles == {"visitor": "user"}
+    assert "`user`, `assistant`" in refusal(write(tmp_path, text.replace("FORMAT", "messages")))
+    no_roles = refusal(write(tmp_path, text.replace("FORMAT", "alpaca").replace("ROLE", "user")))
+    assert "`data.train[0].roles` has no effect with `data.train[0].format: alpaca`" in no_roles
+
+
+@pytest.mark.parametrize(("value", "held"), [("0.1", 0.1), ("3", 3), ("0.0", 0.0), ("0", 0), ("1", 1)])
+def test_a_whole_number_is_held_out_as_that_many_samples(tmp_path: Path, value: str, held: float) -> None:
+    found = load_config(write(tmp_path, LIST), [f"data.validation_fraction={value}"]).data.validation_fraction
+    assert (found, found >= 1) == (held, held >= 1)
+    for wrong in ("1.0", "1.5", "-1"):
+        text = refusal(write(tmp_path, LIST), f"data.validation_fraction={wrong}")
+        assert "a number >= 0 and < 1 or an integer >= 1" in text
+
+
 def test_sources_are_explained() -> None:
     text = explain("data.train")
     assert "a path" in text and "weight: Passes over the source per epoch" in text and "subset: hub:" in text

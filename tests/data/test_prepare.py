@@ -107,6 +107,10 @@ def test_few_rows_and_a_validation_file(write_rows, make_config, model_folder: P
             5,
             "only 5 samples held out for validation instead of 10: half of the 11 there are",
         ),
+        (40, {"validation_fraction": 3}, 3, ""),
+        (40, {"validation_fraction": 1}, 1, ""),
+        (11, {"validation_fraction": 100}, 5, "only 5 samples held out for validation instead of 100: half of the 11"),
+        (1, {"validation_fraction": 5}, 0, "of 1, half is less than one"),
         (9, {}, 0, "no sample is held out for validation"),
         (1, {}, 0, "no sample is held out for validation"),
     ]:

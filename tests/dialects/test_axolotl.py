@@ -336,8 +336,14 @@ def test_a_stream_is_the_rows_that_its_steps_can_take(tmp_path: Path) -> None:
     [
         ({"type": "sharegpt.load_guanaco"}, "type", "write `type: chat_template`"),
         ({"type": "sharegpt", "conversation": "zephyr"}, "conversation", "zephyr is not built in"),
-        ({"type": "chat_template", "roles": {"user": ["visitor"]}}, "roles.user", "visitor is no role of rows"),
-        ({"type": "chat_template", "roles": {"critic": ["user"]}}, "roles.critic", "user is no role of rows"),
+        ({"type": "chat_template", "roles": {"user": [3]}}, "roles.user", "allowed: a list of the names"),
+        ({"type": "chat_template", "roles": {"critic": ["user"]}}, "roles.critic", "templates have no role critic"),
+        ({"type": "chat_template", "roles": {"user": ["a"], "tool": ["a"]}}, "roles.tool", "a is a name of user too"),
+        (
+            {"type": "chat_template", "roles": {"user": ["gpt"]}, "roles_to_train": ["gpt"]},
+            "roles_to_train",
+            "only assistant turns are trained",
+        ),
         ({"type": "chat_template", "roles": ["user"]}, "roles", "allowed: a mapping of role to a list of names"),
         ({"type": "chat_template", "message_field_training": "seen"}, "message_field_training", "write one of train,"),
         ({"type": "alpacca"}, "type", "alpacca is not available: write one of alpaca"),
@@ -357,7 +363,7 @@ def test_what_an_entry_cannot_have_is_refused_at_its_line(
     done = change(tmp_path, datasets=[{"path": "a/b"} | entry])
     found = refused(done)[f"datasets[0].{key}"]
     assert told in found
-    assert next(fate.line for fate in done.fates if fate.key == f"datasets[0].{key}") in range(2, 8)
+    assert next(fate.line for fate in done.fates if fate.key == f"datasets[0].{key}") in range(2, 9)
 
 
 # model and method
@@ -692,6 +698,81 @@ def test_roles_that_state_what_is_so_are_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("roles", "ours"),
+    [
+        ({"user": ["human", "visitor"], "assistant": ["gpt", "Agent 7"]}, {"visitor": "user", "Agent 7": "assistant"}),
+        ({"user": ["assistant"], "assistant": ["user"]}, {"assistant": "user", "user": "assistant"}),
+        ({"assistant": "clerk"}, {"clerk": "assistant"}),
+        ({"user": ["visitor"], "system": ["a.b"]}, {"visitor": "user", "a.b": "system"}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat_template", "sharegpt"])
+def test_roles_of_the_user_s_own_names(tmp_path: Path, kind: str, roles: Any, ours: dict[str, str]) -> None:
+    """The rows are read as those with the names that are known here, whatever turn is trained."""
+    entry = {"path": "a/b", "type": kind, "field_messages": "talk", "roles": roles}
+    done = change(tmp_path, datasets=[entry | {"roles_to_train": [next(n for n in ours if ours[n] == "assistant")]}]
+                  if "assistant" in ours.values() else [entry])  # fmt: skip
+    assert refused(done) == {}
+    (source,) = config_from_mapping(done.mapping).data.train
+    assert not isinstance(source, str) and source.roles == ours
+    assert source.format is not None and source.format != "auto" and source.fields is not None
+    names = ("role", "content") if source.format == "messages" else ("from", "value")
+    read = []
+    for renamed in (ours, {}):
+        back = {role: name for name, role in renamed.items()}
+        turns = [
+            {names[0]: back.get(role, role), names[1]: text} for role, text in (("user", "Hi"), ("assistant", "Yes"))
+        ]
+        row = Row({"talk": turns}, "f", 1)
+        read.append(to_conversation(row, source.format, source.fields, roles=renamed))
+    assert read[0] == read[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours", "kinds"),
+    [
+        ({"wandb_project": "mine"}, {"wandb": "mine"}, {"wandb_project": "mapped"}),
+        ({"use_wandb": True}, {"wandb": "huggingface"}, {"use_wandb": "mapped"}),
+        ({"use_wandb": False, "wandb_entity": "us"}, {}, {"use_wandb": "already", "wandb_entity": "already"}),
+        ({"wandb_project": "mine", "wandb_mode": "disabled"}, {},
+         {"wandb_project": "already", "wandb_mode": "already"}),
+        ({"use_mlflow": True, "mlflow_experiment_name": "x", "mlflow_tracking_uri": "http://x"}, {"mlflow": "x"},
+         {"mlflow_experiment_name": "mapped", "mlflow_tracking_uri": "substituted"}),
+        ({"trackio_project_name": "x", "trackio_space_id": "a/b"}, {"trackio": "x"},
+         {"trackio_space_id": "substituted"}),
+        ({"wandb_project": "mine", "wandb_entity": "us", "wandb_name": "r", "wandb_watch": "all"}, {"wandb": "mine"},
+         {"wandb_entity": "substituted", "wandb_name": "substituted", "wandb_watch": "substituted"}),
+        ({"use_tensorboard": True}, {"tensorboard": True}, {"use_tensorboard": "mapped"}),
+        ({"comet_project_name": "x", "comet_workspace": "w"}, {},
+         {"comet_project_name": "substituted", "comet_workspace": "already"}),
+        ({"use_comet": True}, {}, {"use_comet": "substituted"}),
+        ({"use_swanlab": True, "swanlab_project": "x"}, {},
+         {"use_swanlab": "substituted", "swanlab_project": "already"}),
+        ({"use_otel_metrics": True, "otel_metrics_port": 1}, {}, {"use_otel_metrics": "substituted"}),
+    ],
+)  # fmt: skip
+def test_trackers(tmp_path: Path, changes: dict[str, Any], ours: dict[str, Any], kinds: dict[str, str]) -> None:
+    done = change(tmp_path, **changes)
+    log = done.mapping["log"]
+    assert {name: log[name] for name in ("wandb", "mlflow", "trackio", "tensorboard") if name in log} == ours
+    assert {key: fate(done, key)[0] for key in kinds} == kinds
+    strict = read(tmp_path, yaml.safe_dump(yaml.safe_load(LORA) | changes), strict=True)
+    assert set(refused(strict)) == {key for key, kind in kinds.items() if kind == "substituted"}
+
+
+def test_rows_held_out_options_of_schedules_and_long_texts(tmp_path: Path) -> None:
+    done = change(tmp_path, val_set_size=100, ddp_timeout=7200)
+    assert done.mapping["data"]["validation_fraction"] == 100 and refused(done) == {}
+    assert done.mapping["parallel"]["timeout_s"] == 7200
+    low = change(tmp_path, lr_scheduler="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.2})
+    assert low.mapping["schedule"] | {"name": "cosine", "min_ratio": 0.2} == low.mapping["schedule"]
+    own = change(tmp_path, cosine_min_lr_ratio=0.1, lr_scheduler_kwargs={"num_cycles": 2})
+    assert own.mapping["schedule"]["min_ratio"] == 0.1 and refused(own) == {}
+    text = change(tmp_path, datasets=[{"path": "a/b", "type": "completion"}])
+    assert "beyond 64 x `sequence_len` tokens" in fate(text, "datasets[0].type")[1]
+
+
+@pytest.mark.parametrize(
     ("entry", "source", "template"),
     [
         ({"type": "sharegpt"}, {"format": "sharegpt"}, None),
@@ -735,7 +816,9 @@ def test_a_key_that_stands_twice_without_a_value_is_one(tmp_path: Path) -> None:
         ({"plugins": ["mine.Plugin"]}, "plugins", "mine.Plugin is not available"),
         ({"context_parallel_size": 2}, "context_parallel_size", "`2`: splitting a sequence"),
         ({"neftune_noise_alpha": 5, "noisy_embedding_alpha": 5}, "noisy_embedding_alpha", "keep one"),
-        ({"val_set_size": 100}, "val_set_size", "Axolotl itself refuses a number of rows"),
+        ({"val_set_size": 1}, "val_set_size", "1 is all rows to Axolotl: write a share below 1, or a number of rows"),
+        ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler", "needs options"),
+        ({"lr_scheduler_kwargs": {"power": 2}, "lr_scheduler": "linear"}, "lr_scheduler_kwargs", "cannot be expressed"),
         ({"micro_batch_size": 0}, "micro_batch_size", "got 0, allowed: a whole number above 0"),
         ({"unsloth_lora_mlp": True}, "unsloth_lora_mlp", "Axolotl itself refuses this key"),
         (

@@ -429,6 +429,13 @@ def test_theworld_s_switches_are_parts(switches: dict[str, Any], parts: tuple[st
     assert found["data.image_folder"] == "images" and "method.name" not in found
 
 
+def test_theworld_s_tracker() -> None:
+    found = translated(THEWORLD, {"log_to_wandb": True, "wandb_project": "mine", "wandb_run_name": "r"})
+    assert found.mapping["log"]["wandb"] == "mine" and kinds(found)["wandb_run_name"] == "substituted"
+    off = translated(THEWORLD, {"log_to_wandb": False, "wandb_project": "mine"})
+    assert "wandb" not in off.mapping["log"] and kinds(off)["wandb_project"] == "already"
+
+
 def test_theworld_s_comments_and_the_keys_of_a_world_model_that_is_off() -> None:
     """As in each of its published files."""
     world = {"cosmos_model_name": "nvidia/C", "num_world_steps": 0, "world_projection_mode": "channel"}

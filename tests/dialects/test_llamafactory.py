@@ -38,7 +38,7 @@ INFO = {
     "films": {"file_name": "films.json", "columns": {"prompt": "q", "response": "a", "videos": "film"}},
     "few": {"file_name": "few.json", "num_samples": 50},
     "odd": {"file_name": "odd.json", "formating": "alpaca"},
-    "knight": {"file_name": "knight.json", "formatting": "sharegpt", "tags": {"user_tag": "squire"}},
+    "knight": {"file_name": "knight.json", "formatting": "sharegpt", "tags": {"function_tag": "quest"}},
     "folder": {"hf_hub_url": "org/code", "folder": "python", "columns": {"prompt": "content"}},
 }  # fmt: skip
 LORA = {
@@ -149,6 +149,8 @@ def test_json_and_a_list_of_data_sets(tmp_path: Path) -> None:
             {"data.packing": True, "data.max_length": 1023, "batch.packs": 4},
         ),
         ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 5}, {"data.validation_fraction": 0.1}),
+        ({"val_size": 100}, {"data.validation_fraction": 100}),
+        ({"ddp_timeout": 180000000}, {"parallel.timeout_s": 86400}),
         ({"disable_gradient_checkpointing": True}, {"parallel.activation_checkpointing": "none"}),
         ({"max_steps": 7}, {"stop.max_steps": 7, "stop.epochs": 1_000_000}),
         ({"disable_shuffling": True}, {"data.order": "as_given"}),
@@ -234,6 +236,15 @@ def test_max_samples_are_the_first_rows_and_num_samples_drawn_ones(tmp_path: Pat
     assert few["max_samples"] == 20 and "split" not in few
 
 
+@pytest.mark.parametrize("formatting", ["sharegpt", "openai"])
+def test_tags_of_the_user_s_own_are_roles(formatting: str, tmp_path: Path) -> None:
+    tags = {"role_tag": "who", "content_tag": "said", "user_tag": "squire", "assistant_tag": "gpt"}
+    entry = {"file_name": "knight.json", "formatting": formatting, "columns": {"messages": "talk"}, "tags": tags}
+    (source,) = native(tmp_path, dataset="knight", dataset_dir={"knight": entry})["data.train"]
+    assert source["roles"] == {"squire": "user"}
+    load_run(tmp_path / "run.yaml", around=Around(count_gpus=lambda: 2))
+
+
 def test_only_columns_that_the_rows_have_are_ignored(tmp_path: Path) -> None:
     source = read_run_file(write(tmp_path, LORA))
     dialect = recognize(source.mapping)
@@ -252,7 +263,7 @@ def test_only_columns_that_the_rows_have_are_ignored(tmp_path: Path) -> None:
         ("films", "`films.columns.videos`: these rows come with videos, and only text and images can be trained"),
         ("greeting", "has no data set greeting: did you mean greetings? It has greetings, chats"),
         ("odd", "`odd.formating`: LLaMA-Factory has no such key: did you mean `formatting`?"),
-        ("knight", "`knight.tags.user_tag`: squire is not known here: the rows must say human or user"),
+        ("knight", "`knight.tags.function_tag`: quest is not known here: the rows must say function_call or tool_call"),
         ("folder", "`folder.columns`: it names no `response`"),
         ("essays", "`essays.columns`: it names no `response`"),
     ],
@@ -297,7 +308,7 @@ def test_a_missing_list_of_data_sets_and_one_on_the_hub(tmp_path: Path) -> None:
         ({"colour": 1}, "LLaMA-Factory has no such key and refuses it"),
         ({"lora_rank": "eight"}, "line 7, `lora_rank`: got eight, allowed: a number"),
         ({"val_size": 0.1, "eval_dataset": "chats"}, "line 8, `eval_dataset` names validation data already"),
-        ({"val_size": 100}, "write their share of the rows, such as 0.05"),
+        ({"val_size": 1}, "1 is all rows to LLaMA-Factory: write a share below 1, or a number of rows from 2 on"),
         ({"eval_strategy": "steps"}, "there is no validation data: write val_size or eval_dataset"),
         ({"mask_history": True, "train_on_prompt": True}, "trains everything, this the last answer alone"),
         ({"finetuning_type": "full", "quantization_bit": 4}, "quantized weights are trained by lora only"),

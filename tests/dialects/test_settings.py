@@ -378,6 +378,27 @@ def test_sums_in_fewer_bits_are_not_told_as_already_so(said: dict[str, Any], key
 
 
 @pytest.mark.parametrize(
+    ("said", "key", "kind", "log"),
+    [
+        ({"wandb": {"enabled": True, "project": "mine"}}, "wandb", "mapped", {"wandb": "mine"}),
+        ({"wandb": {"enabled": True}}, "wandb", "mapped", {"wandb": "deepspeed"}),
+        ({"wandb": {"enabled": False, "project": "mine"}}, "wandb", "already", {}),
+        ({"tensorboard": {"enabled": True}}, "tensorboard", "mapped", {"tensorboard": True}),
+        ({"comet": {"enabled": True}}, "comet", "substituted", {}),
+        ({"csv_monitor": {"enabled": True}}, "csv_monitor", "substituted", {}),
+    ],
+)
+def test_trackers_of_a_deepspeed_file(said: dict[str, Any], key: str, kind: str, log: dict[str, Any]) -> None:
+    for strict in (False, True):
+        parsed = ParsedFile({ZERO: {"stage": 2}} | said, "ds.json")
+        t = Translator(parsed, Around(gpus=2, strict=strict), tool="DeepSpeed", known=KEYS, open=OPEN)
+        translate(t)
+        done = t.finish()
+        wanted = "refused" if strict and kind == "substituted" else kind
+        assert {fate.key: fate.kind for fate in done.fates}[key] == wanted and done.mapping.get("log", {}) == log
+
+
+@pytest.mark.parametrize(
     ("name", "text", "option"),
     [
         ("f.yaml", "distributed_type: FSDP\nnum_processes: 2\n", "--accelerate-config"),

@@ -140,7 +140,8 @@ VALUES: tuple[tuple[str, Any, str], ...] = (
     ("use_cpu", True, "mapped"),
     ("save_only_model", True, "ignored"),
     ("save_safetensors", False, "ignored"),
-    ("ddp_timeout", 1800, "ignored"),
+    ("ddp_timeout", 1800, "mapped"),
+    ("ddp_timeout", 0, "already"),
     ("hub_always_push", True, "already"),
     ("debug", "underflow_overflow", "ignored"),
     ("use_cache", True, "already"),
@@ -168,7 +169,7 @@ VALUES: tuple[tuple[str, Any, str], ...] = (
     ("push_to_hub", True, "substituted"),
     ("report_to", "comet_ml", "substituted"),
     ("report_to", "none", "already"),
-    ("trackio_space_id", "org/space", "ignored"),
+    ("trackio_space_id", "org/space", "already"),
     ("metric_for_best_model", "eval_accuracy", "ignored"),
     ("save_strategy", "best", "refused"),
     ("lr_scheduler_type", "warmup_stable_decay", "refused"),
@@ -186,7 +187,7 @@ def test_each_value_has_its_fate(key: str, value: Any, kind: str) -> None:
 # What is ours by default, or says explicitly what is so.
 OWN_DEFAULTS = {f"optimizer.{key}" for key in ("weight_decay", "beta1", "beta2", "eps", "name", "max_grad_norm")} | {
     "data.workers", "kernels.deterministic", "evaluate.at_start", "checkpoint.keep_best", "parallel.compile",
-    "parallel.activation_checkpointing",
+    "parallel.activation_checkpointing", "parallel.timeout_s",
 }  # fmt: skip
 
 
@@ -252,6 +253,10 @@ def test_trackers_have_their_project_from_the_file_the_environment_or_the_tool()
     for strict, kind in ((False, "substituted"), (True, "refused")):
         assert fate(read(TRL, {"report_to": ["wandb", "neptune"]}, strict=strict), "report_to").kind == kind
         assert fate(read(LF, {"use_swanlab": True}, strict=strict), "use_swanlab").kind == kind
+        told = {"report_to": "wandb", "wandb_entity": "us"}
+        assert fate(read(TRL, told, strict=strict), "wandb_entity").kind == kind
+        assert fate(read(TRL, told, variables={"WANDB_ENTITY": "us"}), "wandb_entity").kind == "already"
+        assert fate(read(TRL, told | {"report_to": "none"}, strict=strict), "wandb_entity").kind == "already"
 
 
 def test_a_data_set_that_is_listed_twice_has_two_names() -> None:

@@ -136,7 +136,8 @@ def test_a_mixture_of_the_handbook_is_a_list_of_sources() -> None:
         {"path": "hub:org/b", "subset": "x", "split": "train", "ignore": ["tools", "weight"], "weight": 0.5},
     ]
     assert done.mapping["data"]["max_length"] == 2048 and done.mapping["model"]["dtype"] == "bfloat16"
-    assert {fate.key: fate.kind for fate in done.fates}["dataset_mixture.test_split_size"] == "substituted"
+    assert {fate.key: fate.kind for fate in done.fates}["dataset_mixture.test_split_size"] == "mapped"
+    assert done.mapping["data"]["validation_fraction"] == 1000
 
 
 def test_files_of_the_datasets_library_s_builders_are_paths() -> None:

@@ -58,6 +58,14 @@ def train(lab: Lab) -> None:
     sliced = [{"path": path, "split": "train[:25%]"}]  # in place of max_samples, which the seed draws
     assert facts_of(lab, data__train=sliced, data__validation_fraction=0.0).num_samples == 9
     renamed = lab.write_rows("columns.jsonl", [{"a": row["prompt"], "b": row["completion"]} for row in make_rows(60)])
+    talks = [
+        {"messages": [{"role": "visitor", "content": row["prompt"]}, {"role": "clerk", "content": row["completion"]}]}
+        for row in make_rows(60)
+    ]
+    own_roles = {"path": lab.write_rows("roles.jsonl", talks), "roles": {"visitor": "user", "clerk": "assistant"}}
+    assert facts_of(lab, data__train=[own_roles]).num_loss_tokens == facts_of(lab).num_loss_tokens
+    own_roles["roles"] = {"visitor": "assistant", "clerk": "user"}
+    assert facts_of(lab, data__train=[own_roles]).num_loss_tokens != facts_of(lab).num_loss_tokens
     own_fields = [{"path": renamed, "fields": {"prompt": "a", "completion": "b"}}]
     assert facts_of(lab, data__train=own_fields).num_tokens == facts_of(lab).num_tokens
 
@@ -74,6 +82,7 @@ def validation(lab: Lab) -> None:
 def validation_fraction(lab: Lab) -> None:
     held_out = facts_of(lab, data__validation_fraction=0.5)
     assert (held_out.num_samples, held_out.num_validation_samples) == (30, 30)
+    assert facts_of(lab, data__validation_fraction=7).num_validation_samples == 7
     assert lab.run({"data.validation_fraction": 0.0}).rows("evaluation") == []
 
 

@@ -22,8 +22,10 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+NumSamples = Annotated[int, Field(ge=1, strict=True)]  # strict: 1.0 is no number of samples
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "question", "query", "text", "tokens", "segments"]
 TooLong = Literal["error", "truncate", "split", "drop"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Section(BaseModel):
@@ -53,6 +55,11 @@ class Source(Section):
     format: Format | None = Field(None, description="Format of the rows; null is data.format.")
     fields: dict[str, str] | None = Field(None, description="Column names by field; null is data.fields.")
     ignore: tuple[str, ...] | None = Field(None, description="Columns to ignore; null is data.ignore.")
+    roles: dict[str, Role] = Field(
+        {},
+        description="Roles by the names that rows have for them where these are not known, such as {visitor: user, "
+        "agent: assistant}.",
+    )
     drop_system: bool = Field(False, description="Leave out the system prompts of conversations.")
     too_long: TooLong | None = Field(None, description="Samples over max_length; null is data.too_long.")
     weight: float = Field(
@@ -79,10 +86,10 @@ class DataSection(Section):
     validation: str | tuple[str | Source, ...] | None = Field(
         None, description="Validation data, as in `train`; without it a part of `train` is held out."
     )
-    validation_fraction: Fraction = Field(
+    validation_fraction: Fraction | NumSamples = Field(
         0.02,
         description="Fraction of the training data held out if `validation` is not given: at least 20 samples, or a "
-        "tenth if that is fewer; 0 holds out none.",
+        "tenth if that is fewer; 0 holds out none. A whole number is the number of samples.",
     )
     format: Format = Field(
         "auto",

@@ -249,7 +249,15 @@ def _check_ignored(task: str, rules: SourceRules) -> Iterator[str]:
             yield f"`{rules.ignore_key}` ignores the column {show(column)}, which {reader} reads: remove one"
 
 
-FORMAT_CHECKS = (_check_task, _check_fields, _check_ignored)
+def _check_roles(task: str, rules: SourceRules) -> Iterator[str]:
+    if rules.source.roles and rules.format not in ("auto", *WITH_ROLES):
+        yield (
+            f"`{rules.place}.roles` has no effect with `{rules.format_key}: {rules.format}`, whose rows name no roles: "
+            "remove it"
+        )
+
+
+FORMAT_CHECKS = (_check_task, _check_fields, _check_ignored, _check_roles)
 
 
 # Fields that a row must have.
@@ -266,6 +274,8 @@ REQUIRED = MappingProxyType(
         "segments": ("segments",),
     }
 )
+# Formats whose rows may name roles.
+WITH_ROLES = ("messages", "sharegpt", "prompt")
 # Formats of rows that say themselves what is trained, in every task.
 READY = ("tokens", "segments")
 # Fields that are read if a row has them.

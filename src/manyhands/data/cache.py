@@ -58,6 +58,7 @@ def name_tokens(
             "fields": source.fields,
             "ignore": sorted(source.ignore or ()),
             "drop_system": source.drop_system,
+            **({"roles": source.roles} if source.roles else {}),
             "too_long": source.too_long,
             "rows": [(part.start, part.stop) for part in parse_split(source.split)],
         }

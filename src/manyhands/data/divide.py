@@ -94,20 +94,23 @@ def count_held_out(fraction: float, num_samples: int) -> int:
     """Samples to hold out of ``num_samples``: the fraction, at most half of them; where that is less than 20, 20 or a
     tenth of the samples.
 
-    A fraction of 0 holds out none.
+    A fraction of 0 holds out none; one of 1 or more is their number, at most half of the samples.
     """
     if fraction == 0:
         return 0
+    if fraction >= 1:
+        return min(int(fraction), num_samples // 2)
     return max(min(round(fraction * num_samples), num_samples // 2), min(MIN_HELD_OUT, num_samples // ONE_IN))
 
 
 def _share_out(fraction: float, num_samples: Sequence[int], notes: list[str]) -> list[int]:
     """Samples to hold out of each source: largest remainders of their exact shares, never all samples of a source."""
     total = sum(num_samples)
-    wanted, asked = count_held_out(fraction, total), round(fraction * total)
+    wanted, asked = count_held_out(fraction, total), round(fraction if fraction >= 1 else fraction * total)
     if not wanted:
+        part = "half" if fraction >= 1 else "a tenth"
         notes.append(
-            f"no sample is held out for validation: of {total:,}, a tenth is less than one (data.validation "
+            f"no sample is held out for validation: of {total:,}, {part} is less than one (data.validation "
             f"takes a file)"
         )
     elif wanted < asked:

@@ -187,11 +187,17 @@ def _get(row: Row, field: str, fields: Mapping[str, str]) -> Any:
 
 
 def to_conversation(
-    row: Row, format: Format, fields: Mapping[str, str] = NONE, *, drop_system: bool = False, images: bool = False
+    row: Row,
+    format: Format,
+    fields: Mapping[str, str] = NONE,
+    *,
+    roles: Mapping[str, str] = NONE,
+    drop_system: bool = False,
+    images: bool = False,
 ) -> Conversation | str | Ready:
     """The row as a conversation (without system prompts if they are dropped), or as a text for format ``text`` (its
-    weight is ``row_weight``), or as what it brings ready; with ``images`` it may have these. Raises RowRefused with the
-    reason.
+    weight is ``row_weight``), or as what it brings ready; with ``images`` it may have these. ``roles``: as
+    ``Source.roles``. Raises RowRefused with the reason.
     """
     empty = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
     if missing := [name for name in empty if name not in row.fields]:
@@ -203,7 +209,7 @@ def to_conversation(
         return _check_text(_get(row, "text", fields), fields.get("text", "text"))
     if format in READY:
         return read_ready(format, lambda field: _get(row, field, fields), weight)
-    reading = Reading(images)
+    reading = Reading(images, roles)
     prompt = _read_prompt(row, fields, reading) if format == "prompt" else []
     messages = [*prompt, *_CONVERTERS[format](row, fields, reading)]
     num_prompt = len(prompt)

@@ -8,6 +8,7 @@ tools' names are read:
 
 | name | becomes |
 |---|---|
+| the names of ``Reading.roles``, as they are written | the role that they stand for, before all others |
 | the roles of ``ROLE_NAMES``, in upper or lower case | the role of that name here |
 | the role tool_call or function_call | an assistant's tool call, from JSON text {name, arguments} or a list of them |
 | loss, loss_mask, trainable, trained, training, train_on: true, false, 1 or 0 | ``train`` |
@@ -27,15 +28,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as make_field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
+from manyhands.config.data_schema import Role
 from manyhands.config.sources import MEDIA
 from manyhands.core.files import describe_json_fault
 from manyhands.data.text_files import is_encodable, parse_value
 
 Message = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES: tuple[Role, ...] = get_args(Role)
 ROLE_NAMES = MappingProxyType(
     {
         **{role: role for role in ROLES},
@@ -77,11 +79,13 @@ class ImagesRefused(RowRefused):
 
 @dataclass
 class Reading:
-    """How messages are read. ``images``: parts of a content may be images. ``unread`` gathers the keys below the top
-    level that hold something and that nothing reads.
+    """How messages are read. ``images``: parts of a content may be images. ``roles``: roles by the names that the rows
+    of a source have for them. ``unread`` gathers the keys below the top level that hold something and that nothing
+    reads.
     """
 
     images: bool = False
+    roles: Mapping[str, str] = make_field(default_factory=dict)
     unread: set[str] = make_field(default_factory=set)
 
     def leave(self, entries: Mapping[Any, Any], read: Collection[str], of: str, where: str) -> None:
@@ -139,6 +143,7 @@ def check_messages(value: Any, field: str, fields: Mapping[str, str], reading: R
             and message.keys() == bare
             and isinstance(message[content_key], str)
             and message[role_key] in ROLES
+            and not reading.roles
         ):
             messages.append(
                 {"role": message[role_key], "content": message[content_key]}
@@ -158,11 +163,14 @@ def add_message(messages: list[Message], role: Any, content: Any, rest: Message,
     """Appends one checked message, or adds its calls to the last one; ``rest`` holds its other keys, without nulls.
     Raises RowRefused.
     """
-    name = role.casefold() if isinstance(role, str) else ""
+    name = reading.roles.get(role, role.casefold()) if isinstance(role, str) else ""
     if name not in CALL_ROLES:
         if name not in ROLE_NAMES:
-            known = ", ".join((*ROLE_NAMES, *CALL_ROLES))
-            raise RowRefused(f"{where} has the role {_quote(role)}; known roles: {known}")
+            known = ", ".join((*reading.roles, *ROLE_NAMES, *CALL_ROLES))
+            raise RowRefused(
+                f"{where} has the role {_quote(role)}; known roles: {known} (`roles` of a source in data.train names "
+                "others)"
+            )
         messages.append(_make_message(ROLE_NAMES[name], content, rest, where, reading))
         return
     calls = parse_json(content, where) if isinstance(content, str) else content

@@ -162,6 +162,7 @@ class PartTokenizer:
                         row,
                         format,
                         fields,
+                        roles=self._sources[source].roles,
                         drop_system=self._sources[source].drop_system,
                         images=self._images is not None,
                     )

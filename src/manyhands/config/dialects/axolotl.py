@@ -35,7 +35,6 @@ _OPTIMIZERS = {
     "ao_adamw_8bit": OPTIMIZERS["adamw_torch_8bit"],
     "ao_adamw_4bit": OPTIMIZERS["adamw_torch_4bit"],
 }
-_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 
 
 def translate(t: Translator) -> None:
@@ -181,9 +180,9 @@ def _map_optimizer(t: Translator) -> None:
 
 def _map_schedule(t: Translator) -> None:
     kind = str(t.get("lr_scheduler", "cosine"))
-    if kind not in _SCHEDULES:
-        t.refuse("lr_scheduler", f"{show(kind)} is not available: write one of {', '.join(_SCHEDULES)}")
-    t.map("lr_scheduler", "schedule.name", _SCHEDULES.get(kind, "cosine"))
+    if kind not in hf.SCHEDULES:
+        t.refuse("lr_scheduler", f"{show(kind)} is not available: write one of {', '.join(hf.SCHEDULES)}")
+    t.map("lr_scheduler", "schedule.name", hf.SCHEDULES.get(kind, "cosine"))
     t.carry("schedule.name", "cosine", "Axolotl's default")
     _map_warmup(t, has_none=kind == "constant")
     low, flat = t.number("cosine_min_lr_ratio"), t.number("cosine_constant_lr_ratio")
@@ -196,7 +195,10 @@ def _map_schedule(t: Translator) -> None:
         t.map("cosine_min_lr_ratio", "schedule.min_ratio", low, "the rate does not fall at all" if low == 1 else "")
     for key in ("cosine_min_lr_ratio", "cosine_constant_lr_ratio"):
         t.already(key)
-    t.only("lr_scheduler_kwargs", ({},), "arguments of a schedule are not available: `cosine_min_lr_ratio` is")
+    if low and kind == "cosine":  # Axolotl's own schedule
+        t.already("lr_scheduler_kwargs", "`cosine_min_lr_ratio` takes precedence")
+    else:
+        hf.map_schedule_options(t, kind, "lr_scheduler")
     if t.flag("lr_quadratic_warmup") and kind == "cosine":
         t.refuse("lr_quadratic_warmup", "a quadratic warm-up is not available: remove it for a linear one")
     t.already("lr_quadratic_warmup")
@@ -351,12 +353,26 @@ def _map_output(t: Translator) -> None:
     else:
         for key, value in native.items():
             t.carry(key, value, "Axolotl's default")
-    if t.flag("use_tensorboard"):
-        t.map("use_tensorboard", "log.tensorboard", True)
-    t.already("use_tensorboard")
+    _map_trackers(t)
     if t.flag("merge_lora"):
         t.map("merge_lora", "output.merge", True)
     t.already("merge_lora")
+
+
+def _map_trackers(t: Translator) -> None:
+    """Trackers, each with its switch; the name of a project opens one, too."""
+    asked: dict[str, list[str]] = {}
+    for tracker, (switch, project) in keys.TRACKERS.items():
+        if tracker == "wandb" and t.get("wandb_mode") == "disabled":
+            continue
+        if t.flag(switch) or t.has(project):
+            asked[switch if t.flag(switch) else project] = [tracker]
+    projects = {tracker: project for tracker, (_, project) in keys.TRACKERS.items() if tracker in hf.SINKS}
+    hf.map_trackers(t, asked, projects)
+    opened = [tracker for trackers in asked.values() for tracker in trackers]
+    hf.map_tracker_options(t, opened, keys.TRACKER_OPTIONS)
+    for key in keys.OF_TRACKERS & t.values.keys():
+        t.already(key, f"only {key.removeprefix('use_').partition('_')[0]} reads it" if t.get(key) else "")
 
 
 def _map_rest(t: Translator) -> None:
@@ -368,6 +384,7 @@ def _map_rest(t: Translator) -> None:
         t.carry("stop.loss_above_steps", steps, "Axolotl's default")
     t.already("loss_watchdog_threshold")
     t.already("loss_watchdog_patience")
+    hf.map_timeout(t)
     t.only("dataloader_drop_last", (False,), "every sample is trained: set it to false")
     t.only("resume_from_checkpoint", (False,), "the same command resumes a run from its newest checkpoint; to begin "
            "from trained weights name their folder in `base_model`")  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 from manyhands.config.dialects import axolotl_keys as keys
 from manyhands.config.dialects.axolotl_templates import JEOPARDY, map_template, read_own_prompt
+from manyhands.config.dialects.transformers import map_held_out
 from manyhands.config.dialects.translation import Translator, flatten, names
 from manyhands.config.keys import nearest_name, show
 
@@ -61,6 +62,8 @@ KNOWN_ROLES: Mapping[str, frozenset[str]] = MappingProxyType(
 TRAIN_KEYS = ("train", "trainable", "trained", "training", "train_on", "loss", "loss_mask")  # of a message
 _FILE = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|txt|arrow)(\.gz|\.zst)?$", re.IGNORECASE)
 _FORMATS = ("json", "csv", "parquet", "arrow", "text")  # of datasets: `path: json` with data_files
+# Of `type: completion`, which ``CompletionPromptTokenizingStrategy`` cuts at 64 x sequence_len tokens.
+BEYOND = "Axolotl leaves out what a text has beyond 64 x `sequence_len` tokens: here all of it is trained"
 # Tokens of a row of a stream, at least: by these its rows are counted before one is read.
 STREAM_TOKENS = MappingProxyType({"text": 128, "other": 32})
 
@@ -265,6 +268,8 @@ class _Entry:
                 self.set(name, fields={"text": column})
             fields = {"fields": dict(ours["fields"])} if "fields" in ours else {}
             self.set("type", format=ours["format"], **fields)
+            if kind == "completion" and not self.place.startswith("pretraining_dataset"):
+                self.t.map(self.key("type"), {}, why=BEYOND)
             if kind.startswith("sharegpt"):
                 why = "read as `type: chat_template`, as Axolotl advises: today it refuses this type"
                 self.t.substitute(self.key("type"), {}, why)
@@ -335,8 +340,9 @@ class _Entry:
         return names
 
     def _map_trained_turns(self) -> None:
-        roles = self.get("roles_to_train")
-        if roles is not None and set(map(str, roles if isinstance(roles, list) else [roles])) - {"assistant", "gpt"}:
+        renamed, roles = self._map_roles(), self.get("roles_to_train")
+        named = [str(role) for role in (roles if isinstance(roles, list) else [roles] if roles else [])]
+        if any(renamed.get(role, role) not in KNOWN_ROLES["assistant"] for role in named):
             self.refuse("roles_to_train", f"{show(roles)}: only assistant turns are trained, or all tokens with "
                         "`train_on_inputs: true`")  # fmt: skip
         elif roles == []:
@@ -358,25 +364,34 @@ class _Entry:
         if self.get("split_thinking"):
             self.refuse("split_thinking", "thoughts inside of the content are not taken out: write them as "
                         "reasoning_content")  # fmt: skip
-        self._map_roles()
 
-    def _map_roles(self) -> None:
-        """``roles``: of each role the names that rows have for it. Those that are known here anyway say what is so."""
+    def _map_roles(self) -> dict[str, str]:
+        """``roles``: of each role the names that rows have for it. Those that are known here anyway say what is so, the
+        others are roles of the source, and returned.
+        """
         places = [place for place in self.t.values if place.startswith(f"{self.key('roles')}.")]
+        renamed: dict[str, str] = {}
         for place in places:
-            role, known = place.rsplit(".", 1)[-1], self.t.get(place)
-            known = known if isinstance(known, list) else [known]
-            strange = [name for name in known if str(name).casefold() not in KNOWN_ROLES.get(role, {role})]
-            if role not in KNOWN_ROLES or strange:
-                self.t.refuse(
-                    place,
-                    f"{show(strange[0] if strange else role)} is no role of rows that is known here: write "
-                    f"{', '.join(KNOWN_ROLES)} into the rows (also human, gpt, bot, model, observation)",
-                )
+            role, names = place.removeprefix(f"{self.key('roles')}."), self.t.get(place)
+            names = names if isinstance(names, list) else [names]
+            own = {name: role for name in names if str(name).casefold() not in KNOWN_ROLES.get(role, ())}
+            both = next((name for name in own if renamed.get(name, role) != role), None)
+            if role not in KNOWN_ROLES:
+                self.t.refuse(place, f"templates have no role {show(role)}: write one of {', '.join(KNOWN_ROLES)}")
+            elif not all(isinstance(name, str) for name in names):
+                self.t.refuse(place, f"got {show(self.t.get(place))}, allowed: a list of the names that rows have")
+            elif both is not None:
+                self.t.contradict(place, f"{show(both)} is a name of {renamed[both]} too: remove one")
+            elif own:
+                renamed |= own
+                self.t.map(place, {}, why=f"roles: {show(own)}")
             else:
                 self.t.already(place, "these names are known")
+        if renamed:
+            self.source["roles"] = renamed
         if not places and self.get("roles"):
             self.refuse("roles", f"got {show(self.get('roles'))}, allowed: a mapping of role to a list of names")
+        return renamed
 
 
 def limit_stream(t: Translator) -> None:
@@ -444,18 +459,12 @@ def _map_lengths(t: Translator, task: str) -> None:
 
 
 def _map_validation(t: Translator) -> None:
-    share = t.number("val_set_size")
     if t.has("test_datasets"):
-        if share:
+        if t.number("val_set_size"):
             t.contradict("val_set_size", f"{t.place('test_datasets')} is set too: keep one")
         t.already("val_set_size", "`test_datasets` is set")
         return
-    if share and share >= 1:
-        t.refuse("val_set_size", "Axolotl itself refuses a number of rows, which it reads as a share of all: write "
-                 "one below 1, such as 0.05")  # fmt: skip
-    elif share:
-        t.map("val_set_size", "data.validation_fraction", share, "other rows, chosen by the seed")
-    else:
+    if not map_held_out(t, "val_set_size", least_rows=2):
         t.map("val_set_size", "data.validation_fraction", 0.0)
         if not t.has("val_set_size"):
             t.carry("data.validation_fraction", 0.0, "Axolotl's default")

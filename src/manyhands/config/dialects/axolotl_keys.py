@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from manyhands.config.dialects import transformers as hf
 from manyhands.config.dialects.translation import names
 
 # Without effect on what is trained, or true here by construction.
@@ -14,7 +15,7 @@ ALREADY = names(
     """
     tokenizer_type cls_model_config tokenizer_use_fast tokenizer_save_jinja_files type_of_model
     embeddings_skip_upcast experimental_skip_move_to_device low_cpu_mem_usage device device_map local_rank world_size
-    ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters qlora_sharded_model_loading
+    ddp ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters qlora_sharded_model_loading
     lora_on_cpu lora_fan_in_fan_out merge_method dataset_prepared_path dataset_processes dataset_num_proc
     dataset_keep_in_memory num_dataset_shards_to_save accelerator_config remove_unused_columns hf_use_auth_token
     shuffle_merged_datasets
@@ -50,18 +51,36 @@ SO_IF = (
     ("torch_compile_options", None, "blocks are compiled one by one, with inductor's own options"),
 )
 
-# Said, and not acted upon, where they are set.
-TRACKERS = names(
+# Trackers, as transformers calls them: the key that opens one, and that of its project, which opens it, too.
+TRACKERS = MappingProxyType(
+    {
+        "wandb": ("use_wandb", "wandb_project"),
+        "mlflow": ("use_mlflow", "mlflow_experiment_name"),
+        "trackio": ("use_trackio", "trackio_project_name"),
+        "tensorboard": ("use_tensorboard", ""),
+        "comet_ml": ("use_comet", "comet_project_name"),
+        "swanlab": ("use_swanlab", "swanlab_project"),
+        "OpenTelemetry": ("use_otel_metrics", ""),
+    }
+)
+TRACKER_OPTIONS = MappingProxyType(
+    {
+        **hf.TRACKER_OPTIONS,
+        "wandb_mode": "W&B takes it from the variable WANDB_MODE",
+        "mlflow_tracking_uri": "MLflow takes it from the variable MLFLOW_TRACKING_URI",
+        "mlflow_run_name": "a tracker's run is named as the run is",
+        "hf_mlflow_log_artifacts": "no model is sent to trackers",
+    }
+)
+OF_TRACKERS = {key for pair in TRACKERS.values() for key in pair if key} | names(
     """
-    use_wandb wandb_name wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model use_mlflow
-    mlflow_tracking_uri mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts use_comet comet_api_key
-    comet_workspace comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config
-    use_trackio trackio_project_name trackio_run_name trackio_space_id use_otel_metrics otel_metrics_host
-    otel_metrics_port use_swanlab swanlab_project swanlab_experiment_name swanlab_description swanlab_mode
+    comet_api_key comet_workspace comet_experiment_key comet_mode comet_online comet_experiment_config
+    otel_metrics_host otel_metrics_port swanlab_experiment_name swanlab_description swanlab_mode
     swanlab_workspace swanlab_api_key swanlab_log_model swanlab_web_host swanlab_api_host swanlab_lark_webhook_url
     swanlab_lark_secret swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer
     """
 )
+# Said, and not acted upon, where they are set.
 UPLOADS = names("hub_model_id hub_strategy hub_revision push_dataset_to_hub")
 _MEASURES = names(
     """
@@ -73,7 +92,6 @@ _MEASURES = names(
 )
 IGNORED = MappingProxyType(
     {
-        **dict.fromkeys(TRACKERS, "trackers are opened by log.wandb, log.mlflow and log.trackio alone"),
         **dict.fromkeys(UPLOADS, "nothing is uploaded: `hf upload` takes the run's folder"),
         **dict.fromkeys(_MEASURES, "an evaluation is the validation loss and a few answers (`evaluate.prompts`)"),
         **dict.fromkeys(("profiler_steps", "profiler_steps_start"), "no profile is written"),
@@ -249,9 +267,9 @@ MAPPED = names(
     selective_checkpointing torch_compile fsdp fsdp_config dp_shard_size dp_replicate_size context_parallel_size
     sequence_parallel_degree tensor_parallel_size deepspeed use_ray ray_num_workers plugins lora_mlp_kernel
     lora_qkv_kernel lora_o_kernel logging_steps saves_per_epoch evals_per_epoch resume_from_checkpoint save_steps
-    save_total_limit save_strategy pretrain_multipack_attn eval_steps eval_strategy
+    save_total_limit save_strategy pretrain_multipack_attn eval_steps eval_strategy ddp_timeout
     evaluation_strategy early_stopping_patience
-    load_best_model_at_end metric_for_best_model loss_watchdog_threshold loss_watchdog_patience use_tensorboard
+    load_best_model_at_end metric_for_best_model loss_watchdog_threshold loss_watchdog_patience
     dataloader_drop_last tf32 output_dir processor_type image_size image_resize_algorithm processor_kwargs
     role_boundaries
     freeze_mm_modules
@@ -259,7 +277,8 @@ MAPPED = names(
 )
 
 KEYS = (
-    ALREADY | {key for key, *_ in SO_IF} | MAPPED | frozenset(IGNORED) | frozenset(REFUSED) | frozenset(OUT_OF_SCOPE)
+    ALREADY | OF_TRACKERS | TRACKER_OPTIONS.keys()
+    | {key for key, *_ in SO_IF} | MAPPED | frozenset(IGNORED) | frozenset(REFUSED) | frozenset(OUT_OF_SCOPE)
     | ONLY_WITH_RL | NOT_READ_THERE
     | {f"special_tokens.{key}" for key in SPECIAL}
     | {f"fsdp_config.{prefix}{key}" for key in FSDP | FSDP_NOT_READ for prefix in ("", "fsdp_")}

@@ -30,12 +30,13 @@ STAGES: Mapping[int, tuple[Mapping[str, Any], str]] = {
     3: ({"parallel.strategy": "fsdp"}, "FSDP2 shards weights, gradients and optimizer states, too"),
 }  # fmt: skip
 
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")  # its own trackers
 ALREADY = names(
     """
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown dump_state
     memory_breakdown prescale_gradients gradient_predivide_factor sparse_gradients
-    disable_allgather flops_profiler monitor_config comms_logger comms_config tensorboard wandb csv_monitor
-    comet checkpoint nebula aio activation_checkpointing dataloader_drop_last use_node_local_storage
+    disable_allgather flops_profiler monitor_config comms_logger comms_config
+    checkpoint nebula aio activation_checkpointing dataloader_drop_last use_node_local_storage
     autotuning timers gradient_allreduce_coalescing graph_harvesting
     zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
     zero_optimization.reduce_bucket_size zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size
@@ -83,7 +84,7 @@ OFF: Mapping[str, tuple[tuple[Any, ...], str]] = {
     )},
 }  # fmt: skip
 
-KEYS = ALREADY | frozenset(OFF) | names(
+KEYS = ALREADY | frozenset(MONITORS) | frozenset(OFF) | names(
     """
     communication_data_type data_types elasticity fp16.fp16_master_weights_and_grads
     zero_optimization zero_optimization.stage zero_optimization.cpu_offload zero_optimization.cpu_offload_params
@@ -110,10 +111,22 @@ OPTIMIZERS: Mapping[str, str] = {"adamw": "adamw", "adam": "adamw", "muon": "muo
 SCHEDULES: Mapping[str, str] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
+def _map_monitor(t: Translator, key: str) -> None:
+    """A tracker that DeepSpeed itself writes to; its project is called deepspeed unless the file names another."""
+    from manyhands.config.dialects.transformers import map_trackers  # which imports this module
+
+    options = t.get(key)
+    if isinstance(options, Mapping) and options.get("enabled"):
+        map_trackers(t, {key: [key]}, {}, {"wandb": options.get("project") or "deepspeed"})
+    t.already(key)
+
+
 def translate(t: Translator) -> None:
     """Every key of a DeepSpeed file."""
     for key in ALREADY & t.values.keys():
         t.already(key)
+    for key in MONITORS:
+        _map_monitor(t, key)
     for key, (allowed, why) in OFF.items():
         t.only(key, allowed, why)
     _map_sums(t)

@@ -122,11 +122,7 @@ def _map_held_out(t: Translator) -> None:
     size = t.number("val_size", 0) or 0
     if size and t.has("eval_dataset"):
         t.contradict("val_size", f"{t.place('eval_dataset')} names validation data already: remove one")
-    elif size >= 1:
-        t.refuse("val_size", "a number of rows is not available: write their share of the rows, such as 0.05")
-    elif size > 0:
-        t.map("val_size", "data.validation_fraction", size)
-    else:
+    elif not hf.map_held_out(t, "val_size", least_rows=2):
         t.already("val_size", "nothing is held out" if size else "")
         t.carry("data.validation_fraction", 0, f"{TOOL} holds nothing out")
     if size <= 0 and not t.has("eval_dataset"):

@@ -16,7 +16,7 @@ from typing import Any
 from manyhands.config.dialects.translation import Translator
 from manyhands.config.keys import nearest_name, show
 from manyhands.config.read import read_run_file
-from manyhands.config.sources import IMAGES, OPTIONAL
+from manyhands.config.sources import IMAGES, OPTIONAL, WITH_ROLES
 from manyhands.core.errors import UserError
 
 INFO = "dataset_info.json"
@@ -197,6 +197,8 @@ def _make_source(
         if columns["images"]:
             sources.has_images, read = True, {**read, "images": columns["images"]}
     source["format"] = form
+    if form in WITH_ROLES and (roles := _read_roles(tags, name, info)):
+        source["roles"] = roles
     renamed = {ours: theirs for ours, theirs in read.items() if theirs and theirs != ours}
     if renamed:
         source["fields"] = renamed
@@ -291,22 +293,24 @@ def _read_turns(
     if not columns["messages"]:
         raise _Refused(f"{info.place(f'{name}.columns')}: it names no `messages`, the column of the conversation")
     if form == "openai" and tags["role_tag"] != "from" and not columns["system"]:
-        _check_speakers({tag: (role,) for tag, role in ROLES.items()}, tags, name, info)
         fields = {"messages": columns["messages"], "role": tags["role_tag"], "content": tags["content_tag"]}
         return "messages", fields | {"tools": columns["tools"]}
-    _check_speakers(SPEAKERS, tags, name, info)
     fields = {"conversations": columns["messages"], "from": tags["role_tag"], "value": tags["content_tag"]}
     return "sharegpt", fields | {one: columns[one] for one in ("system", "tools")}
 
 
-def _check_speakers(
-    known: Mapping[str, Sequence[str]], tags: Mapping[str, str | None], name: str, info: DatasetInfo
-) -> None:
-    for tag, names in known.items():
+def _read_roles(tags: Mapping[str, str | None], name: str, info: DatasetInfo) -> dict[str, str]:
+    """Roles by those names of ``tags`` that are not known here."""
+    roles = {}
+    for tag, names in SPEAKERS.items():
         given = tags.get(tag)
-        if given is not None and given not in names:
+        if given is None or given in names:
+            continue
+        if tag not in ROLES:
             raise _Refused(f"{info.place(f'{name}.tags.{tag}')}: {show(given)} is not known here: the rows must say "
                            f"{' or '.join(names)}")  # fmt: skip
+        roles[given] = ROLES[tag]
+    return roles
 
 
 def _find_unread(t: Translator, form: str, read: Mapping[str, str | None], path: str) -> list[str]:

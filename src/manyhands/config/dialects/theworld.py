@@ -228,11 +228,9 @@ def _map_intervals(t: Translator) -> None:
         t.already("do_eval")
         t.already("eval_steps", "`do_eval` is false")
     t.only("resume_from_checkpoint", (None, False, "latest"), "a run resumes from its own newest checkpoint")
-    for key in ("log_to_wandb", "wandb_project", "wandb_run_name"):
-        if t.get(key) in (None, False):
-            t.already(key)
-        else:
-            t.ignore(key, "trackers are opened by log.wandb, log.mlflow and log.trackio alone")
+    opened = ["wandb"] * t.flag("log_to_wandb")
+    hf.map_trackers(t, {"log_to_wandb": opened}, {"wandb": "wandb_project"})
+    hf.map_tracker_options(t, opened)
     for key in UPLOADS:
         if t.get(key) in (None, False):
             t.already(key)

@@ -6,7 +6,8 @@ dialect once; a dialect that reads a key differently leaves out its function.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.dialects.deepspeed import map_deepspeed
@@ -46,7 +47,6 @@ SO: Mapping[str, tuple[tuple[Any, ...] | None, str]] = {
     "ddp_broadcast_buffers": ((False,), "no buffer changes in training"),
     "ddp_find_unused_parameters": ((False,), "every trained weight gets a gradient in each step"),
     "ddp_static_graph": (None, ""),
-    "ddp_timeout": ((), "`parallel.timeout_s` is the time without progress after which a run fails"),
     "xpu_backend": ((), "processes use nccl on GPUs, gloo on CPUs"),
     "mp_parameters": ((), "SageMaker's launcher alone reads it"),
     **dict.fromkeys(("tpu_num_cores", "tpu_metrics_debug"), ((False,), "TPUs alone read it")),
@@ -124,6 +124,7 @@ INTEGRATIONS = names(
     trackio wandb
     """
 )
+A_DAY_S = 86_400
 # Trackers that there are: what transformers calls their project where nothing else does, and the variable that may.
 SINKS: Mapping[str, tuple[str, str]] = {
     "wandb": ("huggingface", "WANDB_PROJECT"),
@@ -165,6 +166,7 @@ KEYS = frozenset(SO) | TRACKER_OPTIONS.keys() | UPLOADS | SECRETS | fsdp_keys("f
     torch_compile_backend torch_compile_mode deepspeed fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap
     fsdp_min_num_params sharded_ddp resume_from_checkpoint neftune_noise_alpha group_by_length ddp_bucket_cap_mb
     train_sampling_strategy label_smoothing_factor dataloader_num_workers dataloader_drop_last parallelism_config
+    ddp_timeout
     """
 )  # fmt: skip
 OPEN = frozenset({"lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "accelerator_config",
@@ -207,6 +209,7 @@ def map_bystanders(t: Translator) -> None:
            "checkpoint; to begin from trained weights name their folder as the model")  # fmt: skip
     for key, native in (("dataloader_num_workers", "data.workers"), ("ddp_bucket_cap_mb", "parallel.ddp_bucket_mb")):
         t.map(key, native, t.integer(key))
+    map_timeout(t)
     for key in ("use_cpu", "no_cuda"):
         if t.flag(key):
             t.map(key, "parallel.device", "cpu")
@@ -215,28 +218,43 @@ def map_bystanders(t: Translator) -> None:
         t.map("eval_on_start", "evaluate.at_start", t.flag("eval_on_start"))
 
 
+def map_timeout(t: Translator) -> None:
+    """``ddp_timeout``: seconds that a rank waits for the others in a collective."""
+    if seconds := t.integer("ddp_timeout"):
+        t.map("ddp_timeout", "parallel.timeout_s", min(seconds, A_DAY_S), "a day at most" * (seconds > A_DAY_S))
+    t.already("ddp_timeout")
+
+
 def map_report_to(t: Translator, key: str = "report_to") -> None:
     """``report_to``: trackers by name, with their projects; and the keys that only a tracker reads."""
     asked = _as_list(t.get(key))
     unknown = next((one for one in asked if one not in INTEGRATIONS), None)
-    projects = {"wandb": t.get("wandb_project"), "trackio": t.get("project")}
     if unknown is not None:
         near = nearest_name(unknown, sorted(INTEGRATIONS))
         instead = f"did you mean {near}?" if near else f"write one of {', '.join(sorted(INTEGRATIONS))}"
         t.refuse(key, f"{show(unknown)} is not a tracker that transformers knows: {instead}")
     else:
-        map_trackers(t, {key: [one for one in asked if one != "none"]}, projects)
-    for tracker, name in (("wandb", "wandb_project"), ("trackio", "project")):
-        if tracker in asked:
-            t.map(name, f"log.{tracker}", str(t.get(name)))
-        t.already(name, f"only {tracker} reads it")
-    map_tracker_options(t)
+        map_trackers(
+            t, {key: [one for one in asked if one != "none"]}, {"wandb": "wandb_project", "trackio": "project"}
+        )
+    map_tracker_options(t, asked)
 
 
-def map_trackers(t: Translator, asked: Mapping[str, Sequence[str]], projects: Mapping[str, Any]) -> None:
-    """Trackers that the keys of ``asked`` open. A project is that of ``projects``, of the tracker's own variable, or
-    the tool's default; a tracker that is not available is a substitution.
+def map_trackers(
+    t: Translator,
+    asked: Mapping[str, Sequence[str]],
+    project_keys: Mapping[str, str],
+    projects: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Trackers that the keys of ``asked`` open. A project is that of the tracker's key of ``project_keys``, else that
+    of ``projects``, of the tracker's own variable, or transformers' default; a tracker that is not available is a
+    substitution.
     """
+    projects = {**projects, **{tracker: t.get(key) for tracker, key in project_keys.items()}}
+    for tracker, key in project_keys.items():
+        if any(tracker in trackers for trackers in asked.values()):
+            t.map(key, f"log.{tracker}", str(t.get(key)))
+        t.already(key, f"only {tracker} reads it" if t.has(key) else "")
     for key, trackers in asked.items():
         native: dict[str, Any] = {}
         for one in trackers:
@@ -253,13 +271,19 @@ def map_trackers(t: Translator, asked: Mapping[str, Sequence[str]], projects: Ma
         t.already(key)
 
 
-def map_tracker_options(t: Translator) -> None:
-    """What trackers are told beside their project."""
-    for key, why in TRACKER_OPTIONS.items():
-        if t.get(key) in (None, False, "false"):
-            t.already(key)
-        else:
-            t.ignore(key, why)
+def map_tracker_options(t: Translator, opened: Collection[str], options: Mapping[str, str] = TRACKER_OPTIONS) -> None:
+    """What the trackers of ``opened`` are told beside their project: ``options``, and why it is not so here, unless the
+    environment says the same.
+    """
+    for key, why in options.items():
+        if key not in t.known:
+            continue
+        tracker = key.removeprefix("hf_").partition("_")[0]
+        is_told = t.get(key) not in (None, False, "false")
+        is_so = str(t.get(key)) == t.around.variables.get(key.upper())
+        if is_told and not is_so and ("all" in opened or tracker in opened):
+            t.substitute(key, {}, why)
+        t.already(key, "" if tracker in opened or not is_told else f"only {tracker} reads it")
 
 
 def map_uploads(t: Translator, switch: str, keys: Iterable[str]) -> None:
@@ -340,7 +364,7 @@ def map_neftune(t: Translator, key: str) -> None:
 
 def map_schedule(t: Translator, *, default: str, warmup: tuple[str, float] = ("warmup_steps", 0)) -> None:
     """The learning rate's shape and warm-up. ``default``, ``warmup``: the tool's own where the file has none."""
-    kind, options = str(t.get("lr_scheduler_type", default)), t.get("lr_scheduler_kwargs") or {}
+    kind = str(t.get("lr_scheduler_type", default))
     if kind not in SCHEDULES:
         t.refuse("lr_scheduler_type", f"{show(kind)} is not available: write one of {', '.join(SCHEDULES)}")
     elif t.has("lr_scheduler_type"):
@@ -355,7 +379,7 @@ def map_schedule(t: Translator, *, default: str, warmup: tuple[str, float] = ("w
         t.carry("schedule.warmup_steps", 0, "transformers' `constant` has no warm-up")
     else:
         _map_warmup(t, warmup)
-    _map_schedule_options(t, kind, options)
+    map_schedule_options(t, kind)
 
 
 def _map_warmup(t: Translator, default: tuple[str, float]) -> None:
@@ -381,15 +405,15 @@ def _map_warmup(t: Translator, default: tuple[str, float]) -> None:
             t.already(key)
 
 
-def _map_schedule_options(t: Translator, kind: str, options: Any) -> None:
+def map_schedule_options(t: Translator, kind: str, kind_key: str = "lr_scheduler_type") -> None:
+    """``lr_scheduler_kwargs`` of the schedule ``kind``, which the key ``kind_key`` names."""
     key = "lr_scheduler_kwargs"
+    options = t.get(key) or {}
     missing = {"cosine_with_min_lr": "min_lr_rate", "warmup_stable_decay": "num_decay_steps"}.get(kind)
     if not isinstance(options, Mapping):
         t.refuse(key, f"got {show(options)}, allowed: a mapping")
     elif missing and not options:
-        t.refuse(
-            "lr_scheduler_type", f"transformers' {kind} needs options: write lr_scheduler_kwargs: {{{missing}: ...}}"
-        )
+        t.refuse(kind_key, f"transformers' {kind} needs options: write lr_scheduler_kwargs: {{{missing}: ...}}")
     elif not options:
         t.already(key)
     elif kind == "constant" or kind == "constant_with_warmup":
@@ -466,6 +490,23 @@ def map_batch(t: Translator, *, per_device: int, accumulation: int = 1, packs: b
         t.carry(native, total, f"{t.tool}'s default: {sum_}")
     t.already("per_device_eval_batch_size", "evaluation uses the micro-batches of training")
     t.only("per_gpu_train_batch_size", (None,), "write per_device_train_batch_size")
+
+
+def map_held_out(t: Translator, key: str, *, least_rows: int) -> bool:
+    """What ``train_test_split`` of datasets holds out: a share below 1, or a number of rows, from ``least_rows`` on.
+    Returns whether it holds anything out.
+    """
+    size = t.number(key)
+    if not size or size < 0:
+        return False
+    if size < 1:
+        t.map(key, "data.validation_fraction", size, "other rows, chosen by the seed")
+    elif size >= least_rows:
+        t.map(key, "data.validation_fraction", int(size), "a number of rows, at most half of all; chosen by the seed")
+    else:
+        t.refuse(key, f"{show(size)} is all rows to {t.tool}: write a share below 1, or a number of rows from "
+                 f"{least_rows} on")  # fmt: skip
+    return True
 
 
 def map_precision(t: Translator) -> None:

@@ -225,13 +225,8 @@ def _locate(name: str) -> dict[str, Any]:
 
 def _map_held_out(t: Translator) -> None:
     for key in ("test_split_size", "dataset_mixture.test_split_size"):
-        size = t.number(key)
-        if size is None:
-            continue
-        if 0 < size < 1:
-            t.map(key, "data.validation_fraction", size)
-        else:
-            t.substitute(key, {"data.validation_fraction": 0.02}, "a number of rows cannot be held out: 2 % are")
+        if not hf.map_held_out(t, key, least_rows=1):
+            t.only(key, (None,), "datasets itself refuses it: write a share below 1, or a number of rows")
     held_out = {"validation", "validation_fraction"} & t.mapping.get("data", {}).keys()
     if (
         _evaluates(t)
