@@ -44,8 +44,10 @@ def planned(tmp_path) -> RunFolder:
     """A run planned for two GPUs, 10 GiB each of at most 16."""
     folder = RunFolder(tmp_path / "runs" / "demo")
     folder.create()
-    folder.write_config(make_config(**{"output.dir": str(tmp_path / "runs")}))
-    folder.write_plan(make_plan(device="cuda", memory=MemoryEstimate(terms={"weights": 10 * GIB}, limit=16 * GIB)))
+    config = make_config(**{"output.dir": str(tmp_path / "runs")})
+    folder.write_config(config)
+    memory = MemoryEstimate(terms={"weights": 10 * GIB}, limit=16 * GIB)
+    folder.write_plan(make_plan(config_digest=config.digest, device="cuda", memory=memory))
     return folder
 
 

@@ -150,7 +150,8 @@ def test_an_adapter_on_another_base_than_its_runs_is_refused(folders: Path, tmp_
     config = make_config(**{"model.name": str(base), "data.cache": str(tmp_path / "cache")})
     run.create()
     run.write_config(config)
-    run.write_plan(make_plan(1, model_folder=str(base), model_files=identify_files(base, config)))
+    files = identify_files(base, config)
+    run.write_plan(make_plan(1, config_digest=config.digest, model_folder=str(base), model_files=files))
     assert find_parts(run.path).weights == base
     raw = bytearray((base / "model.safetensors").read_bytes())
     raw[-1] ^= 1

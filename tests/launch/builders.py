@@ -21,7 +21,7 @@ def make_config(**changes: object) -> RunConfig:
 
 def make_plan(world_size: int = 2, **changes: object) -> Plan:
     fields: dict = {
-        "config_digest": "c",
+        "config_digest": make_config().digest,
         "data_digest": "d",
         "data_content": "c",
         "data_folder": "/data",

@@ -11,9 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from pydantic_core import from_json, to_json
 
+from manyhands.config.schema import digest_json
 from manyhands.core.errors import OUT_OF_MEMORY, UserError
 from manyhands.launch import prepare as prepare_module
 from manyhands.launch.folder_lock import FolderLock
@@ -116,6 +119,50 @@ def test_a_checkpoint_of_this_run_is_resumed_from_under_another_name_and_at_anot
     plan = prepare().plan
     carry(world.run, 5, make_config(name="before", **AT_WORK, **{"parallel.gpus": 4}), plan)
     assert prepare().resume
+
+
+FOREIGN_PLANS = {
+    "newest, of a run that was planned": (2, False, "run.json"),
+    "newest, of a run without a checkpoint": (2, True, "run.json"),
+    "in place of its own": (1, True, "run.json"),
+    "in place of one before other limits": (1, True, "001.run.json"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_PLANS)
+def test_a_plan_of_another_run_is_refused_at_every_start(world, name):
+    number, has_begun, made_from = FOREIGN_PLANS[name]
+    prepare()
+    if has_begun:
+        world.run.write_status("failed", plan=number, cause="out_of_memory")
+    if made_from != "run.json":
+        prepare(**{"stop.epochs": 2.0, "log.every_steps": 3})
+    path = world.run.plans / f"{number:03d}.json"
+    path.write_text(make_plan(number=number, config_digest=make_config(name="other", seed=7).digest).model_dump_json())
+    before = files_in(world.run.path)
+    with pytest.raises(UserError, match="the plan is of another run") as caught:
+        prepare()
+    assert caught.value.where == str(path.relative_to(Path.cwd())) and caught.value.why.endswith(made_from)
+    assert files_in(world.run.path) == before
+
+
+def test_plans_before_other_keys_and_a_start_that_broke_off_are_the_runs_own(world, monkeypatch):
+    """Keys as they are written, floats and other alphabets too; an earlier version has written one key less."""
+    text = make_config(**{"optimizer.eps": 1e-08, "data.train": "größe.jsonl"})
+    assert digest_json(to_json(from_json(text.model_dump_json(indent=2)))) == text.digest
+    prepare(**{"log.every_steps": 2})
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(RunFolder, "write_plan", Mock(side_effect=KeyboardInterrupt))
+        prepare(**{"log.every_steps": 3})
+    for every in (4, 2, 2, 5):
+        prepare(**{"log.every_steps": every})
+    assert [plan.number for plan in world.run.read_plans()] == [1, 2, 3, 4, 5]
+    older = json.loads(world.run.run_json.read_text())
+    del older["submit"]
+    plan = world.run.read_plan().model_copy(update={"config_digest": digest_json(to_json(older))})
+    world.run.run_json.write_text(json.dumps(older, indent=2))
+    (world.run.plans / "005.json").write_text(plan.model_dump_json())
+    assert prepare(**{"log.every_steps": 5}).plan.number == 6
 
 
 def files_in(folder: Path) -> set[str]:

@@ -338,4 +338,9 @@ class RunConfig(Section):
     @property
     def digest(self) -> str:
         """Hash of all keys; two runs with the same digest are the same run."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        return digest_json(self.model_dump_json().encode())
+
+
+def digest_json(text: bytes) -> str:
+    """The digest of a configuration in JSON without white space."""
+    return hashlib.sha256(text).hexdigest()[:16]

@@ -284,6 +284,7 @@ def _plan_launch(
     facts = gather_facts(
         config, world_size=world_size, local_world_size=local_world_size, host=host, group=group, report=report
     )
+    folder.read_plans()  # none of another run
     number, step = folder.newest_plan_number() + 1, folder.newest_step()
     continues = step is not None or num_left is not None
     before = folder.read_plan() if continues or (number > 1 and folder.was_started()) else None

@@ -412,7 +412,7 @@ def _fetch(remote: RemoteFolder, folder: RunFolder, config: RunConfig, report: C
     partial.mkdir(parents=True)
     for name in (*names, MANIFEST):
         remote.get(f"checkpoints/{step}/{name}", partial / name, lambda _: advance())
-    write_atomically(folder.run_json, text.decode("utf-8"))
+    folder.write_config(text.decode("utf-8"))
     rename_synced(partial, folder.checkpoints / step)
 
 

@@ -34,10 +34,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
+from pydantic_core import from_json, to_json
 
 from manyhands.config.dialects.report import as_json
 from manyhands.config.load import LoadedRun
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import RunConfig, digest_json
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.core.files import (
     read_json,
@@ -167,15 +168,19 @@ class RunFolder:
                 fix="restore the file, or use another name or --fresh for a new run; this folder was not changed",
             ) from None
 
-    def write_config(self, config: RunConfig) -> None:
-        """Writes run.json. A different one is first kept beside the newest plan made from it."""
-        text = config.model_dump_json(indent=2) + "\n"
+    def write_config(self, config: RunConfig | str) -> None:
+        """Writes run.json, or its text. A different one is first kept beside the newest plan made from it."""
+        text = config if isinstance(config, str) else config.model_dump_json(indent=2) + "\n"
         if self.run_json.exists():
-            old = self.run_json.read_text(encoding="utf-8")
+            old, kept = self.run_json.read_text(encoding="utf-8"), self._kept_config(self.newest_plan_number())
             if old == text:
                 return
-            write_atomically(self.plans / f"{self.newest_plan_number():03d}.run.json", old)
+            if not kept.exists():  # else nothing was planned from the one that is replaced
+                write_atomically(kept, old)
         write_atomically(self.run_json, text)
+
+    def _kept_config(self, number: int) -> Path:
+        return self.plans / f"{number:03d}.run.json"
 
     def write_origin(self, loaded: LoadedRun) -> None:
         """Keeps another tool's file and the fates of its keys; nothing for a native file."""
@@ -223,15 +228,35 @@ class RunFolder:
                 why=f"{started}there is no {self.plans.name}/001.json",
                 fix=fix,
             )
-        return self._read_plan(number, fix)
+        plan = self._read_plan(number, fix)
+        self._refuse_other_plan(number, plan)
+        return plan
 
     def read_plans(self) -> list[Plan]:
-        """All that can be read, in order."""
-        plans = []
+        """All that can be read, in order. UserError where one is of another run."""
+        plans = {}
         for number in range(1, self.newest_plan_number() + 1):
             with suppress(UserError):
-                plans.append(self._read_plan(number))
-        return plans
+                plans[number] = self._read_plan(number)
+        for number, plan in plans.items():
+            self._refuse_other_plan(number, plan)
+        return list(plans.values())
+
+    def _refuse_other_plan(self, number: int, plan: Plan) -> None:
+        """By the digest of the run.json that plan ``number`` was made from: the first kept since, else the present."""
+        kept = map(self._kept_config, range(number, self.newest_plan_number() + 1))
+        config = next((path for path in kept if path.exists()), self.run_json)
+        try:  # not through RunConfig, which adds keys that the version of the plan did not have
+            own = digest_json(to_json(from_json(config.read_bytes())))
+        except (OSError, ValueError):
+            return
+        if plan.config_digest != own:
+            raise UserError(
+                "the plan is of another run",
+                where=str(self.plans / f"{number:03d}.json"),
+                why=f"it was made from other keys than those in {config.name}",
+                fix="move it out of this run's folder, or use --fresh for a new run; this folder was not changed",
+            )
 
     def _read_plan(self, number: int, fix: str = "") -> Plan:
         path = self.plans / f"{number:03d}.json"
