@@ -146,7 +146,7 @@ def test_kubectl_and_sky_get_the_options_and_no_secret(run_file, tmp_path, site,
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "where to is not given"),
+        ((), "the kind of cluster is not given"),
         (("--to", "slurm", "submit.gpus=null"), "which GPUs to ask for is not given"),
         (("--to", "slurm", "parallel.gpus=4"), "the run takes 4 of 8 GPUs"),
         (("--to", "slurm", "--gpus", "8xH200", "parallel.gpus=4"), "--gpus and parallel.gpus are both given"),
