@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import equality
 from tests.support.equality import Case, Curve
 from tests.support.ranks import Ranks, ranks
+from tests.support.ropes import rope_fields
 
 FAST = (
     "single 1, accumulation 8",
@@ -151,25 +151,11 @@ def test_the_run_is_worth_comparing(workspaces: Workspaces) -> None:
     assert four.num_steps_with_idle_rank > 0
 
 
-# rows are of 5 to 200 tokens, on both sides of 64
-LENGTH_DEPENDENT: dict[str, dict[str, Any]] = {
-    "dynamic": {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
-    "longrope": {
-        "max_position_embeddings": 256,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": 64,
-            "short_factor": [1.0] * 8,
-            "long_factor": [1.0 + index for index in range(8)],
-        },
-    },
-}
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_layouts_agree_where_rotary_frequencies_hang_on_the_length(kind: str, tmp_path: Path, world: Ranks) -> None:
-    equality.write_workspace(tmp_path, "llama", num_hidden_layers=2, **LENGTH_DEPENDENT[kind])
+    """Rows are of 5 to 200 tokens, on both sides of the bound."""
+    equality.write_workspace(tmp_path, "llama", num_hidden_layers=2, **rope_fields("llama", kind, 256))
     names = ("single 1, packed 256", "ddp 2, accumulation 2", "fsdp 4, packed 512, activation_checkpointing full")
     reference, *others = (
         equality.run_case(world, tmp_path, case, "float32", "full") for case in (REFERENCE, *map(by_name, names))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +18,16 @@ from manyhands.model.checks import check_batches, pack_documents, pad_documents
 from manyhands.model.documents import DocumentRope
 from manyhands.model.loss import LossModel
 from manyhands.model.probe import Single
+from tests.support.ropes import BOUND, ROPE_CASES, ROPES, rope_fields
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
-BOUND = 64
 LENGTHS = (20, 100, 64, 80, 5, 65, 31)
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0},
-    "yarn": {"factor": 2.0, "original_max_position_embeddings": BOUND},
-    "longrope": {
-        "original_max_position_embeddings": BOUND,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0 + index for index in range(8)],
-    },
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": BOUND,
-    },
-    "proportional": {"partial_rotary_factor": 0.5},
-}
-CASES = [(family, kind) for kind in ROPES for family in ("llama", "gemma3")] + [("phi3", "longrope")]
-BY_LENGTH = [(family, kind) for family, kind in CASES if kind in ("dynamic", "longrope")]
+BY_LENGTH = [(family, kind) for family, kind in ROPE_CASES if kind in ("dynamic", "longrope")]
 
 
 def make_model(family: str, kind: str, dtype: str = "float64") -> Any:
-    """gemma3 has its own frequencies for each kind of layer."""
-    own: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, **copy.deepcopy(ROPES[kind])}
-    if family == "gemma3":
-        own = {"full_attention": own, "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}}
-    more: dict[str, Any] = {"max_position_embeddings": BOUND if kind == "dynamic" else 2 * BOUND}
-    if family == "phi3":
-        more["original_max_position_embeddings"] = BOUND
-    return tiny_model(family, dtype, rope_parameters=own, **more).eval()
+    return tiny_model(family, dtype, **rope_fields(family, kind)).eval()
 
 
 def documents(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
@@ -68,7 +41,7 @@ def test_every_rope_type_of_transformers_is_a_case() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.parametrize(("family", "kind"), ROPE_CASES)
 def test_packed_padded_and_later_documents_are_as_alone_in_a_new_model(family: str, kind: str) -> None:
     alone = [make_model(family, kind)(ids, use_cache=False).logits for ids in documents()]
     model = make_model(family, kind)
