@@ -64,8 +64,8 @@ def weight_decay(lab: Lab) -> None:
 
 
 def betas(key: str) -> Any:
-    """Adam's first update is g / |g| whatever the decays are, but for rounding, which the second loss may show: they act
-    from the second one on, in the third loss.
+    """Adam's first update is g / |g| whatever the decays are, but for rounding, which the second loss may show: they
+    act from the second one on, in the third loss.
     """
 
     def check(lab: Lab) -> None:
