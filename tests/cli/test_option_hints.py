@@ -82,17 +82,56 @@ def test_every_option_of_other_tools_has_an_answer(tool):
         ("generate runs/none --prompt x", "runs there: runs/one"),
         ("runs list sweep", "name the folder that holds the runs"),
         ("runs list runs/one", "manyhands runs show runs/one"),
+        ("doctor --epochs 3", "stop.epochs is a key of the run file, for training"),
+        ("generate", "write manyhands generate RUN; RUN: A run's folder"),
+        ("push runs/one", "write manyhands push RUN_OR_FOLDER --to OWNER/NAME; --to: The model's name on the hub"),
+        ("runs compare one", "write manyhands runs compare RUN RUN"),
+        ("data", "write manyhands data RUN.yaml"),
+        ("generate runs/one --max_new_tokens 3", "write --max-new-tokens"),
+        ("generate runs/one --max-tokens 3", "write --max-new-tokens 3"),
+        ("generate --model runs/one --prompt x", "it comes first, without an option: manyhands generate runs/one"),
+        ("generate runs/one --merge", "manyhands export --merge"),
+        ("generate runs/one hello there", "write --prompt 'hello there'"),
+        ("generate runs/one --zzzzzz", "`manyhands generate -h` lists its options"),
+        ("chat runs/one --prompt hi", "manyhands generate --prompt"),
+        ("plan run.yaml --fresh", "manyhands train --fresh"),
+        ("eval runs/one rows.jsonl", "write --data rows.jsonl"),
+        ("eval runs/one stop.epochs=3", "manyhands train RUN.yaml stop.epochs=3"),
+        ("eval runs/one --limit 0", "write --limit N: Answer at most N samples"),
+        ("eval runs/one --device-map foo", "'foo' is not one of 'auto', 'none', 'balanced', 'sequential'"),
+        ("eval runs/one --limit", "--limit needs a value"),
+        ("export runs/one out", "write --output out"),
+        ("push runs/one --private --to a/b", "private unless --public"),
+        ("serve runs/one --host 0.0.0.0", "on this machine only"),
+        ("serve runs/one --port abc", "--port"),
+        ("submit run.yaml --to nomad", "'slurm', 'kubernetes', 'skypilot'"),
+        ("doctor runs/one", "write --run runs/one"),
+        ("gpu-info runs/one", "`manyhands gpu-info -h` shows what it takes"),
+        ("init rows.jsonl", "write --data rows.jsonl"),
+        ("import run.yaml out.yaml", "write --output out.yaml"),
+        ("import run.yaml", "`manyhands plan run.yaml` checks it"),
+        ("config run.yaml", "`manyhands plan run.yaml` checks a run file's keys"),
+        ("config nope", "where: manyhands config"),
+        ("runs one", "manyhands runs show one"),
+        ("runs listt", "did you mean list?"),
+        ("run.yaml", "manyhands train run.yaml"),
+        ("runs/one", "manyhands runs show runs/one"),
+        ("trian run.yaml", "did you mean train?"),
+        ("merge runs/one", "manyhands export RUN --merge"),
+        ("finetune run.yaml", "manyhands train RUN.yaml"),
+        ("model.name=x", "manyhands train RUN.yaml model.name=x"),
+        ("qqqqqq", "choose one of train, plan"),
+        ("--epochs 3 train", "name a command first"),
+        ("--merge runs/one", "manyhands export --merge"),
+        ("memory-check model", "give a run's folder"),
+        ("tensorboard model", "neither a run nor a curve"),
+        ("tensorboard --logdir runs", "manyhands tensorboard runs"),
     ],
 )
 def test_what_is_typed_in_error_is_answered(words, said):
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == EXIT_USAGE and said in result.output, result.output
     assert "rename it" not in result.output and "Usage:" not in result.output
-
-
-def test_options_of_commands_without_a_run_file_are_as_they_were():
-    result = CliRunner().invoke(app, ["doctor", "--epochs", "3"])
-    assert result.exit_code == EXIT_USAGE and "No such option" in result.output
 
 
 def test_runs_are_listed_by_their_folder(folder):

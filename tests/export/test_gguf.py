@@ -93,8 +93,7 @@ def test_a_run_becomes_one_file_with_its_card(
     assert "llama-cli -m tiny-q8_0.gguf" in card and "from_pretrained" not in card
     record = read_record(run / "gguf")
     assert record is not None and "20 of 20 tensors" in record.verified
-    assert main(command) == 2, "it is not written twice"
-    assert "the output folder is not empty" in capsys.readouterr().err
+    assert main(command) == 0 and capsys.readouterr().out.startswith("already there, verified: "), "not written twice"
 
 
 def test_a_models_folder_is_converted_as_it_is(
@@ -106,6 +105,13 @@ def test_a_models_folder_is_converted_as_it_is(
     assert "--dtype is for checkpoints" in capsys.readouterr().err
     assert main(command) == 0
     assert (tmp_path / "out" / f"{source.name}-f16.gguf").is_file()
+    capsys.readouterr()
+    assert main(command) == 0 and capsys.readouterr().out.startswith("already there, verified: ")
+    changed = tmp_path / "changed"
+    shutil.copytree(source, changed)
+    (changed / "generation_config.json").write_text("{}")
+    assert main([str(changed), *command[1:]]) == 2, "the file is of another model"
+    assert "the output folder is not empty" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_the_model_is_not_kept(

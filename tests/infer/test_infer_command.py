@@ -127,6 +127,32 @@ def test_a_wrong_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("state", "part", "note"),
+    [
+        ("interrupted", "", "its result is that of step 3; manyhands export"),
+        ("running", "model", "its result is that of step 3"),
+        ("finished", "", ""),
+    ],
+)
+def test_the_result_of_a_shorter_run_is_named(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, part: str, note: str
+) -> None:
+    """A run that was made longer and has not finished still holds the model of its earlier end."""
+    run = RunFolder(tmp_path / "run")
+    run.plans.mkdir(parents=True)
+    run.write_config(make_config())
+    (run.plans / "001.report.json").write_text(json.dumps({"measured": {"steps": 3}}))
+    checkpoint = run.checkpoints / "step-000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    shutil.copytree(folders / "base", run.path / "model")
+    run.write_status(state)
+    assert call("generate", run.path / part, prompt="w1") == 0
+    said = capsys.readouterr().err
+    assert (note in said and "made longer" in said) if note else "made longer" not in said
+
+
 def test_an_adapter_with_more_than_lora_is_refused(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from manyhands.core.errors import UserError
 
 WIDE = 110  # width of a terminal for all four columns of the table
 
@@ -17,12 +20,16 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
 ) -> None:
     """Explain a key of the run file, or list all keys."""
-    from manyhands.config.keys import explain, json_schema
+    from manyhands.config.keys import explain, json_schema, sections
 
     if schema:
         import json
 
         print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    elif key and key not in sections() and Path(key).exists():
+        raise UserError(
+            "this is a file or folder, not a key", where=key, fix=f"`manyhands plan {key}` checks a run file's keys"
+        )
     elif key:
         print(explain(key))
     else:

@@ -99,9 +99,13 @@ def push(
 
     Without --yes nothing is sent. The repository is private unless --public is given."""
     from manyhands.export.push import plan_upload, upload
+    from manyhands.launch.run_folder import describe_earlier_result
 
-    planned = plan_upload(find_run_folder(source), to, private=not public, base=base)
+    folder = find_run_folder(source)
+    planned = plan_upload(folder, to, private=not public, base=base)
     print(planned.describe())
+    if note := describe_earlier_result(folder):
+        print(note)
     if not yes:
         print("nothing was sent; add --yes to upload")
         return

@@ -75,7 +75,7 @@ def _translate(file: Path, gpus: int | None, strict: bool) -> Translation:
         raise UserError(
             "this is already a run file of manyhands, or its format is unknown",
             where=str(file),
-            fix="`manyhands plan FILE` checks it",
+            fix=f"`manyhands plan {file}` checks it",
         )
     around = replace(look_around(strict=strict), folder=file.absolute().parent, gpus=gpus)
     translation = translate(source, dialect, around)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,7 @@ from manyhands.cli.infer import chat, evaluate, generate, serve
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
-from manyhands.cli.option_hints import HAVE_KEYS, explain_option
+from manyhands.cli.option_hints import explain_usage
 from manyhands.cli.process import bench, tensorboard
 from manyhands.cli.prove import prove
 from manyhands.cli.run_file import data, plan, train
@@ -30,43 +32,44 @@ from manyhands.core.text import print_safely
 
 
 class _CommandGroup(TyperGroup):
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with _errors_as_lines(args):
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: Any) -> Any:
-        words = list(ctx.args)
+        with _errors_as_lines(ctx.args, ctx):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _errors_as_lines(words: Sequence[str], ctx: Any = None) -> Iterator[None]:
+    """Prints what the user can correct, the command line included, and ends with its exit code."""
+    words = list(words)  # parsing empties it
+    try:
         try:
-            try:
-                return super().invoke(ctx)
-            except Exception as error:
-                if (command := _run_file_command(error)) is None:
-                    raise
-                known = [name for parameter in command.params for name in parameter.opts]
-                raise explain_option(command.name, getattr(error, "option_name", ""), words, known) from None
-            finally:
-                sys.stdout.flush()  # a full disk behind it is met here, not when the interpreter ends
-        except UserError as error:
-            print(error, file=sys.stderr)
-            raise typer.Exit(error.exit_code) from None
-        except OSError as error:
-            if (refused := explain_refused(error, Path.cwd())) is None:
+            yield
+        except Exception as error:
+            if (usage := explain_usage(error, words, ctx)) is None:
                 raise
-            print(refused, file=sys.stderr)
-            raise typer.Exit(refused.exit_code) from None
-        except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl-C or Ctrl-D at a prompt
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except BaseException as error:
-            if (foreign := explain_foreign(error)) is None:
-                raise
-            print(foreign, file=sys.stderr)
-            raise typer.Exit(foreign.exit_code) from None
-
-
-def _run_file_command(error: Exception) -> Any:
-    """The command on a run file that was given an option which it does not have; None for any other error. By name, as
-    some versions of typer bring click's classes and others import them.
-    """
-    command = getattr(getattr(error, "ctx", None), "command", None)
-    is_unknown = type(error).__name__ == "NoSuchOption" and getattr(command, "name", None) in HAVE_KEYS
-    return command if is_unknown else None
+            raise usage from None
+        finally:
+            sys.stdout.flush()  # a full disk behind it is met here, not when the interpreter ends
+    except UserError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    except OSError as error:
+        if (refused := explain_refused(error, Path.cwd())) is None:
+            raise
+        print(refused, file=sys.stderr)
+        raise typer.Exit(refused.exit_code) from None
+    except (KeyboardInterrupt, typer.Abort):  # Abort: Ctrl-C or Ctrl-D at a prompt
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BaseException as error:
+        if (foreign := explain_foreign(error)) is None:
+            raise
+        print(foreign, file=sys.stderr)
+        raise typer.Exit(foreign.exit_code) from None
 
 
 app = typer.Typer(

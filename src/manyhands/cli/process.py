@@ -55,6 +55,14 @@ def tensorboard(
 ) -> None:
     """Start TensorBoard on a run, or on all runs."""
     folder = find_run_folder(folder)
+    expected = (folder.iterdir(), folder.rglob("run.json"), folder.rglob("events.out.tfevents*"))
+    if [any(found) for found in expected] == [True, False, False]:  # an empty folder gets its runs later
+        raise UserError(
+            "there is neither a run nor a curve in this folder",
+            where=str(folder),
+            why="it has no run.json and no events.out.tfevents file",
+            fix="give a run's folder, such as runs/NAME, its run file, or the folder of all runs",
+        )
     refuse_missing_tensorboard()
     refuse_used_port(port)
     print(f"TensorBoard on {folder}: http://{HOST}:{port}/ (Ctrl-C to stop)", flush=True)

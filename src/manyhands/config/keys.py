@@ -314,7 +314,9 @@ def explain(key: str) -> str:
     if in_source and in_source[1] in source_table():
         return _explain_entry(key, source_table()[in_source[1]])
     if key not in table():
-        raise UserError(f"there is no key `{key}`", fix=hint(key).removeprefix(": ").removeprefix("; "))
+        raise UserError(
+            f"there is no key `{key}`", where="manyhands config", fix=hint(key).removeprefix(": ").removeprefix("; ")
+        )
     text = _explain_entry(key, table()[key])
     if key in SOURCE_LISTS:
         inner = [

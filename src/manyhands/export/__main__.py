@@ -129,12 +129,15 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
     """
     from manyhands.export.files import refuse_foreign
     from manyhands.export.gguf_file import find_tools, refuse_own_code, refuse_towers, write_gguf_folder
-    from manyhands.export.record import find_export, mark_verified, name_source, read_record
+    from manyhands.export.record import find_export, name_folder, name_source
     from manyhands.launch.run_folder import RunFolder
 
     tools = find_tools(llama_cpp, kind)  # before anything is loaded
     if not (source / "run.json").is_file() and (source / "config.json").is_file():
         refuse_outside_links(source)
+        made_of = name_folder(f"GGUF {kind}", source)
+        if found := find_export(output, made_of):
+            return f"already there, verified: {output}: {found}"
         refuse_foreign(output, replace=False)
         refuse_own_code(source)
         refuse_towers(source)
@@ -144,7 +147,8 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
                 where=str(source),
                 fix="leave --dtype out: --gguf alone decides what the file holds",
             )
-        return write_gguf_folder(source, output, source.resolve().name, kind, tools)
+        said = write_gguf_folder(source, output, source.resolve().name, kind, tools)
+        return note_source(output, said, made_of)
     run_folder, checkpoint = find_checkpoint(source)
     config, plan = read_for_export(RunFolder(run_folder), dtype)
     made_of = name_source(f"GGUF {kind}", dtype, checkpoint)
@@ -159,6 +163,13 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
         if not config.model.trust_remote_code:
             refuse_own_code(model)
         said = write_gguf_folder(model, output, config.name, kind, tools)
+    return note_source(output, said, made_of)
+
+
+def note_source(output: Path, said: str, made_of: str) -> str:
+    """Writes down what a verified ``output`` was made of, so that a second export finds it; returns ``said``."""
+    from manyhands.export.record import mark_verified, read_record
+
     if record := read_record(output):
         mark_verified(output, record.verified, made_of)
     return said

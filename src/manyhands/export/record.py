@@ -4,6 +4,7 @@ keeps what was written by hand, and `push` uploads only what was verified. Knows
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +49,12 @@ def name_source(kind: str, dtype: str, checkpoint: Path) -> str:
     """What an export is, and of which checkpoint by step and content."""
     manifest = checkpoint / MANIFEST
     return f"{kind} in {dtype} of {checkpoint.name} {hash_files([manifest])[manifest][:16]}"
+
+
+def name_folder(kind: str, folder: Path) -> str:
+    """The same of a model's folder, by the content of its files."""
+    names = "\n".join(f"{name} {digest}" for name, digest in hash_folder(folder).items())
+    return f"{kind} of a model's folder {hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
 
 def find_export(folder: Path, source: str) -> str | None:

@@ -17,6 +17,7 @@ from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely, printable
 from manyhands.infer.prompts import PromptOptions
 from manyhands.infer.settings import GenerationSettings
+from manyhands.launch.run_folder import describe_earlier_result
 
 
 def generate(
@@ -161,9 +162,12 @@ VERBS: dict[str, Callable[..., int]] = {
 def main(argv: list[str]) -> int:
     from manyhands.data.messages import RowRefused
 
-    verb, request = argv
+    verb, text = argv
     try:
-        return VERBS[verb](**json.loads(request))
+        request = json.loads(text)
+        if note := describe_earlier_result(Path(request["folder"])):
+            print(printable(note), file=sys.stderr)
+        return VERBS[verb](**request)
     except RowRefused as refused:
         print(UserError(str(refused)), file=sys.stderr)
         return UserError("").exit_code

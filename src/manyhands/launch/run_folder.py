@@ -150,7 +150,12 @@ class RunFolder:
         try:
             return RunConfig.model_validate_json(self.run_json.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UserError("this folder contains no run", where=str(self.path), why="it has no run.json") from None
+            raise UserError(
+                "this folder contains no run",
+                where=str(self.path),
+                why="it has no run.json",
+                fix="give a run's folder, such as runs/NAME, or its run file",
+            ) from None
         except OSError as error:
             raise UserError(
                 "run.json cannot be read", where=str(self.run_json), why=error.strerror or str(error)
@@ -363,6 +368,21 @@ class RunFolder:
             renamed.append(path.rename(target).name)
         return renamed
 
+    def describe_earlier_result(self) -> str:
+        """A line where the run was made longer and has not finished since: model/ or adapter/ are of its earlier end.
+        Empty otherwise.
+        """
+        reports = sorted(self.plans.glob("*.report.json"))
+        if not reports or self.is_finished:
+            return ""
+        measured = (read_json(reports[-1]) or {}).get("measured", {})
+        newest = self.newest_step()
+        further = "" if newest is None else f"; manyhands export {self.path} writes that of step {newest:,}"
+        return (
+            f"note: this run was made longer and has not finished: its result is that of step {measured.get('steps')}"
+            + further
+        )
+
     def write_interrupted(self, reason: str) -> None:
         """Writes status.json of an interrupted launch. That the one before it ran out of memory stays known: it may be
         interrupted while a smaller plan is made.
@@ -456,3 +476,11 @@ def _list(folder: Path, pattern: str) -> list[Path]:
 
 def _format(finding: Any) -> str:
     return f"{'.'.join(map(str, finding['loc'])) or 'file'}: {finding['msg']}"
+
+
+def describe_earlier_result(folder: Path) -> str:
+    """``RunFolder.describe_earlier_result`` of a run's folder, or of the model/ or adapter/ in it; empty for others."""
+    for place in (folder, folder.parent):
+        if (place / "run.json").is_file():
+            return RunFolder(place).describe_earlier_result()
+    return ""
