@@ -55,6 +55,7 @@ def test_an_all_zero_a_missing_and_an_extra_tensor_fail_the_run_by_name(place: P
 def test_a_damaged_best_checkpoint_says_what_can_be_done_without_it(tmp_path: Path, damage: str) -> None:
     """To delete it, or to start again, would lead to the same error."""
     folder, model = RunFolder(tmp_path), torch.nn.Linear(2, 2)
+    folder.plans.mkdir()
     best, last = (checkpoint_folder(folder.checkpoints, step) for step in (2, 4))
     for path in (best, last):
         save_checkpoint(path, model, None, {}, rank=0, world_size=1)

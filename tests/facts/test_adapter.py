@@ -126,7 +126,7 @@ def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
 
 def test_tokens_of_the_adapter_must_be_asked_for(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", trainable_token_indices={"model.embed_tokens": [300, 301]})
-    assert needed_tokens(folder) == 302
+    assert needed_tokens(folder, ()) == 302
     with pytest.raises(UserError, match="rows of tokens of its own"):
         find_adapter(ask(folder))
     assert find_adapter(ask(folder, {"new_tokens": ["<a>", "<b>"]})) is not None

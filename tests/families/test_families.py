@@ -41,7 +41,7 @@ EXEMPT = {
         (
             f"config/dialects/{name}.py"
             for name in (
-                *("axolotl_data", "axolotl_keys", "axolotl_model", "axolotl_templates"),
+                *("axolotl_data", "axolotl_keys", "axolotl_model", "axolotl_templates", "deepspeed"),
                 *("llamafactory", "llamafactory_data", "llamafactory_keys", "llamafactory_method"),
                 *("llamafactory_templates", "llamafactory_v1", "theworld", "transformers"),
             )

@@ -1,7 +1,7 @@
 """Encoded images: their bytes, whatever holds them, and their pixels. Trusts nothing in them. Knows no model.
 
 Pixels are what transformers' ``load_image`` gives for a path, turned as EXIF says and converted to RGB, but for what
-``convert("RGB")`` loses: what is transparent shows a white ground, as in vLLM and qwen-vl-utils, and greys of 16 bits
+``convert("RGB")`` loses: what is transparent shows a white ground, as in vLLM, and greys of 16 bits
 are scaled to 8. Of an animation, or a file of several pages, it is the first. ``PixelBounds`` may ask for another size.
 """
 

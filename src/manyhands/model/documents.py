@@ -33,6 +33,7 @@ class Documents:
         self.samples: torch.Tensor | None = None  # (b, t) int64: which sample of the store a token is of
         self.positions: torch.Tensor | None = None  # (b, t) int64: a token's place in its document
         self.noise_key: int | None = None
+        self.wants_lengths = False  # of batches that do not say them too, for which the device is waited for
 
     @contextmanager
     def of(self, batch: Mapping[str, Any]) -> Iterator[None]:
@@ -41,7 +42,7 @@ class Documents:
             self.lengths, self.distinct = batch.get(DOCUMENT_LENGTHS), batch.get(DISTINCT_LENGTHS, ())
             self.samples, self.positions = batch.get(SAMPLE_NUMBERS), batch.get("position_ids")
             self.noise_key = batch.get(NOISE_KEY)
-            if self.lengths is None and "cu_seq_lens" in batch:  # of a few tokens for a check: waits for the device
+            if self.wants_lengths and self.lengths is None and "cu_seq_lens" in batch:  # a few tokens, for a check
                 lengths = batch["cu_seq_lens"].diff().long()
                 self.lengths = lengths.repeat_interleave(lengths)[None]
                 self.distinct = tuple(lengths.tolist())

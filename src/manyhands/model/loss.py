@@ -81,6 +81,7 @@ class LossModel(nn.Module):
         ropes = follow_documents(model)
         for rope in ropes:
             rope.documents = self.documents
+        self.documents.wants_lengths = bool(ropes)
         self.needs_documents = bool(ropes)  # whether batches have to say of each token how long its document is
         object.__setattr__(self, "_head", None)
         self._head_agrees = False

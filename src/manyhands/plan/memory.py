@@ -269,7 +269,7 @@ def partly_filled(s: EstimateInput) -> int:
     it leaves. Only blocks that keep all activations do so. Measured with a 34B model's blocks (H 7168), in MiB a block
     more than with 7,168 tokens: 26, 45, 45 and 26 with 4,096, 5,120, 6,144 and 8,192; estimated: 28, 35, 40 and 0.
     """
-    if not s.nf4_blocks or s.layout.device == "cpu":
+    if not s.nf4_blocks or s.layout.device == "cpu" or s.model.norms_mlp_output:  # measured: none there
         return 0
     layers = (s.model.num_layers - s.layout.lighter_layers) * (s.layout.activation_checkpointing == "none")
     layers += s.layout.lighter_layers * (s.layout.last_checkpointing == "none")
