@@ -11,7 +11,7 @@ import uvicorn
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from manyhands.infer.serve import HOST
+from manyhands.launch.address import LOCAL_HOST
 
 HEAD_S = 10.0  # for the head of a request, from the beginning of the connection or of the request
 
@@ -20,7 +20,7 @@ class LocalHosts(TrustedHostMiddleware):
     """A page of the web cannot reach the server under a name of its own."""
 
     def __init__(self, app: Any) -> None:
-        super().__init__(app, allowed_hosts=[HOST, "localhost"])
+        super().__init__(app, allowed_hosts=[LOCAL_HOST, "localhost"])
 
 
 class PromptProtocol(H11Protocol):
@@ -59,5 +59,5 @@ class PromptProtocol(H11Protocol):
 def make_server(app: Any, port: int) -> uvicorn.Server:
     """Not started. Its h11 bounds the head of a request to 64 KiB."""
     return uvicorn.Server(
-        uvicorn.Config(app, host=HOST, port=port, log_level="warning", http=PromptProtocol, ws="none")
+        uvicorn.Config(app, host=LOCAL_HOST, port=port, log_level="warning", http=PromptProtocol, ws="none")
     )

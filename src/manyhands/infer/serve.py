@@ -31,8 +31,8 @@ from manyhands.infer.prompts import read_messages
 from manyhands.infer.replicas import ALL_GPUS, Placement
 from manyhands.infer.scheduler import MAX_WAITING, AnswerRequest, Scheduler
 from manyhands.infer.settings import SERVED, GenerationSettings
+from manyhands.launch.address import LOCAL_HOST
 
-HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
 # A token of text is seldom longer than 16 bytes, in JSON up to twice that; runs of one character may be.
 MAX_TOKEN_BYTES = 32
@@ -101,7 +101,7 @@ def serve(
 
         refuse_missing_vllm()
         refuse_adapter(found)
-        command = server_command(found, name, HOST, port, settings or SERVED, placement)
+        command = server_command(found, name, LOCAL_HOST, port, settings or SERVED, placement)
         print(f"vLLM: {' '.join(command)}", file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, *command])
     refuse_missing_server()
@@ -110,7 +110,7 @@ def serve(
 
     answerer = open_placed(folder, base, placement)
     app = make_app(answerer, name, settings or SERVED, placement.batch_size)
-    print(f"{name}: http://{HOST}:{port}/v1 (Ctrl-C to stop)", file=sys.stderr, flush=True)
+    print(f"{name}: http://{LOCAL_HOST}:{port}/v1 (Ctrl-C to stop)", file=sys.stderr, flush=True)
     make_server(app, port).run()
     return 0
 
