@@ -137,7 +137,7 @@ def test_a_second_start_says_that_the_run_is_finished(place: Place, whole: tuple
 def test_another_run_of_the_name_is_refused_with_the_changed_keys(place: Place, whole: tuple[Ended, Run]) -> None:
     refused = place.train("whole", "--gpus", "2", "optimizer.learning_rate=0.1", "seed=7")
     assert refused.code == 2
-    assert "optimizer.learning_rate: 0.003 -> 0.1" in refused.output and "seed: 42 -> 7" in refused.output
+    assert "optimizer.learning_rate: 0.003 -> 0.1" in refused.output and "seed: 0 -> 7" in refused.output
     assert "parallel.gpus" not in refused.output and "--fresh" in refused.output
 
 
