@@ -4,8 +4,10 @@ behind.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -282,12 +284,18 @@ def test_a_port_in_use_says_who_should_change_what(planned, monkeypatch):
     assert "is in use" in text and "unset MASTER_PORT" in text
 
 
+def free_port_of_nobody() -> str:
+    """A free port below those that the kernel hands out, which other tests' processes take at any moment."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
+    raise AssertionError("no free port")
+
+
 def test_the_users_port_is_free_again_for_the_next_attempt(planned, monkeypatch):
     """Also while the error of the one before, and with it its frames, is still held."""
-    held = []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    held, port = [], free_port_of_nobody()
     monkeypatch.setenv("MASTER_PORT", port)
     folder, plan = planned("environment", "raise")
     for _ in range(2):
