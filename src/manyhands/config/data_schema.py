@@ -22,7 +22,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-NumSamples = Annotated[int, Field(ge=1, strict=True)]  # strict: 1.0 is no number of samples
+NumSamples = Annotated[int, Field(ge=1, strict=True)]  # strict: 1.0 would be a share
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "question", "query", "text", "tokens", "segments"]
 TooLong = Literal["error", "truncate", "split", "drop"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]

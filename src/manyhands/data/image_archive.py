@@ -16,7 +16,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import explain_full_disk, is_disk_full, make_folder
 from manyhands.data.hub_sets import PREFIX, fetch_file, is_hub
 
-MAX_GROWTH = 20  # images are compressed already: an archive that grows by more is no archive of images
+MAX_GROWTH = 20  # images are already compressed; an archive that grows by more does not hold images
 
 
 def find_image_folder(data: DataSection) -> Path | None:
