@@ -22,7 +22,7 @@ from benchmarks.vision_shapes import SHAPES, write_image_rows, write_vision_fold
 from manyhands.config.load import config_from_mapping
 from manyhands.core.world import World
 from manyhands.launch.prepare import prepare_run
-from manyhands.train.types import Hook, StepResult, TrainState
+from manyhands.training.types import Hook, StepResult, TrainState
 from manyhands.worker import stages, training
 from manyhands.worker.context import RankContext
 

@@ -47,7 +47,7 @@ def main() -> int:
 
 def fit_rows(options: argparse.Namespace) -> int:
     from benchmarks.foresight_fit import by_group, describe_errors, errors_of, fit, print_rows, read_rows, write_fitted
-    from manyhands.plan.rates import load_fitted
+    from manyhands.planner.rates import load_fitted
 
     rows = read_rows(options.rows)
     seen = [row for row in rows if row.group == "fitted"]
@@ -64,7 +64,7 @@ def fit_rows(options: argparse.Namespace) -> int:
 
 def write_report(options: argparse.Namespace) -> int:
     from benchmarks.foresight_fit import read_rows, report
-    from manyhands.plan.rates import load_fitted
+    from manyhands.planner.rates import load_fitted
 
     options.page.write_text(report(read_rows(options.rows), load_fitted()))
     return 0
@@ -74,7 +74,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the cases")
-    fitting = commands.add_parser("fit", help="estimate measured cases anew, and fit the constants of plan/time.toml")
+    fitting = commands.add_parser(
+        "fit", help="estimate measured cases anew, and fit the constants of planner/time.toml"
+    )
     fitting.add_argument("rows", type=Path, nargs="+")
     fitting.add_argument("--check", action="store_true", help="fit nothing: only say how good the estimates are")
     fitting.add_argument("--write", action="store_true", help="write the constants")

@@ -31,11 +31,11 @@ import torch.distributed as dist
 from benchmarks.foresight_cases import BY_NAME, Case
 from manyhands.bench.case import Observer, find_facts, folder_of, more_steps, outside_allocator_gib, run
 from manyhands.bench.rows import new_run
-from manyhands.plan.efficiency import lay_out_step
-from manyhands.plan.search import base_input
-from manyhands.plan.types import Plan
-from manyhands.train.loop import Loop
-from manyhands.train.types import StepResult, TrainState
+from manyhands.planner.efficiency import lay_out_step
+from manyhands.planner.search import base_input
+from manyhands.planner.types import Plan
+from manyhands.training.loop import Loop
+from manyhands.training.types import StepResult, TrainState
 from manyhands.worker.context import RankContext
 
 GIB = 2**30

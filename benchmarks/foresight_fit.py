@@ -19,13 +19,13 @@ from manyhands import families
 from manyhands.facts.gpu_kinds import kind_of
 from manyhands.facts.model import MLP_OUTPUT_NORMS
 from manyhands.facts.types import Calibration, GpuKind, ModelFacts
-from manyhands.plan.estimate_input import EstimateInput, TrainedWeights
-from manyhands.plan.host_memory import keep_on_device
-from manyhands.plan.layout import Layout, Mesh
-from manyhands.plan.memory import estimate_terms
-from manyhands.plan.rates import REFERENCE_KIND, Fitted, load_fitted, rates_of, rates_of_kind
-from manyhands.plan.time import TimeInput, estimate_step
-from manyhands.plan.work import work_of_lengths
+from manyhands.planner.estimate_input import EstimateInput, TrainedWeights
+from manyhands.planner.host_memory import keep_on_device
+from manyhands.planner.layout import Layout, Mesh
+from manyhands.planner.memory import estimate_terms
+from manyhands.planner.rates import REFERENCE_KIND, Fitted, load_fitted, rates_of, rates_of_kind
+from manyhands.planner.time import TimeInput, estimate_step
+from manyhands.planner.work import work_of_lengths
 
 GIB = 2**30
 # Runs of code that has been changed where they show: their cases are to be measured again
@@ -50,8 +50,8 @@ INTRODUCTION = (
     "torch's allocator and outside of it, on the rank that held most; of packs of mixed lengths at the largest "
     "pack that ran, as few steps were taken, and of steps of one micro-batch as if all were. Planned seconds, "
     "from datasheets and the constants of "
-    "`src/manyhands/plan/time.toml`, are beside the median of the timed steps; where lengths are mixed, each step is "
-    "planned by itself, and the one whose error is the median counts. Rows of one call ran side by side on GPUs of "
+    "`src/manyhands/planner/time.toml`, are beside the median of the timed steps; where lengths are mixed, each step "
+    "is planned by itself, and the one whose error is the median counts. Rows of one call ran side by side on GPUs of "
     "one machine where they say so (`beside`); beside those of `h200-foresight-4.jsonl`'s second call half of the "
     "host's cores did other work. An error is planned over measured, less one: below zero the plan said too little."
 )

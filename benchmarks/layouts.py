@@ -40,10 +40,10 @@ from manyhands.core.errors import UserError
 from manyhands.facts.gpu_kinds import AskedGpus, describe_host, kind_of, load_kinds
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import GpuKind
-from manyhands.plan.layout import Checkpointing, Layout, Strategy
-from manyhands.plan.rates import REFERENCE_KIND
-from manyhands.plan.search import plan
-from manyhands.plan.types import Candidate, Plan
+from manyhands.planner.layout import Checkpointing, Layout, Strategy
+from manyhands.planner.rates import REFERENCE_KIND
+from manyhands.planner.search import plan
+from manyhands.planner.types import Candidate, Plan
 
 OTHER = "this machine"  # of no known kind, such as a CPU
 BOUND = 0.01  # how far behind the fastest measured layout a choice may be

@@ -31,10 +31,10 @@ from manyhands.core.world import World
 from manyhands.data.streams import MASK, PACKED_BY
 from manyhands.export.adapter import name_targets
 from manyhands.launch.prepare import gather_facts
-from manyhands.plan.search import plan as make_plan
-from manyhands.train.loop import Loop, train
-from manyhands.train.schedule import make_schedule
-from manyhands.train.types import TrainState
+from manyhands.planner.search import plan as make_plan
+from manyhands.training.loop import Loop, train
+from manyhands.training.schedule import make_schedule
+from manyhands.training.types import TrainState
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps
 from manyhands.worker.context import RankContext

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts
-from manyhands.plan.search import plan
+from manyhands.planner.search import plan
 
 Outcome = Literal["ran", "out of memory", "failed"]
 TOLERANCE = 0.02  # of the memory: nearer is not searched

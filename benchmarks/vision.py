@@ -28,8 +28,8 @@ from manyhands.bench.case import Observer, run
 from manyhands.bench.rows import BenchRow, new_run
 from manyhands.core.holding import local
 from manyhands.launch.environment import detect_launcher
-from manyhands.train.loop import Loop
-from manyhands.train.types import StepResult
+from manyhands.training.loop import Loop
+from manyhands.training.types import StepResult
 from manyhands.worker.context import RankContext
 
 

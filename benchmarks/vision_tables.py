@@ -19,8 +19,8 @@ from manyhands.core.limits import GIB
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.facts.model import read_model_facts
 from manyhands.facts.types import DataFacts, Facts, HostFacts, ModelFacts
-from manyhands.plan.search import plan
-from manyhands.plan.types import Plan
+from manyhands.planner.search import plan
+from manyhands.planner.types import Plan
 
 GEMMA_4B: dict[str, Any] = {
     "text_config": {

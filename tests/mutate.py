@@ -1,8 +1,8 @@
 """Do the tests see a mistake? Random small faults are put into the sources, one at a time, and the tests that reach
 them are run.
 
-    python -m tests.mutate trace tests/plan --work /tmp/mutate       # once a room: which test runs which lines
-    python -m tests.mutate run plan --count 60 --work /tmp/mutate    # faults in src/manyhands/plan, one JSON line each
+    python -m tests.mutate trace tests/planner --work /tmp/mutate       # once a package: which test runs which lines
+    python -m tests.mutate run planner --count 60 --work /tmp/mutate    # one JSON line for each fault
     python -m tests.mutate report --work /tmp/mutate
 
 Works on a copy of the repository, so that processes which tests start see the fault too. Tests are collected once, and

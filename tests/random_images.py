@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.config.schema import RunConfig
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.support.images import Document, make_document, take_step
 from tests.support.layouts import build
 from tests.support.multimodal import write_tiny_multimodal

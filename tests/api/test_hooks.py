@@ -14,11 +14,11 @@ import pytest
 
 import manyhands as mh
 from manyhands.api.callbacks import name_object
-from manyhands.train.types import Evaluation, Hook, TrainState
+from manyhands.training.types import Evaluation, Hook, TrainState
 from manyhands.worker.hooks import find, read_hooks
 
 SOURCE = """
-from manyhands.train.types import Hook
+from manyhands.training.types import Hook
 def longest(evaluation): return max((len(answer) for _, answer in evaluation.samples), default=0)
 def watch(rank): return Hook()
 def nothing(rank): return None

@@ -14,7 +14,7 @@ from benchmarks import foresight
 from benchmarks.foresight_cases import CASES, FITTED, HELD_OUT, ONE_GPU, TRIALS
 from benchmarks.foresight_fit import by_group, read_rows, report
 from manyhands.bench.shapes import SHAPES
-from manyhands.plan.rates import load_fitted
+from manyhands.planner.rates import load_fitted
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.smallest import TOLERANCE, Attempt, judge, planned_smallest, search, smallest
 from manyhands.bench.case import with_memory
 from manyhands.core.errors import UserError
-from manyhands.plan.search import plan
-from tests.plan.examples import GIB, data_facts, facts, llama_8b, run_config
+from manyhands.planner.search import plan
+from tests.planner.examples import GIB, data_facts, facts, llama_8b, run_config
 
 LONG = data_facts(num_samples=5000, mean=4096, longest=4096, num_validation_samples=0, num_validation_tokens=0)
 

@@ -20,7 +20,7 @@ from manyhands.checkpoint.in_memory import SnapshotWriter
 from manyhands.checkpoint.tensors import StateTensors
 from manyhands.core.segments import COPIED, SEGMENTS, Segment, SegmentReader
 from manyhands.core.world import World
-from manyhands.train.types import TrainState
+from manyhands.training.types import TrainState
 from manyhands.worker import snapshots
 from manyhands.worker.checkpoints import CheckpointHook
 from manyhands.worker.context import RankContext

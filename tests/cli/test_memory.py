@@ -19,7 +19,7 @@ from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.launch.heartbeat import SILENT_S, this_host, was_killed
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.usage import TAIL_BYTES, find_live_runs, last_row, read_usage
-from manyhands.plan.types import MemoryEstimate
+from manyhands.planner.types import MemoryEstimate
 from tests.launch.builders import make_config, make_plan
 
 GIB = 2**30

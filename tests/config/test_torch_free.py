@@ -10,8 +10,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 PROBE = """
 import importlib, pkgutil, sys
-for room in ("config", "families", "facts", "plan", "launch", "preview", "submit", "cli", "api"):
-    package = importlib.import_module(f"manyhands.{room}")
+for name in ("config", "families", "facts", "planner", "launch", "preview", "submit", "cli", "api"):
+    package = importlib.import_module(f"manyhands.{name}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith(("__main__", "api.rank")):
             importlib.import_module(module.name)
@@ -22,7 +22,7 @@ print("free")
 """
 
 
-def test_the_planning_rooms_import_no_torch():
+def test_the_planning_packages_import_no_torch():
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     probe = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=120)
     assert (probe.stdout.strip(), probe.returncode) == ("free", 0), probe.stderr

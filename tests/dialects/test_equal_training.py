@@ -13,7 +13,7 @@ import yaml
 
 from manyhands.launch.prepare import gather_facts
 from manyhands.launch.run_file import load_for_start
-from manyhands.plan.search import plan as make_plan
+from manyhands.planner.search import plan as make_plan
 from tests.support.tiny import write_tiny_model
 from tests.support.zygote import forking
 

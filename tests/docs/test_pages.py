@@ -29,7 +29,7 @@ def test_every_command_is_on_its_page() -> None:
 @pytest.mark.parametrize(
     ("page", "link", "path"),
     [
-        ("python.md", "../src/manyhands/train/types.py", "src/manyhands/train/types.py"),
+        ("python.md", "../src/manyhands/training/types.py", "src/manyhands/training/types.py"),
         ("reference/api.md", "../python.md", None),
         ("reference/api.md", "../../README.md", "README.md"),
     ],

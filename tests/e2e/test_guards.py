@@ -8,7 +8,7 @@ from tests.e2e.runs import NO_VERIFY, NUM_STEPS, Place, at_step
 
 # Rank 1's gradients of step 3 are not finite, before they are reduced.
 POISON = {
-    "manyhands.train.step": "import torch\n"
+    "manyhands.training.step": "import torch\n"
     "_share_of = _share\n"
     "import os\n"
     "NUM = [0]\n"

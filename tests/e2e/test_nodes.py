@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.e2e.runs import NO_VERIFY, WAIT_S, Ended, Place, Run, at_any_step, at_step, kill_once, pause
 from tests.support.nodes import Bed, Launched, make_bed, why_no_nodes
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.facts.host import read_host_facts
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.e2e.conftest import SEVERAL_PACKS
 from tests.e2e.runs import NO_VERIFY, NUM_STEPS, WORDS, Place, Run, at_step
 

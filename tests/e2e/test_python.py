@@ -190,7 +190,7 @@ def test_results_are_read(tmp_path: Path) -> None:
 HOOKED = """
 import sys
 import manyhands as mh
-from manyhands.train.types import Hook
+from manyhands.training.types import Hook
 
 class Counts(Hook):
     def __init__(self, rank):

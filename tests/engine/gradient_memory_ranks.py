@@ -14,7 +14,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.fp8 import check_fp8
 from manyhands.core.holding import local
 from manyhands.engine.gradient_memory import GradientMemory
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.engine.host_shards_ranks import Block
 from tests.support.layouts import Documents, build, pack
 

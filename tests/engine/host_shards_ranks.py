@@ -26,7 +26,7 @@ from manyhands.engine.host_shards import BackwardUpdate, BlockPrefetch, Gradient
 from manyhands.engine.native import NativeEngine
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.model.structure import find_blocks
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.support.adapters import load_adapter_state
 from tests.support.layouts import Documents, build, count_loss_tokens, pack, random_adapter
 

@@ -8,7 +8,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert import loftq
 from manyhands.convert.adapter import adapter_state
 from manyhands.convert.loftq import initialize_with_loftq
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.support.layouts import build
 
 

@@ -14,9 +14,9 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.engine.apply import apply
 from manyhands.engine.native import NativeEngine
-from manyhands.plan.types import Plan
-from manyhands.train.optimizer import make_optimizer
-from manyhands.train.step import StepWork, compute_gradients
+from manyhands.planner.types import Plan
+from manyhands.training.optimizer import make_optimizer
+from manyhands.training.step import StepWork, compute_gradients
 from tests.support.building import on_meta
 from tests.support.layouts import Documents, count_loss_tokens, pack
 

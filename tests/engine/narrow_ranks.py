@@ -10,9 +10,9 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import first_index, gather, local
 from manyhands.kernels.adamw import FusedAdamW
-from manyhands.plan.types import Plan
-from manyhands.train.optimizer import make_optimizer
-from manyhands.train.step import StepWork, compute_gradients
+from manyhands.planner.types import Plan
+from manyhands.training.optimizer import make_optimizer
+from manyhands.training.step import StepWork, compute_gradients
 from tests.support.layouts import Documents, build, count_loss_tokens, pack
 
 

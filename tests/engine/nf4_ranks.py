@@ -17,7 +17,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.core.holding import gather, local
 from manyhands.engine.apply import shard
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.support.adapters import load_adapter_state
 from tests.support.building import on_meta
 from tests.support.layouts import Documents, count_loss_tokens, pack, random_adapter

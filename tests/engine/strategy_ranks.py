@@ -17,8 +17,8 @@ from manyhands.engine.native import NativeEngine
 from manyhands.engine.optimizers import StreamedOptimizer
 from manyhands.export.model import export_model
 from manyhands.model.structure import find_blocks
-from manyhands.plan.types import Plan
-from manyhands.train.optimizer import make_optimizer
+from manyhands.planner.types import Plan
+from manyhands.training.optimizer import make_optimizer
 from tests.support.adapters import load_adapter_state
 from tests.support.layouts import Documents, build, count_loss_tokens, pack, random_adapter
 

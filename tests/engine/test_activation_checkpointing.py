@@ -16,9 +16,9 @@ from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.facts.model import read_model_facts
 from manyhands.families import known_modules
-from manyhands.plan.activations import kept_bytes_per_token, linear_bytes_per_token
-from manyhands.plan.layout import Checkpointing
-from tests.plan.test_memory import FULL
+from manyhands.planner.activations import kept_bytes_per_token, linear_bytes_per_token
+from manyhands.planner.layout import Checkpointing
+from tests.planner.test_memory import FULL
 from tests.support.plans import change_input, make_layout
 from tests.support.tiny import tiny_config, tiny_model
 

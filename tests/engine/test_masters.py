@@ -21,8 +21,8 @@ from manyhands.engine.native import NativeEngine
 from manyhands.infer.generate import generate
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.model.structure import find_blocks
-from manyhands.train.optimizer import make_optimizer
-from manyhands.train.step import StepSums, StepWork, compute_gradients
+from manyhands.training.optimizer import make_optimizer
+from manyhands.training.step import StepSums, StepWork, compute_gradients
 from tests.engine.masters_ranks import build, weights_of
 from tests.support.images import make_document
 from tests.support.images import pack as pack_images

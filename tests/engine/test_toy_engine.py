@@ -17,9 +17,9 @@ from manyhands.config.schema import StopSection
 from manyhands.core.world import World
 from manyhands.engine.native import NativeEngine
 from manyhands.model.loss import LossModel
-from manyhands.train.loop import Loop, train
-from manyhands.train.step import StepWork
-from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
+from manyhands.training.loop import Loop, train
+from manyhands.training.step import StepWork
+from manyhands.training.types import Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.context import RunEngine
 from tests.support.layouts import Documents, count_loss_tokens, pack
 from tests.support.tiny import tiny_model
@@ -160,7 +160,7 @@ def test_what_is_saved_is_looked_for_again_only_where_its_tensors_are_others(tmp
 
 
 def test_both_engines_evaluate_alike() -> None:
-    from manyhands.train.loop import evaluate
+    from manyhands.training.loop import evaluate
 
     found: list[Evaluation] = []
     for make in (make_native, make_toy):

@@ -18,7 +18,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.engine.apply import apply
 from manyhands.export.model import export_model
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.support.building import on_meta
 from tests.support.layouts import Documents, count_loss_tokens, pack
 from tests.support.plans import change_plan

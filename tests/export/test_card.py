@@ -29,7 +29,7 @@ from manyhands.export.card import Card, find_license, name_on_hub, read_curve
 from manyhands.export.push import LOCAL_PATH
 from manyhands.facts.adapter import nf4_options
 from manyhands.facts.types import Nf4Facts
-from manyhands.train.types import Evaluation
+from manyhands.training.types import Evaluation
 from tests.export.test_export_command import logits, make_plan, make_run, verify_here
 from tests.export.tiny import METHOD, adapt, make_model
 

@@ -28,8 +28,8 @@ from manyhands.infer.__main__ import main as infer_main
 from manyhands.infer.load import find_parts, open_answerer
 from manyhands.launch.resume_rules import describe_run
 from manyhands.launch.run_folder import RunFolder
-from manyhands.plan.layout import ONLY_WHILE_TRAINING, change, choose_converters
-from manyhands.plan.types import Plan
+from manyhands.planner.layout import ONLY_WHILE_TRAINING, change, choose_converters
+from manyhands.planner.types import Plan
 from tests.export.tiny import adapt, make_model, save_source
 from tests.support import plans
 

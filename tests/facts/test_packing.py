@@ -17,7 +17,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts import model_config as packing
 from manyhands.facts.model_config import judge_packing
-from tests.plan.examples import model_facts
+from tests.planner.examples import model_facts
 
 
 def make_config(folder: Path, packing: Any = "auto", **model: Any) -> RunConfig:

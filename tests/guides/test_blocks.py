@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.config.load import load_config
 from manyhands.core.errors import UserError, has_deepspeed
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.guides.conftest import FAST, ROOT, call
 
 FOLDERS = (os.environ.get("MANYHANDS_GUIDES"), ROOT.parent / "shared/references")

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from manyhands.train import loop
-from manyhands.train.guards import Diverged
-from manyhands.train.step import StepSums
-from manyhands.train.types import TrainState
+from manyhands.training import loop
+from manyhands.training.guards import Diverged
+from manyhands.training.step import StepSums
+from manyhands.training.types import TrainState
 from manyhands.worker import training
 from tests.keys.lab import Lab, Ran
 

@@ -13,7 +13,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.data.prepare import prepare
 from manyhands.data.summary import PreparedData
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.keys.lab import Lab
 from tests.support.vision import write_tiny_processor, write_tiny_vision
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp
-from manyhands.plan.search import plan
+from manyhands.planner.search import plan
 from manyhands.worker import stages
 from tests.keys.lab import Lab
 from tests.keys.work import forward
-from tests.plan.examples import facts, llama_1b
+from tests.planner.examples import facts, llama_1b
 
 
 def lora(lab: Lab) -> None:

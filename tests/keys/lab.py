@@ -22,7 +22,7 @@ from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.launch.prepare import Prepared, prepare_run
-from manyhands.train.types import Batch, TrainState
+from manyhands.training.types import Batch, TrainState
 from manyhands.worker import export_stages as finish
 from manyhands.worker import stages, training
 from manyhands.worker.batches import iterate_steps

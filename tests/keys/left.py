@@ -21,7 +21,7 @@ from manyhands.core.segments import SEGMENTS, Segment
 from manyhands.launch import prepare
 from manyhands.metrics import trackers
 from manyhands.metrics.trackers import Begun
-from manyhands.train.types import Evaluation, TrainState
+from manyhands.training.types import Evaluation, TrainState
 from manyhands.worker import checkpoints as worker_checkpoints
 from manyhands.worker import prompts as worker_prompts
 from manyhands.worker import stages, training

@@ -172,7 +172,7 @@ def order(lab: Lab) -> None:
 def packing(lab: Lab) -> None:
     assert (
         lab.base.rank.config.data.packing == "auto"
-    )  # what the plan makes of a model that leaks: tests/plan/test_packing.py
+    )  # what the plan makes of a model that leaks: tests/planner/test_packing.py
     packed, padded = lab.base, lab.run({"data.packing": False})
     assert packed.batch()["input_ids"].shape[0] == 1 and "cu_seq_lens" in packed.batch()
     assert padded.batch()["input_ids"].shape[0] > 1 and "cu_seq_lens" not in padded.batch()

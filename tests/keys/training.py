@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyhands.core.errors import UserError
-from manyhands.train.guards import Diverged
+from manyhands.training.guards import Diverged
 from tests.keys.lab import NUM_STEPS, Lab
 
 

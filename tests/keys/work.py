@@ -28,13 +28,13 @@ from manyhands.launch.heartbeat import Beat
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
 from manyhands.launch.watch import Watch
-from manyhands.plan.search import plan
-from manyhands.plan.types import Plan
+from manyhands.planner.search import plan
+from manyhands.planner.types import Plan
 from manyhands.worker.batches import close_workers, open_workers
 from manyhands.worker.context import RankContext
 from manyhands.worker.rendezvous import pick_device
 from tests.keys.lab import Lab, first_batch
-from tests.plan.examples import facts
+from tests.planner.examples import facts
 
 
 def gpus(lab: Lab) -> None:

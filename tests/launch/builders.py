@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manyhands.config.schema import RunConfig
-from manyhands.plan.types import MemoryEstimate, Plan
+from manyhands.planner.types import MemoryEstimate, Plan
 from tests.support import plans
 
 

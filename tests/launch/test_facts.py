@@ -10,7 +10,7 @@ import pytest
 from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
 from manyhands.launch.prepare import gather_facts
-from manyhands.plan.search import plan
+from manyhands.planner.search import plan
 from tests.support.tiny import tiny_tokenizer, write_tiny_model
 
 

@@ -17,7 +17,7 @@ from manyhands.core.files import write_json
 from manyhands.launch.failure import describe_lost, find_cause, first_failure, looks_like_consequence, write_failure
 from manyhands.launch.heartbeat import Beat, Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder
-from manyhands.plan.types import MemoryFound
+from manyhands.planner.types import MemoryFound
 from manyhands.worker.run import explain_out_of_memory
 from tests.launch.builders import make_plan
 

@@ -23,7 +23,7 @@ from manyhands.launch.stacks import MAIN, Collective, Frame, RankStacks, parse_f
 
 REDUCE = Collective("all_reduce", "default_pg", 57, "[[4096]]", done=False)
 GATHER = Collective("_allgather_base", "default_pg", 57, "[[512]]", done=False)
-SLEEPS = [Frame("/home/me/hook.py", 12, "after_step"), Frame("/x/src/manyhands/train/loop.py", 90, "train")]
+SLEEPS = [Frame("/home/me/hook.py", 12, "after_step"), Frame("/x/src/manyhands/training/loop.py", 90, "train")]
 IN_DATA = [Frame("/usr/lib/python3.11/threading.py", 320, "wait"), Frame("/x/manyhands/data/batches.py", 40, "get")]
 IN_SAVE = [Frame("/x/manyhands/core/files.py", 30, "sync"), Frame("/x/manyhands/checkpoint/save.py", 80, "_write")]
 IN_WRITE = [Frame("/x/manyhands/checkpoint/save.py", 80, "_write")]
@@ -90,7 +90,7 @@ def test_a_library_is_shown_with_who_has_called_it() -> None:
     frames = [Frame("/v/lib/python3.11/site-packages/torch/cuda/streams.py", 5, "synchronize"), *SLEEPS]
     one = state(1, main=frames)
     assert one.place == "synchronize (torch/cuda/streams.py:5), called by after_step (hook.py:12)"
-    assert shorten("/a/src/manyhands/train/loop.py") == "manyhands/train/loop.py"
+    assert shorten("/a/src/manyhands/training/loop.py") == "manyhands/training/loop.py"
 
 
 RANK = """

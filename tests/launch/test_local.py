@@ -21,7 +21,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.launch import start
 from manyhands.launch.environment import Launcher, choose_threads, worker_environment
-from manyhands.plan.hardware import AMD_ENVIRONMENT
+from manyhands.planner.hardware import AMD_ENVIRONMENT
 
 HERE = Path(__file__).parent
 WAIT_S = 240.0  # busy machines are slow

@@ -15,7 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.launch.prepare import gather_facts
 from manyhands.launch.rehearsal import may_match_nothing
 from manyhands.launch.rehearsal import rehearse as rehearse_in_process
-from manyhands.plan.search import plan as make_plan
+from manyhands.planner.search import plan as make_plan
 from tests.e2e.runs import Place, write_place
 
 PATTERNS = ("method.name=patterns", "method.rank=16", "method.alpha=32", "method.dropout=0")

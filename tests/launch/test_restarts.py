@@ -32,7 +32,7 @@ from manyhands.launch.restarts import Restarts
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start_nodes import Joined
 from manyhands.launch.watch import raise_when_stopped, wait_unless_asked
-from manyhands.plan.types import Plan, reason
+from manyhands.planner.types import Plan, reason
 from tests.launch.builders import make_config, make_plan
 from tests.support.nvml import FakeEvents, fake_events
 

@@ -24,7 +24,7 @@ from manyhands.launch.prepare import prepare_run
 from manyhands.launch.resume_rules import describe_run, refuse_other_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
-from manyhands.plan.types import RanOut
+from manyhands.planner.types import RanOut
 from tests.launch.builders import make_config, make_plan
 from tests.support.plans import explain_why
 
@@ -48,10 +48,10 @@ def world(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("manyhands.launch.prepare.gather_facts", gather_facts)
-    monkeypatch.setitem(sys.modules, "manyhands.plan.search", SimpleNamespace(plan=plan))
+    monkeypatch.setitem(sys.modules, "manyhands.planner.search", SimpleNamespace(plan=plan))
     monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
     monkeypatch.setattr("manyhands.launch.prepare.refuse_unmatched", lambda config, plan, model: None)
-    monkeypatch.setitem(sys.modules, "manyhands.plan.explain", SimpleNamespace(explain_plan=lambda plan: "the plan"))
+    monkeypatch.setitem(sys.modules, "manyhands.planner.explain", SimpleNamespace(explain_plan=lambda plan: "the plan"))
     return state
 
 

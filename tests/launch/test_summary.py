@@ -5,8 +5,8 @@ from __future__ import annotations
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.launch.prepare import Prepared, summarize_start
 from manyhands.launch.run_folder import RunFolder
-from manyhands.plan.search import plan
-from tests.plan.examples import GIB, data_facts, facts, llama_8b, run_config
+from manyhands.planner.search import plan
+from tests.planner.examples import GIB, data_facts, facts, llama_8b, run_config
 
 
 def summary(config, found, *, resume: bool = False, folder: str = "none", starts: bool = True) -> list[str]:

@@ -124,7 +124,7 @@ def stand_in_for(part: StandIn) -> Iterator[None]:
     """``kernels``: bitsandbytes' kernels for GPUs, in plain torch."""
     with contextlib.ExitStack() as stack:
         if part == "kernels":
-            from tests.train.optimizer_ranks import cpu_kernels  # which imports bitsandbytes
+            from tests.training.optimizer_ranks import cpu_kernels  # which imports bitsandbytes
 
             stack.enter_context(cpu_kernels())
         yield

@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.metrics.page import Line, format_tick, line_chart
 from manyhands.metrics.report import write_report
-from manyhands.train.types import TrainState
+from manyhands.training.types import TrainState
 from tests.metrics.test_report import CONFIG, MEASURED, make_plan, write_metrics
 
 HOSTILE = '<script>alert(1)</script><img src="http://example.org/x.png">'

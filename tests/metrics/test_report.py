@@ -10,8 +10,8 @@ from markdown_it import MarkdownIt
 
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.metrics.report import write_report
-from manyhands.plan.types import MemoryEstimate, Plan
-from manyhands.train.types import TrainState
+from manyhands.planner.types import MemoryEstimate, Plan
+from manyhands.training.types import TrainState
 from tests.support import plans
 
 CONFIG = RunConfig(name="demo", model={"name": "tiny"}, data={"train": "rows.jsonl"})

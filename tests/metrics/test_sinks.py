@@ -16,7 +16,7 @@ from manyhands.metrics import console as console_module
 from manyhands.metrics.console import ConsoleSink
 from manyhands.metrics.report import read_evaluations
 from manyhands.metrics.sinks import JsonlSink, Meter, TensorBoardSink
-from manyhands.train.types import Evaluation, StepResult, TrainState
+from manyhands.training.types import Evaluation, StepResult, TrainState
 
 
 def step_result(step: int, **changes) -> StepResult:

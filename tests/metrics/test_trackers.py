@@ -16,7 +16,7 @@ from manyhands.core.errors import UserError
 from manyhands.launch import prepare
 from manyhands.metrics import open_sinks, trackers
 from manyhands.metrics.trackers import Begun, TrackerSink, open_trackers
-from manyhands.train.types import TrainState
+from manyhands.training.types import TrainState
 from tests.metrics.test_sinks import evaluation, step_result
 from tests.support.plans import make_plan
 

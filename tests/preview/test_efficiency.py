@@ -14,8 +14,8 @@ from manyhands.config.schema import RunConfig
 from manyhands.data.collate import collate_samples
 from manyhands.data.store import TokenStore
 from manyhands.launch.prepare import gather_facts
-from manyhands.plan.efficiency import lay_out_step
-from manyhands.plan.search import plan
+from manyhands.planner.efficiency import lay_out_step
+from manyhands.planner.search import plan
 from manyhands.preview.collect import collect
 from manyhands.preview.contents import describe_counts
 from manyhands.worker.batches import shape_of

@@ -7,7 +7,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.facts.gpu_kinds import describe_host, kinds_named, parse_gpus
-from manyhands.plan.types import DiskEstimate, MemoryEstimate
+from manyhands.planner.types import DiskEstimate, MemoryEstimate
 from manyhands.submit.job import ClusterJob, describe_job, local_paths, parse_duration, unread_keys
 from tests.launch.builders import make_config, make_plan
 

@@ -14,8 +14,8 @@ from manyhands.convert.build import build_on_meta, describe_new, load_weights, m
 from manyhands.convert.protocol import Context
 from manyhands.facts.model_config import text_part
 from manyhands.model.loss import LossModel
-from manyhands.plan.layout import choose_converters
-from manyhands.plan.types import Plan
+from manyhands.planner.layout import choose_converters
+from manyhands.planner.types import Plan
 
 CPU = torch.device("cpu")
 Load = Callable[[nn.Module, torch.device], None]

@@ -26,12 +26,12 @@ from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.launch.prepare import gather_facts
-from manyhands.plan.search import plan as make_plan
-from manyhands.plan.types import Plan
-from manyhands.train.loop import Loop, train
-from manyhands.train.schedule import make_schedule
-from manyhands.train.step import StepWork
-from manyhands.train.types import Batch, Hook, StepResult, Terms, TrainState
+from manyhands.planner.search import plan as make_plan
+from manyhands.planner.types import Plan
+from manyhands.training.loop import Loop, train
+from manyhands.training.schedule import make_schedule
+from manyhands.training.step import StepWork
+from manyhands.training.types import Batch, Hook, StepResult, Terms, TrainState
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps
 from manyhands.worker.context import RankContext

@@ -18,7 +18,7 @@ from manyhands.data.image_files import PixelBounds
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.model.image_checks import ImageVerdict, ProbeImages, check_images
 from manyhands.model.loss import IGNORED
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.support import layouts
 from tests.support.features import keep, with_features
 from tests.support.layouts import build
@@ -195,7 +195,7 @@ def take_step_of(
     """One step on this rank's micro-batches; returns its loss, which is that of ``num_loss_tokens`` on all ranks, and
     its gradient norm.
     """
-    from manyhands.train.step import StepWork, compute_gradients
+    from manyhands.training.step import StepWork, compute_gradients
 
     work = StepWork(number, 0.0, 1, 0, num_loss_tokens, len(batches), 0, batches)
     sums = compute_gradients(engine, work, seed=0, rank=engine.world.rank)

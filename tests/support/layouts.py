@@ -19,7 +19,7 @@ from manyhands.core.world import World
 from manyhands.engine.apply import apply
 from manyhands.engine.native import NativeEngine
 from manyhands.model.loss import IGNORED
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.support.adapters import load_adapter_state
 from tests.support.building import on_meta
 from tests.support.plans import change_plan

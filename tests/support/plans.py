@@ -10,10 +10,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from manyhands.facts.types import ModelFacts
-from manyhands.plan.estimate_input import EstimateInput
-from manyhands.plan.layout import Layout, change, lay_out, mesh_of
-from manyhands.plan.sentences import explain
-from manyhands.plan.types import Code, Plan
+from manyhands.planner.estimate_input import EstimateInput
+from manyhands.planner.layout import Layout, change, lay_out, mesh_of
+from manyhands.planner.sentences import explain
+from manyhands.planner.types import Code, Plan
 
 LAYOUT: dict[str, Any] = {
     "device": "cpu",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from tests.support.plans import make_plan
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3")

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from manyhands.config.schema import RunConfig
-from manyhands.plan.types import Plan
-from manyhands.train.types import Batch, Terms
+from manyhands.planner.types import Plan
+from manyhands.training.types import Batch, Terms
 
 
 class ToyEngine:

@@ -26,7 +26,7 @@ from manyhands.launch.run_folder import RunFolder
 if TYPE_CHECKING:
     from manyhands.api.callbacks import Callback
     from manyhands.facts.types import HostFacts
-    from manyhands.plan.types import Plan
+    from manyhands.planner.types import Plan
 
 Run = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 
@@ -47,7 +47,7 @@ def plan(
     """
     from manyhands.launch.prepare import gather_facts
     from manyhands.launch.rehearsal import refuse_unmatched
-    from manyhands.plan.search import plan as make_plan
+    from manyhands.planner.search import plan as make_plan
 
     number, host = _read_gpus(gpus)
     loaded = open_run(run, overrides, gpus=number, train_data=train_data, validation_data=validation_data)

@@ -24,7 +24,7 @@ from manyhands.core.units import count_of
 from manyhands.facts.host import read_host_facts
 
 if TYPE_CHECKING:
-    from manyhands.plan.types import Plan
+    from manyhands.planner.types import Plan
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -34,11 +34,11 @@ from manyhands.core.world import World
 from manyhands.facts.types import Facts
 from manyhands.launch.environment import detect_launcher
 from manyhands.launch.prepare import gather_facts
-from manyhands.plan.search import plan as make_plan
-from manyhands.plan.types import Plan
-from manyhands.train.loop import Loop, train
-from manyhands.train.schedule import make_schedule
-from manyhands.train.types import Hook, StepResult, TrainState
+from manyhands.planner.search import plan as make_plan
+from manyhands.planner.types import Plan
+from manyhands.training.loop import Loop, train
+from manyhands.training.schedule import make_schedule
+from manyhands.training.types import Hook, StepResult, TrainState
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps
 from manyhands.worker.context import RankContext

@@ -80,7 +80,7 @@ def plan_batch(run: Path, overrides: list[str] | None) -> tuple[int | None, str]
     that computes.
     """
     from manyhands.launch.prepare import gather_facts
-    from manyhands.plan.search import plan as make_plan
+    from manyhands.planner.search import plan as make_plan
 
     config = load_run(run, overrides).config
     made = make_plan(config, gather_facts(config, identify=False, report=report_aside))

@@ -223,9 +223,9 @@ def plan(
     from manyhands.launch.environment import apply_variables
     from manyhands.launch.prepare import gather_facts
     from manyhands.launch.rehearsal import refuse_unmatched
-    from manyhands.plan.explain import explain_plan
-    from manyhands.plan.phrases import describe_cost
-    from manyhands.plan.search import plan as make_plan
+    from manyhands.planner.explain import explain_plan
+    from manyhands.planner.phrases import describe_cost
+    from manyhands.planner.search import plan as make_plan
 
     for line in (line for one in loaded.translations for line in summarize(one)):
         report_aside(line)
@@ -249,7 +249,7 @@ def _compare(folder: Path) -> None:
 
     from manyhands.core.files import read_json
     from manyhands.launch.run_folder import RunFolder
-    from manyhands.plan.explain import compare
+    from manyhands.planner.explain import compare
 
     place = RunFolder(folder)
     report = read_json(place.report_json)

@@ -196,7 +196,7 @@ def _check_method(config: RunConfig) -> Findings:
 
 
 def _check_parts(config: RunConfig) -> Findings:
-    """What no model and no data could make right; the rest is ``plan/parts.py``'s."""
+    """What no model and no data could make right; the rest is ``planner/parts.py``'s."""
     method, parts = config.method, config.method.parts
     for part, state in parts.items():
         allowed = ("frozen", "full", "lora", "qlora") if part == "language" else ("left_out", "frozen", "trained")

@@ -19,7 +19,7 @@ from manyhands.core.holding import full_numel
 from manyhands.model.load import build_meta, layers_that_fill_themselves, materialize
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import hugging_face_model
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 # Name in a plan -> module and class, imported when a plan names it. A plan may also name ``module:Class`` itself.
 CONVERTERS = {

@@ -25,7 +25,7 @@ from manyhands.core.seeds import named_generator
 from manyhands.kernels.nf4 import dequantize
 from manyhands.model.load import draw_weights, match_checkpoint
 from manyhands.model.source import read_converted, read_stored
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 # Singular values of NF4's quantization error fall slowly, so the subspace is twice as wide as the rank and multiplied
 # often. Measured with 12 on the weights of the demo's model, and on random ones of 2048 x 2048: at least 0.985 of the

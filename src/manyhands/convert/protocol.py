@@ -17,7 +17,7 @@ from torch import nn
 
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.model.loss import LossModel
-from manyhands.plan.types import Plan, method_of
+from manyhands.planner.types import Plan, method_of
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from manyhands.core.errors import UserError
 from manyhands.model.load import match_checkpoint
 from manyhands.model.probe import probe
 from manyhands.model.structure import find_blocks
-from manyhands.plan.types import Plan
-from manyhands.train.optimizer import group_parameters, split_matrices
+from manyhands.planner.types import Plan
+from manyhands.training.optimizer import group_parameters, split_matrices
 
 
 def rehearse(config: RunConfig, plan: Plan) -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from manyhands.core.limits import MAX_AHEAD_BYTES, MAX_LEAVING_BYTES, PASSING_TENSORS
 from manyhands.model.structure import find_blocks, find_tower_blocks, is_multimodal
-from manyhands.plan.layout import Checkpointing
+from manyhands.planner.layout import Checkpointing
 
 LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
 MATMULS = {

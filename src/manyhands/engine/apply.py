@@ -38,8 +38,8 @@ from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.native import SHARD, NativeEngine
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_blocks, find_tower_blocks
-from manyhands.plan.layout import Layout
-from manyhands.plan.types import Plan
+from manyhands.planner.layout import Layout
+from manyhands.planner.types import Plan
 
 if TYPE_CHECKING:
     from manyhands.engine.deepspeed import ZeroEngine

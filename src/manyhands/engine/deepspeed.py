@@ -25,9 +25,9 @@ from manyhands.engine.native import RankEngine, tensor_norms
 from manyhands.engine.zero_partitions import load_fragments, register_fragments, save_fragments
 from manyhands.model.loss import LossModel, Terms
 from manyhands.model.structure import find_blocks, hugging_face_model
-from manyhands.plan.layout import Layout
-from manyhands.plan.types import Plan
-from manyhands.train.optimizer import make_optimizer, set_learning_rate
+from manyhands.planner.layout import Layout
+from manyhands.planner.types import Plan
+from manyhands.training.optimizer import make_optimizer, set_learning_rate
 
 
 class ZeroEngine(RankEngine):

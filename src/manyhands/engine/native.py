@@ -29,8 +29,8 @@ from manyhands.engine.host_shards import BackwardUpdate, BlockPrefetch, Gradient
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.optimizers import make_engine_optimizer
 from manyhands.model.loss import LossModel, Terms
-from manyhands.plan.types import Plan
-from manyhands.train.optimizer import rates_by_pattern, set_learning_rate
+from manyhands.planner.types import Plan
+from manyhands.training.optimizer import rates_by_pattern, set_learning_rate
 
 SHARD = "shard"  # the axis of a mesh along which parameters and gradients are cut
 

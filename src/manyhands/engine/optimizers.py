@@ -21,8 +21,8 @@ from manyhands.engine.masters import ComputeCopy
 from manyhands.kernels.adamw import FusedAdamW, choose_backend
 from manyhands.kernels.backend import Backend
 from manyhands.model.structure import find_blocks
-from manyhands.plan.types import Plan
-from manyhands.train.optimizer import make_optimizer
+from manyhands.planner.types import Plan
+from manyhands.training.optimizer import make_optimizer
 
 
 def make_engine_optimizer(

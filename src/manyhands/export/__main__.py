@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from manyhands.config.schema import RunConfig
     from manyhands.launch.run_folder import RunFolder
-    from manyhands.plan.types import Plan
+    from manyhands.planner.types import Plan
 
 PROBE_TOKENS = 16
 
@@ -257,7 +257,7 @@ def explain_removed(checkpoint: Path) -> Iterator[None]:
 
 def plan_one_process(plan: Plan, config: RunConfig) -> Plan:
     """The run's plan for this process alone, on the CPU, with the base model where it lies now."""
-    from manyhands.plan.layout import ONLY_WHILE_TRAINING, change, mesh_of
+    from manyhands.planner.layout import ONLY_WHILE_TRAINING, change, mesh_of
 
     folder = plan.model_folder
     if not Path(folder).is_dir():

@@ -26,8 +26,8 @@ from manyhands.facts.adapter import nf4_options
 from manyhands.infer.vllm import RANK_LIMITS
 from manyhands.metrics.report import format_value
 from manyhands.metrics.summary import describe_data, describe_settings, make_curve, read_evaluations
-from manyhands.plan.types import Plan, describe_checkpointing, method_of
-from manyhands.train.types import Evaluation
+from manyhands.planner.types import Plan, describe_checkpointing, method_of
+from manyhands.training.types import Evaluation
 
 TASKS = {
     "sft": "supervised fine-tuning on conversations",

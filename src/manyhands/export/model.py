@@ -16,7 +16,7 @@ from manyhands.export.files import begin_folder, commit_folder, copy_config, ext
 from manyhands.export.record import CARD
 from manyhands.export.reference import Reference, TensorReference, describe_tensor
 from manyhands.export.tensors import iterate_whole, lay_out, refuse_beyond
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 SHARD_BYTES = 5 * 10**9
 

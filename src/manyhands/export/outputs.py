@@ -12,7 +12,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.export.adapter import export_adapter, name_base
 from manyhands.export.model import choose_dtype, export_model
 from manyhands.export.reference import round_weights
-from manyhands.plan.types import Plan, method_of
+from manyhands.planner.types import Plan, method_of
 
 Output = Literal["model", "merged", "adapter"]
 

@@ -22,7 +22,7 @@ from manyhands.core.units import count_of
 from manyhands.launch import slurm
 from manyhands.launch.address import LOOPBACK, is_loopback
 from manyhands.launch.slurm import read_integer
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 Kind = Literal["manyhands", "torchrun", "accelerate", "slurm", "none"]
 

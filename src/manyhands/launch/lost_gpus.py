@@ -24,8 +24,8 @@ from manyhands.facts.types import GpuFacts
 from manyhands.facts.xids import SEVERITY, Xid, XidListener
 from manyhands.launch.rank_process import RankProcess, await_end
 from manyhands.launch.watch import raise_when_stopped
-from manyhands.plan.hardware import how_to_go_on
-from manyhands.plan.types import Plan
+from manyhands.planner.hardware import how_to_go_on
+from manyhands.planner.types import Plan
 
 # How CUDA, HIP, NCCL and the kernel's log call a device that cannot be used any more. Errors that a kernel may cause by
 # itself, such as an illegal address, are not among them.

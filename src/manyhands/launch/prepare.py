@@ -43,7 +43,7 @@ from manyhands.launch.resume_rules import (
 )
 from manyhands.launch.run_folder import RunFolder, refuse_unusable
 from manyhands.launch.watch import raise_when_stopped
-from manyhands.plan.types import Cause, Plan
+from manyhands.planner.types import Cause, Plan
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,9 @@ def _plan_launch(
     """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried
     again. ``num_left``: plan for so many of the GPUs that the last launch had.
     """
-    from manyhands.plan.search import plan
-    from manyhands.plan.smaller import NothingSmaller
-    from manyhands.plan.steps import explain_longer
+    from manyhands.planner.search import plan
+    from manyhands.planner.smaller import NothingSmaller
+    from manyhands.planner.steps import explain_longer
 
     facts = gather_facts(
         config, world_size=world_size, local_world_size=local_world_size, host=host, group=group, report=report

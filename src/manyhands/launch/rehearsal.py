@@ -18,7 +18,7 @@ from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.model import BLOCK_TENSOR, EMBEDDINGS, HEAD
 from manyhands.facts.types import ModelFacts
-from manyhands.plan.types import Plan, method_of
+from manyhands.planner.types import Plan, method_of
 
 TIMEOUT_S = 600.0  # most of it is importing torch from a cold disk
 Names = tuple[str, ...]  # of one weight: two where embeddings are the head too

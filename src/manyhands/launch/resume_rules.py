@@ -37,7 +37,7 @@ from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteError, RemoteFolder
 from manyhands.core.units import count_of
 from manyhands.launch.run_folder import RunFolder
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 Finding = Literal["new", "unfinished", "finished"]
 

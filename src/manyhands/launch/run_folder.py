@@ -48,7 +48,7 @@ from manyhands.core.files import (
     write_json,
     write_json_on_full_disk,
 )
-from manyhands.plan.types import MemoryFound, Plan
+from manyhands.planner.types import MemoryFound, Plan
 
 FATES = "fates.json"
 State = Literal["running", "finished", "failed", "interrupted"]

@@ -41,7 +41,7 @@ from manyhands.launch.standby import Standbys
 from manyhands.launch.start_nodes import Joined, joined
 from manyhands.launch.watch import Stopped, wait_unless_asked
 from manyhands.launch.workers import report_end, run_workers
-from manyhands.plan.sentences import sentence_of
+from manyhands.planner.sentences import sentence_of
 
 LOG_WIDTH = 180  # columns of a plan in the log
 MAX_SMALLER_PLANS = 4  # each is estimated to need a tenth less, or has at most half the tokens a micro-batch
@@ -366,7 +366,7 @@ def _plan_smaller(found: Joined, error: UserError, report: Callable[[str], None]
 
 def _show(prepared: Prepared, folder: RunFolder | None = None) -> None:
     """The plan on the terminal, and what starts now; in the launcher's log too where there is a ``folder``."""
-    from manyhands.plan.explain import explain_plan
+    from manyhands.planner.explain import explain_plan
 
     plan, summary = prepared.plan, summarize_start(prepared, starts=folder is not None)
     open_console().print(explain_plan(plan))

@@ -26,7 +26,7 @@ from manyhands.launch.restarts import Place, Restart
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.team import Team, open_channel
 from manyhands.launch.watch import raise_when_stopped
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.standby import Standbys
 from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.watch import StopRequested, Watch, end_all, hearing_signals, raise_when_asked, worker_pids
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 POLL_S = 0.5
 NOTHING: Mapping[str, str] = {}

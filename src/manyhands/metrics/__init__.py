@@ -12,7 +12,7 @@ from manyhands.metrics.console import ConsoleSink
 from manyhands.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from manyhands.metrics.summary import describe_settings, read_evaluations
 from manyhands.metrics.trackers import open_trackers
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 
 def open_sinks(

@@ -16,7 +16,7 @@ from manyhands.core.limits import GIB
 from manyhands.core.text import open_console
 from manyhands.core.units import count_of
 from manyhands.metrics.sinks import Devices, Outcome, Sink
-from manyhands.train.types import Evaluation, StepResult, TrainState
+from manyhands.training.types import Evaluation, StepResult, TrainState
 
 PLAIN_PAUSE_S = 15.0  # at least this long between two plain lines, unless a tenth of the run has passed
 

@@ -30,8 +30,8 @@ from manyhands.metrics.summary import (
     name_time,
     read_evaluations,
 )
-from manyhands.plan.types import Plan, describe_checkpointing
-from manyhands.train.types import TrainState
+from manyhands.planner.types import Plan, describe_checkpointing
+from manyhands.training.types import TrainState
 
 TABLE_ROWS = 6  # of the loss over steps
 SHOWN_CHARACTERS = 600  # of a sample's prompt and answer

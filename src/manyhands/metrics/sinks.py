@@ -26,7 +26,7 @@ import torch
 from manyhands.core.files import write_atomically
 from manyhands.core.limits import GIB
 from manyhands.core.text import code_block
-from manyhands.train.types import Evaluation, Hook, StepResult, TrainState
+from manyhands.training.types import Evaluation, Hook, StepResult, TrainState
 
 Outcome = Literal["finished", "interrupted", "failed"]
 Devices = Sequence[Mapping[str, float]]  # what ``meters.Meter.read`` gave on each rank, in rank order

@@ -16,8 +16,8 @@ from typing import Any
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.files import read_rows
 from manyhands.data.summary import count_left_out
-from manyhands.plan.types import Plan, method_of
-from manyhands.train.types import Evaluation
+from manyhands.planner.types import Plan, method_of
+from manyhands.training.types import Evaluation
 
 CURVE_POINTS = 60
 LIBRARIES = ("manyhands", "torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "peft", "deepspeed")

@@ -21,7 +21,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import write_atomically
 from manyhands.metrics.sinks import Devices, Outcome, Sink, device_values, evaluation_values, step_values
-from manyhands.train.types import Evaluation, StepResult, TrainState
+from manyhands.training.types import Evaluation, StepResult, TrainState
 
 NAMES = ("wandb", "mlflow", "trackio")
 FILE = "trackers.json"

@@ -29,7 +29,7 @@ from manyhands.model.multimodal import choose_attention, takes_images
 from manyhands.model.resize_embeddings import Resized, rows_by_token
 from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
 from manyhands.model.structure import auto_class, hugging_face_model, is_multimodal
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 MARK = "_is_hf_initialized"  # transformers' initialization skips tensors with this attribute
 UNSTORED = "unstored_parameters"

@@ -34,7 +34,7 @@ from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, att
 from manyhands.model.features import KeptFeatures
 from manyhands.model.structure import text_parameters
 from manyhands.model.towers import embed_by_matmul, use_varlen
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 
 OUTER_PARTS = ("vision", "projector")  # what leads to the embeddings of the language model
 HAS_IMAGES, ROPE_POSITIONS = "has_images", "rope_positions"  # entries of a batch beside the images themselves

@@ -28,9 +28,9 @@ from manyhands.data.streams import TOKENS, Sample, StoredImage, from_streams, we
 from manyhands.data.summary import PreparedData, summarize
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.facts.hub import locate_model
-from manyhands.plan.efficiency import lay_out_step
-from manyhands.plan.sentences import sentence_of
-from manyhands.plan.types import Plan
+from manyhands.planner.efficiency import lay_out_step
+from manyhands.planner.sentences import sentence_of
+from manyhands.planner.types import Plan
 from manyhands.preview.contents import (
     Preview,
     Refused,
@@ -158,7 +158,7 @@ def make_plan(config: RunConfig, folder: Path, facts: PreparedData, report: Repo
     them or not.
     """
     from manyhands.launch.prepare import gather_facts
-    from manyhands.plan.search import plan
+    from manyhands.planner.search import plan
 
     model = config.model.model_copy(update={"name": str(folder), "revision": None})
     try:

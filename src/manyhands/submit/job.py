@@ -21,8 +21,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.core.secret_values import find_secrets
 from manyhands.facts.types import GpuKind, HostFacts
-from manyhands.plan.host_memory import STAGING
-from manyhands.plan.types import Plan
+from manyhands.planner.host_memory import STAGING
+from manyhands.planner.types import Plan
 
 Target = Literal["slurm", "kubernetes", "skypilot"]
 MAX_CORES = 8  # of a process: its own, its data workers', and those of the libraries

@@ -22,8 +22,8 @@ from manyhands.launch.prepare import gather_facts
 from manyhands.launch.rehearsal import rehearse
 from manyhands.launch.resume_rules import find_run, folder_of
 from manyhands.launch.run_folder import RunFolder, refuse_unusable
-from manyhands.plan.search import plan as make_plan
-from manyhands.plan.types import Plan
+from manyhands.planner.search import plan as make_plan
+from manyhands.planner.types import Plan
 from manyhands.submit.job import ClusterJob, Target, describe_job, under_volume
 from manyhands.submit.kubernetes import write_manifest
 from manyhands.submit.skypilot import write_task

@@ -22,8 +22,8 @@ from manyhands.data.image_batch import ImageWork
 from manyhands.data.image_files import PixelBounds
 from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.data.store import SampleSet
-from manyhands.plan.efficiency import cost_of_images, lay_out_step, pack_tile
-from manyhands.train.step import StepWork
+from manyhands.planner.efficiency import cost_of_images, lay_out_step, pack_tile
+from manyhands.training.step import StepWork
 from manyhands.worker.context import RankContext
 
 SetName = Literal["train", "validation"]

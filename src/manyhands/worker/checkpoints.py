@@ -19,7 +19,7 @@ from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
 from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteError
 from manyhands.launch.resume_rules import describe_run, remote_of
-from manyhands.train.types import Hook, TrainState
+from manyhands.training.types import Hook, TrainState
 from manyhands.worker.context import RankContext, StagesCheckpoints
 
 NOTABLE_WAIT_S = 1.0  # of a save for the one before it

@@ -25,8 +25,8 @@ from manyhands.data.store import TokenStore
 from manyhands.launch.run_folder import RunFolder
 from manyhands.metrics.sinks import Sink
 from manyhands.model.loss import LossModel
-from manyhands.plan.types import Plan
-from manyhands.train.types import Batch, Engine, Hook, TrainState
+from manyhands.planner.types import Plan
+from manyhands.training.types import Batch, Engine, Hook, TrainState
 
 
 class RunEngine(Engine, Protocol):

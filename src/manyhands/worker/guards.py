@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.files import write_json
-from manyhands.plan.efficiency import lay_out_step
-from manyhands.plan.layout import Layout
-from manyhands.train.faults import Fault, Replicas, RollBack, StepGuard
-from manyhands.train.guards import Diverged
-from manyhands.train.types import StepResult, TrainState
+from manyhands.planner.efficiency import lay_out_step
+from manyhands.planner.layout import Layout
+from manyhands.training.faults import Fault, Replicas, RollBack, StepGuard
+from manyhands.training.guards import Diverged
+from manyhands.training.types import StepResult, TrainState
 from manyhands.worker.context import RankContext
 from manyhands.worker.stages import find_checkpoint
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.train.types import Evaluation, Hook, TrainState
+from manyhands.training.types import Evaluation, Hook, TrainState
 from manyhands.worker.context import RankContext
 
 MakeHook = Callable[[RankContext], Hook]
@@ -73,7 +73,7 @@ def _make(function: Callable[[RankContext], Any], rank: RankContext) -> Hook:
     if not isinstance(hook, Hook):
         raise UserError(
             f"{getattr(function, '__qualname__', function)} returned a {type(hook).__name__}, not a hook",
-            fix="return an object of a subclass of manyhands.train.types.Hook",
+            fix="return an object of a subclass of manyhands.training.types.Hook",
         )
     return hook
 

@@ -15,7 +15,7 @@ import torch
 
 from manyhands.data.batches import collate
 from manyhands.data.store import SampleSet
-from manyhands.plan.layout import Layout
+from manyhands.planner.layout import Layout
 from manyhands.worker.batches import shape_of
 from manyhands.worker.context import RankContext
 from manyhands.worker.stages import await_room

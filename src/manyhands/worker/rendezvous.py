@@ -43,7 +43,7 @@ from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Stopped
-from manyhands.plan.types import Plan
+from manyhands.planner.types import Plan
 from manyhands.worker.collectives import count_collectives, read_collectives
 from manyhands.worker.context import RankContext
 from manyhands.worker.nodes import (

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
-from manyhands.plan.explain import OUTSIDE
-from manyhands.plan.types import MemoryFound
-from manyhands.train.loop import Interrupted
+from manyhands.planner.explain import OUTSIDE
+from manyhands.planner.types import MemoryFound
+from manyhands.training.loop import Interrupted
 from manyhands.worker import export_stages, stages, training
 from manyhands.worker.context import RankContext
 from manyhands.worker.health import check_machines

@@ -19,7 +19,7 @@ from manyhands.checkpoint.in_memory import PendingSnapshot, Snapshot, SnapshotWr
 from manyhands.checkpoint.manifest import list_checkpoints, step_of
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.segments import COPIED, SEGMENTS, Segment
-from manyhands.train.types import Hook, TrainState
+from manyhands.training.types import Hook, TrainState
 from manyhands.worker.context import RankContext, StagesCheckpoints
 
 

@@ -36,7 +36,7 @@ from manyhands.launch.resume_rules import refuse_other_checkpoint
 from manyhands.model.checks import check_batches, check_loss, check_packing, check_padding, foreign_errors
 from manyhands.model.features import KeptFeatures, digest_of_weights
 from manyhands.model.image_checks import ProbeImages, check_images
-from manyhands.train.types import TrainState
+from manyhands.training.types import TrainState
 from manyhands.worker.batches import images_of, shape_of
 from manyhands.worker.context import RankContext
 from manyhands.worker.snapshots import find_snapshot

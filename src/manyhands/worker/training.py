@@ -22,12 +22,12 @@ from manyhands.launch.standby import write_modules
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Meter, Outcome, Sink
-from manyhands.plan.steps import schedule_of
-from manyhands.train.faults import RollBack
-from manyhands.train.guards import Diverged, DivergenceGuard, StragglerHook
-from manyhands.train.loop import Interrupted, Loop, evaluate, train
-from manyhands.train.step import StepWork
-from manyhands.train.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
+from manyhands.planner.steps import schedule_of
+from manyhands.training.faults import RollBack
+from manyhands.training.guards import Diverged, DivergenceGuard, StragglerHook
+from manyhands.training.loop import Interrupted, Loop, evaluate, train
+from manyhands.training.step import StepWork
+from manyhands.training.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
 from manyhands.worker.batches import close_workers, iterate_layouts, iterate_steps, lay_out_evaluation, open_workers
 from manyhands.worker.checkpoints import CheckpointHook, follows
 from manyhands.worker.context import RankContext

@@ -1,0 +1,183 @@
+"""Bytes of activations: what a block's graph keeps a token, what all keep, what one needs at work. Pure arithmetic;
+knows no torch.
+
+The notation is that of ``memory.py``.
+"""
+
+from __future__ import annotations
+
+from manyhands.core.limits import MAX_BLOCK_SCORES, PASSING_TENSORS
+from manyhands.planner.estimate_input import EstimateInput
+from manyhands.planner.layout import Checkpointing
+
+
+def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
+    """What the blocks' graphs keep from forward to backward: ``T`` times ``kept_bytes_per_token`` of each.
+
+    Of what moves to host memory one block's are on the device, and on their way out or back ``passing_bytes``, or
+    ``PASSING_TENSORS`` of the largest kind: ``T c`` times the hidden size, the width of all queries where results of
+    attention move, and the inner size of the MLP where its values do.
+    """
+    m, moved = s.model, moved_bytes(s)
+    widths = {"full": m.hidden_size, "except_attention": max(m.hidden_size, m.num_heads * m.head_dim)}
+    widest = widths.get(s.layout.activation_checkpointing, max(m.hidden_size, m.intermediate_size))
+    passing = max(passing_bytes, PASSING_TENSORS * s.layout.full_micro_tokens * s.compute_bytes * widest)
+    on_device = min(moved, passing + moved // m.num_layers)
+    heavy = s.model.num_layers - s.layout.lighter_layers
+    kept = heavy * kept_bytes_per_token(
+        s, s.layout.activation_checkpointing
+    ) + s.layout.lighter_layers * kept_bytes_per_token(s, s.layout.last_checkpointing)
+    return s.layout.full_micro_tokens * kept - moved + on_device
+
+
+def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
+    """What one block under ``mode`` needs in its backward pass beyond what all keep.
+
+    What is computed again of it: ``T (k - c H)`` if all but its input, which is kept (k of ``block_bytes_per_token``),
+    ``T (k - l)`` if selective, and ``T (k - c H - a)`` if all but input and attention. The gradients of its result and
+    of the residual stream, ``2 T c H``. And of the MLP, the widest part, gradients of the product, gate and up in turn:
+    ``3 T c I``, of which compiled code puts one where the product was. Beside adapters in fp8 also fp8 values of gate's
+    and up's gradients, of the result's and of the input, ``T (2 I + 2 H)``: measured, 4.6 GiB of 131,072 tokens of an
+    8B model.
+    """
+    m, c = s.model, s.compute_bytes
+    again = {
+        "none": 0,
+        "selective": max(0, block_bytes_per_token(s) - linear_bytes_per_token(s)),
+        "except_attention": block_bytes_per_token(s) - c * m.hidden_size - attention_bytes_per_token(s),
+        "full": block_bytes_per_token(s) - c * m.hidden_size,
+    }
+    inner = (2 if s.layout.compile else 3) * c * m.intermediate_size
+    in_fp8 = 2 * (m.intermediate_size + m.hidden_size) if s.fp8_blocks and s.num_adapter_parameters else 0
+    return s.layout.full_micro_tokens * (again[mode] + 2 * c * m.hidden_size + inner + in_fp8)
+
+
+def kept_bytes_per_token(s: EstimateInput, mode: Checkpointing) -> int:
+    """Bytes a token that one block under ``mode`` keeps from its forward pass to its backward pass."""
+    if mode == "full":
+        return s.compute_bytes * s.model.hidden_size
+    if mode == "except_attention":
+        return s.compute_bytes * s.model.hidden_size + attention_bytes_per_token(s)
+    return linear_bytes_per_token(s) if mode == "selective" else block_bytes_per_token(s)
+
+
+def attention_bytes_per_token(s: EstimateInput) -> int:
+    """The result of attention and its log-sum-exp: ``c q + 4 heads``."""
+    return s.compute_bytes * s.model.num_heads * s.model.head_dim + 4 * s.model.num_heads
+
+
+def linear_bytes_per_token(s: EstimateInput) -> int:
+    """What selective recomputation keeps: a block's input, the results of its linear layers, those of attention.
+
+    ``c H``, ``c`` times the sum of the layers' outputs (compiled all but the MLP's, which only the next block needs,
+    unless a norm reads it first), ``c q + 4 heads``, and adapters' inner results.
+    """
+    m, c = s.model, s.compute_bytes
+    outputs = sum(out for out, _ in m.block_linear_shapes.values())
+    if s.layout.compile and not m.norms_mlp_output:
+        outputs -= m.hidden_size
+    inner = c * s.adapter_rank * len(m.block_linear_shapes) if s.num_adapter_parameters else 0
+    return c * (m.hidden_size + outputs) + attention_bytes_per_token(s) + inner
+
+
+def moved_bytes(s: EstimateInput) -> int:
+    """Activations that go to host memory: ``L T`` times what a block keeps. Eager and selective or except_attention
+    only its input, as the rest is in the checkpoint's own cache. None on a CPU. Where activations move, all blocks have
+    one mode.
+    """
+    if not s.layout.offload_activations or s.layout.device == "cpu":
+        return 0
+    in_cache = s.layout.activation_checkpointing in ("selective", "except_attention") and not s.layout.compile
+    per_token = (
+        s.compute_bytes * s.model.hidden_size
+        if in_cache
+        else kept_bytes_per_token(s, s.layout.activation_checkpointing)
+    )
+    return s.layout.full_micro_tokens * s.model.num_layers * per_token
+
+
+def block_bytes_per_token(s: EstimateInput) -> int:
+    """Bytes a token that one block's autograd graph keeps, with FlashAttention (https://arxiv.org/abs/2205.14135): no
+    T x T. With q = heads * head_dim and k = kv_heads * head_dim:
+
+    ==============================  ===================================================================================
+    tensor                          bytes a token
+    ==============================  ===================================================================================
+    inputs of the norms             c n compiled; n: 2 H for two norms. Eager 4 n, as transformers' norms keep a
+                                    float32 copy, and c n more for the gradient of the norms' own weights where those
+                                    are trained
+    inputs of q, k, v and gate, up  2 c H
+    q, k, v                         c (q + 2 k)
+    attention output, log-sum-exp   c q + 4 heads; the output is also the input of the output projection
+    keys, values for every query    2 c (q - k) more, at least c q, where packs of mixed lengths or windows need a
+                                    kernel for documents, which before torch 2.12 has no groups of heads. Measured a
+                                    token and block beside 2 c (q - k), in four models: 11.9 and 12.3 KB, 4.1 and 4.1,
+                                    11.8 and 12.3, 5.2 and 5.1
+    result of attention, padded     c q more where rows of one length leave padding at a micro-batch's end: what the
+                                    kernel gives is kept beside what the output projection takes. Measured: 3.3 GiB of
+                                    36 blocks and 12,416 tokens
+    q and k before they rotate      c (q + k) more where q, k and v are one matmul, whose result v keeps whole; it is
+                                    also the input of norms of q and k, where there are such, and not counted twice
+    gate, up, product               3 c I compiled; eager 4 c I, with the activation's result apart, but 2 c I where
+                                    adapters are fused: their function makes the product again, and keeps keys and
+                                    values once more as they were copied, 2 c k
+    of a frozen model               neither inputs of linear layers nor the MLP's product: gradients pass through alone
+    adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
+    ==============================  ===================================================================================
+    """
+    m, c = s.model, s.compute_bytes
+    q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    own_gradient = s.num_adapter_parameters == 0 and not s.freezes_text
+    norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * own_gradient)
+    eager_fused = s.fuses_modules and s.num_adapter_parameters > 0 and not s.layout.compile
+    for_documents = max(c * q, 2 * c * (q - k)) if s.mixed_lengths else c * q * s.pads_rows
+    as_kernel_has_them = for_documents + 2 * c * k * eager_fused
+    attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
+    mlp = c * m.intermediate_size * (2 if eager_fused else 3 if s.layout.compile else 4)
+    merged = c * max(0, q + k - m.head_norm_elements) if s.merges_queries else 0
+    if s.freezes_text:
+        return norms + attention + merged + mlp - c * m.intermediate_size
+    return norms + 2 * c * m.hidden_size + attention + merged + mlp + adapter_bytes_per_token(s) - _kept_in_fp8(s)
+
+
+def _kept_in_fp8(s: EstimateInput) -> int:
+    """Bytes a token that fused modules in fp8 spare: the MLP's product is made again from gate and up; inputs of
+    trained layers are kept as fp8 values of a byte, ``c - 1`` less for each of 2 H, I and, beside the result that
+    attention keeps, q more.
+    """
+    if not (s.fp8_blocks and s.fuses_modules):
+        return 0
+    m, c = s.model, s.compute_bytes
+    if s.num_adapter_parameters:
+        return c * m.intermediate_size
+    return (c - 1) * (2 * m.hidden_size + m.intermediate_size) - m.num_heads * m.head_dim
+
+
+def adapter_bytes_per_token(s: EstimateInput) -> int:
+    """``c r`` for each adapted layer of i inputs and o outputs; dropout adds its input once more, and a mask of a byte:
+    ``(c + 1) i``.
+
+    DoRA keeps what it scales, ``c o``, for the gradient of the scale; with dropout two parts of it.
+    """
+    if not s.num_adapter_parameters:
+        return 0
+    shapes, c = s.model.block_linear_shapes.values(), s.compute_bytes
+    dropped = sum(into for _, into in shapes) * (c + 1) if s.adapter_dropout else 0
+    scaled = sum(out for out, _ in shapes) * c * (1 + s.adapter_dropout) if s.adapter_dora else 0
+    return c * s.adapter_rank * len(shapes) + dropped + scaled
+
+
+def attention_mask(s: EstimateInput) -> int:
+    """A dense mask as transformers builds it for packed samples without varlen: ``T^2`` booleans, and once more in
+    compute dtype.
+    """
+    return s.layout.full_micro_tokens**2 * (1 + s.compute_bytes) if s.builds_mask else 0
+
+
+def block_scores(s: EstimateInput) -> int:
+    """Soft-capped scores, computed a block at a time (model/attention.py): at most 2**25, each some 4 times in c
+    bytes and 4 times in 4.
+    """
+    if s.model.attention_softcap is None:
+        return 0
+    return min(s.model.num_heads * s.layout.full_micro_tokens**2, MAX_BLOCK_SCORES) * (4 * s.compute_bytes + 16)

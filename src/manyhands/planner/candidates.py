@@ -1,0 +1,327 @@
+"""The layouts that could carry out a run: which there are, what each needs and takes, which is chosen, why others
+were not. Pure.
+
+The fastest by the estimated seconds of a step is chosen (``clock.py``); of those as fast within 0.5 % the one that
+needs the least memory, if that spares a twentieth. Each spends what memory is left first (``spend``): unsharded
+gradients wait for the last micro-batch (``reduce_once``), and as many of the last layers as fit have lighter activation
+checkpointing (``lighten``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+from manyhands.config.schema import RunConfig
+from manyhands.facts.types import Facts
+from manyhands.planner.batch import BatchSplit
+from manyhands.planner.choices import Decisions
+from manyhands.planner.clock import Clock
+from manyhands.planner.estimate_input import EstimateInput
+from manyhands.planner.hardware import ranks_per_machine
+from manyhands.planner.host_memory import estimate_host_terms, keep_on_device
+from manyhands.planner.layout import LIGHTER, ZERO_STAGES, Checkpointing, Layout, Strategy, change, mesh_of
+from manyhands.planner.memory import estimate_terms
+from manyhands.planner.types import Candidate, MemoryEstimate, RanOut, Reason, reason
+
+SAME_SPEED = 0.005  # share of a step that the estimate cannot tell apart: of pairs of layouts it is off by 0.8 %
+GAIN = 0.002  # share of a step for which memory that is left is spent
+WORTHWHILE = 0.05  # share of memory for which one as fast takes the place of the fastest
+USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "except_attention", "full")  # the fastest first
+RECOMPUTED: dict[Checkpointing, int] = {"none": 0, "selective": 1, "except_attention": 2, "full": 2}
+# Share of the limit that a plan leaves free, by how far measured runs came to lie above their estimates
+# (docs/planner-accuracy.md): where a rank holds whole weights, where shards, and where modules or dtypes of a kind
+# that few rows cover are trained.
+MARGINS = {"whole": 0.02, "shards": 0.03, "few_rows": 0.05, "cpu": 0.08}
+SHARDING: dict[Strategy, int] = {"single": 0, "ddp": 0, "hsdp": 1, "fsdp": 2, "zero1": 3, "zero2": 3, "zero3": 3}
+# how far gathered weights travel; ZeRO is a candidate where it was asked for, and then alone
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that a rank may use on its device, and, where that is a GPU, of its machine's memory for what is
+    offloaded.
+    """
+
+    device: int
+    host: int | None
+    free_bytes: int
+    num_local: int  # ranks that share the host's memory
+    clock: Clock | None = None  # None: nothing is said of time
+
+    def judge(self, base: EstimateInput, layout: Layout) -> Candidate:
+        """The layout with what it needs; ``base`` is the estimate input of any layout of the run."""
+        asked = replace(base, layout=layout)
+        terms = estimate_terms(asked)
+        margin = margin_of(asked)
+        memory = MemoryEstimate(terms=terms, limit=self.device, margin=margin)
+        if self.host is not None and (asked.offloads or asked.snapshots):
+            host, kept = estimate_host_terms(asked, terms), keep_on_device(asked, terms)
+            memory = MemoryEstimate(terms=kept, limit=self.device, margin=margin, host_terms=host, host_limit=self.host)
+        step_s = sum(self.clock.terms(asked).values()) if self.clock is not None else None
+        return Candidate(layout=layout, memory=memory, step_s=step_s and float(f"{step_s:.6g}"))
+
+    def judge_memory(self, base: EstimateInput, layout: Layout) -> Candidate:
+        """The same without its seconds, which take five times as long to estimate where lengths are mixed."""
+        return replace(self, clock=None).judge(base, layout)
+
+
+def margin_of(s: EstimateInput) -> float:
+    """``MARGINS``, of the limit."""
+    if s.layout.device == "cpu":
+        return MARGINS["cpu"]
+    if s.fp8_blocks or s.offloads or not s.layout.compile or s.partially_trained is not None:
+        return MARGINS["few_rows"]
+    return MARGINS["shards" if s.num_shards > 1 else "whole"]
+
+
+def differences(candidate: Candidate) -> tuple[int, int, int, bool, int, bool]:
+    """What makes a layout slow, each the more the slower: what is computed again, how many layers so, how far weights
+    travel and how often, the size of micro-batches, attention.
+    """
+    layout = candidate.layout
+    return (
+        RECOMPUTED[layout.activation_checkpointing],
+        -layout.lighter_layers,
+        SHARDING[layout.strategy],
+        layout.reshard_after_forward,
+        -layout.full_micro_tokens,
+        layout.activation_checkpointing == "full",
+    )
+
+
+def memory_limits(config: RunConfig, facts: Facts, made: Decisions) -> Limits:
+    """97 % of what is free on the fullest GPU, or 90 % of the free host memory shared out; the latter for what is
+    offloaded too.
+    """
+    free_host = facts.host.free_memory_bytes
+    num_local = ranks_per_machine(facts, made.device, made.world_size)
+    if made.device == "cuda":
+        free = min(gpu.free_bytes for gpu in made.gpus)
+        usable_host = int(USABLE_SHARE["cpu"] * free_host) // num_local
+        return Limits(int(USABLE_SHARE["cuda"] * free), usable_host, free, num_local)
+    return Limits(int(USABLE_SHARE["cpu"] * free_host / num_local), None, free_host, num_local)
+
+
+def list_candidates(
+    config: RunConfig,
+    base: EstimateInput,
+    splits: list[BatchSplit],
+    limits: Limits,
+    shard_degree: int,
+    num_machines: int,
+) -> list[Candidate]:
+    """Every layout that the explicit keys leave, in a fixed order; without seconds where none fits. An explicit
+    ``reshard_after_forward`` implies fsdp.
+
+    Left to auto, one process and ddp may free what they gather too: in mixed precision that is the bfloat16 copy.
+    """
+    parallel, world_size = config.parallel, base.layout.world_size
+    modes = CHECKPOINTING if parallel.activation_checkpointing == "auto" else (parallel.activation_checkpointing,)
+    reshards = (False, True) if parallel.reshard_after_forward == "auto" else (parallel.reshard_after_forward,)
+    strategies = _strategies(config, world_size, shard_degree, num_machines)
+    if parallel.strategy in ZERO_STAGES:
+        reshards = (parallel.strategy == "zero3",)
+        modes = tuple(mode for mode in modes if parallel.strategy != "zero3" or mode in ("none", "full"))
+    candidates = []
+    for strategy, mode, reshard, split in itertools.product(strategies, modes, reshards, splits):
+        unsharded = strategy in ("single", "ddp")
+        if unsharded and reshard and (parallel.reshard_after_forward != "auto" or not base.gathers_whole):
+            continue  # nothing is gathered that could be freed
+        layout = change(
+            base.layout,
+            mesh=mesh_of(strategy, world_size, shard_degree),
+            strategy=strategy,
+            reshard_after_forward=reshard,
+            activation_checkpointing=mode,
+            reduce_every=strategy != "zero1",
+            offload_activations=parallel.offload_activations is True,
+            micro_samples=split.micro_samples,
+            micro_tokens=split.micro_tokens,
+            pack_tokens=split.pack_tokens,
+            accumulation=split.accumulation,
+            full_micro_tokens=split.full_micro_tokens,
+            accumulates=split.accumulates,
+        )
+        candidate = limits.judge_memory(base, layout)
+        if parallel.offload_activations == "auto":
+            candidate = _move_activations(candidate, base, limits)
+        candidates.append(candidate)
+    if any(candidate.memory.fits for candidate in candidates):
+        return [limits.judge(base, candidate.layout) for candidate in candidates]
+    return candidates
+
+
+def _move_activations(candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+    """The same with activations in host memory, where blocks are computed again anyway, it frees memory and the host
+    has room.
+
+    Then only the blocks' inputs travel, each while a block computes: 64 MiB in some 20 ms for 8B and 8,192 tokens.
+    Measured on one H200, 8B LoRA: 18.8 to 17.5 GiB at 0.7 % less speed, each against the same run without it on the
+    same machine (docs/speed-log.md).
+    """
+    if candidate.layout.activation_checkpointing not in ("except_attention", "full") or limits.host is None:
+        return candidate
+    moved = limits.judge_memory(base, change(candidate.layout, offload_activations=True))
+    return moved if moved.memory.fits_host and moved.memory.total < candidate.memory.total else candidate
+
+
+def _strategies(config: RunConfig, world_size: int, shard_degree: int, num_machines: int) -> tuple[Strategy, ...]:
+    parallel = config.parallel
+    if parallel.strategy != "auto":
+        return (parallel.strategy,)
+    if parallel.reshard_after_forward != "auto":
+        return ("fsdp",)
+    if world_size == 1:
+        return ("single",)
+    copies: tuple[Strategy, ...] = () if parallel.offload == "all" else ("ddp",)
+    if config.model.frozen_dtype == "fp8":
+        return copies
+    a_copy_a_machine: tuple[Strategy, ...] = ("hsdp",) if num_machines > 1 and 1 < shard_degree < world_size else ()
+    return (*copies, *a_copy_a_machine, "fsdp")
+
+
+def choose_candidate(
+    config: RunConfig, candidates: list[Candidate], base: EstimateInput, limits: Limits
+) -> tuple[Candidate, Candidate] | None:
+    """The fastest that leaves its margin free, as listed and with what memory it leaves spent; if there is none, the
+    smallest one within the limit; else None.
+
+    So explicit keys that leave one layout are obeyed as long as the estimate is not over the limit itself.
+    """
+    spent = [(c, spend(config, c, base, limits)) for c in candidates if c.memory.is_safe]
+    if spent:
+        fastest = min(spent, key=lambda pair: (seconds_of(pair[1]), pair[1].memory.total))
+        as_fast = [pair for pair in spent if not is_faster(fastest[1], pair[1], SAME_SPEED)]
+        smallest = min(as_fast, key=lambda pair: (pair[1].memory.total, seconds_of(pair[1])))
+        spares = smallest[1].memory.total < (1 - WORTHWHILE) * fastest[1].memory.total
+        return smallest if spares else fastest
+    fitting = [candidate for candidate in candidates if candidate.memory.fits]
+    least = min(fitting, key=lambda c: (c.memory.total, seconds_of(c)), default=None)
+    return None if least is None else (least, least)
+
+
+def seconds_of(candidate: Candidate) -> float:
+    assert candidate.step_s is not None
+    return candidate.step_s
+
+
+def spend(config: RunConfig, candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+    """The candidate with what memory it leaves spent on speed: first on unsharded gradients, or on lighter layers
+    alone where these gain more by what the gradients would take.
+    """
+    once = reduce_once(candidate, base, limits)
+    spent = lighten(config, once, base, limits)
+    if once is candidate:
+        return spent
+    return min(spent, lighten(config, candidate, base, limits), key=seconds_of)
+
+
+def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+    """The same with sharded gradients reduced once a step, where unsharded ones fit on every rank until then; else
+    itself.
+
+    Nothing changes for copies, and where a step is one micro-batch.
+    """
+    if candidate.layout.mesh.shard == 1 or not candidate.layout.accumulates or candidate.layout.zero_stage:
+        return candidate
+    once = limits.judge(base, change(candidate.layout, reduce_every=False))
+    return once if once.memory.is_safe and not is_faster(candidate, once) else candidate
+
+
+def lighten(config: RunConfig, chosen: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+    """The candidate with the next lighter activation checkpointing in as many of the last layers as fit, if these are
+    an eighth at least, not all, and it is faster for it; else itself, and so where keys give the mode or move
+    activations off the device. Activations then stay on the device.
+    """
+    asked = config.parallel
+    if (
+        chosen.layout.activation_checkpointing == "none"
+        or asked.activation_checkpointing != "auto"
+        or asked.offload_activations is True
+        or chosen.layout.zero_stage == 3  # which does not compute selectively
+    ):
+        return chosen
+    uniform = change(
+        chosen.layout,
+        activation_checkpointing=LIGHTER[chosen.layout.activation_checkpointing],
+        offload_activations=False,
+    )
+    if limits.judge_memory(base, uniform).memory.is_safe:
+        return chosen  # a candidate itself
+    fewest, most, found = max(1, -(-base.model.num_layers // 8)), base.model.num_layers - 1, None
+    while fewest <= most:  # what a layer keeps only grows, so the largest number that fits is found by halves
+        count = (fewest + most) // 2
+        layout = change(chosen.layout, lighter_layers=count, offload_activations=False)
+        if limits.judge_memory(base, layout).memory.is_safe:
+            found, fewest = layout, count + 1
+        else:
+            most = count - 1
+    lighter = chosen if found is None else limits.judge(base, found)
+    return lighter if is_faster(lighter, chosen) else chosen
+
+
+def is_faster(one: Candidate, other: Candidate, by: float = GAIN) -> bool:
+    return seconds_of(one) < (1 - by) * seconds_of(other)
+
+
+def is_alike(one: Layout, other: Layout) -> bool:
+    """The same but for the sizes of micro-batches and what follows from them."""
+    names = ("strategy", "activation_checkpointing", "reshard_after_forward")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def keeps_less_by_choice(chosen: Candidate, candidates: list[Candidate]) -> bool:
+    """Whether lighter activation checkpointing fits too, in a layout that is otherwise the chosen one: it was no
+    faster, and takes more memory.
+    """
+    best, names = chosen.layout, ("strategy", "reshard_after_forward", "full_micro_tokens", "micro_samples")
+    return not best.lighter_layers and any(
+        RECOMPUTED[other.layout.activation_checkpointing] < RECOMPUTED[best.activation_checkpointing]
+        and all(getattr(other.layout, name) == getattr(best, name) for name in names)
+        and other.memory.is_safe
+        for other in candidates
+    )
+
+
+def with_reason(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Candidate:
+    """The candidate marked as chosen, or with the reason why it was not. ``ran_out``: a plan that did, which all that
+    are compared are smaller than.
+    """
+    if candidate is chosen:
+        return candidate.model_copy(update={"chosen": True})
+    return candidate.model_copy(update={"reason": _why_lost(candidate, chosen, ran_out)})
+
+
+def _why_lost(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Reason:
+    layout, memory = candidate.layout, candidate.memory
+    total, limit = memory.total, memory.limit
+    if ran_out is not None and total <= limit:
+        return reason("not_next_smaller", plan=ran_out.number)
+    if total > limit:
+        return reason("exceeds_memory", bytes=total, limit=limit)
+    if not memory.fits_host:
+        return reason("exceeds_host_memory", bytes=memory.host_total, limit=memory.host_limit)
+    if not memory.is_safe:
+        return reason("near_limit", bytes=total, limit=limit, share=1 - memory.margin)
+    slower = seconds_of(candidate) / seconds_of(chosen) - 1
+    if slower <= SAME_SPEED:
+        return reason("more_memory" if total > chosen.memory.total else "no_faster")
+    reasons = (
+        reason("computes_again", mode=layout.activation_checkpointing, slower=slower),
+        reason("computes_more_again", slower=slower),
+        reason("shards_needlessly", chosen=chosen.layout.strategy, slower=slower),
+        reason("gathers_again", slower=slower),
+        reason("smaller_micro_batch", slower=slower),
+        reason("computes_attention_again", slower=slower),
+    )
+    pairs = zip(reasons, differences(candidate), differences(chosen), strict=True)
+    found = next((found for found, mine, best in pairs if mine > best), None)
+    if found is not None:
+        return found
+    if layout.offload_activations and chosen.layout.offload_activations:
+        return reason("moves_more_activations", slower=slower)
+    if layout.holds_copies and not chosen.layout.holds_copies:
+        return reason("updates_copies", slower=slower)
+    return reason("no_faster", slower=slower)

@@ -1,0 +1,336 @@
+"""Decisions that need no search: dtypes, attention, compilation, workers, rates; ``hardware.py`` has the first. Pure.
+
+Each function returns its value and the reason for it; ``decide`` makes them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
+from manyhands.planner.batch import has_one_length
+from manyhands.planner.hardware import (
+    choose_device,
+    choose_shard_ranks,
+    choose_world_size,
+    count_nodes,
+    explain_hardware,
+    explain_nodes,
+)
+from manyhands.planner.layout import DTYPE_BYTES, ComputeDtype, Device, Dtype
+from manyhands.planner.parts import choose_parts
+from manyhands.planner.types import PartState, Reason, reason
+
+Attention = Literal["varlen", "sdpa", "blockwise"]
+
+MAX_FLASH_HEAD_DIM = 256
+# The fastest rank measured, a model of 135 million parameters on an H200, trains some 0.3 million tokens/s.
+ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the collating thread idle nine tenths of the time
+# Of one thread, the slowest kind: weighted chats of 475 tokens on average at 28 million tokens/s, and blocks of 2,048
+# at 106 million for what a token adds (`python -m benchmarks.collate`, docs/decisions.md).
+COLLATE_SAMPLE_S, COLLATE_TOKEN_S = 15e-6, 4e-9
+IMAGE_S = 0.04  # of one process, to decode and prepare a megapixel (measured: 0.038 s, JPEG to patches of 16 x 16)
+MAX_AUTO_WORKERS = 8
+PROCESSES_PER_CORE, MIN_PROCESSES = 4, 16  # that a key may ask of a machine
+AUTO_LEARNING_RATE = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "patterns": 2e-5}
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What stands before the search. ``gpus`` is empty on CPU; the ``why_`` tuples are read before and after the
+    search's.
+    """
+
+    device: Device
+    world_size: int
+    shard_degree: int  # hsdp: ranks that hold one copy together
+    gpus: tuple[GpuFacts, ...]
+    compute: ComputeDtype
+    master: ComputeDtype
+    attention: Attention
+    compile: bool
+    data_workers: int
+    learning_rate: float
+    output: Dtype
+    parts: dict[str, PartState]  # of a model of text and images; {} for a text model
+    why_ranks: tuple[Reason, ...]
+    why_numerics: tuple[Reason, ...]
+    why_rate: tuple[Reason, ...]
+
+    @property
+    def ranks(self) -> str:
+        one, many = ("GPU", "GPUs") if self.device == "cuda" else ("process", "processes")
+        return f"{self.world_size} {one if self.world_size == 1 else many}"
+
+
+def decide(config: RunConfig, facts: Facts) -> Decisions:
+    """All decisions of this module. UserError where keys contradict the facts."""
+    device, why_device = choose_device(config, facts)
+    world_size, why_world = choose_world_size(config, facts, device)
+    gpus = facts.host.gpus[:world_size] if device == "cuda" else ()
+    compute, why_compute = choose_compute_dtype(config, gpus)
+    attention, why_attention = choose_attention(config, facts, gpus, compute)
+    compiled, why_compile = choose_compile(config, device, facts.data)
+    why_frozen: tuple[Reason, ...] = ()
+    if config.method.name == "qlora":
+        in_files = facts.model.stored_nf4 is not None
+        why_frozen = (reason("frozen", compute=compute, double=config.method.double_quant, stored=in_files),)
+    why_frozen += choose_linear(config, device, gpus)
+    parts, why_parts = choose_parts(config, facts)
+    why_frozen += why_parts
+    rate, why_rate = choose_learning_rate(config)
+    check_optimizer(config, device, compute)
+    master, why_master = choose_master_dtype(config, compute, parts)
+    output, why_output = choose_output_dtype(config, facts.model, compute)
+    data_workers, why_workers = choose_data_workers(config, facts, device)
+    check_processes(config, facts, device, world_size)
+    return Decisions(
+        device=device,
+        world_size=world_size,
+        shard_degree=choose_shard_ranks(config, facts, device, world_size),
+        gpus=gpus,
+        compute=compute,
+        master=master,
+        attention=attention,
+        compile=compiled,
+        data_workers=data_workers,
+        learning_rate=rate,
+        output=output,
+        parts=parts,
+        why_ranks=(*explain_hardware(device, facts.host), why_device, why_world, *explain_nodes(facts)),
+        why_numerics=(why_compute, *why_master, *why_frozen, why_attention, why_compile, why_workers),
+        why_rate=(why_rate, why_output),
+    )
+
+
+def choose_compute_dtype(config: RunConfig, gpus: tuple[GpuFacts, ...]) -> tuple[ComputeDtype, Reason]:
+    """``gpus`` is empty on CPU."""
+    asked = config.model.dtype
+    without = next((gpu for gpu in gpus if not gpu.has_bfloat16), None)
+    if asked == "bfloat16" and without is not None:
+        raise UserError(
+            f"model.dtype is bfloat16, which {without.name} does not have",
+            where="model.dtype",
+            fix="set model.dtype to float32 or auto",
+        )
+    if asked != "auto":
+        return asked, reason("compute", dtype=asked, source="asked")
+    if not gpus:
+        return "float32", reason("compute", dtype="float32", source="cpu")
+    if without is not None:
+        return "float32", reason("compute", dtype="float32", source="gpu", gpu=without.name)
+    narrow = config.model.master_dtype == "bfloat16"
+    return "bfloat16", reason("compute", dtype="bfloat16", source="auto", narrow_masters=narrow)
+
+
+def choose_master_dtype(
+    config: RunConfig, compute: ComputeDtype, parts: Mapping[str, str]
+) -> tuple[ComputeDtype, tuple[Reason, ...]]:
+    """Of trained weights and their optimizer states. UserError where bfloat16 was asked for and something else needs
+    more.
+    """
+    if config.model.master_dtype == "float32":
+        return ("float64" if compute == "float64" else "float32"), ()
+    obstacles = {
+        "a part of the model is frozen, and what is trained beside it is kept in float32": "frozen" in parts.values(),
+        f"method.name is {config.method.name}, which keeps what it trains in float32": config.method.name != "full",
+        f"model.dtype is {config.model.dtype}: the model computes in {compute}": compute != "bfloat16",
+        f"optimizer.name is {config.optimizer.name}, which does not round stochastically": config.optimizer.name
+        != "adamw",
+    }
+    found = [text for text, stands in obstacles.items() if stands]
+    if found:
+        raise UserError(
+            "model.master_dtype: bfloat16 cannot be combined with other keys",
+            where="model.master_dtype",
+            why="; ".join(found),
+            fix="remove model.master_dtype, or train in full with model.dtype=bfloat16 and optimizer.name=adamw",
+        )
+    return "bfloat16", (reason("masters"),)
+
+
+def choose_attention(
+    config: RunConfig, facts: Facts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype
+) -> tuple[Attention, Reason]:
+    """varlen where its kernel, FlashAttention 2, can (half precision, head_dim, Ampere or newer), and rows are packed
+    or images are read in both directions, for which others need a mask.
+
+    Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out.
+    """
+    model, tower = facts.model, facts.model.tower
+    both = facts.data.num_images > 0 and tower is not None and tower.bidirectional
+    if model.attention_softcap is not None:
+        return "blockwise", reason("attention", kind="blockwise", softcap=model.attention_softcap)
+    without = next((gpu for gpu in gpus if not gpu.architecture.has_varlen_attention), None)
+    obstacles = {
+        "not_packed": not config.data.packing and not both,
+        "no_gpu": not gpus,
+        "dtype": compute != "bfloat16",
+        "head_dim": model.head_dim > MAX_FLASH_HEAD_DIM or model.head_dim % 8 != 0,
+        "amd": without is not None and without.vendor == "amd",
+        "old_gpu": without is not None,
+    }
+    obstacle = next((name for name, stands in obstacles.items() if stands), None)
+    if obstacle is None:
+        return "varlen", reason("attention", kind="varlen", packed=bool(config.data.packing))
+    gpu = without.name if without else None
+    return "sdpa", reason("attention", kind="sdpa", obstacle=obstacle, dtype=compute, head_dim=model.head_dim, gpu=gpu)
+
+
+def fuses_optimizer(config: RunConfig, device: Device) -> bool:
+    """Whether AdamW in one pass is tried."""
+    native = not config.parallel.strategy.startswith("zero")
+    return config.optimizer.name == "adamw" and config.kernels.optimizer == "auto" and device == "cuda" and native
+
+
+def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[Reason, ...]:
+    """What is said of fp8 matmuls. UserError where the GPUs have none; a CPU emulates them if it was asked for."""
+    _check_frozen_dtype(config)
+    if config.kernels.linear == "compute_dtype":
+        return ()
+    without = next((gpu for gpu in gpus if not gpu.architecture.multiplies_fp8), None)
+    if without is not None or (device == "cpu" and config.parallel.device != "cpu"):
+        why, fix = "there is no GPU, and a CPU would only emulate it, slowly", "set kernels.linear: compute_dtype"
+        if without is None:
+            fix += ", or parallel.device: cpu to emulate it"
+        elif without.vendor == "amd":
+            why = f"{without.name} is AMD's, whose fp8 formats differ (e4m3fnuz on gfx94x): no kernel was tried on it"
+        else:
+            why = f"{without.name} has {without.architecture}, and 8.9 is the first with fp8"
+        raise UserError("kernels.linear: fp8 needs GPUs that multiply in fp8", where="kernels.linear", why=why, fix=fix)
+    return (reason("linear", emulated=device == "cpu", weights=config.model.frozen_dtype == "fp8"),)
+
+
+def _check_frozen_dtype(config: RunConfig) -> None:
+    """UserError where ``model.frozen_dtype: fp8`` contradicts other keys."""
+    if config.model.frozen_dtype == "auto":
+        return
+    key = "model.frozen_dtype"
+    against = {
+        "method.name": (config.method.name != "lora", "only frozen weights are rounded once and for all", "lora"),
+        "kernels.linear": (config.kernels.linear != "fp8", "the kernels that read fp8 values multiply in fp8", "fp8"),
+        "parallel.offload": (config.parallel.offload == "all", "fp8 values do not travel from host memory", "none"),
+        "parallel.strategy": (
+            config.parallel.strategy not in ("auto", "single", "ddp"),
+            "fp8 values are not sharded: each GPU keeps a copy",
+            "ddp",
+        ),
+        "parallel.reshard_after_forward": (
+            config.parallel.reshard_after_forward is True,
+            "fp8 values are not sharded: each GPU keeps a copy",
+            "auto",
+        ),
+        "output.merge": (
+            config.output.merge,
+            "the weights to merge into are in the source's files; `manyhands export RUN --merge` reads them",
+            "false",
+        ),
+    }
+    for other, (contradicts, why, value) in against.items():
+        if contradicts:
+            raise UserError(
+                f"{key}: fp8 and this {other} exclude each other",
+                where=key,
+                why=why,
+                fix=f"set {other}={value}, or {key}=auto",
+            )
+
+
+def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[bool, Reason]:
+    asked = config.parallel.compile
+    if asked != "auto":
+        return asked, reason("compile", compile=asked, source="asked")
+    if config.parallel.strategy == "zero3":
+        return False, reason("compile", compile=False, source="zero3")
+    if device == "cpu":
+        return False, reason("compile", compile=False, source="cpu")
+    if has_one_length(data):
+        return True, reason("compile", compile=True, source="one_length", tokens=data.max_length)
+    return True, reason("compile", compile=True, source="packs" if config.data.packing else "lengths")
+
+
+def check_processes(config: RunConfig, facts: Facts, device: Device, world_size: int) -> None:
+    """UserError where a key asks one machine for more processes than its cores can be for."""
+    ranks = math.ceil(world_size / max(1, count_nodes(facts) or 1))
+    workers = config.data.workers if config.data.workers != "auto" else 0
+    most = max(MIN_PROCESSES, PROCESSES_PER_CORE * facts.host.num_cores)
+    on_cpu = device == "cpu" and config.parallel.gpus != "auto"
+    for key, num, largest in (
+        ("parallel.gpus", ranks if on_cpu else 0, most * max(1, count_nodes(facts) or 1)),
+        ("data.workers", ranks * workers, most // ranks),
+    ):
+        if num > most:
+            raise UserError(
+                f"{key} would start {num:,} processes on one machine, which has {facts.host.num_cores} cores",
+                where=key,
+                why=f"at most {PROCESSES_PER_CORE} for each core are started, or {MIN_PROCESSES}",
+                fix=f"set {key} to at most {largest:,}, or to auto",
+            )
+
+
+def choose_data_workers(config: RunConfig, facts: Facts, device: Device) -> tuple[int, Reason]:
+    """Processes a rank that collate its batches, 0 where one thread is fast enough.
+
+    On a CPU, where processes would take cores from training, auto is always the thread. On GPUs one thread collates
+    ``n / (SAMPLE_S + n TOKEN_S)`` tokens/s of samples of n tokens; auto takes as many processes as make up for what is
+    missing of ``ENOUGH_TOKENS_PER_S``, at most the GPU's share of the cores less the rank's own two threads. Images
+    take a thousand times as long: auto takes as many as there may be, one at least.
+    """
+    asked, mean = config.data.workers, max(1.0, facts.data.mean_length)
+    if asked != "auto":
+        return asked, reason("data_workers", workers=asked, asked=True)
+    if device == "cpu":
+        return 0, reason("data_workers", workers=0, asked=False, source="cpu")
+    if facts.data.num_images:
+        seconds = facts.data.num_images / facts.data.num_samples * IMAGE_S + COLLATE_SAMPLE_S + mean * COLLATE_TOKEN_S
+        wanted = MAX_AUTO_WORKERS
+        workers = min(wanted, max(1, facts.host.num_cores // max(1, len(facts.host.gpus)) - 2))
+        values = {"samples_per_s": float(f"{workers / seconds:.2g}"), "wanted": wanted, "cores": facts.host.num_cores}
+        return workers, reason("data_workers", workers=workers, asked=False, source="images", **values)
+    tokens_per_s = mean / (COLLATE_SAMPLE_S + mean * COLLATE_TOKEN_S)
+    spare = max(0, facts.host.num_cores // max(1, len(facts.host.gpus)) - 2)
+    needed = 0 if tokens_per_s >= ENOUGH_TOKENS_PER_S else math.ceil(ENOUGH_TOKENS_PER_S / tokens_per_s)
+    wanted = min(MAX_AUTO_WORKERS, needed)
+    workers = min(wanted, spare)
+    # Two digits: what is shown is an estimate.
+    about = int(float(f"{tokens_per_s:.2g}"))
+    values = {"tokens_per_s": about, "wanted": wanted, "cores": facts.host.num_cores}
+    return workers, reason("data_workers", workers=workers, asked=False, source="gpu", **values)
+
+
+def check_optimizer(config: RunConfig, device: Device, compute: ComputeDtype) -> None:
+    """UserError for an optimizer of bitsandbytes where it has no kernels."""
+    name = config.optimizer.name
+    if name in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit") and (device == "cpu" or compute == "float64"):
+        raise UserError(
+            f"optimizer.name: {name} does not run on {'the CPU' if device == 'cpu' else 'weights of 64 bits'}",
+            where="optimizer.name",
+            why="bitsandbytes has 8-bit and paged optimizers for GPUs only, and for weights of at most 32 bits",
+            fix="use optimizer.name=adamw, adafactor or muon",
+        )
+
+
+def choose_learning_rate(config: RunConfig) -> tuple[float, Reason]:
+    asked = config.optimizer.learning_rate
+    if asked != "auto":
+        return asked, reason("learning_rate", rate=asked, method=None)
+    rate = AUTO_LEARNING_RATE[config.method.name]
+    return rate, reason("learning_rate", rate=rate, method=config.method.name)
+
+
+def choose_output_dtype(config: RunConfig, model: ModelFacts, compute: ComputeDtype) -> tuple[Dtype, Reason]:
+    asked = config.output.dtype
+    if asked != "auto":
+        return asked, reason("output_dtype", dtype=asked, source="asked")
+    if config.model.master_dtype == "bfloat16":
+        return "bfloat16", reason("output_dtype", dtype="bfloat16", source="masters")
+    if config.method.trains_adapters:
+        return "float32", reason("output_dtype", dtype="float32", source="adapter")
+    narrowed = config.method.name == "patterns" and DTYPE_BYTES[compute] < DTYPE_BYTES[model.stored_dtype]
+    rounded = compute if narrowed else None
+    return model.stored_dtype, reason("output_dtype", dtype=model.stored_dtype, source="model", rounded=rounded)

@@ -1,0 +1,158 @@
+"""How the steps of a plan are carried out, and how much of what they compute is useful. Pure numpy; knows no files.
+
+Where less than 90 % is useful, the plan says why, and what would be better: each proposal is laid out before it is
+made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from manyhands.data.pack import (
+    TILE_TOKENS,
+    StepLayout,
+    packing_efficiency,
+    padded_tokens,
+)
+from manyhands.facts.types import DataFacts, Facts
+from manyhands.planner.batch import ceil_div, constant_pack_tokens
+from manyhands.planner.clock import lay_out
+from manyhands.planner.layout import change, mesh_of
+from manyhands.planner.types import Plan, reason
+from manyhands.planner.work import sample_steps
+
+MAX_STEPS, MAX_SAMPLES = 20, 16_384  # laid out, spread over the epoch; one step in any case
+GOOD_SHARE = 0.9
+MAX_FACTOR = 64  # times the batch, in a proposal
+MIN_GAIN = 0.02  # less is not worth a proposal
+
+
+def lay_out_step(
+    plan: Plan, samples: np.ndarray, lengths: np.ndarray, image_units: np.ndarray | None = None
+) -> StepLayout:
+    """The samples of one training step as micro-batches of all data-parallel ranks; ``lengths`` and ``image_units`` by
+    sample id.
+    """
+    return lay_out(plan.layout, samples, lengths, cost_of_images(plan, image_units))
+
+
+def cost_of_images(plan: Plan, image_units: np.ndarray | None) -> np.ndarray | None:
+    """What the images of each sample cost, in tokens; None where nothing passes through a tower."""
+    return image_units * plan.image_unit_cost if image_units is not None and plan.image_unit_cost else None
+
+
+def pack_tile(plan: Plan) -> int:
+    """Packs are padded to multiples of so many tokens: whole tiles on a GPU and where blocks are compiled, else not at
+    all.
+    """
+    return TILE_TOKENS if plan.layout.compile or plan.layout.device == "cuda" else 1
+
+
+def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
+    """(tokens of samples over tokens that are computed, steps laid out); None where the facts hold no whole step.
+
+    Computed is what the longest micro-batch of any rank has, padding included, times the ranks: the others wait for it.
+    """
+    steps = list(_sample_steps(plan, data))
+    if not steps:
+        return None
+    lengths = np.array(data.first_lengths, dtype=np.int64)
+    layouts = [lay_out_step(plan, samples, lengths) for samples in steps]
+    if plan.layout.micro_tokens is not None:
+        return packing_efficiency(
+            layouts, lengths, pack_tile(plan), plan.layout.pack_tokens if plan.layout.compile else None
+        ), len(steps)
+    useful = paid = 0
+    for micro in (micro for layout in layouts for micro in layout.micro_batches):
+        useful += sum(int(lengths[samples].sum()) for samples in micro)
+        paid += len(micro) * max(len(samples) * int(lengths[samples].max(initial=0)) for samples in micro)
+    return useful / paid, len(steps)
+
+
+def _sample_steps(plan: Plan, data: DataFacts) -> Iterator[np.ndarray]:
+    """Samples of steps spread over what the facts have of the first epoch, at most ``MAX_STEPS``."""
+    return sample_steps(data, **plan.step_size, max_steps=MAX_STEPS, max_samples=MAX_SAMPLES, num_steps=plan.num_steps)
+
+
+def with_efficiency(plan: Plan, facts: Facts) -> Plan:
+    """The plan with the share of its computed tokens that is useful, and the reason behind that of the batch."""
+    measured = measure_efficiency(plan, facts.data)
+    if measured is None:
+        return plan
+    share, num_steps = measured
+    layout = plan.layout
+    values: dict[str, Any] = {
+        "share": share,
+        "steps": num_steps,
+        "packed": layout.micro_tokens is not None,
+        "padded": pack_tile(plan) > 1 or layout.pack_tokens is not None,
+        "ranks": layout.data_parallel_degree,
+    }
+    if share < GOOD_SHARE:
+        sizes = sorted(map(len, _sample_steps(plan, facts.data)))
+        values |= {"samples": sizes[len(sizes) // 2], **_propose(plan, facts, share)}
+    place = next((at for at, found in enumerate(plan.why, start=1) if found.code == "batch"), len(plan.why))
+    why = (*plan.why[:place], reason("efficiency", **values), *plan.why[place:])
+    return plan.model_copy(update={"efficiency": share, "why": why})
+
+
+def _propose(plan: Plan, facts: Facts, share: float) -> dict[str, Any]:
+    """The first change that reaches 90 %, or else the best, with its share; empty where nothing known gains enough."""
+    tried: list[tuple[float, str]] = []
+    for proposal, other in _changes(plan, facts):
+        measured = measure_efficiency(other, facts.data)
+        if measured is not None:
+            tried.append((measured[0], proposal))
+            if measured[0] >= GOOD_SHARE:
+                break
+    best, proposal = max(tried, default=(0.0, ""))
+    return {"proposal": proposal, "reaches": best} if best > share + MIN_GAIN else {}
+
+
+def _changes(plan: Plan, facts: Facts) -> Iterator[tuple[str, Plan]]:
+    """What could be set otherwise, and the plan with it; the pack's size, which the memory was estimated for, stays."""
+    data = facts.data
+    if plan.layout.micro_tokens is None:
+        assert plan.layout.micro_samples is not None
+        if facts.model.packs:
+            tokens = padded_tokens(plan.layout.micro_samples * data.max_length)
+            yield "data.packing=true", _with_layout(plan, micro_samples=None, micro_tokens=tokens)
+        if plan.layout.micro_samples > 1:
+            ranks = plan.layout.data_parallel_degree
+            accumulation = plan.batch_samples // ranks if plan.batch_samples is not None else None
+            yield "batch.micro_samples=1", _with_layout(plan, micro_samples=1, accumulation=accumulation)
+        return
+    factor, step_samples = 1, max(map(len, _sample_steps(plan, data)))
+    while factor <= MAX_FACTOR and factor * step_samples <= MAX_SAMPLES:
+        if plan.batch_packs is not None:
+            packs = factor * plan.batch_packs
+            yield f"batch.packs={packs}", plan.model_copy(update={"batch_packs": packs})
+        elif plan.batch_loss_tokens is not None:
+            tokens = factor * plan.batch_loss_tokens
+            yield f"batch.loss_tokens={tokens}", plan.model_copy(update={"batch_loss_tokens": tokens})
+        else:
+            assert plan.batch_samples is not None
+            ranks = plan.layout.data_parallel_degree
+            samples = ceil_div(factor * plan.batch_samples, ranks) * ranks
+            if samples > data.samples_per_epoch:
+                break
+            yield f"batch.samples={samples}", _with_samples(plan, samples, ranks, data)
+        factor *= 2
+    ranks = plan.layout.data_parallel_degree // 2
+    while ranks:
+        yield f"parallel.gpus={ranks}", _with_samples(plan, plan.batch_samples, ranks, data)
+        ranks //= 2
+
+
+def _with_samples(plan: Plan, samples: int | None, num_ranks: int, data: DataFacts) -> Plan:
+    mesh = mesh_of("ddp", num_ranks)
+    pack_tokens = constant_pack_tokens(samples, plan.layout.micro_tokens, data, num_ranks)
+    changed = _with_layout(plan, strategy="ddp", mesh=mesh, pack_tokens=pack_tokens)
+    return changed.model_copy(update={"batch_samples": samples})
+
+
+def _with_layout(plan: Plan, **changes: Any) -> Plan:
+    return plan.model_copy(update={"layout": change(plan.layout, **changes)})

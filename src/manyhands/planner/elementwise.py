@@ -1,0 +1,96 @@
+"""Values that the elementwise kernels of a block read and write for each token: norms, residual sums, rotary
+embeddings, the gated activation. Pure arithmetic; knows no torch.
+
+Compiled, a kernel reads what goes into it once and writes its result once. Not compiled, every operation of
+transformers' modules is a kernel of its own. Values are those of the dtype that computes; the notation is that of
+``memory.py``.
+"""
+
+from __future__ import annotations
+
+from manyhands.planner.estimate_input import EstimateInput
+
+
+def moved_values(e: EstimateInput, *, backward: bool) -> float:
+    """Read and written for a token in one block's forward or backward pass."""
+    moved = _compiled(e, backward=backward) if e.layout.compile else _one_by_one(e, backward=backward)
+    if e.fp8_blocks:  # fp8 values of each layer's input, or of its result's gradient
+        moved += 1.5 * sum(out if backward else into for out, into in e.model.block_linear_shapes.values())
+        if backward and e.trains_everything:  # both sides of dW are transposed: a byte read, one written
+            moved += 2 / e.compute_bytes * sum(out + into for out, into in e.model.block_linear_shapes.values())
+    return moved
+
+
+def num_kernels(e: EstimateInput, *, backward: bool) -> float:
+    """Kernels of one block's forward or backward pass: compiled 77 where everything is trained (1.2e9 parameters) and
+    116 beside adapters (8e9), else 113 and 190. A third of them is the forward pass's.
+    """
+    if e.layout.device != "cuda":
+        return 0.0
+    both = (116 if e.layout.compile else 190) if e.num_adapter_parameters else (77 if e.layout.compile else 113)
+    return both * (2 if backward else 1) / 3
+
+
+def _compiled(e: EstimateInput, *, backward: bool) -> float:
+    """Of kernels that the compiler has fused:
+
+    ========================================  ========================  =======================
+    norms of n elements                       2 n                       3 n
+    two residual sums                         4 H                       4 H
+    rotary embeddings                         2 (q + k)                 2 (q + k)
+    activation, gate and up                   3 I                       5 I
+    norms' own weights, where they are        0                         2 n
+    trained: input and gradient once more
+    gradients of layers on one input, all     0                         2 H for each
+    but the first, which the norm before
+    them sums, and once more for its weight
+    ========================================  ========================  =======================
+    """
+    m = e.model
+    moved: float = (3 if backward else 2) * m.block_norm_elements + 4 * m.hidden_size + 2 * _rotated(e)
+    moved += (5 if backward else 3) * m.intermediate_size
+    if backward and e.trains_everything:
+        moved += 2 * m.block_norm_elements + 2 * _apart(e) * m.hidden_size
+    return moved
+
+
+def _one_by_one(e: EstimateInput, *, backward: bool) -> float:
+    """Of transformers' operations one by one, as its modules have them and as torch's formulas of their gradients
+    do. Norms compute in float32, whose values are w times as wide: forward to float32, squared, averaged, scaled, back
+    and times the weight; backward the same in reverse, where the square's gradient alone is three kernels.
+
+    ========================================  ========================  =======================
+    norms of n elements                       (2 + 5 w) n               (2 + 17 w) n
+    their conversions (w is not 1)            (2 + 2 w) n               (2 + 2 w) n
+    two residual sums                         6 H                       6 H
+    rotary embeddings                         10 (q + k)                15 (q + k)
+    activation, gate and up                   5 I                       9 I
+    the same again, beside fused adapters     0                         5 I
+    norms' own weights, where they are        0                         4 n
+    trained
+    gradients of layers on one input, all     0                         3 H for each
+    but the first
+    ========================================  ========================  =======================
+    """
+    m = e.model
+    wide = max(1.0, 4 / e.compute_bytes)
+    converted = 2 + 2 * wide if wide > 1 else 0
+    moved = (2 + (17 if backward else 5) * wide + converted) * m.block_norm_elements + 6 * m.hidden_size
+    moved += (15 if backward else 10) * _rotated(e) + (9 if backward else 5) * m.intermediate_size
+    if backward and e.fuses_modules and e.num_adapter_parameters:
+        moved += 5 * m.intermediate_size
+    if backward and e.trains_everything:
+        moved += 4 * m.block_norm_elements
+    return moved + 3 * _apart(e) * m.hidden_size * backward
+
+
+def _rotated(e: EstimateInput) -> int:
+    """Queries and keys of a token, ``q + k``."""
+    return (e.model.num_heads + e.model.num_kv_heads) * e.model.head_dim
+
+
+def _apart(e: EstimateInput) -> int:
+    """Linear layers of a block that share an input with another, beyond the first of each input: of q, k, v, gate and
+    up three; none where their gradients are summed by the matmuls themselves, or where they are one layer.
+    """
+    return 0 if e.fuses_modules else max(0, len(e.model.block_linear_shapes) - 4)

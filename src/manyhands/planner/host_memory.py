@@ -1,0 +1,183 @@
+"""Host memory: what a rank holds there, and what is left of it on the device; whether checkpoints are written beside
+the training, and the memory that they pass through. Pure arithmetic, as in ``memory.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.core.limits import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_DEVICE, UPDATE_SLICE, UPDATE_SLICES_ON_DEVICE
+from manyhands.planner.activations import moved_bytes
+from manyhands.planner.estimate_input import EstimateInput
+from manyhands.planner.gradients import gradients, gradients_on_host
+from manyhands.planner.phrases import describe_waiting
+from manyhands.planner.steps import Steps
+from manyhands.planner.types import DiskEstimate, MemoryEstimate, Reason, reason
+
+PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
+# Of pinned memory, the GPU's page tables: 8 bytes for each page of 4 KiB. Outside of torch's allocator were 0.84, 0.85,
+# 0.89 and 0.95 GiB beside 8, 16, 32 and 64 GiB of pinned activations, in place of 0.82.
+PAGE_TABLE_SHARE = 8 / 4096
+STAGING = "staging"  # the term of the estimate
+
+
+def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
+    """By name, what a rank holds in host memory; ``terms`` are the device's before anything moves.
+
+    ``all``: shards of weights (pinned), gradients and optimizer states, which are pinned where bfloat16 masters are
+    updated on the GPU. ``optimizer``: the states, pinned. Activations: see ``moved_bytes``, pinned. ZeRO's
+    ``optimizer`` holds masters, states and gradients, and while a checkpoint is written or read its masters and states
+    pass through host memory.
+    """
+    host: dict[str, int] = {}
+    if s.layout.offload == "all":
+        values = s.master_bytes if s.trains_everything else s.frozen_bytes
+        host |= {
+            "weights": int(pinned(s, values) * terms["weights"]),
+            "gradients": int((pinned(s, s.gradient_bytes) if s.streams_update else 1.0) * gradients(s)),
+            "optimizer": int((pinned(s, s.master_bytes) if s.streams_update else 1.0) * terms["optimizer"]),
+        }
+    elif s.layout.offload == "optimizer":
+        host["optimizer"] = int(PINNED * terms["optimizer"])
+        if s.layout.zero_stage:
+            host["gradients"] = int(PINNED * s.num_trained * s.sum_bytes // s.num_shards)
+    if s.layout.zero_stage:
+        host["checkpoint"] = terms["optimizer"]
+    if s.layout.offload_activations:
+        host["activations"] = int(PINNED * moved_bytes(s))
+    return host | ({"snapshots": s.kept_snapshot_bytes(terms["optimizer"])} if s.snapshots else {})
+
+
+def pinned(s: EstimateInput, value_bytes: int) -> float:
+    """What blocks of pinned memory take, over what they hold, where each holds a rank's shard of one weight: of those
+    in blocks and of the embeddings, ``value_bytes`` a value.
+    """
+    if s.nf4_blocks or s.fp8_weights:
+        return PINNED
+    sizes = [out * into for out, into in s.model.block_linear_shapes.values()] * s.model.num_layers
+    sizes += [s.head_elements] * (1 if s.model.tied_embeddings else 2)
+    shards = [max(1, size // s.num_shards) * value_bytes for size in sizes]
+    return sum(2 ** math.ceil(math.log2(size)) for size in shards) / sum(shards)
+
+
+def pinned_bytes(s: EstimateInput, terms: dict[str, int]) -> int:
+    """Of a rank's host memory, what is pinned: all that is moved, but gradients and states that a CPU updates."""
+    updated_there = s.layout.offload == "all" and not s.streams_update
+    names = {"weights", "activations"} | (set() if updated_there else {"gradients", "optimizer"})
+    return sum(value for name, value in estimate_host_terms(s, terms).items() if name in names)
+
+
+def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
+    """The device's terms without what has moved. Activations have been counted so already.
+
+    Of optimizer states two chunks are there while it steps: ``2 states/parameters max(2**28, largest parameter)``. Of
+    masters in bfloat16 three slices are, in whatever is streamed; where that is all, activations are gone by then.
+    The GPU's page tables of what is pinned are there as well.
+    """
+    kept = dict(terms)
+    if s.layout.device == "cuda" and s.offloads and "overhead" in terms:
+        kept["overhead"] += math.ceil(PAGE_TABLE_SHARE * pinned_bytes(s, terms))
+    if s.layout.offload == "all":
+        kept |= {"weights": 0, "optimizer": 0, "gradients": terms["gradients"] - gradients_on_host(s, terms)}
+    elif s.layout.offload == "optimizer" and s.layout.zero_stage:
+        kept |= {"optimizer": 0} | ({"gradients": 0} if s.layout.zero_stage == 3 else {})
+    elif s.layout.offload == "optimizer" and s.streams_update:
+        kept["optimizer"] = min(terms["optimizer"], UPDATE_SLICES_ON_DEVICE * UPDATE_SLICE * 2 * s.master_bytes)
+    elif s.layout.offload == "optimizer":
+        largest = (
+            max(s.head_elements, *(out * into for out, into in s.model.block_linear_shapes.values())) * s.master_bytes
+        )
+        parameters = max(1, s.num_trained * s.master_bytes // s.num_shards)
+        chunk = max(STATE_CHUNK_BYTES, min(largest // s.num_shards, parameters))
+        kept["optimizer"] = min(terms["optimizer"], STATE_CHUNKS_ON_DEVICE * chunk * terms["optimizer"] // parameters)
+    return kept
+
+
+def fetched_alone(s: EstimateInput, num_micro: float, gathers: float, whole_bytes: int) -> tuple[float, float]:
+    """(bytes of weights that come from host memory in a step while nothing computes, those that come beside a block).
+
+    ``gathers``: times that blocks are gathered; ``whole_bytes`` of all weights. Of shards over several ranks all are
+    prefetched. Of a single shard nothing is before the root, which stays, and the first block of a forward pass, ``R c
+    + B c`` a micro-batch; the last block comes back while the head's gradient is computed. Where the engine does not
+    prefetch (``Layout.prefetches_blocks``), every block's come alone.
+    """
+    if s.layout.offload != "all":
+        return 0.0, 0.0
+    if s.num_shards > 1:
+        return 0.0, gathers * whole_bytes / s.num_shards
+    if not s.layout.prefetches_blocks:
+        return gathers * whole_bytes, 0.0
+    blocks = s.model.num_layers * (
+        s.model.num_block_parameters * s.compute_bytes if s.trains_everything else s.frozen_block_bytes
+    )
+    root, first = num_micro * (whole_bytes - blocks), num_micro * blocks / s.model.num_layers
+    return root + first, gathers * blocks - first
+
+
+@dataclass(frozen=True)
+class Saving:
+    """``memory`` is the layout's, with what is staged. ``why`` is empty where there is nothing to decide."""
+
+    is_async: bool
+    memory: MemoryEstimate
+    why: tuple[Reason, ...]
+
+
+def choose_saving(
+    config: RunConfig,
+    asked: EstimateInput,
+    memory: MemoryEstimate,
+    disk: DiskEstimate,
+    steps: Steps,
+    usable_host: int | None,
+) -> Saving:
+    """``asked`` has the chosen layout, ``memory`` is what it needs. ``usable_host``: of the host's memory, a rank's
+    share in bytes; None on a CPU, where the device is the host. UserError where ``checkpoint.asynchronous: true``
+    cannot be.
+
+    The last checkpoint has no training beside it, so a run that saves once has nothing to decide.
+    """
+    wanted, on_host = config.checkpoint.asynchronous, usable_host is None
+    if not _saves_between(config, steps):
+        return Saving(False, memory, ())
+    size = staging(asked, disk.checkpoint_bytes)
+    free = memory.limit - memory.total if usable_host is None else usable_host - memory.host_total
+    waits = None
+    if asked.layout.zero_stage:
+        waits = reason("saving", how="zero")
+    elif wanted is False:
+        waits = reason("saving", how="asked")
+    elif size > free:
+        waits = reason("saving", how="memory", bytes=size, free=max(0, free))
+    if waits is not None and wanted is True:
+        raise UserError(
+            "checkpoints cannot be written while training continues",
+            where="checkpoint.asynchronous: true",
+            why=describe_waiting(waits.values),
+            fix="write checkpoint.asynchronous: auto, which writes them as it can",
+        )
+    if waits is not None:
+        return Saving(False, memory, (waits,))
+    term = {STAGING: size}
+    update = {"terms": memory.terms | term} if on_host else {"host_terms": memory.host_terms | term}
+    if not on_host:
+        update |= {"host_limit": usable_host}  # type: ignore[dict-item]
+    return Saving(True, memory.model_copy(update=update), (reason("saving", how="beside", bytes=size),))
+
+
+def staging(s: EstimateInput, checkpoint_bytes: int) -> int:
+    """Host memory through which a checkpoint is written beside the training: this rank's share, ``checkpoint_bytes /
+    world size``. Where ranks are replicas they share whole tensors out, and the largest one may come on top.
+    """
+    replicas = s.layout.world_size // s.num_shards
+    largest = s.head_elements * s.master_bytes // s.num_shards if s.num_trained_in_head and replicas > 1 else 0
+    return min(checkpoint_bytes // s.num_shards, checkpoint_bytes // s.layout.world_size + largest)
+
+
+def _saves_between(config: RunConfig, steps: Steps) -> bool:
+    section = config.checkpoint
+    by_steps = steps.checkpoint_per_epoch > 0 or 0 < steps.checkpoint_every < steps.total
+    return by_steps or section.keep_best or section.every_minutes is not None

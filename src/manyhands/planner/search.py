@@ -1,0 +1,398 @@
+"""From a config and facts to a plan: every layout is estimated, all are kept, the fastest that fits is chosen.
+
+``plan`` is a pure function: the same input gives the same plan, to the byte. Knows no torch, no files and no network.
+The candidates and their order stand in ``candidates.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from manyhands import families
+from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
+from manyhands.facts.types import Facts
+from manyhands.planner.advice import DOES_NOT_FIT, with_advice
+from manyhands.planner.batch import BatchSplit, ceil_div, has_one_length, useful_splits
+from manyhands.planner.candidates import (
+    Limits,
+    choose_candidate,
+    keeps_less_by_choice,
+    list_candidates,
+    memory_limits,
+    with_reason,
+)
+from manyhands.planner.checks import check_disk, estimate_disk, explain_samples, nothing_fits, warn_of_values
+from manyhands.planner.choices import Decisions, decide, fuses_optimizer
+from manyhands.planner.clock import estimate_time, explain_links, make_clock
+from manyhands.planner.efficiency import with_efficiency
+from manyhands.planner.estimate_input import (
+    EstimateInput,
+    count_adapter_parameters,
+    count_text,
+    describe_images,
+    with_towers,
+)
+from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
+from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
+from manyhands.planner.host_memory import Saving, choose_saving
+from manyhands.planner.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
+from manyhands.planner.parts import explain_images, price_images, rate_parts
+from manyhands.planner.settle import settle
+from manyhands.planner.smaller import NothingSmaller as NothingSmaller
+from manyhands.planner.smaller import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller
+from manyhands.planner.steps import Steps, count_steps
+from manyhands.planner.types import Candidate, Cause, DiskEstimate, MemoryFound, Plan, RanOut, Reason, reason
+
+
+@dataclass(frozen=True)
+class LaunchAsked:
+    """Which launch of the run is planned, as in ``plan``."""
+
+    number: int
+    cause: Cause = "first"
+    before: Plan | None = None
+    found: MemoryFound | None = None
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What was compared and what was chosen. ``base`` is what all candidates share, ``split`` has their batch."""
+
+    base: EstimateInput
+    split: BatchSplit
+    steps: Steps
+    features: Features
+    limits: Limits
+    ran_out: RanOut | None
+    candidates: list[Candidate]
+    chosen: Candidate
+
+    @property
+    def asked(self) -> EstimateInput:
+        return replace(self.base, layout=self.chosen.layout)
+
+
+def plan(
+    config: RunConfig,
+    facts: Facts,
+    *,
+    number: int = 1,
+    cause: Cause = "first",
+    before: Plan | None = None,
+    found: MemoryFound | None = None,
+) -> Plan:
+    """Decide everything for one launch.
+
+    ``number`` counts the launches of the run, ``before`` is the plan of the last one. ``cause="out_of_memory"``: that
+    one ran out, ``found`` is what was measured then, and this one is smaller, with the same global batch. UserError
+    where keys contradict the facts (processes, batch, dtypes) or where nothing fits, then with changes that would;
+    NothingSmaller where nothing is left to try.
+    """
+    try:
+        return _plan(config, facts, LaunchAsked(number, cause, before, found))
+    except UserError as error:
+        if error.kind != DOES_NOT_FIT:
+            raise
+        raise with_advice(error, config, facts, lambda c, f: _plan(c, f, LaunchAsked(number))) from None
+
+
+def _plan(config: RunConfig, facts: Facts, launch: LaunchAsked) -> Plan:
+    digest = config.digest
+    config, why_settled = settle(config, facts)  # from here on no `auto`
+    made = decide(config, facts)
+    found = _search(config, facts, made, launch)
+    steps, asked = found.steps, found.asked
+    disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output], found.features)
+    saving = choose_saving(config, asked, found.chosen.memory, disk, steps, found.limits.host)
+    time = estimate_time(found.limits.clock, asked, facts, steps, disk, beside=saving.is_async)
+    zero = found.chosen.layout.zero_stage > 0
+    environment = choose_environment(
+        made.device, facts.host, found.limits.num_local, zero=zero, deterministic=config.kernels.deterministic
+    )
+    whole = Plan(
+        number=launch.number,
+        cause=launch.cause,
+        config_digest=digest,
+        data_digest=facts.data.digest,
+        data_content=facts.data.content,
+        data_folder=facts.data.folder,
+        model_folder=facts.model.folder,
+        model_files=facts.model.files,
+        keeps_base=config.method.name != "full" or facts.model.num_tower_parameters > 0,
+        new_tokens=facts.new_tokens,
+        adapter=facts.adapter,
+        stored_nf4=facts.model.stored_nf4,
+        parts=made.parts,
+        keeps_features=found.features.kept,
+        image_unit_cost=price_images(facts.model, made.parts),
+        rated_parts=rate_parts(config, facts.model, made.parts),
+        target_modules=None if config.method.target_modules == "all-linear" else config.method.target_modules,
+        layout=found.chosen.layout,
+        attention=made.attention,
+        packing=config.data.packing is True,
+        batch_samples=found.split.batch_samples,
+        batch_loss_tokens=found.split.batch_loss_tokens,
+        batch_packs=found.split.batch_packs,
+        batch_pack_tokens=config.data.max_length if found.split.batch_packs is not None else None,
+        converters=_converters(config, facts, made),
+        fuse_optimizer=fuses_optimizer(config, made.device),
+        steps_per_epoch=steps.per_epoch,
+        num_steps=steps.total,
+        warmup_steps=steps.warmup,
+        learning_rate=made.learning_rate,
+        evaluate_every=steps.evaluate_every,
+        checkpoint_every=steps.checkpoint_every,
+        evaluate_per_epoch=steps.evaluate_per_epoch,
+        checkpoint_per_epoch=steps.checkpoint_per_epoch,
+        async_checkpoints=saving.is_async,
+        output_dtype=made.output,
+        memory=saving.memory,
+        disk=disk,
+        ran_out=found.ran_out,
+        step_s=time.step_s if time is not None else None,
+        time=time,
+        environment=environment,
+        candidates=tuple(with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
+        why=_explain(config, facts, made, found, disk, saving, why_settled, reason("environment", **environment)),
+    )
+    return with_efficiency(whole, facts)
+
+
+def _search(config: RunConfig, facts: Facts, made: Decisions, launch: LaunchAsked, obstacle: str = "") -> SearchResult:
+    """``obstacle``: why features of images are not kept, where something is known that stands against it."""
+    splits = useful_splits(config, facts.data, made.world_size, made.device)
+    limits = memory_limits(config, facts, made)
+    limits = replace(limits, clock=make_clock(config, facts, made, limits.num_local, _batch_of(config, splits[0])))
+    num_machines = ceil_div(made.world_size, ranks_per_machine(facts, made.device, made.world_size))
+    steps = count_steps(config, facts.data, splits[0].batch_samples)
+    passes = steps.total / steps.per_epoch
+    features = choose_features(config, facts, made.parts, DTYPE_BYTES[made.compute], passes, obstacle)
+    base = with_features(features, _base_input(config, facts, made))
+    candidates = list_candidates(config, base, splits, limits, made.shard_degree, num_machines)
+    ran_out = find_ran_out(launch.cause, launch.before, made, limits, launch.found)
+    candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
+    found = SearchResult(base, splits[0], steps, features, limits, ran_out, candidates, chosen)
+    disk = estimate_disk(config, facts, found.asked, steps, DTYPE_BYTES[made.output], features)
+    against = why_not_kept(features, found.asked, limits.clock, disk)
+    return _search(config, facts, made, launch, against) if against else found
+
+
+def _batch_of(config: RunConfig, split: BatchSplit) -> dict[str, Any]:
+    """Which samples form a step; the same for every split."""
+    return {
+        "batch_samples": split.batch_samples,
+        "batch_loss_tokens": split.batch_loss_tokens,
+        "batch_packs": split.batch_packs,
+        "pack_tokens": config.data.max_length if split.batch_packs is not None else None,
+    }
+
+
+def _choose(
+    config: RunConfig,
+    candidates: list[Candidate],
+    base: EstimateInput,
+    made: Decisions,
+    limits: Limits,
+    ran_out: RanOut | None,
+) -> tuple[list[Candidate], Candidate]:
+    """The chosen candidate, and all candidates with it among them."""
+    if ran_out is not None:
+        smaller = choose_within(config, candidates, base, limits, ran_out) or choose_smaller(candidates, ran_out)
+        if smaller is None and not any(candidate.memory.fits for candidate in candidates):
+            raise nothing_fits(config, candidates, made, limits)
+        if smaller is None:
+            raise nothing_smaller(config, ran_out, made)
+        return candidates, smaller
+    found = choose_candidate(config, candidates, base, limits)
+    if found is None:
+        raise nothing_fits(config, candidates, made, limits)
+    listed, chosen = found
+    at = next(i for i, candidate in enumerate(candidates) if candidate is listed)
+    lighter = chosen.layout.lighter_layers > 0
+    candidates[at : at + (0 if lighter else 1)] = [chosen]  # lighter layers stand beside what they were made of
+    return candidates, chosen
+
+
+def base_input(config: RunConfig, facts: Facts) -> EstimateInput:
+    """What the estimates of all candidates share; the layout is a copy on each rank, without micro-batches."""
+    config, _ = settle(config, facts)
+    return _base_input(config, facts, decide(config, facts))
+
+
+def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInput:
+    """What all candidates share; the layout is a copy on each rank, without micro-batches."""
+    converters = _converters(config, facts, made)
+    rows_alone = has_one_length(facts.data) and facts.model.sliding_window is None
+    num_adapter_parameters = count_adapter_parameters(config, facts.model, facts.new_tokens)
+    partially_trained = count_text(config, facts.model, made.parts)
+    layout = lay_out(
+        device=made.device,
+        mesh=mesh_of("single", made.world_size),
+        strategy="single",
+        reshard_after_forward=False,
+        activation_checkpointing="none",
+        compute_dtype=made.compute,
+        master_dtype=made.master,
+        frozen_dtype=made.compute,
+        trains_everything=num_adapter_parameters == 0 and partially_trained is None,
+        offload=config.parallel.offload,
+        compile=made.compile,
+        dynamic=not has_one_length(facts.data),
+        data_workers=made.data_workers,
+        ddp_bucket_mb=None if config.parallel.ddp_bucket_mb == "auto" else config.parallel.ddp_bucket_mb,
+    )
+    return EstimateInput(
+        model=with_towers(facts.model, made.parts) if layout.trains_everything else facts.model,
+        layout=layout,
+        num_adapter_parameters=num_adapter_parameters,
+        adapter_rank=config.method.rank,
+        adapter_dropout=config.method.dropout > 0,
+        nf4_blocks=config.method.name == "qlora",
+        nf4_double=config.method.double_quant,
+        fp8_blocks=config.kernels.linear == "fp8",
+        fp8_weights=config.model.frozen_dtype == "fp8",
+        builds_mask=made.attention == "sdpa" and config.data.packing is True,
+        partially_trained=partially_trained,
+        optimizer_name=config.optimizer.name,
+        fuse_loss="fused_loss" in converters,
+        fuse_optimizer=fuses_optimizer(config, made.device) and config.parallel.offload == "none",
+        mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
+        row_length=facts.data.max_length if has_one_length(facts.data) else None,
+        adapter_dora=config.method.dora,
+        snapshots=config.checkpoint.every_step_in_memory,
+        copies_snapshots=config.checkpoint.every_step_in_memory and (count_nodes(facts) or 1) > 1,
+        images=describe_images(made.parts, facts.model, facts.data),
+        needs_all_gradients=config.optimizer.max_grad_norm > 0
+        or "skip" in (config.guards.nonfinite, config.guards.spike),
+        fuses_modules=_fuses_modules(converters, facts.model.model_type),
+    )
+
+
+def _fuses_modules(converters: tuple[str, ...], model_type: str) -> bool:
+    """Whether attention and MLP of every block are fused: merged layers in fp8 or 4 bits are left as they are."""
+    family = families.find(model_type)
+    fits = not family.merged or {"fp8", "nf4"}.isdisjoint(converters)
+    return "fused_modules" in converters and bool(family.known_modules) and fits
+
+
+def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, ...]:
+    return choose_converters(
+        config,
+        device=made.device,
+        attention=made.attention,
+        has_towers=facts.model.is_multimodal,
+        has_new_tokens=facts.new_tokens is not None,
+        continues_adapter=facts.adapter is not None,
+    )
+
+
+def _explain(
+    config: RunConfig,
+    facts: Facts,
+    made: Decisions,
+    found: SearchResult,
+    disk: DiskEstimate,
+    saving: Saving,
+    why_settled: tuple[Reason, ...],
+    why_environment: Reason,
+) -> tuple[Reason, ...]:
+    """All reasons, in the order in which they are shown. UserError where the disk or validation samples are lacking."""
+    why_disk = check_disk(config, disk)
+    return (
+        *made.why_ranks,
+        *why_settled,
+        *explain_smaller(found.chosen, found.ran_out),
+        *_why_layout(config, facts, found),
+        *made.why_numerics,
+        *_why_start(facts),
+        *explain_samples(config, facts.data),
+        *found.steps.why,
+        *saving.why,
+        why_disk,
+        *made.why_rate,
+        why_environment,
+        *warn_of_values(config, facts.model, made.learning_rate, found.steps),
+    )
+
+
+def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Reason]:
+    chosen, split, limits = found.chosen, found.split, found.limits
+    parallel, layout, memory = config.parallel, chosen.layout, chosen.memory
+    ranks = {"device": layout.device, "ranks": layout.world_size}
+    why = [
+        reason(
+            "strategy",
+            strategy=layout.strategy,
+            replicate=layout.mesh.replicate,
+            shard=layout.mesh.shard,
+            reshard=layout.reshard_after_forward,
+            asked=parallel.strategy != "auto",
+            **ranks,
+        ),
+        _why_checkpointing(config, found),
+    ]
+    why += explain_links(facts, limits.clock, found.base, found.candidates) if limits.clock is not None else []
+    if layout.mesh.shard > 1 and layout.accumulates and not layout.zero_stage:
+        why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))
+    moved = {"none": [], "optimizer": ["optimizer"], "all": ["weights", "gradients", "optimizer"]}[parallel.offload]
+    if moved := moved + ["activations"] * layout.offload_activations:
+        hidden = parallel.offload_activations == "auto" and moved[-1] == "activations"
+        why.append(reason("offload", moved=moved, hidden=hidden, bytes=memory.host_total, limit=memory.host_limit))
+    why += [
+        reason(
+            "memory",
+            bytes=memory.total,
+            limit=memory.limit,
+            free=limits.free_bytes,
+            local_ranks=limits.num_local,
+            tight=None if memory.is_safe else 1 - memory.margin,
+            **ranks,
+        ),
+        *explain_images(found.asked),
+        *explain_features(found.features, config, found.asked, limits.clock, found.steps.total),
+        reason(
+            "batch",
+            samples=split.batch_samples,
+            loss_tokens=split.batch_loss_tokens,
+            packs=split.batch_packs,
+            pack_tokens=config.data.max_length,
+            micro_samples=layout.micro_samples,
+            micro_tokens=layout.micro_tokens,
+            accumulation=layout.accumulation,
+            mean_tokens=facts.data.mean_length,
+            auto=split.batch_samples is not None and config.batch.samples == "auto",
+            **ranks,
+        ),
+    ]
+    longest, positions = facts.data.max_length, facts.model.max_positions
+    if positions and longest > positions:
+        why.append(reason("long_samples", tokens=longest, positions=positions))
+    return why
+
+
+def _why_checkpointing(config: RunConfig, found: SearchResult) -> Reason:
+    layout = found.chosen.layout
+    return reason(
+        "activation_checkpointing",
+        mode=layout.activation_checkpointing,
+        lighter_layers=layout.lighter_layers,
+        layers=found.base.model.num_layers,
+        last=layout.last_checkpointing,
+        no_faster=found.ran_out is None and keeps_less_by_choice(found.chosen, found.candidates),
+        asked=config.parallel.activation_checkpointing != "auto",
+    )
+
+
+def _why_start(facts: Facts) -> list[Reason]:
+    """What a run starts from besides the model."""
+    why, tokens, adapter = [], facts.new_tokens, facts.adapter
+    if tokens is not None:
+        known = len(tokens.ids) - len(tokens.fresh_ids)
+        why.append(reason("new_tokens", new=len(tokens.fresh_ids), known=known, vocabulary=tokens.vocab_size))
+    if adapter is not None:
+        method = adapter.method
+        kinds = [name for name in ("rslora", "dora") if getattr(method, name)]
+        why.append(reason("adapter", folder=adapter.folder, rank=method.rank, alpha=method.alpha, kinds=kinds))
+    return why

@@ -1,0 +1,356 @@
+"""Seconds of a step: one small function a term. Pure arithmetic; knows no torch and reads nothing.
+
+Its input is a ``TimeInput``: what memory is estimated from (``EstimateInput``), what a mean step computes
+(``work.py``), and what the GPUs sustain (``rates.py``, whose fitted shares stand in ``time.toml``).
+
+Notation, beside that of ``memory.py``: T tokens of a micro-batch, F FLOP/s of matmuls, M bytes/s of memory, N bytes/s
+of collectives, c bytes of a compute element, S ranks that share one copy. A matmul of (m, k) and (k, n) takes
+``2 m k n`` operations. Time of micro-batches is summed; that of updates is once a step. The GPU's work and the host's
+launches run beside each other: a step takes as long as the longer of the two. Measured: ``docs/planner-accuracy.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from manyhands.planner import zero
+from manyhands.planner.activations import moved_bytes
+from manyhands.planner.collectives import accumulation, communication, copies, gathers, whole_bytes
+from manyhands.planner.elementwise import moved_values, num_kernels
+from manyhands.planner.estimate_input import EstimateInput
+from manyhands.planner.host_memory import fetched_alone
+from manyhands.planner.layout import Checkpointing
+from manyhands.planner.memory import optimizer as optimizer_states
+from manyhands.planner.rates import Fitted, GpuRates
+from manyhands.planner.towers import reading_s, towers_s
+from manyhands.planner.work import MeanStep, Micro
+
+TILE = (128, 256)  # rows and columns that one multiprocessor computes of a matmul at a time
+NUM_PROCESSORS = 132  # of Hopper
+SPLIT_K = 1024
+HEAD_WIDTH = 64  # dimensions that attention kernels compute together
+LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
+PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
+EAGER = 3.0  # times the launches of blocks that are not compiled
+DYNAMIC = 2.2  # times the launches of a block compiled for any size: 5.5 ms with adapters, a 0.6B model beside an H200
+SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, over all pairs of a pack
+# A kernel's time beyond the bytes it moves: 2.5 us (updates of 272 small weights take 1.6 ms for 0.9), and 2 us
+# to the next (steps beside the sum of their kernels, over 1,257 to 14,893 launches of fitted shapes)
+KERNEL_S = 4.5e-6
+# Of the forward pass's elementwise kernels what selective recomputation adds: compiled, values are computed again in
+# kernels of the backward pass that read the same inputs (0 to 1.2 in nine pairs of layouts on H100s, median 0.3; the
+# rows of H200s fit best with this)
+FUSED_AGAIN = 0.45
+# The host's time to gather and reduce one block by ``fully_shard``: 0.9 ms of hooks (processor time on a CPU, with
+# collectives that do nothing); the rest, for launches of copies and collectives, is a guess
+SHARD_LAYER_S = 0.0012
+CHUNK_S = 0.00002  # the host's time for one parameter in the update
+EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate (H200)
+# To and from host memory together, by all GPUs of a machine: four H200s moved 27 GB/s each way at the same time
+HOST_COPIES_BYTES_S = 216e9
+SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
+
+
+@dataclass(frozen=True)
+class TimeInput:
+    """One layout of one run, as far as time is concerned."""
+
+    estimate: EstimateInput
+    work: MeanStep
+    rates: GpuRates
+    fitted: Fitted
+    attention: Literal["varlen", "sdpa", "blockwise"]
+    num_local: int  # ranks of one machine
+    has_flash4: bool = False  # FlashAttention 4 is installed, which is as fast for packs as for samples of one length
+    collate_tokens_s: float = math.inf  # tokens/s that the rank's thread or processes collate
+
+
+def estimate_step(s: TimeInput) -> dict[str, float]:
+    """Seconds of a mean step by term, those that are hidden behind others left out. Their sum is the step."""
+    terms = {
+        "matmuls": sum(micro.count * matmuls(s, micro) for micro in s.work.micros),
+        "attention": sum(micro.count * attention(s, micro) for micro in s.work.micros),
+        "elementwise": sum(micro.count * elementwise(s, micro) for micro in s.work.micros),
+        "head": sum(micro.count * head(s, micro) for micro in s.work.micros),
+        "towers": towers_s(s),
+        "dequantization": s.work.num_micro * dequantization(s),
+        "recomputation": sum(micro.count * recomputation(s, micro) for micro in s.work.micros),
+        "copies": copies(s) + accumulation(s),
+        "optimizer": optimizer(s),
+    }
+    compute = sum(terms.values()) - terms["optimizer"]
+    terms["communication"] = communication(s, compute)
+    terms["offload"] = offload(s, compute)
+    terms["snapshots"] = snapshots(s, sum(terms.values()) - terms["optimizer"])
+    device = sum(terms.values())
+    hidden = device if s.estimate.layout.device == "cuda" else 0.0
+    terms["host"] = max(0.0, host(s) - hidden) + waiting(s, terms["optimizer"])
+    terms["input"] = max(0.0, max(collation(s), reading_s(s)) - sum(terms.values()))
+    return terms
+
+
+def matmul_s(s: TimeInput, m: float, n: float, k: float, *, fp8: bool = False) -> float:
+    """``2 m n k`` operations at the rate that the power limit leaves; or whole tiles on all multiprocessors at full
+    clock, the last wave of them too; or as long as its operands take to read, whichever is longest.
+
+    Where there are fewer tiles than multiprocessors, sums over k are split among these, into pieces of ``SPLIT_K``.
+    """
+    rate = s.rates.fp8 if fp8 else s.rates.matmul
+    tiles = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
+    waves = math.ceil(tiles / NUM_PROCESSORS)
+    pieces = min(max(1.0, k / SPLIT_K), max(1.0, NUM_PROCESSORS / tiles))
+    tiled = 2.0 * TILE[0] * TILE[1] * waves * NUM_PROCESSORS * k / pieces
+    burst = s.rates.matmul_burst * rate / s.rates.matmul
+    width = 1 if fp8 else s.estimate.compute_bytes
+    return max(2.0 * m * n * k / rate, tiled / burst, (m * k + k * n + m * n) * width / s.rates.memory)
+
+
+def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
+    """One block's linear layers: ``y = x W``, and backward ``dx = dy W`` and, where W is trained, ``dW = x dy``.
+
+    Where blocks' linear layers are in fp8, all three are.
+    """
+    e, fp8 = s.estimate, s.estimate.fp8_blocks
+    total = 0.0
+    for out, into in e.model.block_linear_shapes.values():
+        if not backward:
+            total += matmul_s(s, tokens, out, into, fp8=fp8)
+            continue
+        total += matmul_s(s, tokens, into, out, fp8=fp8)
+        if not e.num_adapter_parameters:
+            total += trained_share(e) * matmul_s(s, out, into, tokens, fp8=fp8)
+    return total + adapters(s, tokens, backward=backward)
+
+
+def trained_share(e: EstimateInput) -> float:
+    """Of the blocks' weights, those whose gradient is computed."""
+    if e.partially_trained is None:
+        return 1.0
+    return e.partially_trained.num_in_blocks / max(1, e.model.num_layers * e.model.num_block_parameters)
+
+
+def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
+    """LoRA's narrow matmuls, which only move bytes: forward ``c T (i + 2 o)`` for each adapted layer of i inputs and o
+    outputs (its input read, its output read and written); backward ``c T (2 o + 3 i)``. Fused, layers of one input read
+    it once, and their sums stay in place; else outputs are scaled and added apart, ``c T 3 o`` more each way.
+    """
+    e = s.estimate
+    if not e.num_adapter_parameters:
+        return 0.0
+    share = min(1.0, e.num_adapter_parameters / max(1, full_adapter_parameters(e)))
+    moved = 0.0
+    for out, into in e.model.block_linear_shapes.values():
+        moved += (2 * out + 3 * into) if backward else (into + 2 * out)
+        moved += 0 if e.fuses_modules else 3 * out
+        moved += into * (1.5 if e.adapter_dropout else 0.0) + out * (2 if e.adapter_dora else 0)
+    return share * tokens * e.compute_bytes * moved / s.rates.memory
+
+
+def full_adapter_parameters(e: EstimateInput) -> int:
+    """Of adapters on all linear layers of the blocks."""
+    sides = sum(out + into for out, into in e.model.block_linear_shapes.values())
+    return e.model.num_layers * e.adapter_rank * sides
+
+
+def matmuls(s: TimeInput, micro: Micro) -> float:
+    """``L`` times the forward and backward matmuls of one block."""
+    both = (block_matmuls(s, micro.tokens, backward=backward) for backward in (False, True))
+    return s.estimate.model.num_layers * sum(both)
+
+
+def block_attention(s: TimeInput, pairs: float, tokens: float, *, backward: bool) -> float:
+    """``4 pairs q`` operations forward and ``10 pairs q`` backward, q = heads * head_dim
+    (https://arxiv.org/abs/2205.14135), and the softmax of every score, which takes as long as some dimensions more.
+
+    Kernels for samples of one length are less efficient on short ones: by ``1 + ramp / n`` on n tokens, which is
+    ``ramp / 2`` pairs more for each token. They pad heads to multiples of 64 dimensions. Neither holds on a CPU.
+    """
+    model, rates = s.estimate.model, s.rates
+    on_gpu = s.estimate.layout.device == "cuda"
+    documents = s.estimate.mixed_lengths and not s.has_flash4
+    rate = rates.document_attention if documents else rates.attention
+    pairs += s.fitted.attention_ramp / 2 * tokens if on_gpu and not documents else 0.0
+    tile = HEAD_WIDTH if on_gpu else 1
+    width = math.ceil(model.head_dim / tile) * tile + s.fitted.softmax_width
+    flops = (10.0 if backward else 4.0) * pairs * model.num_heads * width
+    # the forward kernel reaches some sixth more than the backward one
+    seconds = flops / (rate * (0.96 if backward else 1.12))
+    if s.attention == "blockwise":  # scores as plain matmuls, read and written some eight times in float32
+        seconds += 2 * pairs * model.num_heads * 4 * 8 / rates.memory
+    return seconds * (SDPA_MASKED if s.estimate.builds_mask else 1.0)
+
+
+def attention(s: TimeInput, micro: Micro) -> float:
+    """All layers, forward and backward; layers with a window see fewer pairs."""
+    return sum(all_attention(s, micro, backward=backward) for backward in (False, True))
+
+
+def all_attention(s: TimeInput, micro: Micro, *, backward: bool) -> float:
+    model = s.estimate.model
+    windowed = windowed_layers(s)
+    whole = (model.num_layers - windowed) * block_attention(s, micro.pairs, micro.tokens, backward=backward)
+    return whole + windowed * block_attention(s, micro.window_pairs, micro.tokens, backward=backward)
+
+
+def windowed_layers(s: TimeInput) -> int:
+    model = s.estimate.model
+    if model.sliding_window is None:
+        return 0
+    return model.num_layers if model.num_windowed_layers is None else model.num_windowed_layers
+
+
+def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
+    """Bytes of ``moved_values``, over M; and begin and end of each kernel, whatever the number of tokens."""
+    e = s.estimate
+    moved = tokens * e.compute_bytes * moved_values(e, backward=backward)
+    return moved / s.rates.memory + KERNEL_S * num_kernels(e, backward=backward)
+
+
+def elementwise(s: TimeInput, micro: Micro) -> float:
+    both = (block_elementwise(s, micro.tokens, backward=backward) for backward in (False, True))
+    return s.estimate.model.num_layers * sum(both)
+
+
+def head(s: TimeInput, micro: Micro) -> float:
+    """Logits ``T V H``, the gradient of the hidden states, and of a trained head its own; logits are read and written
+    some times in place.
+    """
+    e, model = s.estimate, s.estimate.model
+    products = 3 if e.num_trained_in_head else 2
+    seconds = products * matmul_s(s, micro.tokens, model.vocab_size, model.hidden_size)
+    passes = LOGIT_PASSES if e.fuse_loss else PLAIN_LOGIT_PASSES
+    return seconds + passes * micro.tokens * model.vocab_size * e.compute_bytes / s.rates.memory
+
+
+def dequantization(s: TimeInput) -> float:
+    """NF4 weights to compute dtype for y, for dx and where blocks are computed again: ``(1/2 + c) B`` bytes each."""
+    e = s.estimate
+    passes = 2 + sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
+    if e.nf4_blocks:
+        values = sum(out * into for out, into in e.model.block_linear_shapes.values())
+        return passes * e.model.num_layers * values * (0.5 + e.compute_bytes) / s.rates.memory
+    if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized anew in each pass
+        values = sum(out * into for out, into in e.model.block_linear_shapes.values())
+        return passes * e.model.num_layers * values * (e.compute_bytes + 1) / s.rates.memory
+    return 0.0
+
+
+def modes(e: EstimateInput) -> tuple[Checkpointing, ...]:
+    return e.layout.checkpointing_by_layer(e.model.num_layers)
+
+
+def recomputation(s: TimeInput, micro: Micro) -> float:
+    """What blocks compute again in the backward pass: all of the forward pass, all but attention, or all but attention
+    and the linear layers.
+    """
+    found = modes(s.estimate)
+    whole = sum(mode in ("full", "except_attention") for mode in found)
+    with_attention = sum(mode == "full" for mode in found) / s.estimate.model.num_layers
+    again = whole * block_matmuls(s, micro.tokens, backward=False)
+    again += with_attention * all_attention(s, micro, backward=False)
+    fused = FUSED_AGAIN if s.estimate.layout.compile else 1.0
+    blocks = whole + fused * sum(mode == "selective" for mode in found)
+    return again + blocks * block_elementwise(s, micro.tokens, backward=False)
+
+
+def optimizer(s: TimeInput) -> float:
+    """Bytes that clipping and update move, of this rank's share: AdamW reads gradient, weight and two moments, and
+    writes the last three, ``28`` in float32; fused with the copy that computes and its gradients in bfloat16 ``30``.
+    """
+    e = s.estimate
+    trained = e.num_trained / e.num_shards
+    state = {"adamw_8bit": 14, "paged_adamw_8bit": 14, "adafactor": 16}.get(e.optimizer_name, 28)
+    narrow = e.master_bytes / 4
+    moved = state * narrow + (2 if e.fuse_optimizer and e.keeps_copy else SYNC_UPDATE_BYTES * narrow)
+    by_kernel = EIGHT_BIT_S if "8bit" in e.optimizer_name and e.layout.device == "cuda" else 0.0
+    seconds = trained * (moved / s.rates.memory + by_kernel)
+    if e.optimizer_name == "muon":  # five iterations of three products, of squares of the narrower side
+        sides = e.model.block_linear_shapes.values()
+        flops = sum(30.0 * min(side) ** 2 * max(side) for side in sides) * e.model.num_layers
+        seconds += flops / s.rates.matmul / max(1, e.num_shards)
+    if e.streams_update:  # gradients for their norm, then all that is on the host, in and out at the same time
+        on_host = (1 if overlaps(s) else 2) * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
+        rate = min(s.rates.pcie, HOST_COPIES_BYTES_S / (2 * s.num_local))
+        seconds += 0.0 if updates_in_backward(s) else trained * on_host / rate
+    elif e.layout.offload != "none":  # states travel to the device and back, or are updated on the host
+        seconds += trained * 2 * (state - 4) / s.rates.pcie
+    return seconds
+
+
+def overlaps(s: TimeInput) -> bool:
+    """Whether gradients can be used on one rank before they leave for host memory, as a step has one micro-batch."""
+    layout = s.estimate.layout
+    return layout.prefetches_blocks and layout.world_size == s.work.num_micro == 1
+
+
+def updates_in_backward(s: TimeInput) -> bool:
+    """Whether weights in host memory are updated beside the backward pass (``engine/host_shards.py``)."""
+    e = s.estimate
+    fits = e.streams_update and e.optimizer_name == "adamw" and e.images is None
+    return overlaps(s) and fits and not e.needs_all_gradients
+
+
+def offload(s: TimeInput, compute: float) -> float:
+    """What moves to host memory and back, as far as compute does not hide it: activations once each way, weights by
+    each gather and gradients back, as often as all ranks have reduced them; or weights and states, both ways at once,
+    in place of gradients. Weights of a single shard that nothing hides: ``fetched_alone``.
+    """
+    e, micro = s.estimate, s.work.num_micro
+    reductions = micro if e.layout.reduce_every and e.layout.mesh.replicate == 1 else 1.0
+    alone, fetched = fetched_alone(e, micro, gathers(s), whole_bytes(e))
+    leaving = e.num_trained * e.sum_bytes / e.num_shards if e.layout.offload == "all" else 0.0
+    leaving = e.num_trained * 3 * e.master_bytes if updates_in_backward(s) else leaving
+    seconds = (micro * 2 * moved_bytes(e) + reductions * leaving + fetched) / s.rates.pcie
+    return alone / s.rates.pcie + max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
+
+
+def snapshots(s: TimeInput, passes: float) -> float:
+    """What the copy of masters and states to host memory takes beyond the forward and backward passes (``passes``
+    seconds), a first forward pass left out: it begins with the first backward pass, and the update waits for it.
+    """
+    e = s.estimate
+    if e.layout.device != "cuda":
+        return 0.0
+    num_copying = 1 if e.layout.holds_copies else s.num_local
+    rate = min(s.rates.pcie, HOST_COPIES_BYTES_S / num_copying)
+    return max(0.0, e.snapshot_bytes(optimizer_states(e)) / rate - passes * (1 - 1 / (3 * max(1.0, s.work.num_micro))))
+
+
+def host(s: TimeInput) -> float:
+    """What the host takes to launch a step: each block of each micro-batch, and once loss, norm and update."""
+    e = s.estimate
+    layer = s.fitted.host_layer_s * ((DYNAMIC if e.layout.dynamic else 1.0) if e.layout.compile else EAGER)
+    layer *= 1 + 0.5 * sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
+    if e.num_adapter_parameters:
+        layer *= 1.2 if e.fuses_modules else 1.6  # the first with ``host_layer_s`` from two small shapes
+    if e.layout.wrapper == "fully_shard":
+        layer += SHARD_LAYER_S
+    if e.layout.zero_stage == 3:
+        layer *= zero.STAGE_3_HOOKS
+    return s.rates.launch * s.work.num_micro * e.model.num_layers * layer + host_once(s)
+
+
+def host_once(s: TimeInput) -> float:
+    """The part of a step that no block has."""
+    model = s.estimate.model
+    chunks = CHUNK_S * model.num_layers * len(model.block_linear_shapes)
+    return s.rates.launch * (s.fitted.host_step_s + chunks)
+
+
+def waiting(s: TimeInput, update: float) -> float:
+    """Seconds in which the GPU has nothing to do: at a step's begin and end and in each micro-batch. ``update``: of its
+    kernels.
+
+    DeepSpeed waits for the GPU at the end of the backward pass (``independent_gradient_partition_epilogue``), so that
+    norm and update are launched beside nothing but themselves.
+    """
+    idle = s.fitted.idle_step_s + s.work.num_micro * s.fitted.idle_micro_s
+    return idle + (max(0.0, host_once(s) - update) if s.estimate.layout.zero_stage else 0.0)
+
+
+def collation(s: TimeInput) -> float:
+    """Seconds in which this rank's thread or processes collate a step's tokens."""
+    ranks = s.estimate.layout.data_parallel_degree
+    return s.work.num_tokens / ranks / s.collate_tokens_s

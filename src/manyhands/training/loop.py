@@ -1,0 +1,330 @@
+"""The loop, and a pass over validation samples. It knows steps, evaluations and hooks; no feature is named here.
+
+Evaluation sums over all ranks first, then divides each term once by its own weight.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from manyhands.config.schema import StopSection
+from manyhands.config.section_schemas import GuardsSection
+from manyhands.core.errors import UserError
+from manyhands.training.faults import Replicas, StepGuard
+from manyhands.training.guards import stop_reason
+from manyhands.training.schedule import Schedule
+from manyhands.training.step import LM_ALONE, StepSums, StepWork, combine, compute_gradients
+from manyhands.training.types import METRICS, Batch, Engine, Evaluate, Evaluation, Hook, StepResult, TrainState
+
+
+@dataclass
+class Loop:
+    """Everything one training loop needs. ``works`` yields the remaining steps, from ``state.step`` on."""
+
+    engine: Engine
+    schedule: Schedule
+    works: Iterable[StepWork]
+    state: TrainState
+    stop: StopSection
+    num_steps: int
+    max_grad_norm: float
+    seed: int
+    rank: int
+    device: torch.device
+    coefficients: Mapping[str, float] = field(default_factory=lambda: dict(LM_ALONE))  # of loss terms, by name
+    hooks: Sequence[Hook] = ()
+    evaluate: Evaluate | None = None
+    evaluate_after: Callable[[int], bool] = lambda num_steps: False  # whether an evaluation follows so many steps
+    evaluate_at_start: bool = True
+    interrupted: Callable[[], bool] = lambda: False  # asked once a step; true on any rank stops all
+    guard: StepGuard = field(default_factory=lambda: StepGuard(GuardsSection()))
+    replicas: Replicas | None = None  # where ranks hold the same weights
+
+
+class Interrupted(Exception):
+    """The run was asked to stop (Ctrl-C, SIGTERM) and has stopped between two steps; ``state`` is consistent.
+
+    ``evaluate`` may raise it too, on all ranks at once: an evaluation that did not end has not happened.
+    """
+
+
+def train(loop: Loop) -> TrainState:
+    """Runs until a limit is reached; returns the state with ``stop_reason`` set. Raises Interrupted when asked to
+    stop.
+    """
+    state = loop.state
+    for hook in loop.hooks:
+        hook.before_training(state)
+    if _is_due(loop):
+        _evaluate(loop)
+    started, elapsed_before = time.monotonic(), state.elapsed_s
+    begin = started
+    for work in _until_stop(loop):
+        is_judged_first = loop.guard.decides_update(state)
+        if not is_judged_first and loop.max_grad_norm == 0:
+            loop.engine.update_in_backward(loop.schedule(work.step))
+        sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank, coefficients=loop.coefficients)
+        wait = _gather_reports(loop, work, sums, elapsed_before + time.monotonic() - started, sums.worked_until - begin)
+        if not is_judged_first:
+            loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
+        reports = wait()  # the step's one wait: for its sums, while the device still runs the update
+        end = time.monotonic()
+        result = _make_result(loop, work, reports, end - begin)
+        if loop.replicas is not None:
+            loop.replicas.compare(state, [report.prints for report in reports])
+        if loop.guard.judge(state, result):
+            loop.engine.drop_gradients()
+            result = replace(result, skipped=True)
+        elif is_judged_first:
+            loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
+            result = replace(result, learning_rates=loop.engine.learning_rates())
+        state.step = work.step + 1
+        state.samples += work.num_samples
+        state.tokens += work.num_tokens
+        state.loss_tokens += work.num_loss_tokens
+        state.elapsed_s = max(report.elapsed_s for report in reports)
+        _pass_reports(loop.hooks, reports)
+        for hook in loop.hooks:
+            hook.after_step(state, result)
+        pause = time.monotonic()
+        is_asked_to_stop = any(report.interrupted for report in reports)
+        if _is_due(loop) and not is_asked_to_stop:
+            _evaluate(loop)
+        paused_s = time.monotonic() - pause
+        for hook in loop.hooks:
+            pause = time.monotonic()
+            hook.between_steps(state)
+            paused_s += 0.0 if hook.counts_in_step else time.monotonic() - pause
+        if is_asked_to_stop:
+            raise Interrupted
+        begin = end + paused_s  # evaluations and checkpoints belong to no step; all else does
+    if state.evaluated_step != state.step:
+        _evaluate(loop)
+    for hook in loop.hooks:
+        hook.after_training(state)
+    return state
+
+
+def _until_stop(loop: Loop) -> Iterator[StepWork]:
+    for work in loop.works:
+        loop.state.stop_reason = stop_reason(loop.stop, loop.num_steps, loop.state, work.num_tokens)
+        if loop.state.stop_reason and loop.state.step == 0:
+            raise UserError(
+                f"no step can be taken: {loop.state.stop_reason}",
+                where="stop.max_tokens",
+                fix="raise stop.max_tokens, or make the batch smaller",
+            )
+        if loop.state.stop_reason:
+            return
+        yield work
+    loop.state.stop_reason = stop_reason(loop.stop, loop.state.step, loop.state, 0)
+
+
+class _RankReport(NamedTuple):
+    """What one rank knows of a step."""
+
+    sums: dict[str, float]  # of each loss term
+    weights: dict[str, float]  # of each loss term on this rank, for its own mean
+    grad_norm: float
+    elapsed_s: float
+    interrupted: float
+    waited_s: float
+    busy_s: float  # of the step, until this rank's own work was done
+    prints: tuple[float, ...]  # of its trained weights before the update, where they are compared
+    of_hooks: Sequence[float]  # of all of them, in order
+
+
+def _gather_reports(
+    loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float, busy_s: float
+) -> Callable[[], list[_RankReport]]:
+    """Every rank's report of the step, by one small gather. The function returned waits for it, and for nothing that
+    is launched later.
+    """
+    names = sorted(sums.terms)  # the same on every rank
+    weights = [float(work.weight_of(name).own) for name in names]
+    of_hooks = [float(value) for hook in loop.hooks for value in hook.report()]
+    clocks = torch.tensor(
+        [*weights, elapsed_s, float(loop.interrupted()), work.waited_s(), busy_s, *of_hooks], dtype=torch.float64
+    )
+    mine = torch.stack([*(sums.terms[name] for name in names), sums.grad_norm.double()])
+    parts = [mine, clocks.to(mine.device, non_blocking=True)]
+    if loop.replicas is not None and loop.replicas.is_due(work.step):
+        parts.append(loop.replicas.fingerprint(mine.device))
+    gathered = torch.stack(loop.engine.all_gather(torch.cat(parts)))
+    num_of_hooks, arrived = len(of_hooks), None
+    if gathered.is_cuda:
+        gathered = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True).copy_(gathered, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait() -> list[_RankReport]:
+        if arrived is not None:
+            arrived.synchronize()
+        return [read(*values) for values in gathered.tolist()]
+
+    def read(*values: float) -> _RankReport:
+        num = len(names)
+        own_sums = dict(zip(names, values[:num], strict=True))
+        own_weights = dict(zip(names, values[num + 1 : 2 * num + 1], strict=True))
+        elapsed_s, interrupted, waited_s, busy_s, *others = values[2 * num + 1 :]
+        of_hooks, prints = others[:num_of_hooks], tuple(others[num_of_hooks:])
+        clocks = (elapsed_s, interrupted, waited_s, busy_s)
+        return _RankReport(own_sums, own_weights, values[num], *clocks, prints, of_hooks)
+
+    return wait
+
+
+def _pass_reports(hooks: Sequence[Hook], reports: list[_RankReport]) -> None:
+    """To each hook what it has reported on every rank."""
+    start = 0
+    for hook in hooks:
+        if hook.num_reported:
+            hook.hear([report.of_hooks[start : start + hook.num_reported] for report in reports])
+            start += hook.num_reported
+
+
+def _make_result(loop: Loop, work: StepWork, reports: list[_RankReport], seconds: float) -> StepResult:
+    sums = {name: sum(report.sums[name] for report in reports) for name in reports[0].sums}
+    terms = _means(sums, {name: work.weight_of(name).total for name in sums})
+    return StepResult(
+        step=work.step + 1,
+        epoch=work.epoch,
+        loss=combine(terms, loop.coefficients),
+        rank_losses=tuple(combine(_means(report.sums, report.weights), loop.coefficients) for report in reports),
+        grad_norm=reports[0].grad_norm,
+        learning_rate=loop.schedule(work.step),
+        num_samples=work.num_samples,
+        num_tokens=work.num_tokens,
+        num_loss_tokens=work.num_loss_tokens,
+        num_micro_batches=work.num_micro_batches,
+        seconds=seconds,
+        tokens_per_s=work.num_tokens / seconds,
+        input_wait_s=max(report.waited_s for report in reports),
+        learning_rates=loop.engine.learning_rates(),
+        terms=terms if len(sums) > 1 else {},
+        rank_seconds=tuple(round(report.busy_s, 6) for report in reports),
+    )
+
+
+def _means(sums: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
+    """Each term divided by its own weight; one that weighs nothing has no mean."""
+    return {name: value / weights[name] for name, value in sums.items() if weights[name]}
+
+
+def _is_due(loop: Loop) -> bool:
+    """Whether an evaluation belongs before the next step and is missing: of a resumed run, one that a stop came
+    before.
+    """
+    state = loop.state
+    if state.step == 0:
+        return loop.evaluate_at_start
+    return state.evaluated_step != state.step and loop.evaluate_after(state.step)
+
+
+def _evaluate(loop: Loop) -> None:
+    if loop.evaluate is None:
+        return
+    state = loop.state
+    evaluation = loop.evaluate(state)
+    measured = {name: value for hook in loop.hooks for name, value in hook.measure(state, evaluation).items()}
+    evaluation = replace(evaluation, metrics=measured) if measured else evaluation
+    state.evaluated_step = state.step
+    gained = state.best_loss is None or evaluation.loss < state.best_loss
+    state.evaluations_without_gain = 0 if gained else state.evaluations_without_gain + 1
+    if gained or state.best_step == 0:  # the model before training is a mark to pass; the best is a trained one
+        state.best_loss, state.best_step = evaluation.loss, state.step
+    for hook in loop.hooks:
+        hook.after_evaluation(state, evaluation)
+
+
+NO_SETS: Mapping[str, Iterable[Batch]] = {}
+MAX_EXPONENT = 700.0  # exp of more is beyond float64
+
+
+def evaluate(
+    engine: Engine,
+    module: nn.Module,
+    micro_batches: Iterable[Batch],
+    state: TrainState,
+    *,
+    num_samples: int,
+    num_tokens: int,
+    device: torch.device,
+    coefficients: Mapping[str, float] = LM_ALONE,
+    sample: Callable[[], tuple[tuple[str, str], ...]] | None = None,
+    sets: Mapping[str, Iterable[Batch]] = NO_SETS,
+) -> Evaluation:
+    """Each loss term by its weight and accuracy by tokens, over all ranks. Every rank must bring the same number of
+    micro-batches.
+
+    ``sets``: micro-batches of further sets, each measured by itself; where ``micro_batches`` are none, all of them
+    together are what is measured. ``module`` is put into evaluation mode for the pass.
+    """
+    start = time.monotonic()
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            sums = _sum_terms(engine, micro_batches, device)
+            by_set = {name: _sum_terms(engine, batches, device) for name, batches in sets.items()}
+            samples = sample() if sample is not None else ()
+    finally:
+        module.train(was_training)
+    for other in by_set.values() if not sums else ():
+        sums = {
+            name: (sums.get(name, (0.0, 0.0))[0] + a, sums.get(name, (0.0, 0.0))[1] + b)
+            for name, (a, b) in other.items()
+        }
+    whole, losses = _to_means(sums, coefficients)
+    return Evaluation(
+        step=state.step,
+        loss=whole["loss"],
+        perplexity=whole["perplexity"],
+        accuracy=whole["accuracy"],
+        num_samples=num_samples,
+        num_tokens=num_tokens,
+        num_loss_tokens=int(whole["num_loss_tokens"]),
+        seconds=time.monotonic() - start,
+        samples=samples,
+        sets={name: _to_means(found, coefficients)[0] for name, found in by_set.items()},
+        terms=losses if len(losses) > 1 else {},
+    )
+
+
+def _sum_terms(engine: Engine, micro_batches: Iterable[Batch], device: torch.device) -> dict[str, tuple[float, float]]:
+    """(sum, weight) of each term over all ranks; none where there is no micro-batch. Kept in float64 on the device and
+    read once.
+    """
+    names: list[str] = []
+    sums = torch.zeros(0, dtype=torch.float64, device=device)
+    for batch in micro_batches:
+        terms = engine.forward(batch, metrics=True)
+        names = sorted(terms)  # the same in every batch and on every rank
+        found = torch.stack([number.double() for name in names for number in terms[name]])
+        sums = found if len(sums) == 0 else sums + found
+    if not names:
+        return {}
+    totals = engine.all_reduce_sum(sums).tolist()
+    return {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def _to_means(
+    sums: Mapping[str, tuple[float, float]], coefficients: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Figures of a set of samples, and its loss by term."""
+    num_correct, num_loss_tokens = sums["correct"]
+    losses = {name: total / weight for name, (total, weight) in sums.items() if name not in METRICS and weight}
+    figures = {
+        "loss": combine(losses, coefficients),
+        "perplexity": math.exp(losses["lm"]) if losses["lm"] < MAX_EXPONENT else math.inf,
+        "accuracy": num_correct / num_loss_tokens,
+        "num_loss_tokens": num_loss_tokens,
+    }
+    return figures, losses

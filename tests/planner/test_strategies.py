@@ -1,0 +1,247 @@
+"""Hybrid copies, selective recomputation, reductions and offloading in the plan: what is listed, counted, chosen and
+refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from manyhands.config.checks import check
+from manyhands.core.errors import UserError
+from manyhands.planner import host_memory, memory
+from manyhands.planner.activations import linear_bytes_per_token
+from manyhands.planner.search import plan
+from manyhands.planner.sentences import explain
+from manyhands.planner.types import Plan
+from tests.planner.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
+from tests.planner.test_memory import BLOCK, FULL, GRADIENTS, LORA, ROOT
+from tests.support.plans import change_input, explain_why
+
+LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
+WIDE = model_facts(
+    hidden=5120, inner=25600, layers=64, heads=64, kv_heads=8, vocab=151936, head_dim=128, tied=False
+)  # 32B
+
+
+def sentence(made, name: str) -> str:
+    return next(text for text in explain_why(made) if text.startswith(f"{name}: "))
+
+
+def test_hybrid_divides_states_by_the_ranks_of_a_copy():
+    eight = change_input(FULL, strategy="hsdp", world_size=8, shard_degree=2, reshard_after_forward=True)
+    assert memory.weights(eight) == 4 * 1448 // 2
+    assert memory.gathered(eight) == 2 * (ROOT + 2 * BLOCK)
+
+
+def test_one_copy_over_all_ranks_is_said_as_one():
+    made = plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=2), facts(gpus=2))
+    assert "one copy, sharded over 2 GPUs, which is what fsdp does" in sentence(made, "strategy")
+    made = plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=1), facts(gpus=2))
+    assert "a copy on each of 2 GPUs, nothing sharded, which is what ddp does" in sentence(made, "strategy")
+
+
+def test_auto_takes_hybrid_across_machines_where_a_copy_fits_in_one():
+    two_machines = facts(llama_8b(), gpus=8, data=LONG, world_size=16)
+    made = plan(run_config(method__name="full"), two_machines)
+    assert (made.layout.strategy, made.layout.mesh.shard) == ("hsdp", 8)
+    assert "2 copies, each sharded over 8 of 16 GPUs" in sentence(made, "strategy")
+    assert {c.layout.strategy for c in made.candidates} == {"ddp", "hsdp", "fsdp"}
+    assert any(
+        "a full copy per machine fits" in explain(c.reason) for c in made.candidates if c.layout.strategy == "fsdp"
+    )
+    one_machine = plan(run_config(method__name="full"), facts(llama_8b(), gpus=8, data=LONG))
+    assert "hsdp" not in {c.layout.strategy for c in one_machine.candidates}
+    small = plan(
+        run_config(method__name="full"), facts(llama_8b(), gpus=2, gpu_bytes=60 * GIB, data=LONG, world_size=16)
+    )
+    assert small.layout.strategy == "fsdp"
+
+
+def test_shard_ranks_must_divide_the_processes():
+    made = plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=2), facts(gpus=4, data=LONG))
+    assert (made.layout.strategy, made.layout.mesh.shard, made.layout.world_size) == ("hsdp", 2, 4)
+    with pytest.raises(UserError, match="does not divide 6 processes") as caught:
+        plan(run_config(parallel__strategy="hsdp", parallel__shard_degree=4), facts(gpus=6, data=LONG))
+    assert "set parallel.shard_degree to 3 or 6" in caught.value.fix
+
+
+def test_selective_keeps_inputs_linear_results_and_attention():
+    # q 8, k and v 4, o 8, gate and up 16, attention 8, the input 8; compiled without the last layer's result
+    kept = 2 * (8 + 8 + 4 + 4 + 8 + 16 + 16 + 8) + 4 * 2
+    assert linear_bytes_per_token(FULL) == kept == 152
+    backward = memory.in_the_backward_pass(change_input(FULL, activation_checkpointing="selective"))
+    assert backward["activations"] == 10 * (2 * 152 + 216 - 152) + GRADIENTS
+    assert linear_bytes_per_token(change_input(FULL, compile=False)) == kept + 2 * 8
+    assert linear_bytes_per_token(LORA) == kept + 2 * 4 * 7
+
+
+def test_recomputation_is_tried_from_the_cheapest_on():
+    def recompute(gib: float) -> str:
+        config = run_config(batch__micro_tokens=8192, parallel__offload_activations=False)
+        machine = facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), data=LONG)
+        return plan(config, machine).layout.activation_checkpointing
+
+    found = [recompute(gib) for gib in (64, 50, 30, 23)]
+    assert found == ["none", "selective", "except_attention", "full"]
+    made = plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=50 * GIB, data=LONG))
+    assert sentence(made, "activation checkpointing").endswith(
+        "are kept; of the last 15 of 32 blocks nothing, as more does not fit"
+    )
+    reasons = {c.layout.activation_checkpointing: c.reason and explain(c.reason) for c in made.candidates}
+    assert "about a third more compute" in reasons["except_attention"] and reasons["none"].startswith("needs ")
+
+
+def test_what_memory_is_left_is_spent_on_blocks_that_are_recomputed_less():
+    """24 GiB: whole blocks must be recomputed, but not all of them."""
+
+    def made(gib: float = 24, **keys: Any) -> Plan:
+        return plan(
+            run_config(**keys), facts(llama_8b(), gpus=1, gpu_bytes=int(gib * GIB), host_bytes=500 * GIB, data=LONG)
+        )
+
+    mixed, uniform = made(), made(parallel__activation_checkpointing="full", parallel__offload_activations=False)
+    assert (
+        mixed.layout.activation_checkpointing == "except_attention"
+        and 4 <= mixed.layout.lighter_layers < 32
+        and uniform.layout.lighter_layers == 0
+    )
+    assert mixed.layout.micro_tokens < uniform.layout.micro_tokens, (
+        "smaller packs leave room, and nothing travels with each"
+    )
+    assert not mixed.layout.offload_activations and mixed.memory.is_safe
+    assert f"of the last {mixed.layout.lighter_layers} of 32 blocks only norms" in sentence(
+        mixed, "activation checkpointing"
+    )
+    (chosen,) = (c for c in mixed.candidates if c.chosen)
+    assert chosen.layout.lighter_layers == mixed.layout.lighter_layers
+    assert "computes_more_again" in {c.reason.code for c in mixed.candidates if c.reason}
+    assert made(parallel__offload_activations=True).layout.lighter_layers == 0
+    assert made(25).layout.lighter_layers > mixed.layout.lighter_layers, "more memory, fewer recomputed blocks"
+
+
+@pytest.mark.parametrize("activation_checkpointing", ["selective", "full"])
+def test_lighter_layers_lie_between_two_uniform_ways(activation_checkpointing):
+    setup = change_input(FULL, activation_checkpointing=activation_checkpointing, model=WIDE)
+    lighter = change_input(
+        setup, activation_checkpointing={"full": "selective", "selective": "none"}[activation_checkpointing]
+    )
+    num_layers = setup.model.num_layers
+    activations = [
+        memory.at_the_loss(change_input(setup, lighter_layers=count))["activations"] for count in range(num_layers)
+    ]
+    steps = {b - a for a, b in pairwise(activations)}
+    assert len(steps) == 1 and activations[0] + num_layers * steps.pop() == memory.at_the_loss(lighter)["activations"]
+    one_light = change_input(setup, lighter_layers=1)
+    assert memory.in_the_backward_pass(one_light)["activations"] < memory.in_the_backward_pass(lighter)["activations"]
+
+
+def test_gradients_wait_for_the_last_micro_batch_where_whole_ones_fit():
+    roomy = plan(
+        run_config(method__name="full", parallel__strategy="fsdp", batch__micro_tokens=4096),
+        facts(llama_8b(), gpus=8, data=LONG),
+    )
+    assert not roomy.layout.reduce_every and roomy.memory.terms["unreduced"] == 4 * llama_8b().num_parameters
+    assert "once per step, as unsharded ones fit until then (29.9 GiB)" in sentence(roomy, "reduction")
+    tight = plan(
+        run_config(method__name="full", parallel__strategy="fsdp"),
+        facts(llama_8b(), gpus=8, gpu_bytes=60 * GIB, data=LONG),
+    )
+    assert tight.layout.reduce_every and tight.memory.terms["unreduced"] == 0
+    assert "after every micro-batch" in sentence(tight, "reduction")
+    assert not any(text.startswith("reduction") for text in explain_why(plan(run_config(), facts(gpus=2, data=LONG))))
+
+
+def test_offloaded_states_leave_the_gpu_for_host_memory():
+    keys = {"method__name": "full", "batch__micro_tokens": 4096}
+    the_facts = facts(llama_8b(), gpus=1, gpu_bytes=100 * GIB, host_bytes=500 * GIB, data=LONG)
+    with pytest.raises(UserError, match="does not fit"):
+        plan(run_config(**keys), the_facts)
+    states = plan(run_config(parallel__offload="optimizer", **keys), the_facts)
+    assert states.layout.strategy == "single" and states.memory.terms["optimizer"] < 10 * GIB
+    assert states.memory.host_terms.keys() == {"optimizer", "staging"} and states.memory.host_limit == int(
+        0.9 * 500 * GIB
+    )
+    assert "optimizer states in host memory" in sentence(states, "offload")
+    everything = plan(run_config(parallel__offload="all", **keys), the_facts).memory
+    assert [everything.terms[name] for name in ("weights", "gradients", "optimizer")] == [0, 0, 0]
+    assert everything.host_terms["gradients"] == 4 * llama_8b().num_parameters
+    assert everything.total < states.memory.total
+
+
+@pytest.mark.parametrize(("ranks", "chunk"), [(1, 128256 * 4096 * 4), (4, 128256 * 4096), (16, 2**28)])
+def test_of_states_in_host_memory_two_chunks_are_on_the_gpu(ranks, chunk):
+    """A chunk holds the largest weight's shard, 256 MiB at least, in float32; AdamW has two states of that size."""
+    model = llama_8b()
+    one = change_input(FULL, model=model, offload="optimizer")
+    setup = one if ranks == 1 else change_input(one, strategy="fsdp", world_size=ranks)
+    terms = {"weights": 1, "gradients": 2, "optimizer": 8 * model.num_parameters // ranks}
+    assert host_memory.keep_on_device(setup, terms) == {"weights": 1, "gradients": 2, "optimizer": 2 * 2 * chunk}
+    on_gpu = dataclasses.replace(setup, layout=dataclasses.replace(setup.layout, device="cuda"))
+    mapped = host_memory.keep_on_device(on_gpu, terms | {"overhead": 0})["overhead"]
+    pinned = host_memory.estimate_host_terms(on_gpu, terms)["optimizer"]
+    assert mapped == math.ceil(pinned / 512), "8 bytes of page tables for each 4 KiB of pinned memory"
+    few = terms | {"optimizer": 100}  # never more than there are
+    assert host_memory.keep_on_device(change_input(setup, model=model_facts()), few)["optimizer"] == 100
+
+
+def test_what_does_not_fit_into_host_memory_is_refused():
+    config = run_config(method__name="full", parallel__offload="all", batch__micro_tokens=4096)
+    with pytest.raises(UserError, match="what is kept in host memory does not fit") as caught:
+        plan(config, facts(llama_8b(), gpus=2, host_bytes=100 * GIB, data=LONG))
+    assert any(line.startswith("optimizer: 29.9 GiB") for line in caught.value.details)
+
+
+def test_activations_move_but_for_what_passes():
+    keys = {"parallel__activation_checkpointing": "full", "batch__micro_tokens": 16384, "method__name": "qlora"}
+    the_facts = facts(WIDE, gpus=1, host_bytes=500 * GIB, data=LONG)
+    kept, moved = (plan(run_config(parallel__offload_activations=on, **keys), the_facts).memory for on in (False, True))
+    inputs = 64 * 16384 * 2 * 5120
+    assert kept.terms["activations"] - moved.terms["activations"] == inputs - (4 + 1) * inputs // 64
+    assert moved.host_terms["activations"] == int(host_memory.PINNED * inputs)
+
+
+def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():
+    def made(host_gib: int = 500, gpus: int = 1, **keys: Any):
+        return plan(run_config(**keys), facts(llama_8b(), gpus=gpus, host_bytes=host_gib * GIB, data=LONG))
+
+    block = {"parallel__activation_checkpointing": "full"}
+    moved = made(**block)
+    assert moved.layout.offload_activations and moved.memory.host_terms["activations"] > 0
+    assert "activations in host memory, copied while blocks are recomputed" in sentence(moved, "offload")
+    for kept in (
+        made(),
+        made(host_gib=2, **block),
+        made(gpus=0, **block),
+        made(parallel__offload_activations=False, **block),
+    ):
+        assert not kept.layout.offload_activations and "activations" not in kept.memory.host_terms
+        assert not any(text.startswith("offload: ") for text in explain_why(kept))
+    assert made(parallel__offload_activations=True).layout.offload_activations
+
+
+def test_on_a_cpu_nothing_moves():
+    plain, offloaded = (plan(run_config(**keys), facts()) for keys in ({}, {"parallel__offload": "optimizer"}))
+    assert offloaded.memory == plain.memory
+    assert sentence(offloaded, "offload").endswith("as always on a CPU")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"parallel__shard_degree": 2}, "`parallel.shard_degree` has no effect with `parallel.strategy: auto`"),
+        (
+            {"parallel__strategy": "hsdp", "parallel__shard_degree": 4, "parallel__gpus": 6},
+            "does not divide `parallel.gpus: 6`",
+        ),
+        ({"parallel__strategy": "ddp", "parallel__offload": "all"}, "`parallel.strategy: ddp` has none"),
+        ({"parallel__offload": "optimizer", "optimizer__name": "adamw_8bit"}, "optimizer.name: paged_adamw_8bit"),
+    ],
+)
+def test_contradictions_name_both_keys(keys, words):
+    findings = check(run_config(**keys))
+    assert len(findings) == 1 and words in findings[0]
