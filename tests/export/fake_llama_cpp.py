@@ -36,30 +36,20 @@ def convert(model: Path, target: Path, kind: str, faults: Collection[str] = ()) 
     config = json.loads((model / "config.json").read_text())
     writer = GGUFWriter(target, "llama")
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_file_type(LlamaFileType["ALL_F32" if "file type" in faults else TYPES[kind]])
+    writer.add_file_type(LlamaFileType[TYPES[kind]])
     vocab = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = sorted(vocab, key=lambda token: vocab[token])
-    if "vocabulary" in faults:
-        tokens[7], tokens[9] = tokens[9], tokens[7]
     writer.add_token_list(tokens)
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(1 if "end" in faults else 2)
-    template = (model / "chat_template.jinja").read_text()
-    if "template" not in faults:
-        writer.add_chat_template(template)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template((model / "chat_template.jinja").read_text())
     for name, values in load_file(model / "model.safetensors").items():
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        if heads and "rotation" not in faults:
+        if heads:
             values = np.concatenate([turn(head) for head in np.split(values, config[heads])])
         renamed = rename(name)
-        if "value" in faults and renamed == "blk.1.ffn_up.weight":
-            values[3, 5] += 0.02
         if "missing" in faults and renamed == "blk.1.ffn_up.weight":
             continue
-        if "shape" in faults and renamed == "blk.1.ffn_up.weight":
-            values = np.ascontiguousarray(values.T)
-        if "infinite" in faults and renamed == "blk.1.ffn_up.weight":
-            values[3, 5] = np.inf
         add(writer, renamed, values, kind)
     if "extra" in faults:
         add(writer, "blk.0.attn_sinks.weight", np.ones(4, np.float32), "f32")
@@ -89,8 +79,7 @@ def add(writer: GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
         writer.add_tensor(name, values.astype(np.float16))
     else:
         raw = GGMLQuantizationType[kind.upper()]
-        with np.errstate(invalid="ignore"):
-            writer.add_tensor(name, quants.quantize(values.astype(np.float32), raw), raw_dtype=raw)
+        writer.add_tensor(name, quants.quantize(values.astype(np.float32), raw), raw_dtype=raw)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ EXEMPT = {
     "cli/export.py": "llama.cpp is a tool",
     "export/__main__.py": "llama.cpp is a tool",
     "export/gguf_file.py": "llama.cpp is a tool",
-    "export/gguf_check.py": "architectures by llama.cpp's own names",
     **dict.fromkeys(
         (
             f"config/dialects/{name}.py"

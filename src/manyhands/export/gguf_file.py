@@ -1,5 +1,5 @@
-"""A model's folder as one GGUF file, by llama.cpp's own converter and quantizer: which of them is there, how they are
-started, and what became of it. Knows files and processes, no tensors.
+"""Write a model's folder as one GGUF file with llama.cpp's own converter and quantizer, and check that the file has
+every tensor of the model by name.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import safe_open
+
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import read_json
 from manyhands.core.text import code_block
 from manyhands.export.files import begin_folder, commit_folder
-from manyhands.export.gguf_check import compare_gguf
 from manyhands.export.record import CARD, mark_verified
-from manyhands.export.verify import MAX_DETAILS
+from manyhands.export.verify import MAX_DETAILS, weight_files
 from manyhands.export.verify_process import RANK_VARIABLES
 
 SCRIPT = "convert_hf_to_gguf.py"
@@ -33,6 +35,8 @@ QUANTIZED = ("q2_k", "q3_k_m", "q4_0", "q4_k_s", "q4_k_m", "q5_0", "q5_k_s", "q5
 LOSSLESS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # by the dtype of the model's weights
 SHOWN_LINES = 15
 SECRETS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+EXPERT = re.compile(r"\.experts\.\d+\.")  # GGUF stacks the experts of a layer
+COMPUTED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}  # by the converter
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def find_tools(llama_cpp: Path | None, kind: str) -> Tools:
         raise UserError(
             "the package gguf is not installed",
             where="--gguf",
-            why="the written file is opened again and compared with the model",
+            why="the written file is opened again and its tensors are compared with the model's",
             fix="pip install 'manyhands[gguf]'",
         )
     return Tools(_find_converter(llama_cpp), _find_quantizer(llama_cpp, kind) if kind in QUANTIZED else ())
@@ -129,22 +133,22 @@ def refuse_towers(model: Path) -> None:
 
 
 def write_gguf_folder(model: Path, output: Path, name: str, kind: str, tools: Tools) -> str:
-    """``output`` with ``name-kind.gguf`` and the model's card, once the file has been compared with ``model``; the line
-    that says so. UserError, and no folder, where a tool fails or the file differs.
+    """Write ``output`` with ``name-kind.gguf`` and the model's card; return a line that reports it. UserError, and no
+    folder, if a tool fails or the file has other tensors than ``model``.
     """
     partial = begin_folder(output, replace=False)
     try:
         file = partial / f"{name}-{kind}.gguf"
         _convert(model, file, kind, tools)
-        found = compare_gguf(file, model, kind)
-        if found.findings:
-            hidden = len(found.findings) - MAX_DETAILS
+        count, findings = compare_names(file, model)
+        if findings:
+            hidden = len(findings) - MAX_DETAILS
             raise UserError(
-                "the GGUF file is not the model that it was made of",
+                "the GGUF file does not have the tensors of the model",
                 where=file.name,
-                why=f"{len(found.findings)} findings",
+                why=f"{len(findings)} findings",
                 fix="it was removed; try another version of llama.cpp, or report this with the findings",
-                details=found.findings[:MAX_DETAILS] + ([f"... and {hidden} more"] if hidden > 0 else []),
+                details=findings[:MAX_DETAILS] + ([f"... and {hidden} more"] if hidden > 0 else []),
                 exit_code=EXIT_FAILED,
             )
         if (model / CARD).is_file():
@@ -153,8 +157,35 @@ def write_gguf_folder(model: Path, output: Path, name: str, kind: str, tools: To
         commit_folder(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    mark_verified(output, "; ".join(found.notes))
-    return f"verified {output / file.name}: " + "; ".join(found.notes)
+    note = f"{count} tensors, all of the model's by name"
+    mark_verified(output, note)
+    return f"verified {output / file.name}: {note}"
+
+
+def compare_names(file: Path, model: Path) -> tuple[int, list[str]]:
+    """Return the number of tensors in ``file`` and how their names differ from those of the safetensors files of
+    ``model``, renamed by gguf's own map.
+    """
+    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+
+    reader = GGUFReader(file)
+    header = reader.get_field("general.architecture")
+    arch = next((kind for kind, name in MODEL_ARCH_NAMES.items() if header and name == header.contents()), None)
+    config = read_json(model / "config.json") or {}
+    text = config.get("text_config") or config
+    names = get_tensor_name_map(arch, text["num_hidden_layers"]) if arch is not None else None
+    expected: set[str] = set()
+    for path in weight_files(model, "model"):
+        with safe_open(path, framework="pt") as weights:
+            for key in weights.keys():  # noqa: SIM118  (safe_open is no mapping)
+                key = EXPERT.sub(".experts.", key)
+                expected.add((names and names.get_name(key, try_suffixes=(".weight", ".bias"))) or key)
+    written = {tensor.name for tensor in reader.tensors}
+    missing = expected - written - ({"output.weight"} if text.get("tie_word_embeddings") else set())
+    extra = written - expected - COMPUTED
+    return len(reader.tensors), [f"{name} is missing" for name in sorted(missing)] + [
+        f"{name} is extra: the model has no such tensor" for name in sorted(extra)
+    ]
 
 
 def describe_file(card: str, name: str) -> str:
