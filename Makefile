@@ -195,8 +195,8 @@ fmt: $(READY)
 	@$(PYTHON) -m ruff format --quiet .
 
 equality: $(READY)
-	@$(PYTHON) -m tests.support.equality $(or $(ARGS),--output docs/equality.md)
-	@$(if $(ARGS),,$(PYTHON) -m tests.support.equality --engine deepspeed --output docs/equality.md)
+	@$(PYTHON) -m tests.support.equality $(or $(ARGS),--page)
+	@$(if $(ARGS),,$(PYTHON) -m tests.support.equality --engine deepspeed --page)
 
 faults: $(READY)
 	@$(PYTHON) -m tests.faults.matrix --output docs/faults.md $(ARGS)

@@ -39,7 +39,7 @@ numbers() {
         cp "/tmp/learn/gsm8k-$method/report.json" "$results/gsm8k-$method.json"
         cp "/tmp/learn/gsm8k-$method/metrics.jsonl" "$results/gsm8k-$method.metrics.jsonl"
     done
-    timeout -k 10 240 python3 -m tests.support.equality --device cuda >"$results/equality-h200.md" 2>/tmp/logs/equality.log ||
+    timeout -k 10 240 python3 -m tests.support.equality --device cuda >"$results/equality-h200.jsonl" 2>/tmp/logs/equality.log ||
         tail -n 20 /tmp/logs/equality.log
 }
 

@@ -1,6 +1,6 @@
 """Masks on chat templates of public models: each template of a folder with each conversation of ``test_masks.py``.
 
-    python -m tests.data.corpus FOLDER [--output docs/templates.md] [--details FILE]
+    python -m tests.data.corpus FOLDER [--page] [--details FILE]
 
 FOLDER holds NAME.jinja files and, where they are known, NAME.json files with ``bos_token`` and ``eos_token``. A
 template is run with a byte-level tokenizer made for it, whose added tokens are what looks like a token in the
@@ -11,7 +11,6 @@ token that ``oracle.py`` assigns to the model must be trained, and no other; or 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import re
 import sys
@@ -27,6 +26,7 @@ from manyhands.data.formats import Conversation
 from manyhands.data.messages import RowRefused
 from manyhands.data.render import Renderer
 from manyhands.data.template import ChatTemplate, complete_arguments
+from tests.conftest import ROOT
 
 from .oracle import TAG, Verdict, judge, tag
 from .test_masks import CONVERSATIONS
@@ -47,25 +47,30 @@ WORDS = (
 RIGHT, REFUSES, OURS, WRONG = "right", "the template refuses", "refused", "wrong"
 
 
+ROWS, PAGE = ROOT / "benchmarks/results/templates.jsonl", ROOT / "docs/templates.md"
 HEAD = """# Chat templates
 
-What of a conversation is trained, tried on {templates} chat templates of public models and tools, each with the
-{conversations} conversations of `tests/data/test_masks.py`. Made by
+Which tokens of a conversation are trained, measured on {templates} chat templates of public models and tools, each with
+the {conversations} conversations of `tests/data/test_masks.py`. Each ran with a byte-level tokenizer built for it,
+whose added tokens are what looks like a token in the template, not with its model's own tokenizer.
 
-    python -m tests.data.corpus FOLDER --output docs/templates.md
+A case is *right* if the ids are those of `apply_chat_template` and exactly what the model must write itself is trained
+(blanks aside). `tests/data/oracle.py` decides that and shares no code with the masks: it tags every word of a
+conversation with its speaker, and infers what surrounds the words from the generation prompt and a second ending.
 
-where FOLDER holds the templates; they are other people's files and not part of this repository. Files that differ in
-white space or quotes alone count once; {distinct} of them render these conversations in ways of their own. Each ran
-with a byte-level tokenizer made for it, whose added tokens are what looks like a token in the template, not with its
-model's own. *Right*: the ids are those of `apply_chat_template`, and trained is what the model must write itself, no
-more and no less (blanks aside), by `tests/data/oracle.py`, which shares no code with the masks: every word of a
-conversation is tagged with who says it, and the generation prompt and a second ending tell what surrounds them.
+| cases | {cases} |
+|---|---|
+| right | {right} |
+| the template itself refuses the conversation (roles that do not alternate, no tools) | {refuses} |
+| refused by manyhands, for a reason below | {ours} |
+| wrong | {wrong} |
 
-Of {cases} cases {right} are right, in {refuses} the template itself refuses the conversation (roles that do not
-alternate, no tools), {ours} are refused for a reason below, {wrong} are wrong. {unusable} templates write nothing after
-an answer, so that the model would not learn to stop: these are refused as a whole.
+{unusable} templates write nothing after an answer, so the model would not learn to stop: they are always refused.
+Every template is a row of `benchmarks/results/templates.jsonl`. `python -m tests.data.corpus FOLDER --page` measures
+the templates in FOLDER and writes this page; they are other people's files and not part of this repository.
 
-Why rows are refused:
+| why rows are refused | templates |
+|---|---|
 """
 
 
@@ -77,7 +82,6 @@ class Report:
     cases: dict[str, tuple[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     fault: str = ""  # why it cannot be used at all
-    texts: str = ""  # a digest of all that it renders
 
     def count(self, kind: str) -> int:
         return sum(kind == found for found, _ in self.cases.values())
@@ -149,12 +153,6 @@ def check_template(
     try:
         tokenizer = tokenizer_for(template, tokens, conversations)
         renderer = Renderer(tokenizer, date=DATE)
-        texts = (
-            "\0".join(render_all(tokenizer, conversations))
-            .replace(tokenizer.bos_token, "\1")
-            .replace(tokenizer.eos_token, "\2")
-        )
-        report.texts = hashlib.sha256(texts.encode()).hexdigest()
         for case, (messages, tools) in conversations.items():
             report.cases[case] = check(tokenizer, renderer, *tag(messages, tools))
         report.notes = renderer.notes()
@@ -217,46 +215,36 @@ def _check_file(path: Path) -> Report:
     return check_template(path.stem, path.read_text(encoding="utf-8"), tokens, CONVERSATIONS)
 
 
-def write_page(reports: Sequence[Report], num_conversations: int) -> str:
+def to_row(report: Report) -> dict[str, Any]:
+    """What is kept of a report: the number of cases of each kind, and the reasons without what differs by row."""
+    names = {"right": RIGHT, "refuses": REFUSES, "refused": OURS, "wrong": WRONG}
+    counts = {name: 0 if report.fault else report.count(kind) for name, kind in names.items()}
+    cases = () if report.fault else report.cases.values()
+    why = sorted({re.sub(r"message \d+", "message N", why) for kind, why in cases if kind in (OURS, WRONG)})
+    return {"template": report.name, **counts, "why": why, "unusable": report.fault}
+
+
+def write_page(rows: Sequence[Mapping[str, Any]], num_conversations: int) -> str:
     """docs/templates.md."""
-    usable = [report for report in reports if not report.fault]
-    kinds = Counter(kind for report in usable for kind, _ in report.cases.values())
-    reasons: dict[str, int] = {}
-    for report in usable:
-        for kind, why in report.cases.values():
-            if kind in (OURS, WRONG):
-                reasons.setdefault(_generalize(why), len(reasons) + 1)
-    lines = [
-        HEAD.format(
-            templates=len(reports), distinct=len({report.texts for report in reports}), conversations=num_conversations,
-            unusable=len(reports) - len(usable), cases=sum(kinds.values()),
-            right=kinds[RIGHT], refuses=kinds[REFUSES], ours=kinds[OURS], wrong=kinds[WRONG],
-        ),
-        *(f"{number}. {reason}" for reason, number in reasons.items()),
-        "",
-        "| template | right | the template refuses | refused | why |",
-        "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for report in sorted(reports, key=lambda report: report.name.lower()):
-        if report.fault:
-            lines.append(f"| {report.name} | | | all | {report.fault} |")
-            continue
-        whys = sorted({reasons[_generalize(why)] for kind, why in report.cases.values() if kind in (OURS, WRONG)})
-        numbers = [report.count(kind) or "" for kind in (RIGHT, REFUSES, OURS)]
-        wrong = f"**{report.count(WRONG)} wrong** " if report.count(WRONG) else ""
-        lines.append(f"| {report.name} | {' | '.join(map(str, numbers))} | {wrong}{', '.join(map(str, whys))} |")
-    return "\n".join(lines) + "\n"
+    counts = {name: sum(row[name] for row in rows) for name in ("right", "refuses", "refused", "wrong")}
+    reasons = Counter(why for row in rows for why in row["why"])
+    head = HEAD.format(
+        templates=len(rows), conversations=num_conversations, unusable=sum(bool(row["unusable"]) for row in rows),
+        cases=sum(counts.values()), ours=counts["refused"], **counts,
+    )  # fmt: skip
+    wrong = [row["template"] for row in rows if row["wrong"]]
+    tail = f"\nWith a wrong case: {', '.join(wrong)}.\n" if wrong else ""
+    return head + "".join(f"| {_cell(why)} | {n} |\n" for why, n in reasons.most_common()) + tail
 
 
-def _generalize(why: str) -> str:
-    """A reason without what differs from row to row."""
-    return re.sub(r"message \d+", "message N", why).replace("|", "\\|")
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--page", action="store_true")
     parser.add_argument("--details", type=Path)
     asked = parser.parse_args()
     paths = sorted(asked.folder.glob("*.jinja"), key=lambda path: path.stem.lower())
@@ -264,8 +252,10 @@ def main() -> None:
         reports = list(pool.map(_check_file, paths, chunksize=4))
     if asked.details:
         asked.details.write_text(json.dumps([vars(report) for report in reports], indent=1, ensure_ascii=False))
-    if asked.output:
-        asked.output.write_text(write_page(reports, len(CONVERSATIONS)), encoding="utf-8")
+    if asked.page:
+        rows = [to_row(report) for report in reports]
+        ROWS.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        PAGE.write_text(write_page(rows, len(CONVERSATIONS)), encoding="utf-8")
     total = Counter(kind for report in reports for kind, _ in report.cases.values())
     print(len(reports), dict(total), "unusable:", sum(bool(report.fault) for report in reports), file=sys.stderr)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +12,21 @@ from manyhands.data.formats import Conversation
 from manyhands.data.render import Renderer
 from manyhands.data.template import ChatTemplate, complete_arguments
 
-from .corpus import OURS, REFUSES, RIGHT, WRONG, check_template, compare, judge, tag, tokenizer_for, write_page
+from .corpus import (
+    OURS,
+    PAGE,
+    REFUSES,
+    RIGHT,
+    ROWS,
+    WRONG,
+    check_template,
+    compare,
+    judge,
+    tag,
+    to_row,
+    tokenizer_for,
+    write_page,
+)
 from .families import FAMILIES, TEMPLATES
 from .test_masks import CONVERSATIONS, DATE, EXPECTED, HIDDEN
 
@@ -59,18 +73,21 @@ def rendering(tokenizer: Any) -> Any:
     return show
 
 
-def test_the_page_names_every_template_and_every_refusal_once(tmp_path: Path) -> None:
+def test_the_page_counts_cases_and_templates_by_reason() -> None:
     chosen = {name: CONVERSATIONS[name] for name in ("single", "two answers", "tools")}
-    reports = [
-        check_template(name, (TEMPLATES / f"{name}.jinja").read_text(), HERE, chosen) for name in ("gemma3", "chatml")
+    rows = [
+        to_row(check_template(name, (TEMPLATES / f"{name}.jinja").read_text(), HERE, chosen))
+        for name in ("gemma3", "chatml")
     ]
-    reports.append(
-        check_template("nothing", "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", HERE, chosen)
-    )
-    page = write_page(reports, len(chosen))
-    assert (
-        "| gemma3 | 1 | 2 |  | " in page
-        and "| chatml | 2 |  | 1 | " in page
-        and "writes nothing after an assistant turn" in page
-    )
-    assert page.count("does not show the tool call") == 1 and "tried on 3 chat templates" in page
+    silent = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    rows.append(to_row(check_template("nothing", silent, HERE, chosen)))
+    assert [(row["right"], row["refuses"], row["refused"]) for row in rows] == [(1, 2, 0), (2, 0, 1), (0, 0, 0)]
+    assert "writes nothing after an assistant turn" in rows[2]["unusable"]
+    page = write_page(rows, len(chosen))
+    assert "| cases | 6 |" in page and page.count("does not show the tool call") == 1
+    assert "measured on 3 chat templates" in page and "1 templates write nothing" in page
+
+
+def test_the_page_is_what_its_rows_make_of_it() -> None:
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    assert PAGE.read_text(encoding="utf-8") == write_page(rows, 17), "of the 17 conversations when it was measured"

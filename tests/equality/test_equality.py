@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import equality
+from tests.support import equality, equality_page
 from tests.support.equality import Case, Curve
 from tests.support.ranks import Ranks, ranks
 from tests.support.ropes import rope_fields
@@ -162,3 +162,12 @@ def test_layouts_agree_where_rotary_frequencies_hang_on_the_length(kind: str, tm
     )
     for other in others:
         assert equality.compare(reference, other).within("float32")
+
+
+def test_the_page_is_what_its_rows_make_of_it() -> None:
+    page = equality_page.PAGE.read_text(encoding="utf-8")
+    layouts, families = equality_page.read(equality_page.LAYOUTS), equality_page.read(equality_page.FAMILIES)
+    assert page == equality_page.write_page(page, layouts, families)
+    for row in layouts:
+        within = row["loss"] <= equality.BOUNDS[row["dtype"]] and row["norm"] <= equality.NORM_BOUNDS[row["dtype"]]
+        assert within != row["planted"], row

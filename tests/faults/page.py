@@ -57,17 +57,16 @@ def found_in(row: Mapping[str, Any]) -> Found:
 
 INTRODUCTION = """# Faults
 
-What a fault costs, measured by `make faults`: real runs of a tiny model on a CPU (12 steps, a checkpoint every 4),
-into which one fault is planted once, at a drawn moment of the stage. *Steps lost* are steps done again, the one in
-flight included. *Noticed*: from the fault until the launcher said so, or where the run ended until the last of its
-processes was gone; `parallel.timeout_s` is 15 here, and it is what finds a process that is stopped. *Training again*:
-until a step was done again without anybody's help; where there is none, the same command was given again. *Exact*: in
-the end the weights are those of a run left alone, bit for bit, and the audit of the batches that went into the model
-found the same samples in each step and each sample once an epoch; *refused*: an error that names the file and what to
-do, and nothing was trained. Seconds are of machines with 2 cores, or 8 of 16, that other work kept busy (a load of up
-to 25), so they are upper bounds. Launcher, ranks and what stands by for them are forks of one process, which has
-imported torch and transformers already, except where *training again* is marked with a star: those also start Python
-and import both, in 20 to 40 s of a busy core, as a user's do."""
+What a fault costs, measured by `make faults`: real runs of a tiny model on a CPU (12 steps, a checkpoint every 4), each
+with one fault at a drawn moment of one stage: start, preparation, build, step, evaluation, checkpoint, export. They
+train LoRA and all weights, in one process, by DDP, FSDP2 and ZeRO-2, under `manyhands train`, `torchrun` and `srun`, on
+one machine and on two. A run *holds* in one of two ways. *Exact*: its final weights are those of an undisturbed run,
+bit for bit, and the audit of its batches found the same samples in each step and each sample once an epoch. *Refused*:
+an error named the damaged file and the fix, and nothing was trained. *Steps lost* are steps that were computed again,
+including the one in flight. *Noticed*: seconds from the fault until the launcher reported it; `parallel.timeout_s` is
+15 here, and it is what finds a stopped process. The machines had 2 or 16 cores, kept busy by other work, so seconds
+are upper bounds. Each run is a row of `benchmarks/results/faults.jsonl`, with the first message
+on its terminal."""
 
 
 def write_page(rows: Rows, soaked: Mapping[str, Any] | None = None, hostile: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -75,25 +74,15 @@ def write_page(rows: Rows, soaked: Mapping[str, Any] | None = None, hostile: Seq
     every = list(cells())
     measured = [cell for cell in every if cell in rows]
     lines = [*INTRODUCTION.splitlines(), "", _coverage(every, measured, rows), ""]
-    lines += ["## By fault", "", "| fault | cells | exact | refused | most steps lost | noticed after at most |"]
-    lines += ["|---|---|---|---|---|---|"]
+    lines += ["| fault | runs | exact | refused | most steps lost | noticed within |", "|---|---|---|---|---|---|"]
     for fault in dict.fromkeys(_kind(cell) for cell in measured):
         found = [found_in(rows[cell]) for cell in measured if _kind(cell) == fault]
-        num_all = sum(_kind(cell) == fault for cell in every)
         noticed = [one.detected_s for one in found if one.detected_s is not None]
-        values = [fault, f"{len(found)} of {num_all}", str(sum(one.end == "yes" for one in found))]
+        values = [fault, str(len(found)), str(sum(one.end == "yes" for one in found))]
         values += [str(sum(one.end == "refused" for one in found)), str(max(one.lost for one in found))]
-        lines.append(_row([*values, _seconds(max(noticed, default=None))]))
-    lines += ["", "## By cell", ""]
-    lines += ["| fault | at | run | under | steps lost | noticed | training again | exact | the terminal |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
-    for cell in measured:
-        found = found_in(rows[cell])
-        star = "" if rows[cell]["forked"] or found.again_s is None else " *"
-        said = f"`{found.said}`" if found.said else ""
-        values = [cell.fault, cell.moment, cell.layout, cell.launcher, str(found.lost), _seconds(found.detected_s)]
-        lines.append(_row([*values, _seconds(found.again_s) + star, found.end, said]))
-    lines += ["", *SOAK.splitlines(), "", _soaked(soaked), "", *HOSTILE_FILES.splitlines(), "", *_hostile(hostile)]
+        lines.append("| " + " | ".join([*values, f"{max(noticed):.1f} s" if noticed else ""]) + " |")
+    lines += [f"\n**{cell.name}: {wrong}**" for cell in measured if (wrong := found_in(rows[cell]).wrong)]
+    lines += ["", *SOAK.splitlines(), "", _soaked(soaked), "", *HOSTILE_FILES.splitlines(), "", _hostile(hostile)]
     return "\n".join([*lines, "", *LOST_GPUS.splitlines()]) + "\n"
 
 
@@ -133,28 +122,25 @@ audit of samples and every bit of the adapter with a run left alone."""
 
 HOSTILE_FILES = """## Hostile files
 
-`python -m tests.hostile --count 1000000 --jobs 2` puts random faults into files that a run reads: bits, bytes and lines
-that are changed, missing, moved or foreign, values and keys of JSON and YAML, statements of templates. A case holds if
-it ends in a result or in an error that names what is wrong, within 10 s of CPU time and 3 GiB of memory, and writes
-nothing outside of its folder. Each reader is tried on a valid file first. What did not hold was corrected, and
-its kind of file run again. Rows of data are also made up by hypothesis (`MANYHANDS_EXAMPLES=100000 pytest
-tests/data/test_broken.py`)."""
+`python -m tests.hostile --count 1000000 --jobs 2` plants random faults in every kind of file that a run reads: bits,
+bytes and lines that are changed, missing, moved or foreign, values and keys of JSON and YAML, statements of templates.
+A case holds if it ends in a result or in an error that names what is wrong, within 10 s of CPU time and 3 GiB of
+memory, and writes nothing outside its folder. What did not hold was fixed and measured again."""
 
 
 LOST_GPUS = """## A GPU that is lost
 
-The launcher listens for errors that NVIDIA's driver reports of a run's GPUs (Xids); the cause of a rank's end names
-it. After a fault the launcher asks the driver for each GPU, and tests the one that an error names. A GPU is lost by a
-report that calls for a reset (Xid 48, 62, 64, 79, 95, 119, 120, 140); by 74 (NVLink), unless the GPU at the other end
-is gone; by 94 (a memory error that was confined) twice without a newer checkpoint; never by 13, 31, 43, 45, which are
-the program's. Reports need the run's own launcher (`manyhands train`) and NVIDIA's GPUs. With
-`launch.min_gpus: N` the restart leaves a lost GPU out as long as N remain: a new plan (its cause is `resize`) with the
-same samples in each step, from the newest checkpoint, or from a snapshot in memory where each rank has a copy. The next
-start takes all GPUs that are there. Without the key, or with fewer left, the run ends with an error that names the GPU,
-why it is taken for lost, and what allows the run to go on. `tests/e2e/test_restarts.py` takes a run from 2 processes to
-1 and back to 2: each sample once an epoch, losses within 1e-5 of a run left alone. No GPU was broken for it: a device's
-errors are planted, and the driver's answers are those of a stand-in. Of several machines a whole
-one is left out ([nodes.md](nodes.md)): `tests/e2e/test_nodes.py` goes from 3 machines to 2 and to 1."""
+The launcher listens for errors of a run's GPUs that NVIDIA's driver reports (Xids), and names them in the cause of a
+rank's end. After a fault it queries the driver for each GPU and tests the one that an error names. A GPU counts as lost
+after a report that calls for a reset (Xid 48, 62, 64, 79, 95, 119, 120, 140), after 74 (NVLink) unless the GPU at the
+other end is gone, and after 94 (a contained memory error) twice without a newer checkpoint; never after 13, 31, 43 or
+45, which are the program's errors. This needs `manyhands train` as the launcher and NVIDIA GPUs.
+
+With `launch.min_gpus: N` the restart leaves a lost GPU out as long as N remain: a new plan (cause `resize`) trains the
+same samples in each step, from the newest checkpoint. The next start takes all GPUs that are there. Without the key, or
+with fewer GPUs left, the run ends with an error that names the GPU, the evidence, and the key. A lost machine is left
+out in the same way ([several machines](nodes.md)). No GPU was broken to test this: errors of devices and answers of the
+driver are simulated (`tests/e2e/test_restarts.py`, `tests/e2e/test_nodes.py`)."""
 
 
 def _soaked(soaked: Mapping[str, Any] | None) -> str:
@@ -170,24 +156,11 @@ def _soaked(soaked: Mapping[str, Any] | None) -> str:
     return f"{text} The run was not finished, and so not compared."
 
 
-def _hostile(hostile: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What benchmarks/results/hostile.jsonl says, by kind of file."""
+def _hostile(hostile: Sequence[Mapping[str, Any]]) -> str:
+    """The sums of benchmarks/results/hostile.jsonl."""
     if not hostile:
-        return ["It was not run."]
-    days = sorted({row["when"] for row in hostile})
+        return "It was not run."
     cases, failed = (sum(row[name] for row in hostile) for name in ("cases", "failed"))
-    lines = [f"Measured on {days[-1]}: {cases:,} cases, {failed:,} of them did not hold.", ""]
-    lines += ["| file | cases | did not hold | ms a case |", "|---|---|---|---|"]
-    for kind in dict.fromkeys(row["kind"] for row in hostile):
-        own = [row for row in hostile if row["kind"] == kind]
-        cases, failed, seconds = (sum(row[name] for row in own) for name in ("cases", "failed", "seconds"))
-        lines.append(_row([kind, f"{cases:,}", str(failed), f"{1000 * seconds / cases:.1f}"]))
-    return lines
-
-
-def _row(values: list[str]) -> str:
-    return "| " + " | ".join(value.replace("|", "/") for value in values) + " |"
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f} s"
+    day, num_kinds = max(row["when"] for row in hostile), len({row["kind"] for row in hostile})
+    text = f"Measured on {day}: {cases:,} cases of {num_kinds} kinds of files; {failed:,} of them did not hold."
+    return f"{text} Rows: `benchmarks/results/hostile.jsonl`."

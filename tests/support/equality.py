@@ -2,7 +2,7 @@
 show.
 
 Every case goes through the product's own path: config, prepared data, plan, model on shards, loop. Only the processes
-are the test world's. ``python -m tests.support.equality`` runs the table and writes it as Markdown.
+are the test world's. ``python -m tests.support.equality`` measures the rows of docs/equality.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import random
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -312,23 +311,19 @@ def compare(reference: Curve, curve: Curve) -> Deviation:
     return Deviation(largest(reference.losses, curve.losses), largest(reference.norms, curve.norms))
 
 
-def table(world: Ranks, folder: Path, dtype: str, method: str, chosen: list[Case]) -> Iterator[str]:
-    """Markdown rows; the first case is the reference."""
+def measure(world: Ranks, folder: Path, dtype: str, method: str, chosen: list[Case]) -> Iterator[dict[str, Any]]:
+    """A row of each case but the first, which is the reference."""
     reference = run_case(world, folder, chosen[0], dtype, method)
-    clipped = sum(norm > CLIP for norm in reference.norms)
-    fall = f"loss {reference.losses[0]:.4f} to {reference.losses[-1]:.4f}"
-    yield f"Reference: {chosen[0].name}; {fall}, {clipped} of {NUM_STEPS} steps clipped."
-    yield ""
-    yield "| layout | loss, largest relative deviation | gradient norm | steps with an idle rank | within the bound |"
-    yield "|---|---|---|---|---|"
     for case in chosen[1:]:
         curve = run_case(world, folder, case, dtype, method)
         deviation = compare(reference, curve)
-        verdict = "yes" if deviation.within(dtype) else "**no**"
-        if case.fault:
-            verdict += " (a planted fault: must be no)"
-        figures = f"{deviation.loss:.1e} | {deviation.norm:.1e} | {curve.num_steps_with_idle_rank}"
-        yield f"| {case.name} | {figures} | {verdict} |"
+        yield {
+            "layout": case.name,
+            "loss": float(f"{deviation.loss:.1e}"),
+            "norm": float(f"{deviation.norm:.1e}"),
+            "idle": curve.num_steps_with_idle_rank,
+            "planted": bool(case.fault),
+        }
 
 
 FAMILY = {
@@ -344,26 +339,24 @@ def main() -> None:
     parser.add_argument("--engine", choices=["torch", "deepspeed"], default="torch")
     parser.add_argument("--processes", type=int, choices=[4, 8], default=4, help="of 8 a table of their own")
     parser.add_argument("--methods", nargs="+", choices=list(OF_METHOD), default=list(OF_METHOD))
-    parser.add_argument(
-        "--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it"
-    )
+    parser.add_argument("--page", action="store_true", help="replaces the rows measured before, and writes the page")
     arguments = parser.parse_args()
+    from tests.support import equality_page
     from tests.support.zero_cases import can_run, zero_cases
 
     dtypes = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
     is_eight = arguments.processes == 8
     faults = faulty_cases() if arguments.device == "cpu" and not is_eight else []
-    marks, place_of = arguments.device + " 8" * is_eight, ""
+    place_of = ""
     if arguments.engine == "deepspeed":
         dtypes, faults = tuple(dtype for dtype in dtypes if dtype != "float64"), []
-        marks = "deepspeed" if marks == "cpu" else f"deepspeed {marks}"
         place_of = f", DeepSpeed {version('deepspeed')}"
     size = arguments.processes if arguments.device == "cpu" else min(arguments.processes, torch.cuda.device_count())
     place = f"torch {torch.__version__}, " + (
         f"{size} CPU processes, gloo" if arguments.device == "cpu" else torch.cuda.get_device_name()
     )
     place += place_of
-    lines: list[str] = []
+    rows = []
     with tempfile.TemporaryDirectory() as temporary, ranks(size, arguments.device) as world:
         for dtype in dtypes:
             family = FAMILY[dtype]
@@ -372,28 +365,14 @@ def main() -> None:
                 folder.mkdir()
                 write_workspace(folder, family)
             for method in arguments.methods:
-                bounds = f"loss {BOUNDS[dtype]:g}, gradient norm {NORM_BOUNDS[dtype]:g}"
-                lines += ["", f"## {family}, {method}, {dtype} ({place}); bounds: {bounds}", ""]
                 listed = zero_cases() if arguments.engine == "deepspeed" else cases(arguments.device)
                 listed = cases_of_eight() if is_eight else listed
                 chosen = [case for case in listed if case.world_size <= size and can_run(case, method)]
-                for line in table(world, folder, dtype, method, chosen + faults):
-                    print(line, file=sys.stderr, flush=True)
-                    lines.append(line)
-    text = "\n".join(lines) + "\n"
-    if arguments.output:
-        arguments.output.write_text(put_between_marks(arguments.output.read_text(), marks, text))
-    else:
-        print(text)
-
-
-def put_between_marks(page: str, name: str, text: str) -> str:
-    """``page`` with what stands between ``<!-- name -->`` and ``<!-- end name -->`` replaced by ``text``."""
-    head, begin, rest = page.partition(f"<!-- {name} -->")
-    _, end, tail = rest.partition(f"<!-- end {name} -->")
-    if not end:
-        raise SystemExit(f"the page has no marks <!-- {name} --> ... <!-- end {name} -->")
-    return head + begin + "\n" + text + "\n" + end + tail
+                for row in measure(world, folder, dtype, method, chosen + faults):
+                    rows.append({"place": place, "family": family, "method": method, "dtype": dtype, **row})
+                    print(json.dumps(rows[-1]), flush=True)
+    if arguments.page:
+        equality_page.replace(rows)
 
 
 if __name__ == "__main__":

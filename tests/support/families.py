@@ -2,15 +2,15 @@
 
 Tiny models with random weights, float32, CPU. The reference is transformers' ``eager`` attention and three lines of
 cross-entropy; the two ways to train go through ``LossModel`` as a run does. Where documents leak, the self-check must
-refuse. ``python -m tests.support.families --output docs/equality.md`` measures the page's table.
+refuse. ``python -m tests.support.families --page`` measures the rows of docs/equality.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from manyhands.model.attention import IMPLEMENTATIONS, plain_attention, register
 from manyhands.model.checks import check_loss, check_packing, check_padding, pack_documents
 from manyhands.model.loss import IGNORED, LossModel
 from manyhands.model.probe import Single
-from tests.support.equality import put_between_marks
+from tests.support import equality_page
 from tests.support.tiny import tiny_model
 
 BOUND = 1e-5  # relative, of the loss and of all gradients as one vector
@@ -82,21 +82,15 @@ def measure(family: str, attention: str | None = None) -> Row:
     return Row(family, attention, gap_packed, gap_padded, refusal)
 
 
-def table() -> Iterator[str]:
-    """Markdown rows. A family that packs wrongly without being refused stops the measurement."""
-    lengths = ", ".join(map(str, LENGTHS))
-    versions = f"torch {torch.__version__}, transformers {_version()}"
-    yield f"Tiny models, float32, CPU, {versions}; documents of {lengths} tokens; bound {BOUND:g}."
-    yield ""
-    yield "| family | attention | packed: loss | gradients | padded rows: loss | gradients | packing |"
-    yield "|---|---|---|---|---|---|---|"
+def measure_all() -> Iterator[dict[str, Any]]:
+    """A row of each family. One that packs wrongly without being refused stops the measurement."""
     for family in MEASURED + LEAK:
         row = measure(family)
         if row.packed.within == bool(row.refusal) or not row.padded.within:
             raise AssertionError(f"{family}: {row}")
-        verdict = f"**refused**: {row.refusal}" if row.refusal else "yes"
-        numbers = (row.packed.loss, row.packed.gradients, row.padded.loss, row.padded.gradients)
-        yield f"| {family} | {row.attention} | " + " | ".join(f"{number:.1e}" for number in numbers) + f" | {verdict} |"
+        gaps = {"packed": row.packed, "padded": row.padded}
+        figures = {f"{kind}_{name}": float(f"{x:.1e}") for kind, gap in gaps.items() for name, x in vars(gap).items()}
+        yield {"family": family, "attention": row.attention, **figures, "refusal": row.refusal}
 
 
 def _document(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,23 +128,16 @@ def _gap(expected: tuple[float, torch.Tensor], found: tuple[float, torch.Tensor]
     return Gap(abs(other_loss - loss) / loss, float((other_gradients - gradients).norm() / gradients.norm()))
 
 
-def _version() -> str:
-    import transformers
-
-    return transformers.__version__
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, help="Markdown page whose marked part is replaced; standard output without it"
-    )
+    parser.add_argument("--page", action="store_true", help="replaces the rows measured before, and writes the page")
     arguments = parser.parse_args()
-    text = "\n" + "\n".join(table()) + "\n"
-    if arguments.output:
-        arguments.output.write_text(put_between_marks(arguments.output.read_text(), "families", text))
-    else:
-        print(text)
+    rows = []
+    for row in measure_all():
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if arguments.page:
+        equality_page.replace(rows, equality_page.FAMILIES)
 
 
 if __name__ == "__main__":
