@@ -152,7 +152,7 @@ def hook_as_on_a_gpu(rank: RankContext, monkeypatch: pytest.MonkeyPatch) -> Snap
 
 def take_step(hook: SnapshotHook, step: int, *others: float) -> None:
     """What the loop does; ``others`` is what further ranks report."""
-    hook.hear([hook.report(), *((other,) for other in others)])
+    hook.on_gathered([hook.local_values(), *((other,) for other in others)])
     hook.between_steps(TrainState(step=step))
 
 

@@ -25,7 +25,7 @@ def plant(training: Any, path: Path) -> None:
     """Makes the module ``worker.training`` append a line to ``path`` for each step that a rank begins, and for each
     whose batches were all taken.
     """
-    iterate_steps, announce = training.iterate_steps, training.announce
+    iterate_steps, record = training.iterate_steps, training.record_step_starts
 
     def planted(rank: Any) -> Iterator[Any]:
         for work in iterate_steps(rank):
@@ -41,11 +41,11 @@ def plant(training: Any, path: Path) -> None:
 
         rank.on_step = begin
         try:
-            yield from announce(rank, works)
+            yield from record(rank, works)
         finally:
             rank.on_step = on_step
 
-    training.iterate_steps, training.announce = planted, announced
+    training.iterate_steps, training.record_step_starts = planted, announced
 
 
 def _append(path: Path, fields: dict[str, Any]) -> None:

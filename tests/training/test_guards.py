@@ -1,15 +1,34 @@
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 
 from manyhands.config.schema import StopSection
-from manyhands.training.guards import Diverged, DivergenceGuard, stop_reason
+from manyhands.config.section_schemas import GuardsSection
+from manyhands.training.guards import (
+    Diverged,
+    DivergenceGuard,
+    RollBack,
+    StepGuard,
+    StragglerHook,
+    _give_up,
+    explain_nonfinite,
+    find_deviating,
+    fingerprint,
+    is_spike,
+    stop_reason,
+)
+from manyhands.training.loop import train
 from manyhands.training.types import Evaluation, StepResult, TrainState
+from tests.training.test_loop import Keep, make_loop
+from tests.training.test_step import Plain
 
 
-def result(loss: float, grad_norm: float = 1.0, num_loss_tokens: int = 1, step: int = 7) -> StepResult:
+def result(loss: float, grad_norm: float = 1.0, num_loss_tokens: int = 1, step: int = 31) -> StepResult:
     return StepResult(step, 0.5, loss, (loss, 1.0), grad_norm, 1e-4, 1, 1, num_loss_tokens, 1, 1.0, 1.0)
 
 
@@ -84,7 +103,7 @@ def test_a_gradient_of_exactly_0_ends_the_run_where_there_is_something_to_learn(
     guard = DivergenceGuard(StopSection(), print)
     guard.after_step(TrainState(), result(0.0, grad_norm=0.0))  # all is learned
     guard.after_step(TrainState(), result(3.0, grad_norm=0.0, num_loss_tokens=0))
-    with pytest.raises(Diverged, match="the gradient of step 7 is exactly 0 at loss 3"):
+    with pytest.raises(Diverged, match="the gradient of step 31 is exactly 0 at loss 3"):
         guard.after_step(TrainState(), result(3.0, grad_norm=0.0))
 
 
@@ -117,3 +136,155 @@ def test_a_run_that_is_wrong_from_its_second_step_on_ends_although_nothing_was_b
     state, guard = TrainState(), DivergenceGuard(StopSection(), print)
     guard.after_evaluation(state, evaluation(0, 2.0))
     assert watch([2.1] + [50.0] * 30, state) == 21
+
+
+CALM = [2.0, 2.1, 1.9, 2.05, 1.95] * 6
+
+
+@pytest.mark.parametrize(
+    ("loss", "before", "spikes"),
+    [
+        (4.0, CALM, True),
+        (2.4, CALM, False),  # many deviations, and less than half a nat
+        (2.6, CALM, False),  # 10 deviations are 0.74 nats
+        (2.9, CALM, True),
+        (9.0, CALM[:15], False),  # too few to tell
+        (0.6, [0.0] * 30, True),
+        (4.0, [1.0, 3.0] * 15, False),  # as noisy as that
+    ],
+)
+def test_a_spike_is_far_above_the_median_by_deviations_and_nats(loss: float, before: list[float], spikes: bool) -> None:
+    assert is_spike(loss, before, 10.0) == spikes
+
+
+def judge(state: TrainState, bad: StepResult, **keys) -> tuple[bool, list[str], list[tuple]]:
+    said: list[str] = []
+    kept: list[tuple] = []
+
+    def keep(result: StepResult, fault: str, action: str) -> str:
+        kept.append((result.step, fault, action))
+        return "logs/batch-31.json"
+
+    guard = StepGuard(GuardsSection(**keys), said.append, keep)
+    return guard.judge(state, bad), said, kept
+
+
+def test_what_is_done_is_what_was_asked_for_and_the_samples_are_kept() -> None:
+    bad, spike = result(math.nan), result(9.0)
+    with pytest.raises(Diverged, match="step 31 gave loss nan") as stopped:
+        judge(TrainState(), bad)
+    assert "its samples: logs/batch-31.json" in str(stopped.value) and "learning_rate" in str(stopped.value)
+    assert judge(TrainState(), bad, nonfinite="skip")[0]
+    with pytest.raises(RollBack) as asked:
+        judge(TrainState(), result(1.0, math.inf), nonfinite="rollback", leave_out=3)
+    assert asked.value.left_out == (28, 29, 30)
+    skips, said, kept = judge(TrainState(losses_before=CALM), spike)
+    assert not skips and "the loss jumped to 9 at step 31; the median of 30 before was 2" in said[0]
+    assert kept == [(31, "spike", "warn")] and "logs/batch-31.json" in said[0]
+    skips, said, _ = judge(TrainState(losses_before=CALM), spike, spike="skip")
+    assert skips and "the update is skipped" in said[0]
+    assert judge(TrainState(losses_before=CALM), spike, spike="off") == (False, [], [])
+    with pytest.raises(RollBack):
+        judge(TrainState(losses_before=CALM), spike, spike="rollback")
+
+
+def test_skipping_and_rolling_back_have_an_end() -> None:
+    state = TrainState()
+    for _ in range(2):
+        assert judge(state, result(math.nan), nonfinite="skip", max_in_a_row=2)[0]
+    with pytest.raises(Diverged, match="max_in_a_row"):
+        judge(state, result(math.nan), nonfinite="skip", max_in_a_row=2)
+    state = TrainState(skipped_in_a_row=2)
+    assert not judge(state, result(2.0), nonfinite="skip", max_in_a_row=2)[0] and state.skipped_in_a_row == 0
+    with pytest.raises(Diverged, match="rolled back 2 times"):
+        judge(TrainState(num_rollbacks=2), result(math.nan), nonfinite="rollback", max_in_a_row=2)
+
+
+class Poisoned(Plain):
+    """Its gradient is not finite at one step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.bad_step, self.num_norms, self.before = step, 0, []
+
+    def gradient_norm(self) -> torch.Tensor:
+        self.num_norms += 1
+        self.before.append(next(self.model.parameters()).detach().clone())
+        if self.num_norms == self.bad_step:
+            for parameter in self.model.parameters():
+                parameter.grad.fill_(math.nan)
+        return super().gradient_norm()
+
+
+def test_a_skipped_step_leaves_the_weights_and_counts_as_a_step() -> None:
+    keep, engine = Keep(), Poisoned(2)
+    loop = make_loop(hooks=[keep], guard=StepGuard(GuardsSection(nonfinite="skip"), lambda text: None))
+    loop.engine = engine
+    state = train(loop)
+    assert [one.skipped for one in keep.results] == [False, True, False, False]
+    assert (state.step, state.samples, state.num_skipped, state.skipped_in_a_row) == (4, 8, 1, 0)
+    assert torch.equal(engine.before[1], engine.before[2]) and not torch.equal(engine.before[2], engine.before[3])
+
+
+def test_the_default_ends_the_run_at_that_step() -> None:
+    loop = make_loop()
+    loop.engine = Poisoned(2)
+    with pytest.raises(Diverged, match="step 2 gave loss"):
+        train(loop)
+
+
+@pytest.mark.parametrize("error", [explain_nonfinite(result(math.nan)), _give_up("a spike", "3 before", result(9.0))])
+def test_another_learning_rate_is_another_run(error: Diverged) -> None:
+    """A resume with it is refused."""
+    assert "learning_rate" in error.fix and "--fresh" in error.fix
+
+
+def test_the_guard_s_memory_is_part_of_the_state() -> None:
+    state = TrainState(losses_before=[1.0], left_out=[3], replicas_equal_at=100)
+    assert TrainState(**json.loads(json.dumps(state.__dict__))) == state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_fingerprint_sees_every_bit_and_which_parameter_it_is_of(dtype: torch.dtype) -> None:
+    def make() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [(torch.randn(3, 7) * 9).to(dtype), (torch.randn(5) * 9).to(dtype), torch.zeros(0, dtype=dtype)]
+
+    cpu = torch.device("cpu")
+    base = fingerprint(make(), cpu).tolist()
+    assert base == fingerprint(make(), cpu).tolist() and all(0 <= part < 2**32 == 2**32 for part in base)
+    for number, place in ((0, 0), (0, 20), (1, 4)):
+        changed = make()
+        changed[number].view(-1).view(torch.uint8)[place * changed[number].element_size()] ^= 1
+        assert fingerprint(changed, cpu).tolist() != base, (number, place)
+    first, second, third = make()
+    assert fingerprint([second, first, third], cpu).tolist() != base
+    assert fingerprint([], cpu).tolist() == [0.0, 0.0]
+
+
+def test_the_rank_that_deviates_is_named_within_its_group() -> None:
+    a, b, c = (1.0, 2.0), (1.0, 3.0), (5.0, 5.0)
+    assert find_deviating([a, a, b, a], [0, 0, 0, 0]) == [2]
+    assert find_deviating([a, c, a, c], [0, 1, 0, 1]) == []
+    assert find_deviating([a, c, b, c], [0, 1, 0, 1]) == [0, 2], "of two nobody can say which"
+    assert find_deviating([a, b, a, a, a, a], [0, 1, 0, 1, 0, 1]) == [1]
+
+
+def test_a_rank_that_is_slow_for_long_is_named_once() -> None:
+    said: list[str] = []
+    noted: list[str] = []
+    hook = StragglerHook(said.append, noted.append, window=20)
+
+    def after(step: int, *seconds: float) -> None:
+        hook.after_step(TrainState(), replace(result(1.0, step=step), rank_seconds=seconds))
+
+    for step in range(1, 6):  # of a launch's first steps nothing is said
+        after(step, 0.5, 9.0, 0.5, 0.5)
+    for step in range(6, 100):
+        after(step, 0.5, 0.62, 0.5, 9.0 if step % 3 == 0 else 0.5)  # of a step of a second; rank 3 now and then
+    assert len(said) == len(noted) == 1 and "rank 1 is slower than the others: by 0.12 s a step (12%)" in noted[0]
+    quiet = StragglerHook(said.append, noted.append, window=20)
+    for step in range(1, 100):
+        quiet.after_step(TrainState(), replace(result(1.0, step=step), rank_seconds=(0.5, 0.59)))
+        quiet.after_step(TrainState(), replace(result(1.0, step=step), rank_seconds=(0.5,)))
+    assert len(said) == 1

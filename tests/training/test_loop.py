@@ -10,7 +10,7 @@ import torch
 from manyhands.config.schema import StopSection
 from manyhands.config.section_schemas import GuardsSection
 from manyhands.core.errors import UserError
-from manyhands.training.faults import StepGuard
+from manyhands.training.guards import StepGuard
 from manyhands.training.loop import Interrupted, Loop, train
 from manyhands.training.step import StepWork
 from manyhands.training.types import Evaluation, Hook, TrainState
@@ -134,7 +134,7 @@ def test_the_seconds_of_all_steps_are_the_time_it_took_without_evaluations_and_c
             clock.now += 30.0
 
     class Copies(Hook):
-        counts_in_step = True  # after every step: whoever asks for it pays for it in each
+        is_part_of_step = True  # after every step: whoever asks for it pays for it in each
 
         def between_steps(self, state):
             clock.now += 0.125

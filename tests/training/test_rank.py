@@ -14,7 +14,7 @@ import torch
 from manyhands.core.world import World
 from manyhands.launch.run_folder import RunFolder
 from manyhands.planner.efficiency import lay_out_step
-from manyhands.training.faults import RollBack
+from manyhands.training.guards import RollBack
 from manyhands.training.types import StepResult, TrainState
 from manyhands.worker import guards, run, training
 from manyhands.worker.context import RankContext

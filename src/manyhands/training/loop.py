@@ -17,8 +17,7 @@ from torch import nn
 from manyhands.config.schema import StopSection
 from manyhands.config.section_schemas import GuardsSection
 from manyhands.core.errors import UserError
-from manyhands.training.faults import Replicas, StepGuard
-from manyhands.training.guards import stop_reason
+from manyhands.training.guards import Replicas, StepGuard, stop_reason
 from manyhands.training.schedule import Schedule
 from manyhands.training.step import LM_ALONE, StepSums, StepWork, combine, compute_gradients
 from manyhands.training.types import METRICS, Batch, Engine, Evaluate, Evaluation, Hook, StepResult, TrainState
@@ -67,22 +66,22 @@ def train(loop: Loop) -> TrainState:
     started, elapsed_before = time.monotonic(), state.elapsed_s
     begin = started
     for work in _until_stop(loop):
-        is_judged_first = loop.guard.decides_update(state)
-        if not is_judged_first and loop.max_grad_norm == 0:
+        checks_before_update = loop.guard.decides_update(state)
+        if not checks_before_update and loop.max_grad_norm == 0:
             loop.engine.update_in_backward(loop.schedule(work.step))
         sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank, coefficients=loop.coefficients)
         wait = _gather_reports(loop, work, sums, elapsed_before + time.monotonic() - started, sums.worked_until - begin)
-        if not is_judged_first:
+        if not checks_before_update:
             loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
         reports = wait()  # the step's one wait: for its sums, while the device still runs the update
         end = time.monotonic()
         result = _make_result(loop, work, reports, end - begin)
         if loop.replicas is not None:
-            loop.replicas.compare(state, [report.prints for report in reports])
+            loop.replicas.compare(state, [report.fingerprints for report in reports])
         if loop.guard.judge(state, result):
             loop.engine.drop_gradients()
             result = replace(result, skipped=True)
-        elif is_judged_first:
+        elif checks_before_update:
             loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
             result = replace(result, learning_rates=loop.engine.learning_rates())
         state.step = work.step + 1
@@ -101,7 +100,7 @@ def train(loop: Loop) -> TrainState:
         for hook in loop.hooks:
             pause = time.monotonic()
             hook.between_steps(state)
-            paused_s += 0.0 if hook.counts_in_step else time.monotonic() - pause
+            paused_s += 0.0 if hook.is_part_of_step else time.monotonic() - pause
         if is_asked_to_stop:
             raise Interrupted
         begin = end + paused_s  # evaluations and checkpoints belong to no step; all else does
@@ -137,7 +136,7 @@ class _RankReport(NamedTuple):
     interrupted: float
     waited_s: float
     busy_s: float  # of the step, until this rank's own work was done
-    prints: tuple[float, ...]  # of its trained weights before the update, where they are compared
+    fingerprints: tuple[float, ...]  # of its trained weights before the update, where they are compared
     of_hooks: Sequence[float]  # of all of them, in order
 
 
@@ -149,7 +148,7 @@ def _gather_reports(
     """
     names = sorted(sums.terms)  # the same on every rank
     weights = [float(work.weight_of(name).own) for name in names]
-    of_hooks = [float(value) for hook in loop.hooks for value in hook.report()]
+    of_hooks = [float(value) for hook in loop.hooks for value in hook.local_values()]
     clocks = torch.tensor(
         [*weights, elapsed_s, float(loop.interrupted()), work.waited_s(), busy_s, *of_hooks], dtype=torch.float64
     )
@@ -174,9 +173,9 @@ def _gather_reports(
         own_sums = dict(zip(names, values[:num], strict=True))
         own_weights = dict(zip(names, values[num + 1 : 2 * num + 1], strict=True))
         elapsed_s, interrupted, waited_s, busy_s, *others = values[2 * num + 1 :]
-        of_hooks, prints = others[:num_of_hooks], tuple(others[num_of_hooks:])
+        of_hooks, fingerprints = others[:num_of_hooks], tuple(others[num_of_hooks:])
         clocks = (elapsed_s, interrupted, waited_s, busy_s)
-        return _RankReport(own_sums, own_weights, values[num], *clocks, prints, of_hooks)
+        return _RankReport(own_sums, own_weights, values[num], *clocks, fingerprints, of_hooks)
 
     return wait
 
@@ -185,9 +184,9 @@ def _pass_reports(hooks: Sequence[Hook], reports: list[_RankReport]) -> None:
     """To each hook what it has reported on every rank."""
     start = 0
     for hook in hooks:
-        if hook.num_reported:
-            hook.hear([report.of_hooks[start : start + hook.num_reported] for report in reports])
-            start += hook.num_reported
+        if hook.num_local_values:
+            hook.on_gathered([report.of_hooks[start : start + hook.num_local_values] for report in reports])
+            start += hook.num_local_values
 
 
 def _make_result(loop: Loop, work: StepWork, reports: list[_RankReport], seconds: float) -> StepResult:

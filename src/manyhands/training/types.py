@@ -111,7 +111,6 @@ class TrainState:
     steps_above: int = 0  # in a row, far above the best
     steps_over_bound: int = 0  # in a row, above stop.loss_above
     divergence: str = ""  # what was found, if anything was
-    # What training/faults.py watches.
     losses_before: list[float] = field(default_factory=list)  # of the last guards.spike_window steps
     skipped_in_a_row: int = 0
     num_skipped: int = 0
@@ -176,14 +175,14 @@ class Hook:
 
     def before_training(self, state: TrainState) -> None: ...
 
-    num_reported = 0  # numbers that ``report`` returns, the same on every rank
+    num_local_values = 0  # numbers that ``local_values`` returns, the same on every rank
 
-    def report(self) -> Sequence[float]:
+    def local_values(self) -> Sequence[float]:
         """Numbers of this rank that travel with the step's one gather."""
         return ()
 
-    def hear(self, reports: Sequence[Sequence[float]]) -> None:
-        """What ``report`` gave in this step, by rank: the same on every rank. Called before ``after_step``."""
+    def on_gathered(self, values: Sequence[Sequence[float]]) -> None:
+        """What ``local_values`` gave in this step, by rank: the same on every rank. Called before ``after_step``."""
 
     def after_step(self, state: TrainState, result: StepResult) -> None: ...
 
@@ -196,7 +195,7 @@ class Hook:
     def after_checkpoint(self, state: TrainState, folder: Path) -> None:
         """``folder`` holds a complete checkpoint."""
 
-    counts_in_step = False  # whether what ``between_steps`` takes is part of the next step's seconds
+    is_part_of_step = False  # whether what ``between_steps`` takes is part of the next step's seconds
 
     def between_steps(self, state: TrainState) -> None:
         """After everything that belongs to a step, its evaluation included: the moment for a checkpoint."""

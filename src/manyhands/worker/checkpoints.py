@@ -42,7 +42,7 @@ class CheckpointHook(Hook):
     all of them learn in the same step that the checkpoint exists, or that a rank has failed.
     """
 
-    num_reported = 1
+    num_local_values = 1
 
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
@@ -60,13 +60,13 @@ class CheckpointHook(Hook):
 
     # With each step.
 
-    def report(self) -> Sequence[float]:
+    def local_values(self) -> Sequence[float]:
         return (float(self.pending.save.status if self.pending is not None else Status.NONE),)
 
-    def hear(self, reports: Sequence[Sequence[float]]) -> None:
+    def on_gathered(self, values: Sequence[Sequence[float]]) -> None:
         if self.pending is None:
             return
-        statuses = [Status(int(status)) for (status,) in reports]
+        statuses = [Status(int(status)) for (status,) in values]
         if Status.FAILED in statuses:
             self.finish()  # raises on every rank
         elif statuses[0] == Status.COMMITTED:

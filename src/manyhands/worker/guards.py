@@ -8,8 +8,7 @@ from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.files import write_json
 from manyhands.planner.efficiency import lay_out_step
 from manyhands.planner.layout import Layout
-from manyhands.training.faults import Fault, Replicas, RollBack, StepGuard
-from manyhands.training.guards import Diverged
+from manyhands.training.guards import Diverged, Fault, Replicas, RollBack, StepGuard
 from manyhands.training.types import StepResult, TrainState
 from manyhands.worker.context import RankContext
 from manyhands.worker.stages import find_checkpoint

@@ -28,8 +28,8 @@ class SnapshotHook(Hook):
     have none: the first one is taken when every rank has reported with a step's gather that its memory is ready.
     """
 
-    num_reported = 1
-    counts_in_step = True  # there is one after every step
+    num_local_values = 1
+    is_part_of_step = True  # there is one after every step
 
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
@@ -47,11 +47,11 @@ class SnapshotHook(Hook):
         self.has_waited = False
         self.has_room = False  # on every rank
 
-    def report(self) -> Sequence[float]:
+    def local_values(self) -> Sequence[float]:
         return (float(self.writer is None or self.writer.is_ready),)
 
-    def hear(self, reports: Sequence[Sequence[float]]) -> None:
-        self.are_ready = all(is_ready for (is_ready,) in reports)
+    def on_gathered(self, values: Sequence[Sequence[float]]) -> None:
+        self.are_ready = all(is_ready for (is_ready,) in values)
 
     def before_training(self, state: TrainState) -> None:
         """Forgets those of steps that are to be done again: they are not of this course any more."""

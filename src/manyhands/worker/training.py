@@ -23,8 +23,7 @@ from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Meter, Outcome, Sink
 from manyhands.planner.steps import schedule_of
-from manyhands.training.faults import RollBack
-from manyhands.training.guards import Diverged, DivergenceGuard, StragglerHook
+from manyhands.training.guards import Diverged, DivergenceGuard, RollBack, StragglerHook
 from manyhands.training.loop import Interrupted, Loop, evaluate, train
 from manyhands.training.step import StepWork
 from manyhands.training.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
@@ -123,7 +122,7 @@ def _make_loop(rank: RankContext, sinks: Sequence[Sink], checkpoints: Checkpoint
     return Loop(
         engine=rank.engine,
         schedule=schedule_of(config.schedule, plan),
-        works=announce(rank, iterate_steps(rank)),
+        works=record_step_starts(rank, iterate_steps(rank)),
         state=rank.state,
         stop=config.stop,
         num_steps=plan.num_steps,
@@ -222,8 +221,8 @@ def stop_if_asked(rank: RankContext) -> None:
         raise Interrupted
 
 
-def announce(rank: RankContext, works: Iterable[StepWork]) -> Iterator[StepWork]:
-    """The same works; each is recorded as begun."""
+def record_step_starts(rank: RankContext, works: Iterable[StepWork]) -> Iterator[StepWork]:
+    """Yields the same works; records each as begun."""
     for work in works:
         rank.on_step(work.step + 1)
         yield work
