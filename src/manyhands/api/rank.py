@@ -163,7 +163,7 @@ class CallbackSink(JsonlSink):
     """The caller's functions, with the rows of metrics.jsonl."""
 
     def __init__(self, callbacks: Callbacks) -> None:
-        self.callbacks, self.every_steps, self._devices = callbacks, 1, []
+        self.callbacks, self.every_steps, self.run, self._devices = callbacks, 1, "", []
         self.explain: Callable[[], None] = lambda: None  # what a callback has raised, once the folder is known
 
     def close(self, outcome: Outcome = "finished") -> None:
