@@ -129,7 +129,7 @@ def test_prove(place: Place, listeners: Listeners) -> None:
 def test_eval_and_generate_in_several_processes(whole: object, place: Place, listeners: Listeners) -> None:
     (place.folder / "prompts.jsonl").write_text('{"prompt": "alpha"}\n{"prompt": "beta"}\n')
     for command in (
-        ["eval", "runs/whole", "--processes", "2"],
+        ["eval", "runs/whole", "--output", "figures", "--processes", "2"],
         ["generate", "runs/whole", "--input", "prompts.jsonl", "--output", "answers.jsonl", "--processes", "2"],
     ):
         ended = place.call("-m", "manyhands", *command)
