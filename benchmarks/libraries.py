@@ -289,7 +289,7 @@ def weight_shapes(tiny: bool) -> list[tuple[int, ...]]:
 def make_optimizer(kind: str, weights: Sequence[Tensor]) -> Any:
     keywords: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8}
     if kind == "ours":
-        from manyhands.training.adamw_8bit import BlockwiseAdamW
+        from manyhands.optim.adamw_8bit import BlockwiseAdamW
 
         return BlockwiseAdamW([{"params": list(weights), "weight_decay": 0.01, "bits": 8}], **keywords)
     keywords["weight_decay"] = 0.01

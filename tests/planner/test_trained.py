@@ -11,8 +11,9 @@ from manyhands.config.schema import MethodSection, OptimizerSection
 from manyhands.convert.trainable import train_by_pattern
 from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
-from manyhands.planner.estimate_input import TrainedWeights, count_state_bytes, count_trained
-from manyhands.planner.memory import estimate_terms, reduction, root_reduction
+from manyhands.optim.registry import OPTIMIZERS, TrainedCounts
+from manyhands.planner.estimate_input import TrainedWeights, count_trained
+from manyhands.planner.memory import estimate_terms, optimizer, reduction, root_reduction, state_bytes
 from manyhands.planner.search import plan
 from tests.planner.examples import facts, llama_8b, run_config
 from tests.support.plans import change_input, make_input
@@ -103,14 +104,19 @@ def test_of_the_root_the_head_alone_gets_a_gradient_from_the_loss(in_root: int, 
     ("name", "num_bytes"),
     [
         ("adamw", 2 * 1000 * 4),
-        ("adamw_8bit", int(2.03125 * 700) + 8 * 300),
-        ("paged_adamw_8bit", 0),
+        ("adamw_8bit", 2.03125 * 700 + 8 * 300),
         ("adafactor", 50 * 4),
         ("muon", 1400 * 4),
     ],
 )
-def test_bytes_of_states(name: str, num_bytes: int) -> None:
-    assert count_state_bytes(name, 1000, num_root=400, num_embedding=300, num_sides=50, master_bytes=4) == num_bytes
+def test_bytes_of_states(name: str, num_bytes: float) -> None:
+    counts = TrainedCounts(num_trained=1000, num_root=400, num_embedding=300, num_sides=50)
+    assert OPTIMIZERS[name].state_bytes(counts, 4) == num_bytes
+
+
+def test_paged_states_take_no_memory_of_the_device_and_all_of_a_checkpoint() -> None:
+    paged = change_input(SETUP, optimizer_name="paged_adamw_8bit")
+    assert optimizer(paged) == 0 < state_bytes(paged) == optimizer(change_input(SETUP, optimizer_name="adamw_8bit"))
 
 
 def test_the_plan_counts_the_states_of_the_optimizer_asked() -> None:

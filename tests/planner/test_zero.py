@@ -104,8 +104,8 @@ def test_70b_in_4_bits_fits_on_two_gpus():
 @pytest.mark.parametrize(
     ("strategy", "keys", "words"),
     [
-        ("zero1", {"optimizer__name": "muon"}, "optimizer.name: adamw"),
-        ("zero2", {"optimizer__name": "adamw_8bit"}, "optimizer.name: adamw"),
+        ("zero1", {"optimizer__name": "muon"}, "optimizer.name: muon"),
+        ("zero2", {"optimizer__name": "adamw_8bit"}, "use adamw"),
         ("zero2", {"model__dtype": "float64"}, "model.dtype"),
         ("zero2", {"method__name": "full", "model__master_dtype": "bfloat16"}, "model.master_dtype"),
         ("zero1", {"kernels__linear": "fp8", "method__name": "lora"}, "kernels.linear: fp8"),

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import manyhands.training.optimizer
 from manyhands.checkpoint import load_checkpoint, save_checkpoint
 from manyhands.checkpoint.tensors import checkpoint_tensors
 from manyhands.config.schema import OptimizerSection
@@ -26,7 +25,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, gather
 from manyhands.core.seeds import named_generator
 from manyhands.engine.native import NativeEngine
-from manyhands.training.adamw_8bit import MOMENTS, blocks_in
+from manyhands.optim.adamw_8bit import MOMENTS, blocks_in
 from manyhands.training.optimizer import make_optimizer, set_learning_rate
 
 PEAK = 1e-2
@@ -185,7 +184,6 @@ def cpu_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "optimizer_update_8bit_blockwise", update_8bit)
         patch.setattr(kernels, "optimizer_update_32bit", update_32bit)
-        patch.setattr(manyhands.training.optimizer, "check_blockwise", lambda *_: None)
         yield
 
 

@@ -8,7 +8,7 @@ import bitsandbytes.functional as kernels
 import pytest
 import torch
 
-from manyhands.training.adamw_8bit import Blocks, blocks_in, requantize
+from manyhands.optim.adamw_8bit import Blocks, blocks_in, requantize
 
 SIGNED, UNSIGNED = kernels.create_dynamic_map(signed=True), kernels.create_dynamic_map(signed=False)
 

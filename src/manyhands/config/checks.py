@@ -15,6 +15,7 @@ from manyhands.config.data_schema import MOST_PIXELS
 from manyhands.config.keys import show, table
 from manyhands.config.schema import RunConfig, Source
 from manyhands.config.sources import READY, check_formats, check_sources, list_sources
+from manyhands.optim.registry import OPTIMIZERS, name_those
 
 Findings = Iterator[str]
 
@@ -222,18 +223,22 @@ def _check_loftq(config: RunConfig) -> Findings:
 
 
 def _check_optimizer(config: RunConfig) -> Findings:
-    name = config.optimizer.name
+    name, spec = config.optimizer.name, OPTIMIZERS[config.optimizer.name]
     if not config.optimizer.weight_decay:
         yield from _unused(config, ("optimizer.decay_embeddings",), "optimizer.weight_decay", "set a weight decay")
-    if name == "adafactor":
-        moments = ("optimizer.beta1", "optimizer.beta2", "optimizer.eps")
-        yield from _unused(config, moments, "optimizer.name", "choose an optimizer with these moments, such as adamw")
-    if name not in ("adamw", "adafactor", "muon"):
+    keys = tuple(f"optimizer.{key}" for key in spec.unused_keys)
+    others = name_those(lambda other: not other.unused_keys)
+    yield from _unused(config, keys, "optimizer.name", f"choose {others}")
+    if spec.library:
+        others = name_those(lambda other: not other.library)
         if config.parallel.device == "cpu":
-            yield f"`optimizer.name: {name}` (bitsandbytes) runs on GPUs only, and `parallel.device` is cpu: use adamw"
+            yield (
+                f"`optimizer.name: {name}` ({spec.library}) runs on GPUs only, and `parallel.device` is cpu: use "
+                f"{others}"
+            )
         if config.model.dtype == "float64":
             yield (
-                f"`optimizer.name: {name}` does not support float64, and `model.dtype` is float64: use adamw or "
+                f"`optimizer.name: {name}` does not support float64, and `model.dtype` is float64: use {others}, or "
                 "another dtype"
             )
 
@@ -326,10 +331,11 @@ def _check_parallel(config: RunConfig) -> Findings:
             "`parallel.offload: all` offloads sharded weights, and `parallel.strategy: ddp` has none: use fsdp, hsdp "
             "or single"
         )
-    if parallel.offload != "none" and config.optimizer.name != "adamw":
+    if parallel.offload != "none" and not OPTIMIZERS[config.optimizer.name].streams_states:
         yield (
-            f"`parallel.offload: {parallel.offload}` supports only `optimizer.name: adamw`, not "
-            f"`{config.optimizer.name}`: use adamw, or optimizer.name: paged_adamw_8bit without parallel.offload"
+            f"`parallel.offload: {parallel.offload}` does not support `optimizer.name: {config.optimizer.name}`: use "
+            f"{name_those(lambda spec: spec.streams_states)}, or, without parallel.offload, "
+            f"{name_those(lambda spec: spec.is_paged)}"
         )
 
 
@@ -338,10 +344,10 @@ def _check_zero(config: RunConfig) -> Findings:
     strategy, method, kernels = config.parallel.strategy, config.method, config.kernels
     yield from _unused(config, ("parallel.reshard_after_forward",), "parallel.strategy", "set parallel.strategy: fsdp")
     named = f"`parallel.strategy: {strategy}`"
-    if config.optimizer.name != "adamw":
+    if not OPTIMIZERS[config.optimizer.name].takes_partitions:
         yield (
-            f"{named} partitions weights without regard to rows, so that only `optimizer.name: adamw` can update them, "
-            f"not `{config.optimizer.name}`: use adamw, or parallel.strategy: fsdp"
+            f"{named} partitions weights without regard to rows, which `optimizer.name: {config.optimizer.name}` "
+            f"cannot update: use {name_those(lambda spec: spec.takes_partitions)}, or parallel.strategy: fsdp"
         )
     if config.model.dtype == "float64":
         yield f"{named} keeps master weights in float32, and `model.dtype` is float64: use fsdp or ddp"

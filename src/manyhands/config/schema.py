@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from manyhands.config.data_schema import (
     Auto,
@@ -35,6 +35,7 @@ from manyhands.config.section_schemas import (
     PartOfRun,
     SubmitSection,
 )
+from manyhands.optim.registry import OPTIMIZERS
 
 
 class ModelSection(Section):
@@ -86,13 +87,19 @@ class ModelSection(Section):
     trust_remote_code: bool = Field(False, description="Run Python code from the model's repository.")
 
 
+def _check_optimizer_name(name: str) -> str:
+    if name not in OPTIMIZERS:
+        raise ValueError(f"no optimizer is called {name}")
+    return name
+
+
 class OptimizerSection(Section):
     """How weights are updated."""
 
-    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon"] = Field(
-        "adamw",
-        description="adamw; 8bit has 8-bit states, paged may move them to host memory (both from bitsandbytes); "
-        "adafactor; muon for matrices of the blocks and adamw for the rest.",
+    name: Annotated[str, AfterValidator(_check_optimizer_name)] = Field(
+        next(iter(OPTIMIZERS)),
+        description="; ".join(f"{name}: {spec.summary}" for name, spec in OPTIMIZERS.items()) + ".",
+        json_schema_extra=lambda schema: schema.update(enum=list(OPTIMIZERS)),
     )
     learning_rates: dict[str, PositiveFloat] = Field(
         {},

@@ -24,8 +24,10 @@ from manyhands.core.errors import UserError
 from manyhands.model.load import match_checkpoint
 from manyhands.model.probe import probe
 from manyhands.model.structure import find_blocks
+from manyhands.optim.muon import split_matrices
+from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.types import Plan
-from manyhands.training.optimizer import group_parameters, split_matrices
+from manyhands.training.optimizer import group_parameters
 
 
 def rehearse(config: RunConfig, plan: Plan) -> None:
@@ -37,7 +39,7 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
     if plan.adapter is not None:
         check_adapter(model, plan.adapter.folder)
     groups = group_parameters(model, config.optimizer, plan.learning_rate, plan.rated_parts)
-    if config.optimizer.name == "muon":
+    if OPTIMIZERS[config.optimizer.name].needs_block_matrices:
         split_matrices(groups, list(find_blocks(model)))
     family = families.find(model.config.get_text_config().model_type)
     if config.data.packing is False and not (families.was_measured(family) and family.packs):  # else facts asked

@@ -18,6 +18,7 @@ from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.model import BLOCK_TENSOR, EMBEDDINGS, HEAD
 from manyhands.facts.types import ModelFacts
+from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.types import Plan, method_of
 
 TIMEOUT_S = 600.0  # most of it is importing torch from a cold disk
@@ -52,7 +53,9 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
 
 
 def refuse_unmatched(config: RunConfig, plan: Plan, model: ModelFacts) -> None:
-    """Raises the workers' UserError for a pattern that matches nothing, and for Muon without a matrix to train."""
+    """Raises the workers' UserError for a pattern that matches nothing, and for an optimizer without a matrix to
+    train.
+    """
     if may_match_nothing(config, plan, model):
         rehearse(config, plan)
 
@@ -76,7 +79,7 @@ def may_match_nothing(config: RunConfig, plan: Plan, model: ModelFacts) -> bool:
         if len(left) == len(free):
             return True
         free = left
-    if config.optimizer.name != "muon" or method.trains_adapters:
+    if not OPTIMIZERS[config.optimizer.name].needs_block_matrices or method.trains_adapters:
         return False
     shapes = model.parameter_shapes
     return model.is_multimodal or not any(BLOCK_TENSOR.search(one[0]) and len(shapes[one[0]]) == 2 for one in trained)

@@ -10,6 +10,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, HostFacts
+from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.phrases import NOTHING_FITS, describe_changes
 from manyhands.planner.types import Plan
 
@@ -153,7 +154,7 @@ def _shorter(config: RunConfig, facts: Facts) -> Iterator[Change]:
 
 def _offloads(config: RunConfig, facts: Facts) -> Iterator[Change]:
     kinds = {"none": ("optimizer", "all"), "optimizer": ("all",)}
-    for kind in kinds.get(config.parallel.offload, ()) if config.optimizer.name == "adamw" else ():
+    for kind in kinds.get(config.parallel.offload, ()) if OPTIMIZERS[config.optimizer.name].streams_states else ():
         yield Change("offload", kind, _with(config, "parallel", offload=kind), facts)
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.units import format_gib, format_size
 from manyhands.facts.types import DataFacts, Facts, ModelFacts
+from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.advice import DOES_NOT_FIT
 from manyhands.planner.candidates import Limits
 from manyhands.planner.choices import Decisions
 from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.features import Features
-from manyhands.planner.layout import Mesh, change
-from manyhands.planner.memory import optimizer
+from manyhands.planner.memory import state_bytes
 from manyhands.planner.phrases import describe_disk, describe_limit
 from manyhands.planner.steps import Steps
 from manyhands.planner.types import LOG_BYTES, Candidate, DiskEstimate, Reason, reason
@@ -60,11 +58,6 @@ def estimate_disk(
     plan), one more while it is written, and the best if asked. The result is the model, towers included, or the
     adapter, and the merged model too if asked. Features of images count where they are on the same disk.
     """
-    alone = replace(
-        setup,
-        layout=change(setup.layout, strategy="single", mesh=Mesh(), offload="none"),
-        optimizer_name=setup.optimizer_name.removeprefix("paged_"),
-    )
     keep_last, saved = config.checkpoint.keep_last, steps.num_checkpoints
     kept = saved if keep_last == "all" else keep_last + 1 + config.checkpoint.keep_best
     model, adapters = facts.model, config.method.trains_adapters
@@ -73,7 +66,7 @@ def estimate_disk(
         width = output_bytes if not adapters or config.output.dtype != "auto" else setup.frozen_bytes
         result += (model.num_parameters + model.num_tower_parameters) * width
     return DiskEstimate(
-        checkpoint_bytes=setup.num_trained * setup.master_bytes + optimizer(alone),
+        checkpoint_bytes=setup.num_trained * setup.master_bytes + state_bytes(setup),
         num_checkpoints=kept if config.checkpoint.every_minutes is not None else min(saved, kept),
         result_bytes=result,
         feature_bytes=features.num_bytes if features.kept and facts.shares_disk else 0,
@@ -120,7 +113,7 @@ def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions
         advice.append("use method.name=lora" if config.method.name == "full" else "use method.name=qlora")
     if config.data.max_length > 512:
         advice.append("shorten the samples (data.max_length)")
-    if made.device == "cuda" and parallel.offload != "all" and config.optimizer.name == "adamw":
+    if made.device == "cuda" and parallel.offload != "all" and OPTIMIZERS[config.optimizer.name].streams_states:
         advice.append("keep states in host memory (parallel.offload)")
     advice.append(
         "use more GPUs or ones with more memory" if parallel.device != "cpu" else "use a machine with more memory"

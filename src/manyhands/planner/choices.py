@@ -13,6 +13,7 @@ from typing import Literal
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
+from manyhands.optim.registry import OPTIMIZERS, name_those
 from manyhands.planner.batch import has_one_length
 from manyhands.planner.hardware import (
     choose_device,
@@ -136,12 +137,12 @@ def choose_master_dtype(
     """
     if config.model.master_dtype == "float32":
         return ("float64" if compute == "float64" else "float32"), ()
+    name = config.optimizer.name
     obstacles = {
         "a part of the model is frozen, and what is trained beside it is kept in float32": "frozen" in parts.values(),
         f"method.name is {config.method.name}, which keeps what it trains in float32": config.method.name != "full",
         f"model.dtype is {config.model.dtype}: the model computes in {compute}": compute != "bfloat16",
-        f"optimizer.name is {config.optimizer.name}, which does not round stochastically": config.optimizer.name
-        != "adamw",
+        f"optimizer.name is {name}, which does not round stochastically": not OPTIMIZERS[name].is_fused,
     }
     found = [text for text, stands in obstacles.items() if stands]
     if found:
@@ -149,7 +150,8 @@ def choose_master_dtype(
             "model.master_dtype: bfloat16 cannot be combined with other keys",
             where="model.master_dtype",
             why="; ".join(found),
-            fix="remove model.master_dtype, or train in full with model.dtype=bfloat16 and optimizer.name=adamw",
+            fix="remove model.master_dtype, or train in full with model.dtype=bfloat16 and "
+            f"optimizer.name={name_those(lambda spec: spec.is_fused)}",
         )
     return "bfloat16", (reason("masters"),)
 
@@ -183,9 +185,10 @@ def choose_attention(
 
 
 def fuses_optimizer(config: RunConfig, device: Device) -> bool:
-    """Whether AdamW in one pass is tried."""
+    """Whether the optimizer's kernel that does everything in one pass is tried."""
     native = not config.parallel.strategy.startswith("zero")
-    return config.optimizer.name == "adamw" and config.kernels.optimizer == "auto" and device == "cuda" and native
+    fused = OPTIMIZERS[config.optimizer.name].is_fused
+    return fused and config.kernels.optimizer == "auto" and device == "cuda" and native
 
 
 def choose_linear(config: RunConfig, device: Device, gpus: tuple[GpuFacts, ...]) -> tuple[Reason, ...]:
@@ -304,14 +307,14 @@ def choose_data_workers(config: RunConfig, facts: Facts, device: Device) -> tupl
 
 
 def check_optimizer(config: RunConfig, device: Device, compute: ComputeDtype) -> None:
-    """UserError for an optimizer of bitsandbytes where it has no kernels."""
-    name = config.optimizer.name
-    if name in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit") and (device == "cpu" or compute == "float64"):
+    """UserError for an optimizer whose library has no kernels for this device or dtype."""
+    name, library = config.optimizer.name, OPTIMIZERS[config.optimizer.name].library
+    if library and (device == "cpu" or compute == "float64"):
         raise UserError(
             f"optimizer.name: {name} does not run on {'the CPU' if device == 'cpu' else 'weights of 64 bits'}",
             where="optimizer.name",
-            why="bitsandbytes has 8-bit and paged optimizers for GPUs only, and for weights of at most 32 bits",
-            fix="use optimizer.name=adamw, adafactor or muon",
+            why=f"{library} has its kernels for GPUs only, and for weights of at most 32 bits",
+            fix=f"use optimizer.name={name_those(lambda spec: not spec.library)}",
         )
 
 

@@ -15,7 +15,6 @@ from manyhands.config.patterns import EMBEDDING_NAMES, HEAD_NAMES, expand, match
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.limits import (
-    BLOCK_VALUES_8BIT,
     NF4_CODE_BYTES,
     NF4_FLOAT_STATISTICS_BYTES,
     NF4_ROW_VALUES,
@@ -23,6 +22,7 @@ from manyhands.core.limits import (
 )
 from manyhands.facts.model import BLOCK_TENSOR
 from manyhands.facts.types import DataFacts, ModelFacts, NewTokens, TowerFacts
+from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.layout import DTYPE_BYTES, Layout
 
 
@@ -93,7 +93,7 @@ class EstimateInput:
     fp8_blocks: bool = False  # matmuls of the blocks' linear layers in fp8
     fp8_weights: bool = False  # and their frozen weights are kept so alone
     partially_trained: TrainedWeights | None = None  # patterns: the model's own weights that are trained
-    optimizer_name: str = "adamw"
+    optimizer_name: str = next(iter(OPTIMIZERS))
     fuse_loss: bool = False  # cross-entropy fused with the head
     fuse_optimizer: bool = False  # AdamW takes gradients in the dtype of the copy that computes
     mixed_lengths: bool = False  # varlen, and samples differ in length or layers have windows
@@ -257,7 +257,6 @@ class EstimateInput:
 
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
-BLOCK_SCALE_BYTES = 4 / BLOCK_VALUES_8BIT  # a value
 
 
 @dataclass(frozen=True)
@@ -324,34 +323,6 @@ def with_towers(model: ModelFacts, parts: Mapping[str, str]) -> ModelFacts:
 
 def _any(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(reaches(name, pattern) for pattern in patterns for name in names)
-
-
-def count_state_bytes(
-    name: str, num_trained: int, *, num_root: int, num_embedding: int, num_sides: int, master_bytes: int
-) -> int:
-    """Bytes of an optimizer's states, over all shards, on the device.
-
-    Of the ``num_trained`` parameters ``num_root`` are in no block, of which ``num_embedding`` are embeddings;
-    ``num_sides`` is the sum of rows and columns of all matrices. Vectors are not told apart.
-
-    ============  ==================================================================================================
-    adamw         two moments in the masters' dtype: ``2 trained m``
-    adamw_8bit    two bytes, and two scales a block of 256; embeddings keep float32: ``(2 + 8/256) rest + 8 embedding``
-    paged_*       nothing: the driver moves them to the host when activations need the room
-    adafactor     a number for each row and column of a matrix: ``m sides``
-    muon          one momentum in the blocks, AdamW's two for the root: ``m (trained + root)``
-    ============  ==================================================================================================
-    """
-    match name:
-        case "paged_adamw" | "paged_adamw_8bit":
-            return 0
-        case "adamw_8bit":
-            return int((2 + 2 * BLOCK_SCALE_BYTES) * (num_trained - num_embedding)) + 8 * num_embedding
-        case "adafactor":
-            return num_sides * master_bytes
-        case "muon":
-            return (num_trained + num_root) * master_bytes
-    return 2 * num_trained * master_bytes
 
 
 def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:

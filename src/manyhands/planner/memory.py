@@ -27,6 +27,7 @@ from manyhands.core.limits import (
     MAX_LOGITS_TRAINED,
     MIN_CHUNK_TOKENS,
 )
+from manyhands.optim.registry import OPTIMIZERS, TrainedCounts
 from manyhands.planner import zero
 from manyhands.planner.activations import (
     attention_mask,
@@ -35,7 +36,7 @@ from manyhands.planner.activations import (
     kept_activations,
     kept_bytes_per_token,
 )
-from manyhands.planner.estimate_input import EstimateInput, TrainedWeights, count_state_bytes
+from manyhands.planner.estimate_input import EstimateInput, TrainedWeights
 from manyhands.planner.gradients import (
     BLOCKS_IN_FLIGHT,
     earlier_gradients,
@@ -138,10 +139,8 @@ def quantized_weights(s: EstimateInput) -> int:
     return 2 * s.model.num_layers * sum(out * into for out, into in s.model.block_linear_shapes.values())
 
 
-def optimizer(s: EstimateInput) -> int:
-    """States as ``count_state_bytes`` has them, over S: AdamW's two moments ``2 trained m / S``. Its fused kernel needs
-    no copy. ZeRO's masters, ``trained m / S``, are flat tensors beside them.
-    """
+def state_bytes(s: EstimateInput) -> int:
+    """Of an optimizer's states over all shards, as a checkpoint holds them: AdamW's two moments are ``2 trained m``."""
     model, linears = s.model, s.model.block_linear_shapes.values()
     num_root = (
         s.num_root_parameters if s.trains_everything else s.partially_trained.num_in_root if s.partially_trained else 0
@@ -152,14 +151,15 @@ def optimizer(s: EstimateInput) -> int:
     )
     if s.num_adapter_parameters:  # a factor of rank r has one side for each r elements, and r more
         sides = s.num_adapter_parameters // s.adapter_rank + 2 * s.adapter_rank * model.num_layers * len(linears)
-    states = count_state_bytes(
-        s.optimizer_name,
-        s.num_trained,
-        num_root=num_root + s.outer_trained,
-        num_embedding=min(num_root, s.head_elements),
-        num_sides=sides,
-        master_bytes=s.master_bytes,
-    )
+    counts = TrainedCounts(s.num_trained, num_root + s.outer_trained, min(num_root, s.head_elements), sides)
+    return int(OPTIMIZERS[s.optimizer_name].state_bytes(counts, s.master_bytes))
+
+
+def optimizer(s: EstimateInput) -> int:
+    """States over S, or nothing of paged ones: the driver moves them to the host when activations need the room. Fused
+    AdamW needs no copy. ZeRO's masters, ``trained m / S``, are flat tensors beside them.
+    """
+    states = 0 if OPTIMIZERS[s.optimizer_name].is_paged else state_bytes(s)
     masters = s.num_trained * s.master_bytes if s.layout.zero_stage else 0
     return (masters + states) // s.num_shards
 

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner import zero
 from manyhands.planner.activations import moved_bytes
 from manyhands.planner.collectives import accumulation, communication, copies, gathers, whole_bytes
@@ -47,7 +48,6 @@ FUSED_AGAIN = 0.45
 # collectives that do nothing); the rest, for launches of copies and collectives, is a guess
 SHARD_LAYER_S = 0.0012
 CHUNK_S = 0.00002  # the host's time for one parameter in the update
-EIGHT_BIT_S = 3.0e-11  # a parameter in bitsandbytes' update of 8-bit states, whatever the memory's rate (H200)
 # To and from host memory together, by all GPUs of a machine: four H200s moved 27 GB/s each way at the same time
 HOST_COPIES_BYTES_S = 216e9
 SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
@@ -256,26 +256,24 @@ def recomputation(s: TimeInput, micro: Micro) -> float:
 
 
 def optimizer(s: TimeInput) -> float:
-    """Bytes that clipping and update move, of this rank's share: AdamW reads gradient, weight and two moments, and
-    writes the last three, ``28`` in float32; fused with the copy that computes and its gradients in bfloat16 ``30``.
+    """Bytes that clipping and update move, of this rank's share; AdamW's 28 in float32 are 30 where they are fused with
+    the copy that computes and its gradients in bfloat16.
     """
-    e = s.estimate
+    e, spec = s.estimate, OPTIMIZERS[s.estimate.optimizer_name]
     trained = e.num_trained / e.num_shards
-    state = {"adamw_8bit": 14, "paged_adamw_8bit": 14, "adafactor": 16}.get(e.optimizer_name, 28)
     narrow = e.master_bytes / 4
-    moved = state * narrow + (2 if e.fuse_optimizer and e.keeps_copy else SYNC_UPDATE_BYTES * narrow)
-    by_kernel = EIGHT_BIT_S if "8bit" in e.optimizer_name and e.layout.device == "cuda" else 0.0
+    moved = spec.moved_bytes * narrow + (2 if e.fuse_optimizer and e.keeps_copy else SYNC_UPDATE_BYTES * narrow)
+    by_kernel = spec.kernel_s if e.layout.device == "cuda" else 0.0
     seconds = trained * (moved / s.rates.memory + by_kernel)
-    if e.optimizer_name == "muon":  # five iterations of three products, of squares of the narrower side
-        sides = e.model.block_linear_shapes.values()
-        flops = sum(30.0 * min(side) ** 2 * max(side) for side in sides) * e.model.num_layers
+    if spec.matrix_flops is not None:
+        flops = sum(spec.matrix_flops(*sides) for sides in e.model.block_linear_shapes.values()) * e.model.num_layers
         seconds += flops / s.rates.matmul / max(1, e.num_shards)
     if e.streams_update:  # gradients for their norm, then all that is on the host, in and out at the same time
         on_host = (1 if overlaps(s) else 2) * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
         rate = min(s.rates.pcie, HOST_COPIES_BYTES_S / (2 * s.num_local))
         seconds += 0.0 if updates_in_backward(s) else trained * on_host / rate
     elif e.layout.offload != "none":  # states travel to the device and back, or are updated on the host
-        seconds += trained * 2 * (state - 4) / s.rates.pcie
+        seconds += trained * 2 * (spec.moved_bytes - 4) / s.rates.pcie
     return seconds
 
 
@@ -288,7 +286,7 @@ def overlaps(s: TimeInput) -> bool:
 def updates_in_backward(s: TimeInput) -> bool:
     """Whether weights in host memory are updated beside the backward pass (``engine/host_shards.py``)."""
     e = s.estimate
-    fits = e.streams_update and e.optimizer_name == "adamw" and e.images is None
+    fits = e.streams_update and OPTIMIZERS[e.optimizer_name].is_fused and e.images is None
     return overlaps(s) and fits and not e.needs_all_gradients
 
 

@@ -1,15 +1,11 @@
-"""Which optimizer, and its groups: every trained parameter in exactly one group, weight decay only on matrices, rates
-by pattern.
+"""The optimizer's groups: every trained parameter in exactly one, weight decay only on matrices, rates by pattern.
 
-Must not know how a model is built or sharded; the optimizers beside this file ask ``core/holding.py`` what this rank
-has of a parameter.
+Must not know how a model is built or sharded. The optimizers are in ``optim/``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,15 +14,11 @@ from manyhands.config.patterns import reaches
 from manyhands.config.schema import OptimizerSection
 from manyhands.core.errors import UserError
 from manyhands.core.holding import full_shape
-from manyhands.training.adafactor import Adafactor
-from manyhands.training.adamw_8bit import BlockwiseAdamW, check_blockwise
-from manyhands.training.muon import Muon
+from manyhands.optim.options import TORCHS_ADAMW, Group, MakeAdamW, Options
+from manyhands.optim.registry import OPTIMIZERS, load_factory
 
-Group = dict[str, Any]
 Parts = Mapping[str, Sequence[str]]  # patterns that reach the weights of a part of the model, first match first
 NO_PARTS: Parts = {}
-MakeAdamW = Callable[..., torch.optim.Optimizer]  # of groups, with lr, betas and eps
-TORCHS_ADAMW: MakeAdamW = partial(torch.optim.AdamW, fused=True)
 
 
 def make_optimizer(
@@ -40,29 +32,17 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of ``section`` over the trained parameters of ``model``, in their own (master) dtype.
 
-    ``learning_rate`` is the peak, ``blocks`` the names of the decoder's blocks, whose matrices Muon orthogonalizes in
-    ``compute_dtype``. Every group has ``peak_ratio``, its peak as a share of that, and ``pattern``, the one of
-    ``learning_rates``, or the part, that chose it or none. UserError for patterns that choose nothing and for
-    optimizers that the device does not have. AdamW is torch's fused one, or what ``make_adamw`` makes.
+    ``learning_rate`` is the peak; ``blocks``, ``make_adamw`` and ``compute_dtype`` are those of ``Options``. Every
+    group has ``peak_ratio``, its peak as a share of ``learning_rate``, and ``pattern``, the one of ``learning_rates``,
+    or the part, that chose it or none. UserError for patterns that choose nothing and for a library that is missing.
     """
     groups = group_parameters(model, section, learning_rate, parts)
     if not groups:
         raise ValueError("no parameter of the model is trained")
-    betas = (section.beta1, section.beta2)
-    match section.name:
-        case "adafactor":
-            return Adafactor(groups, lr=learning_rate)
-        case "muon":
-            matrices, rest = split_matrices(groups, blocks)
-            return Muon(matrices, rest, lr=learning_rate, betas=betas, eps=section.eps, dtype=compute_dtype)
-        case "adamw":
-            return make_adamw(groups, lr=learning_rate, betas=betas, eps=section.eps)
-    check_blockwise(section.name, (parameter for group in groups for _, parameter in group["params"]))
-    for group in groups:
-        group["bits"] = 8 if section.name.endswith("8bit") and group["is_matrix"] else 32
-    return BlockwiseAdamW(
-        groups, lr=learning_rate, betas=betas, eps=section.eps, paged=section.name.startswith("paged")
-    )
+    spec = OPTIMIZERS[section.name]
+    options = Options(learning_rate, (section.beta1, section.beta2), section.eps, blocks, compute_dtype, make_adamw)
+    optimizer: torch.optim.Optimizer = load_factory(spec)(groups, options, **spec.arguments)
+    return optimizer
 
 
 def group_parameters(
@@ -126,25 +106,6 @@ def choose_patterns(model: nn.Module, patterns: Parts, may_be_empty: Collection[
             )
         chosen |= dict.fromkeys(free, pattern)
     return chosen
-
-
-def split_matrices(groups: list[Group], blocks: Collection[str]) -> tuple[list[Group], list[Group]]:
-    """The same groups for Muon, with the matrices of ``blocks``, and for AdamW, with everything else. UserError where
-    there is no such matrix.
-    """
-
-    def is_matrix(name: str, parameter: torch.Tensor) -> bool:
-        return parameter.ndim == 2 and any(name.startswith(f"{block}.") for block in blocks)
-
-    matrices = [{**group, "params": [pair for pair in group["params"] if is_matrix(*pair)]} for group in groups]
-    rest = [{**group, "params": [pair for pair in group["params"] if not is_matrix(*pair)]} for group in groups]
-    if not any(group["params"] for group in matrices):
-        raise UserError(
-            "optimizer.name: muon has nothing to do: no matrix of the blocks is trained",
-            where="optimizer.name",
-            fix="use optimizer.name=adamw, or train matrices of the blocks",
-        )
-    return [group for group in matrices if group["params"]], [group for group in rest if group["params"]]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -12,15 +12,15 @@ between two levels, times the new block's largest value (0.71 % of it for the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from manyhands.core.errors import UserError
 from manyhands.core.holding import first_index, local, num_shards, shard_like
 from manyhands.core.limits import BLOCK_VALUES_8BIT as BLOCK
+from manyhands.optim.options import Group, Options
 
 MIN_QUANTIZED = 4096  # smaller parameters keep float32 moments, as do vectors (norms)
 MIN_PAGED = 100_000  # smaller ones stay on the device
@@ -29,26 +29,11 @@ SCALE = "_scale"  # of the blocks of a moment, after its name
 CHUNK_VALUES = 2**14 * BLOCK  # requantized at once
 
 
-def check_blockwise(name: str, parameters: Iterable[torch.Tensor]) -> None:
-    """UserError where bitsandbytes is missing, or has no kernel for the parameters' device or dtype."""
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"optimizer.name: {name} needs bitsandbytes",
-            where="optimizer.name",
-            why=str(error),
-            fix="pip install 'manyhands[qlora]', or use optimizer.name=adamw",
-        ) from error
-    for parameter in parameters:
-        if parameter.device.type != "cuda" or parameter.dtype == torch.float64:
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise UserError(
-                f"optimizer.name: {name} does not run on {parameter.device.type} in {dtype}",
-                where="optimizer.name",
-                why="bitsandbytes has 8-bit and paged optimizers for GPUs only, and for weights of at most 32 bits",
-                fix="use optimizer.name=adamw, adafactor or muon",
-            )
+def make_blockwise(groups: list[Group], options: Options, *, bits: int, paged: bool = False) -> BlockwiseAdamW:
+    """``bits`` are those of matrices; embeddings and vectors keep float32 moments."""
+    for group in groups:
+        group["bits"] = bits if group["is_matrix"] else 32
+    return BlockwiseAdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, paged=paged)
 
 
 class BlockwiseAdamW(torch.optim.Optimizer):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from manyhands.core.holding import local, shard_like, sum_over_shards
+from manyhands.optim.options import Group, Options
 
 DECAY = -0.8  # the second moment's decay is 1 - t^DECAY at step t
 EPS = 1e-30  # added to squared gradients
@@ -106,3 +107,7 @@ class Adafactor(torch.optim.Optimizer):
             else:
                 means.append(total.new_ones(()))
         return means
+
+
+def make_adafactor(groups: list[Group], options: Options) -> Adafactor:
+    return Adafactor(groups, lr=options.learning_rate)

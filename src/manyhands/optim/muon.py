@@ -14,11 +14,14 @@ agree as they do with AdamW, in bfloat16 they differ by Muon's rounding too.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from manyhands.core.errors import UserError
 from manyhands.core.holding import gather_parts, local, local_part
+from manyhands.optim.options import Group, Options
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic a x + b x^3 + c x^5; singular values end between 0.7 and 1.2
 NUM_ITERATIONS = 5
@@ -84,3 +87,29 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
+
+
+def make_muon(groups: list[Group], options: Options) -> Muon:
+    matrices, rest = split_matrices(groups, options.blocks)
+    return Muon(
+        matrices, rest, lr=options.learning_rate, betas=options.betas, eps=options.eps, dtype=options.compute_dtype
+    )
+
+
+def split_matrices(groups: list[Group], blocks: Collection[str]) -> tuple[list[Group], list[Group]]:
+    """The same groups for Muon, with the matrices of ``blocks``, and for AdamW, with everything else. UserError where
+    there is no such matrix.
+    """
+
+    def is_matrix(name: str, parameter: torch.Tensor) -> bool:
+        return parameter.ndim == 2 and any(name.startswith(f"{block}.") for block in blocks)
+
+    matrices = [{**group, "params": [pair for pair in group["params"] if is_matrix(*pair)]} for group in groups]
+    rest = [{**group, "params": [pair for pair in group["params"] if not is_matrix(*pair)]} for group in groups]
+    if not any(group["params"] for group in matrices):
+        raise UserError(
+            "optimizer.name: muon has nothing to do: no matrix of the blocks is trained",
+            where="optimizer.name",
+            fix="use optimizer.name=adamw, or train matrices of the blocks",
+        )
+    return [group for group in matrices if group["params"]], [group for group in rest if group["params"]]
