@@ -26,12 +26,12 @@ def test_batches_have_ranks_and_micro_batches_without_images() -> None:
 
 def train_unjoined(*arguments: Any) -> Any:
     """Micro-batches without images leave tower and projector out of their graph."""
-    inner = Images._nothing
-    Images._nothing = lambda self, model, device: torch.zeros((), device=device)  # type: ignore[method-assign]
+    inner = Images._zero_of_all_weights
+    Images._zero_of_all_weights = lambda self, model, device: torch.zeros((), device=device)  # type: ignore[method-assign]
     try:
         return train(*arguments)
     finally:
-        Images._nothing = inner  # type: ignore[method-assign]
+        Images._zero_of_all_weights = inner  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -79,6 +80,36 @@ def test_one_process_without_a_group_has_its_own_sums() -> None:
     engine = NativeEngine(LossModel(tiny_model("llama")), ALONE)
     assert engine.all_reduce_sum(torch.tensor(2.0)).item() == 2.0
     assert [t.item() for t in engine.all_gather(torch.tensor(2.0))] == [2.0]
+
+
+class LastBlock:
+    """Optional parts that a model without images has: its last block, idle in steps whose batches say so."""
+
+    unused: set[str] = set()
+
+    def are_idle(self, batch: Mapping[str, Any]) -> bool:
+        return bool(batch.get("skips_last"))
+
+    def trained(self, model: Any) -> list[nn.Parameter]:
+        return list(model.model.layers[-1].parameters())
+
+    def divide_for_sharding(self, model: Any) -> tuple[list[nn.Module], set[nn.Parameter]]:
+        return [], set()
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_parts_that_a_step_does_not_reach_have_no_gradients_after_its_last_micro_batch(idle: bool) -> None:
+    class WithParts(LossModel):
+        optional_parts = LastBlock()
+
+    engine = NativeEngine(WithParts(tiny_model("llama")), ALONE)
+    ids = torch.arange(50)[None]
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": ids, "cu_seq_lens": torch.tensor([0, 50])}
+    for last in (False, True):
+        engine.backward(engine.forward(batch | {"max_length": 50, "skips_last": idle})["lm"][0], last=last)
+    without = {name for name, parameter in engine.model.named_parameters() if parameter.grad is None}
+    named = {name for name, _ in engine.model.named_parameters() if name.startswith("model.layers.2.")}
+    assert named and without == (named if idle else set())
 
 
 def test_clip_factor_keeps_float64_models_exact() -> None:

@@ -43,8 +43,8 @@ class ToyEngine:
         return self.loss_model.logits(batch)
 
     @torch.no_grad()
-    def next_token_logits(self, input_ids: torch.Tensor, images: Batch | None = None) -> torch.Tensor:
-        return self.loss_model.next_token_logits(input_ids, images)
+    def next_token_logits(self, input_ids: torch.Tensor, entries: Batch | None = None) -> torch.Tensor:
+        return self.loss_model.next_token_logits(input_ids, entries)
 
     def forward(self, batch: Batch, *, metrics: bool = False) -> Terms:
         return self.loss_model(batch, metrics=metrics)
@@ -75,9 +75,6 @@ class ToyEngine:
 
     def update_in_backward(self, learning_rate: float) -> None:
         """The toy updates when it steps."""
-
-    def drop_image_gradients(self) -> None:
-        """The toy reads no images."""
 
     def learning_rates(self) -> Mapping[str, float]:
         return {}

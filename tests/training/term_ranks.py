@@ -24,6 +24,8 @@ COEFFICIENTS = {"lm": 1.0, "router": 0.5}
 
 
 class TwoTerms(nn.Module):
+    optional_parts = None
+
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(1))

@@ -251,7 +251,7 @@ class ActivationStore:
 
 def offload_activations(model: Any, device: torch.device) -> ActivationStore:
     """Let the base of ``model`` (embeddings, blocks, last norm; not the head) keep its activations in host memory; of a
-    model of text and images its text decoder.
+    multimodal model its text decoder.
 
     Weights stay: autograd saves parameters themselves or views of them, whether gathered by FSDP2, compiled or neither.
     """

@@ -72,13 +72,6 @@ def apply(
         compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None)
         compile_towers(loss_model.model)
 
-    if layout.zero_stage and loss_model.images is not None:
-        raise UserError(
-            "DeepSpeed does not train models of text and images here",
-            where=f"parallel.strategy: {layout.strategy}",
-            why="a rank whose micro-batch has no image would stay out of its collectives",
-            fix="use parallel.strategy fsdp, hsdp or ddp",
-        )
     if layout.zero_stage:
         from manyhands.engine.deepspeed import apply_zero  # an extra
 
@@ -134,7 +127,7 @@ def check_trained(loss_model: LossModel, layout: Layout) -> None:
     """UserError where the model disagrees with its layout about what is trained, which would change the numerics: the
     plan knows the names in the model's files, the model itself what it loads of them.
     """
-    unused = loss_model.images.unused if loss_model.images is not None else set()
+    unused = loss_model.optional_parts.unused if loss_model.optional_parts is not None else set()
     named = loss_model.model.named_parameters()
     frozen = [name for name, parameter in named if not parameter.requires_grad and name not in unused]
     if layout.trains_everything == (not frozen):
@@ -163,7 +156,7 @@ def compile_blocks(model: nn.Module, *, dynamic: bool | None = True, **options: 
 
 
 def compile_towers(model: nn.Module) -> None:
-    """The same for the repeated layers of frozen vision towers, whose attention over images end to end stays outside.
+    """The same for the repeated layers of frozen vision towers, whose attention over patches end to end stays outside.
 
     Their norms, rotary embeddings and activation functions read and write every value of a patch several times
     otherwise.
@@ -227,8 +220,9 @@ def shard(
     dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
     policy = MixedPrecisionPolicy(cast_forward_inputs=False, **dtypes)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    towers, whole = _divide_towers(loss_model)
-    for block in (*find_blocks(loss_model.model).values(), *towers):
+    parts = loss_model.optional_parts
+    optional_blocks, held_in_full = ([], set()) if parts is None else parts.divide_for_sharding(loss_model.model)
+    for block in (*find_blocks(loss_model.model).values(), *optional_blocks):
         fully_shard(
             block, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=reshard_after_forward
         )
@@ -238,7 +232,7 @@ def shard(
         mp_policy=policy,
         offload_policy=place,
         reshard_after_forward=False,
-        ignored_params=whole,
+        ignored_params=held_in_full,
     )
     for module in loss_model.modules():
         if isinstance(module, FSDPModule):
@@ -247,26 +241,6 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and none is needed
     for method in LOGITS_METHODS:
         register_fsdp_forward_method(loss_model, method)
-
-
-def _divide_towers(loss_model: LossModel) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """(tower blocks that are sharded, parameters of tower and projector that every rank holds in full).
-
-    What is frozen is held in full, so that it takes no part in any collective and runs only where there are images. A
-    block with trained weights is sharded: every rank has to run it in each micro-batch.
-    """
-    images = loss_model.images
-    if images is None:
-        return [], set()
-    named = dict(loss_model.model.named_parameters())
-    outer = {named[name] for names in images.parts.values() for name in names}
-    blocks = [
-        block
-        for block in find_tower_blocks(loss_model.model).values()
-        if any(parameter.requires_grad for parameter in block.parameters())
-    ]
-    images.always_runs = bool(blocks)
-    return blocks, {p for p in outer if not p.requires_grad} - {p for block in blocks for p in block.parameters()}
 
 
 def _move_whole(module: nn.Module, device: torch.device) -> None:

@@ -64,9 +64,9 @@ class RankEngine:
         return logits
 
     @torch.no_grad()
-    def next_token_logits(self, input_ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> torch.Tensor:
+    def next_token_logits(self, input_ids: torch.Tensor, entries: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Logits (b, v) after the rows (b, t). All ranks call it, equally often, where weights are sharded."""
-        logits = self.loss_model.next_token_logits(input_ids, images)
+        logits = self.loss_model.next_token_logits(input_ids, entries)
         self._free_gathered()
         return logits
 
@@ -80,14 +80,6 @@ class RankEngine:
     def drop_gradients(self) -> None:
         """Forgets what backward passes have given since the last step."""
         self.optimizer.zero_grad(set_to_none=True)
-
-    def drop_image_gradients(self) -> None:
-        """Forgets the gradients of vision tower and projector, which are zeros in a step without images: none of them
-        moves then, nor decays.
-        """
-        if self.loss_model.images is not None:
-            for parameter in self.loss_model.images.trained(self.model):
-                parameter.grad = None
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place; returns it."""
@@ -144,6 +136,7 @@ class NativeEngine(RankEngine):
         self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
         self._is_replicated = mesh is not None and mesh.size() > mesh[SHARD].size()
         self._is_reduced = False  # whether a micro-batch of this step has given shards of gradients
+        self._has_idle_parts = False  # whether no micro-batch of this step reaches the optional parts, on any rank
         self._units = [module for module in loss_model.modules() if isinstance(module, FSDPModule)]
         # Trained in bfloat16, whose gradients autograd would add up in bfloat16 if it were not given float32 to add to.
         self._narrow = [p for p in loss_model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
@@ -163,7 +156,7 @@ class NativeEngine(RankEngine):
         if (
             self._norms is not None
             and isinstance(self.optimizer, PerParameterOptimizer)
-            and self.loss_model.images is None
+            and self.loss_model.optional_parts is None
         ):
             self._backward_update = BackwardUpdate(self.loss_model, self.optimizer, self.world.device)
         return note
@@ -177,6 +170,8 @@ class NativeEngine(RankEngine):
     def forward(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Terms:
         """Loss terms of a micro-batch; without gradients where autograd is off."""
         if torch.is_grad_enabled():
+            parts = self.loss_model.optional_parts
+            self._has_idle_parts = parts is not None and parts.are_idle(batch)
             return (self._replica or self.loss_model)(batch, metrics=metrics)
         terms = self.loss_model(batch, metrics=metrics)
         self._free_gathered()
@@ -187,7 +182,8 @@ class NativeEngine(RankEngine):
         ranks.
 
         Shards are reduced after every micro-batch, unless full gradients may wait on every rank (``reduce_every``
-        false). What earlier micro-batches gave is summed in float32, whatever dtype it came in.
+        false). What earlier micro-batches gave is summed in float32, whatever dtype it came in. Optional parts that the
+        step does not reach have zeros from every rank: these are dropped, so that no weight moves or decays.
         """
         _call_all(self._before_backward)
         for parameter in self._narrow:
@@ -202,6 +198,10 @@ class NativeEngine(RankEngine):
                 self._backward_update.is_on = False  # further micro-batches compute with the same weights
         with nullcontext() if self._prefetch is None else self._prefetch.backward_pass():
             loss.backward()
+        if last and self._has_idle_parts:
+            assert self.loss_model.optional_parts is not None
+            for parameter in self.loss_model.optional_parts.trained(self.model):
+                parameter.grad = None
 
     def _reduce_in_backward(self, last: bool) -> None:
         """Whether the backward pass that follows reduces gradients over ranks."""

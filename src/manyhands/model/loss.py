@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,26 @@ IGNORED = -100  # labels with this value are not trained
 PROBE_ROWS = 16
 
 Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class OptionalParts(Protocol):
+    """Parts of a model that only some micro-batches reach, such as a vision tower and its projector."""
+
+    unused: set[str]  # names of parameters that no loss depends on
+
+    def are_idle(self, batch: Mapping[str, Any]) -> bool:
+        """Whether no micro-batch of the step that ``batch`` belongs to reaches the parts, on any rank."""
+        ...
+
+    def trained(self, model: nn.Module) -> list[nn.Parameter]:
+        """The trained parameters of the parts, as they are held at present."""
+        ...
+
+    def divide_for_sharding(self, model: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
+        """(blocks that are sharded one by one, parameters that every rank holds in full). Once blocks are sharded,
+        every rank runs the parts in every forward pass.
+        """
+        ...
 
 
 class LossModel(nn.Module):
@@ -98,6 +118,11 @@ class LossModel(nn.Module):
         self.why_chunked = head if isinstance(head, str) else ""
 
     @property
+    def optional_parts(self) -> OptionalParts | None:
+        """Parts of the model that only some micro-batches reach; None where there are none."""
+        return self.images
+
+    @property
     def how_loss(self) -> str:
         """Which path computes the loss, and why not a faster one; known after the first micro-batch."""
         if self._head is None:
@@ -139,7 +164,7 @@ class LossModel(nn.Module):
         """
         if rows is not None:
             return self.logits_of(self._hidden_states(batch).index_select(0, rows))
-        if self.images is not None and self.images.are_in(batch):
+        if self.images is not None and self.images.has_images(batch):
             if not batch.get(BY_OWN_FORWARD):
                 hidden = self._hidden_states(batch)
                 return self.logits_of(hidden).unflatten(0, batch["input_ids"].shape)
@@ -149,10 +174,10 @@ class LossModel(nn.Module):
         with self.documents.of(batch):
             return self.model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
 
-    def next_token_logits(self, input_ids: torch.Tensor, images: Mapping[str, Any] | None = None) -> torch.Tensor:
-        """Logits (b, v) of the token after each of the rows (b, t), which have no padding. ``images``: the entries of
-        a batch about the rows' images, and ``position_ids``."""
-        hidden = self._hidden_states({"input_ids": input_ids, **(images or {})}).unflatten(0, input_ids.shape)
+    def next_token_logits(self, input_ids: torch.Tensor, entries: Mapping[str, Any] | None = None) -> torch.Tensor:
+        """Logits (b, v) of the token after each of the rows (b, t), which have no padding. ``entries``: those of a
+        batch beside the ids, such as the rows' images and ``position_ids``."""
+        hidden = self._hidden_states({"input_ids": input_ids, **(entries or {})}).unflatten(0, input_ids.shape)
         return self.logits_of(hidden[:, -1])
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -165,7 +190,7 @@ class LossModel(nn.Module):
         # use_cache=False is not for speed: with a cache transformers skips the detection of packed documents
         kwargs = self._model_inputs(batch)
         with self.documents.of(batch):
-            if self.images is not None and self.images.are_in(batch):
+            if self.images is not None and self.images.has_images(batch):
                 kwargs |= self.images.decoder_inputs(self.model, batch)
                 return self.model.get_decoder()(use_cache=False, **kwargs)[0].flatten(0, 1)
             base = getattr(self.model, self.model.base_model_prefix)

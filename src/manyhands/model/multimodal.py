@@ -4,8 +4,7 @@ The forward pass is split. The family's own ``get_image_features`` gets nothing 
 document bounds to the attention of the tower); its features replace the embeddings of the image tokens; the text
 decoder gets these with its positions. So documents that lie side by side stay apart, whatever attention computes them.
 What is taken for granted of a model whose images are inferred (``families.infer_images``) is asked of its structure on
-meta; what only numbers show, ``image_checks.py`` asks of the loaded model. Knows no files and no ranks; an engine that
-shards a trained tower sets ``Images.always_runs``.
+meta; what only numbers show, ``image_checks.py`` asks of the loaded model. Knows no files and no ranks.
 
 In a batch the items (patches, squares) of all images of all documents lie end to end, as ``families/family.py``
 declares them; ``rope_positions`` (3, b, t) stand beside ``position_ids`` where positions have three axes. Shapes: b
@@ -32,7 +31,7 @@ from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
 from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, attention_kwargs, count_positions
 from manyhands.model.features import KeptFeatures
-from manyhands.model.structure import text_parameters
+from manyhands.model.structure import find_tower_blocks, text_parameters
 from manyhands.model.towers import embed_by_matmul, use_varlen
 from manyhands.planner.types import Plan
 
@@ -138,9 +137,24 @@ class Images:
         others = (PLACES, ROPE_POSITIONS, HAS_IMAGES, BY_OWN_FORWARD)
         return GRID_ENTRIES | FEATURE_ENTRIES | {*self.layout.names, *bounds, *rows, *others}
 
-    def are_in(self, batch: Mapping[str, Any]) -> bool:
+    def has_images(self, batch: Mapping[str, Any]) -> bool:
         """Whether ``batch`` is of a data set with images, be there one in it or none."""
         return self.layout.names[0] in batch
+
+    def are_idle(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the step that ``batch`` belongs to has no image on any rank."""
+        return not batch.get(HAS_IMAGES, True)
+
+    def divide_for_sharding(self, model: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
+        """(tower blocks that are sharded, parameters of tower and projector that every rank holds in full).
+
+        What is frozen is held in full, so that it takes no part in any collective and runs only where there are
+        images. A block with trained weights is sharded: every rank has to run it in each micro-batch.
+        """
+        blocks = [b for b in find_tower_blocks(model).values() if any(p.requires_grad for p in b.parameters())]
+        self.always_runs = bool(blocks)
+        outer = {model.get_parameter(name) for names in self.parts.values() for name in names}
+        return blocks, {p for p in outer if not p.requires_grad} - {p for block in blocks for p in block.parameters()}
 
     def trained(self, model: nn.Module) -> list[nn.Parameter]:
         """The trained parameters of tower and projector, as they are held at present."""
@@ -172,7 +186,7 @@ class Images:
             if self.layout.bidirectional:
                 kwargs["image_rows"] = rows_of(batch, is_image, kwargs["cu_seq_lens_q"])
         elif self.always_runs or torch.is_grad_enabled():
-            embeds = embeds + self._nothing(model, ids.device).to(embeds.dtype)
+            embeds = embeds + self._zero_of_all_weights(model, ids.device).to(embeds.dtype)
         return kwargs | {"inputs_embeds": embeds}
 
     def own_inputs(self, model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +237,7 @@ class Images:
         merge = int(getattr(config, "spatial_merge_size", 1))
         return self.layout.layout == "sizes" and len(batch["pixel_values"]) == merge**2
 
-    def _nothing(self, model: Any, device: torch.device) -> torch.Tensor:
+    def _zero_of_all_weights(self, model: Any, device: torch.device) -> torch.Tensor:
         """A zero that depends on every trained weight of tower and projector, so that a micro-batch without images
         takes part in reducing their gradients, with zeros.
 

@@ -74,16 +74,12 @@ def compute_gradients(
 
     ``coefficients`` scale each loss term, by name; ValueError for a term that has none, or no weight.
 
-    Where a micro-batch says that the step has no image on any rank (``has_images``), the parts that images alone pass
-    through get no gradient at all, in every layout: their zeros would let an optimizer move them by its moments.
-
     Dropout is keyed by (seed, step, micro-batch, rank), so a resumed run repeats it without any stored random state.
     """
     sums: dict[str, torch.Tensor] = {}
-    worked_until, has_images = time.monotonic(), True
+    worked_until = time.monotonic()
     for index, batch in enumerate(work.micro_batches):
         torch.manual_seed(_key(seed, work.step, index, rank))
-        has_images = batch.get("has_images", True)
         terms = engine.forward(batch)
         shares = [
             _share(term_sum, work.weight_of(name).total, coefficient_of(name, coefficients))
@@ -96,8 +92,6 @@ def compute_gradients(
             sums[name] = sums[name] + detached if name in sums else detached
     if not sums:
         raise ValueError("a step needs at least one micro-batch")
-    if not has_images:
-        engine.drop_image_gradients()
     return StepSums(sums, engine.gradient_norm(), worked_until)
 
 

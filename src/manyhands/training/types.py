@@ -39,12 +39,10 @@ class Engine(Protocol):
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Adds the gradients of ``loss``, a share of the step's loss, to those of earlier micro-batches.
 
-        ``last``: no further micro-batch follows, so gradients are summed (never averaged) over ranks.
+        ``last``: no further micro-batch follows, so gradients are summed (never averaged) over ranks. Parts of the
+        model that no micro-batch of the step reaches on any rank have none then, in every layout: their zeros would
+        let an optimizer move them by its moments.
         """
-        ...
-
-    def drop_image_gradients(self) -> None:
-        """Forgets what a step without images gave the parts that only images pass through."""
         ...
 
     def gradient_norm(self) -> torch.Tensor:

@@ -59,9 +59,9 @@ class RunEngine(Engine, Protocol):
         """Logits (b, t, v) of a small batch, by the model's own forward pass, without gradients."""
         ...
 
-    def next_token_logits(self, input_ids: torch.Tensor, images: Batch | None = None) -> torch.Tensor:
-        """Logits (b, v) of the token after ``input_ids`` (b, t), without gradients. ``images``: the entries of a batch
-        about their images, and ``position_ids``."""
+    def next_token_logits(self, input_ids: torch.Tensor, entries: Batch | None = None) -> torch.Tensor:
+        """Logits (b, v) of the token after ``input_ids`` (b, t), without gradients. ``entries``: those of a batch
+        beside the ids, such as their images and ``position_ids``."""
         ...
 
 
