@@ -268,7 +268,7 @@ def allocated_gib(row: Measured) -> float:
 def report(rows: Sequence[Measured], fitted: Fitted) -> str:
     """``docs/planner-accuracy.md``."""
     lines = [
-        "# How near plans come",
+        "# How accurate plans are",
         "",
         INTRODUCTION,
         "",

@@ -1,13 +1,13 @@
 """The layout that the plan chooses beside others of the same work, all measured on the same GPUs.
 
     python -m benchmarks.layouts list
-    python -m benchmarks.layouts judge benchmarks/results/*.jsonl [--page docs/results.md]
+    python -m benchmarks.layouts judge benchmarks/results/*.jsonl
     python -m benchmarks.layouts measure --output rows.jsonl --budget 540 [--have FILE ...]
 
 ``judge`` plans every workload of ``benchmarks.foresight_cases`` with all keys of the layout left free, and looks for
 rows of it: those of ``benchmarks.foresight_case`` and of ``manyhands.bench.case``. Machines differ by 1 to 2 %, and the
 code becomes faster: seconds are compared only between rows of one lease, that is of the same GPUs since the same start
-of their machine. Rows whose memory was limited are left out. ``--page`` writes the section of that page.
+of their machine. Rows whose memory was limited are left out.
 
 ``measure`` takes what is missing for that: workload after workload, as many as fit into the time; of each the plan's
 choice first, then the layouts that were not measured beside it yet. It is the schedule of ``benchmarks.foresight``: a
@@ -48,7 +48,6 @@ from manyhands.planner.types import Candidate, Plan
 OTHER = "this machine"  # of no known kind, such as a CPU
 BOUND = 0.01  # how far behind the fastest measured layout a choice may be
 WORK = Path(tempfile.gettempdir()) / "manyhands-layouts"
-HEADING = "## Chosen layouts beside others"
 LAYOUT_KEYS = {
     *("parallel.strategy", "parallel.shard_degree", "parallel.reshard_after_forward"),
     *("parallel.activation_checkpointing", "parallel.offload_activations", "batch.micro_tokens", "batch.micro_samples"),
@@ -229,15 +228,12 @@ def judge_all(files: Iterable[Path]) -> list[Judged]:
 
 
 def section(judged: Sequence[Judged]) -> str:
-    """That of the page, with its heading."""
+    """A table in Markdown, and what it amounts to."""
     compared = [found for found in judged if found.behind is not None]
     whole = [found for found in compared if not found.missing]
     within = [found for found in compared if found.behind is not None and found.behind <= BOUND]
     lines = [
-        HEADING,
-        "",
-        "`python -m benchmarks.layouts judge benchmarks/results/*.jsonl --page docs/results.md` writes this section: "
-        "the layout that today's plan chooses for a workload, all keys of the layout left free, beside other layouts "
+        "The layout that today's plan chooses for a workload, all keys of the layout left free, and other layouts "
         "of it. Seconds a step are compared only within a lease (the same GPUs since the same start of their machine); "
         "a percentage says how much longer than the choice a layout took there, or is planned to take. A layout is "
         "named by how the model is held, activation checkpointing, and tokens of a micro-batch.",
@@ -293,13 +289,6 @@ def describe_cases(cases: Sequence[tuple[str, Case]]) -> str:
         f"{len(some)} cases of {gpus} x {kind}, some {sum(case.cost_s for case in some):.0f} s"
         for (kind, gpus), some in sorted(groups.items())
     )
-
-
-def write_section(page: Path, text: str) -> None:
-    """In place of the page's section of that heading, or at its end."""
-    before, heading, rest = page.read_text().partition(f"{HEADING}\n")
-    after = rest.partition("\n## ")[2] if heading else ""
-    page.write_text(f"{before.rstrip()}\n\n{text}" + (f"\n## {after}" if after else ""))
 
 
 class LayoutSchedule(Schedule):
@@ -358,7 +347,6 @@ def parse() -> argparse.Namespace:
     commands.add_parser("list", help="the workloads and their cases")
     judging = commands.add_parser("judge", help="the plan's choices beside what was measured")
     judging.add_argument("rows", type=Path, nargs="+")
-    judging.add_argument("--page", type=Path, help="write the section of this page")
     measure = commands.add_parser("measure", help="measure what is missing on this machine")
     measure.add_argument("--output", type=Path, required=True, help="JSONL file to append the rows to")
     measure.add_argument("--have", type=Path, nargs="*", default=[], help="files with rows of before")
@@ -381,10 +369,7 @@ def main() -> int:
         for workload in WORKLOADS:
             print(f"{workload.name}: {len(workload.layouts)} layouts beside the plan's")
         return 0
-    text = section(judge_all(options.rows))
-    if options.page is not None:
-        write_section(options.page, text)
-    print(text)
+    print(section(judge_all(options.rows)))
     return 0
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import foresight, layouts
 from benchmarks.foresight_cases import BY_NAME, DDP, FSDP, NONE, RESHARD, TRIED, WORKLOADS, Case, Workload, micro
-from benchmarks.layouts import BOUND, HEADING, Judged, Seconds, judge, section, sort_rows, work_of_row, write_section
+from benchmarks.layouts import BOUND, Judged, Seconds, judge, section, sort_rows, work_of_row
 from manyhands.facts.gpu_kinds import load_kinds
 
 FILES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))
@@ -151,14 +151,6 @@ def test_rows_name_their_work_without_their_layout() -> None:
     assert work_of_row(base | {"row": "8b-lora", "by_hand": keys}) == f"{LORA},linear=fp8"
     assert work_of_row(base | {"row": "8b-lora-recompute", "by_hand": []}) == LORA
     assert work_of_row(base | {"row": "no such row"}) is None
-
-
-def test_the_section_alone_is_written(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"# Page\n\nbefore\n\n{HEADING}\n\nold\n\n## After\n\nrest\n")
-    write_section(page, f"{HEADING}\n\nnew\n")
-    write_section(page, f"{HEADING}\n\nnewer\n")
-    assert page.read_text() == f"# Page\n\nbefore\n\n{HEADING}\n\nnewer\n\n## After\n\nrest\n"
 
 
 # -- What is measured --------------------------------------------------------------------------------------------------

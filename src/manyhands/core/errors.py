@@ -19,7 +19,7 @@ DISK_FULL = "disk_full"
 DAMAGED = "damaged_checkpoint"  # an older one may be sound
 FAULT = "fault"  # of a process or a connection, nothing that the user has written: another attempt may succeed
 
-# Exit codes, as documented in the README.
+# Exit codes, as documented in docs/reference/files.md.
 EXIT_FAILED = 1  # a bug, or a rank that failed
 EXIT_USAGE = 2  # the run file, the data or the command line is wrong
 EXIT_INTERRUPTED = 130  # Ctrl-C

@@ -159,7 +159,7 @@ def _move_activations(candidate: Candidate, base: EstimateInput, limits: Limits)
 
     Then only the blocks' inputs travel, each while a block computes: 64 MiB in some 20 ms for 8B and 8,192 tokens.
     Measured on one H200, 8B LoRA: 18.8 to 17.5 GiB at 0.7 % less speed, each against the same run without it on the
-    same machine (docs/speed-log.md).
+    same machine (docs/lab/speed.md).
     """
     if candidate.layout.activation_checkpointing not in ("except_attention", "full") or limits.host is None:
         return candidate

@@ -33,7 +33,7 @@ MAX_FLASH_HEAD_DIM = 256
 # The fastest rank measured, a model of 135 million parameters on an H200, trains some 0.3 million tokens/s.
 ENOUGH_TOKENS_PER_S = 4_000_000  # so many leave the collating thread idle nine tenths of the time
 # Of one thread, the slowest kind: weighted chats of 475 tokens on average at 28 million tokens/s, and blocks of 2,048
-# at 106 million for what a token adds (`python -m benchmarks.collate`, docs/decisions.md).
+# at 106 million for what a token adds (`python -m benchmarks.collate`).
 COLLATE_SAMPLE_S, COLLATE_TOKEN_S = 15e-6, 4e-9
 IMAGE_S = 0.04  # of one process, to decode and prepare a megapixel (measured: 0.038 s, JPEG to patches of 16 x 16)
 MAX_AUTO_WORKERS = 8
