@@ -1,16 +1,1 @@
-"""One rank of a run in shards (FSDP2), under torchrun.
-
-``torchrun --nproc_per_node=N run_fsdp_standalone.py [RUN.yaml] [section.key=value ...]``. Without a launcher one
-process would use one GPU; where there are more, it is refused.
-"""
-
-import runpy
-import sys
-from pathlib import Path
-
-DEFAULT = Path(__file__).with_name("configs") / "fsdp_standalone.yaml"
-
-if __name__ == "__main__":
-    has_file = len(sys.argv) > 1 and "=" not in sys.argv[1]
-    sys.argv[1:1] = [] if has_file else [str(DEFAULT)]
-    runpy.run_module("manyhands.worker", run_name="__main__", alter_sys=True)
+examples/guides/torchrun-kit/run_hf_standalone.py

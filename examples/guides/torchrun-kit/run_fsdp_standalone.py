@@ -1,0 +1,1 @@
+run_hf_standalone.py
