@@ -188,9 +188,7 @@ def test_refused_rows_do_not_hide_the_others(write_run):
     assert "faulty.jsonl:6: no field answer" in refused[0] and "faulty.jsonl:7: 3," in refused[0]
     assert "broken.jsonl:11: broken JSON" in refused[1] and "broken.jsonl:12: a row must be an object" in refused[1]
     assert "no such data file" in refused[2] and "A run refuses this data: correct 3 sources first" in refused[2]
-    assert "what can be used of it, of a file up to its first line that cannot be read" in " ".join(
-        shown.stdout.split()
-    )
+    assert "cover the valid rows; a file is read up to its first unreadable line" in " ".join(shown.stdout.split())
     assert shown.stdout.count(" loss tokens ─") == 3 and re.search(r"good +question +\d\d", shown.stdout)
     preview = collect(load_config(run, []), report=lambda _: None)
     counts = {entry.name: entry.num_samples + entry.num_validation_samples for entry in preview.sources}
@@ -347,4 +345,4 @@ def test_everything_fits_a_terminal_of_80_columns(write_run):
 
 
 def test_an_empty_preview_can_be_shown():
-    assert "Data of the run x" in Page(render_page(Preview("x", "m", 8))).text
+    assert "Data of x" in Page(render_page(Preview("x", "m", 8))).text

@@ -92,7 +92,7 @@ def test_by_default_it_shows_what_it_would_upload_and_sends_nothing(adapter: Pat
         "-> me/helper (private): 3 files, 3.1 KiB",
         "adapter_model.safetensors     2.9 KiB",
         "not uploaded, as the export did not write them: notes.txt",
-        "an adapter alone; it names its base model: someone/base",
+        "an adapter without its base model, which it names: someone/base",
         "nothing was sent; add --yes to upload",
     ):
         assert said in done.stdout, done.stdout
@@ -203,7 +203,7 @@ def test_a_token_in_any_text_stays_here(tmp_path: Path, hub: FakeApi) -> None:
 @pytest.mark.parametrize("name", ["helper", "me/", "me/a/b", "me/he lper", "../x", "me/x.."])
 def test_names_that_the_hub_has_not(adapter: Path, hub: FakeApi, name: str) -> None:
     done = push(adapter, "--to", name)
-    assert done.exit_code == 2 and "is no name of a repository" in done.stderr
+    assert done.exit_code == 2 and "is not a valid repository name" in done.stderr
 
 
 def test_without_a_token_or_a_hub_it_says_what_to_do(

@@ -78,7 +78,7 @@ def test_rouge_is_that_of_rouge_score() -> None:
     ("metrics", "extract", "said"),
     [
         (["los"], None, "no metric los"),
-        ([], None, "no metric is asked"),
+        ([], None, "no metric is named"),
         (["loss"], "gsm8k", "--extract is for exact_match"),
         (["exact_match"], "(", "not a valid regular expression"),
     ],

@@ -53,7 +53,7 @@ def test_on_a_cpu_no_gpu_is_claimed_and_of_packs_no_number():
     lines = summary(config, found)
     assert lines[0] == "[train] Detected 0 GPUs" and not any("VRAM" in line for line in lines)
     assert lines[1].startswith("[train] Auto-calculated batch size: packs of up to ") and "per process" in lines[1]
-    assert lines[1].endswith("accumulation: as many packs as a step's samples need")
+    assert lines[1].endswith("accumulation: as many packs as the samples of a step fill")
     assert lines[-1].endswith("with fp32 precision on 2 CPU processes")
 
 

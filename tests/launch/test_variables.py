@@ -25,7 +25,7 @@ def test_nccl_timeout_that_is_no_number_of_seconds(text):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("NCCL_ASYNC_ERROR_HANDLING", "1", "passed on to torch: its default is on as well"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "1", "passed to torch: its default is on as well"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "disables torch's NCCL watchdog"),
         ("UNSLOTH_FORCE_SINGLE_GPU", "1", "is not read: parallel.gpus=1"),
         ("UNSLOTH_COMPILE_MAXIMUM", "1", "is not read: parallel.compile=true"),

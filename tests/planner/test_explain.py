@@ -77,7 +77,7 @@ def test_less_is_kept_where_more_would_fit_and_be_no_faster():
     lighter = next(c for c in made.candidates if c.layout.activation_checkpointing == "none")
     assert made.layout.activation_checkpointing == "selective" and lighter.memory.is_safe
     (why,) = (explain(reason) for reason in made.why if reason.code == "activation_checkpointing")
-    assert why.endswith("results of linear layers and attention are kept, as keeping more is no faster")
+    assert why.endswith("results of linear layers and attention are kept, because keeping more is no faster")
 
 
 def reasons_of(made: Plan) -> list[Reason]:

@@ -35,9 +35,9 @@ def why(made: Plan, name: str) -> str:
 
 
 def test_auto_packs_where_the_model_allows_it_and_says_how_that_is_known() -> None:
-    made = make_plan(packing_reason="llama was measured packed and alone")
+    made = make_plan(packing_reason="packing is verified for llama")
     assert made.packing and made.layout.micro_tokens and made.layout.micro_samples is None
-    assert why(made, "packing") == "packing: several samples per batch row: llama was measured packed and alone"
+    assert why(made, "packing") == "packing: several samples per batch row: packing is verified for llama"
 
 
 def test_auto_takes_the_plain_path_and_says_so() -> None:

@@ -90,7 +90,7 @@ def test_recomputation_is_tried_from_the_cheapest_on():
     assert found == ["none", "selective", "except_attention", "full"]
     made = plan(run_config(batch__micro_tokens=8192), facts(llama_8b(), gpus=1, gpu_bytes=50 * GIB, data=LONG))
     assert sentence(made, "activation checkpointing").endswith(
-        "are kept; of the last 15 of 32 blocks nothing, as more does not fit"
+        "are kept; of the last 15 of 32 blocks nothing, because more does not fit"
     )
     reasons = {c.layout.activation_checkpointing: c.reason and explain(c.reason) for c in made.candidates}
     assert "about a third more compute" in reasons["except_attention"] and reasons["none"].startswith("needs ")

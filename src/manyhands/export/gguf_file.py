@@ -53,7 +53,7 @@ def find_tools(llama_cpp: Path | None, kind: str) -> Tools:
     """
     if kind not in (*CONVERTED, *QUANTIZED):
         raise UserError(
-            f"{kind!r} is no type of a GGUF file that is written here",
+            f"{kind!r} is not a supported GGUF type",
             where="--gguf",
             fix=f"choose one of {', '.join(CONVERTED)}; or, with llama.cpp built, {', '.join(QUANTIZED)}",
         )

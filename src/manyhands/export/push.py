@@ -58,7 +58,7 @@ class Upload:
         if self.left_out:
             lines.append(f"not uploaded, as the export did not write them: {', '.join(self.left_out)}")
         if self.base is not None:
-            lines.append(f"an adapter alone; it names its base model: {self.base}")
+            lines.append(f"an adapter without its base model, which it names: {self.base}")
         return "\n".join(lines)
 
 
@@ -77,7 +77,7 @@ def plan_upload(source: Path, repository: str, *, private: bool = True, base: st
     """
     if not REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise UserError(
-            f"{repository!r} is no name of a repository",
+            f"{repository!r} is not a valid repository name",
             where="--to",
             why="a model on the hub is called OWNER/NAME: letters, digits, and . _ - between them",
             fix="write --to your-name/your-model",

@@ -252,7 +252,7 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
     fields = json.loads(raw)
     family = families.find(model.model_type)
     if _is_known(family, fields, config.model.trust_remote_code):
-        reason = f"{model.model_type} was measured packed and alone"
+        reason = f"packing is verified for {model.model_type}"
         return model.model_copy(update={"packs": True, "packing_reason": reason})
     kept = Path(config.data.cache).expanduser() / "packing" / f"{_digest(raw)}.json"
     verdict = read_json(kept)

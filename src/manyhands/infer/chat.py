@@ -1,4 +1,4 @@
-"""``manyhands chat``: a conversation on the terminal, each answer printed as it is made."""
+"""``manyhands chat``: chat in the terminal, answers streamed."""
 
 from __future__ import annotations
 

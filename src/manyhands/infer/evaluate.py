@@ -212,7 +212,7 @@ class _TaskCutter:
                 "no sample has a prompt to answer",
                 where=data.name,
                 why="all tokens of the samples are trained, as those of a text",
-                fix=f"choose of {', '.join(LOSS_METRICS)}",
+                fix=f"choose from {', '.join(LOSS_METRICS)}",
             )
         prompts = [
             PromptTokens(n, tuple(prompt.tolist()), images_of(samples.sample(n), prompt, image_token))

@@ -158,9 +158,9 @@ def check_metrics(asked: Sequence[str], extract: str | None) -> tuple[str, ...]:
     """The metrics, each once. UserError for unknown ones, and for an extraction that nothing would use."""
     known = (*LOSS_METRICS, *TEXT_METRICS)
     if unknown := next((name for name in asked if name not in known), None):
-        raise UserError(f"there is no metric {unknown}", where="--metrics", fix=f"choose of {', '.join(known)}")
+        raise UserError(f"there is no metric {unknown}", where="--metrics", fix=f"choose from {', '.join(known)}")
     if not asked:
-        raise UserError("no metric is asked for", where="--metrics", fix=f"choose of {', '.join(known)}")
+        raise UserError("no metric is named", where="--metrics", fix=f"choose from {', '.join(known)}")
     if extract is not None:
         make_extractor(extract)
         if "exact_match" not in asked:

@@ -227,9 +227,7 @@ def apply_variables(config: RunConfig, environ: Mapping[str, str] = os.environ) 
             notes.append(f"NCCL_TIMEOUT={text} is taken as parallel.timeout_s (NCCL itself has no such variable)")
     for name in (name for name in _ASYNC_ERRORS if name in environ):
         meaning = "it disables torch's NCCL watchdog" if environ[name] == "0" else "its default is on as well"
-        notes.append(
-            f"{name}={environ[name]} is passed on to torch: {meaning}; parallel.timeout_s ends a rank that hangs"
-        )
+        notes.append(f"{name}={environ[name]} is passed to torch: {meaning}; parallel.timeout_s ends a rank that hangs")
     notes += [f"{name} is not read: {same} does the same" for name, same in _UNREAD.items() if environ.get(name)]
     return config, notes
 

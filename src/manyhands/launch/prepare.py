@@ -83,7 +83,7 @@ def summarize_start(prepared: Prepared, *, starts: bool = True) -> list[str]:
         size, accumulation, asked = f"{layout.micro_samples}", f"{layout.accumulation}", config.batch.micro_samples
     else:
         size, asked = f"packs of up to {layout.micro:,} tokens", config.batch.micro_tokens
-        accumulation = "as many packs as a step's samples need" if layout.accumulates else "1"
+        accumulation = "as many packs as the samples of a step fill" if layout.accumulates else "1"
     title = "Auto-calculated batch size" if asked == "auto" else "Batch size"
     lines.append(f"[train] {title}: {size} per {'GPU' if on_gpu else 'process'}, gradient accumulation: {accumulation}")
     whole = f"at least {plan.batch_loss_tokens:,} loss tokens" if plan.batch_loss_tokens else plan.batch_samples

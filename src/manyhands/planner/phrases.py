@@ -47,7 +47,7 @@ def describe_spacing(v: Values) -> str:
     if per_epoch:
         return f"{per_epoch:,} in each epoch, the last at its end" if per_epoch > 1 else "at the end of each epoch"
     if not steps:
-        return "not between the first and the last step"
+        return "none between the first and the last step"
     return "after every step" if steps == 1 else f"every {steps:,} steps"
 
 

@@ -83,7 +83,9 @@ def _checkpointing(v: Values) -> str:
         what += f"; of the last {v['lighter_layers']} of {v['layers']} blocks {last}"
     if v["mode"] == "none":
         return what + _asked(v, ", as they fit")
-    return what + _asked(v, ", as keeping more is no faster" if v.get("no_faster") else ", as more does not fit")
+    return what + _asked(
+        v, ", because keeping more is no faster" if v.get("no_faster") else ", because more does not fit"
+    )
 
 
 def _reduction(v: Values) -> str:
@@ -406,7 +408,7 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     ),
     "gathers_again": ("", lambda v: _slower(v, "gathers weights again in the backward pass")),
     "smaller_micro_batch": ("", lambda v: _slower(v, "smaller micro-batches")),
-    "more_memory": ("", lambda _: "as fast, and needs more memory"),
+    "more_memory": ("", lambda _: "same speed, more memory"),
     "moves_more_activations": ("", lambda v: _slower(v, "moves more activations to host memory")),
     "updates_copies": ("", lambda v: _slower(v, "every rank reduces and updates all that is trained")),
     "no_faster": ("", lambda v: f"{v['slower']:.1%} slower" if "slower" in v else "no faster than the chosen one"),

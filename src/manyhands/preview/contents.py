@@ -307,7 +307,7 @@ def describe_end(preview: Preview) -> str:
     """The last line where there are faults."""
     return (
         f"A run refuses this data: correct {count_of(preview.num_refused, 'source')} first. Samples and counts "
-        f"are of what can be used of it, of a file up to its first line that cannot be read."
+        f"cover the valid rows; a file is read up to its first unreadable line."
     )
 
 

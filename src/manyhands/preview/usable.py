@@ -63,7 +63,7 @@ def prepare_usable(
     refused: list[Refused] = []
     num_train = 0
     for number, source in enumerate((*asked[0], *asked[1], *resolve_sets(config))):
-        report(f"reading {source.name} again, to list what is wrong with it")
+        report(f"checking {source.name} for errors")
         outcome, errors, files = _tokenize_source(config, tokenizer, source, folder / f"{number:04d}", images)
         if errors:
             refused.append(Refused(source.name or source.path, tuple(errors)))
