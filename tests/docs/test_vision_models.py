@@ -10,7 +10,7 @@ from manyhands.families import FAMILIES
 from manyhands.families.refused import IMAGES_REFUSED, INFERRED
 
 PAGE = Path(__file__).parents[2] / "docs" / "vision.md"
-HEAD = "| model types | images | by what, or why not |\n|---|---|---|\n"
+HEAD = "| model types | images | description, or reason |\n|---|---|---|\n"
 
 
 def make_table() -> str:
