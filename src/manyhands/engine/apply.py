@@ -193,14 +193,15 @@ def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
 def make_mesh(layout: Layout, world: World) -> DeviceMesh | None:
     """What ``fully_shard`` works on; None where it wraps nothing.
 
-    Axes (replicate, shard): of ``s`` shards ranks ``k s`` to ``(k + 1) s - 1`` hold copy k together. Launchers number
+    Axes (replicate, shard), the second one over all axes of the layout's mesh that parameters are sharded over: of
+    ``s`` shards ranks ``k s`` to ``(k + 1) s - 1`` hold copy k together. Launchers number
     the ranks of one machine side by side, so with a machine's ranks a copy only gradients leave it. Where nothing can
     be replicated there is the axis of shards alone, whatever its size: with two, FSDP2 holds every block's gradients on
     the device until the backward pass ends, also those that it has moved to host memory.
     """
     if layout.wrapper != "fully_shard":
         return None
-    replicate, shard = layout.mesh.replicate, layout.mesh.shard
+    replicate, shard = layout.mesh.replicate, layout.mesh.num_shards
     if layout.strategy in ("single", "fsdp"):
         return init_device_mesh(world.device.type, (shard,), mesh_dim_names=(SHARD,))
     return init_device_mesh(world.device.type, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))

@@ -224,7 +224,7 @@ def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits) -> Ca
 
     Nothing changes for copies, and where a step is one micro-batch.
     """
-    if candidate.layout.mesh.shard == 1 or not candidate.layout.accumulates or candidate.layout.zero_stage:
+    if candidate.layout.mesh.num_shards == 1 or not candidate.layout.accumulates or candidate.layout.zero_stage:
         return candidate
     once = limits.judge(base, change(candidate.layout, reduce_every=False))
     return once if once.memory.is_safe and not is_faster(candidate, once) else candidate

@@ -79,7 +79,7 @@ def communication(s: TimeInput, compute: float) -> float:
     e, layout = s.estimate, s.estimate.layout
     if layout.world_size == 1:
         return 0.0
-    shard, copies_of = layout.mesh.shard, layout.mesh.replicate
+    shard, copies_of = layout.mesh.num_shards, layout.mesh.replicate
     across = shard > s.num_local
     rate = s.rates.node_link if across else s.rates.link
     latency = NODE_LATENCY_S if layout.world_size > s.num_local else LATENCY_S
@@ -112,7 +112,7 @@ def between_nodes(s: TimeInput) -> float:
     everywhere twice. Shards within a node leave it only as sums of shards: ``2 (C - 1) / C`` of the gradients.
     """
     e, layout = s.estimate, s.estimate.layout
-    shard, copies_of = layout.mesh.shard, layout.mesh.replicate
+    shard, copies_of = layout.mesh.num_shards, layout.mesh.replicate
     if layout.world_size <= s.num_local:
         return 0.0
     rounds, sums = s.work.num_micro if layout.reduce_every else 1.0, e.num_trained * e.sum_bytes

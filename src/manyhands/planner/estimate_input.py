@@ -135,7 +135,7 @@ class EstimateInput:
 
     @property
     def num_shards(self) -> int:
-        return self.layout.mesh.shard
+        return self.layout.mesh.num_shards
 
     @property
     def weight_shards(self) -> int:

@@ -2,8 +2,8 @@
 estimate input, candidate and plan, and executed by ``engine/apply.py`` and ``convert/build.py``, which derive nothing
 again. Plain frozen values; knows no torch and no model.
 
-A *rank* is one process of the run. A *data-parallel rank* is a group of processes that sees samples of its own; with
-the axes that exist today every process is one.
+A *rank* is one process of the run. A *data-parallel rank* is a group of ranks that trains samples of its own: the ranks
+that differ in no coordinate of the mesh but those of ``context``, ``expert`` and ``tensor``.
 """
 
 from __future__ import annotations
@@ -35,19 +35,23 @@ LIGHTER: dict[Checkpointing, Checkpointing] = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of parallelism by axis. Degrees of the last three above 1 are refused: nothing carries them out yet."""
+    """Degrees of parallelism by named axis, the outermost first.
+
+    Ranks are numbered with the last axis varying fastest, as ``init_device_mesh`` numbers them, so that ranks of one
+    machine are neighbors along the inner axes. A plan sets ``replicate`` and ``shard``; a feature that divides a sample
+    sets its own axis and takes its coordinate from ``coordinates``.
+    """
 
     replicate: int = 1  # copies of the model
-    shard: int = 1  # ranks that hold one copy together
-    context: int = 1
-    tensor: int = 1
+    shard: int = 1  # data-parallel ranks that hold one copy together
+    context: int = 1  # ranks that divide the tokens of a sample; they hold one copy together too
     expert: int = 1
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         for axis in fields(self):
-            degree = getattr(self, axis.name)
-            if degree < 1 or (degree > 1 and axis.name not in ("replicate", "shard")):
-                raise ValueError(f"mesh degree {axis.name}: {degree} is not supported")
+            if getattr(self, axis.name) < 1:
+                raise ValueError(f"mesh degree {axis.name}: {getattr(self, axis.name)} is below 1")
 
     @property
     def world_size(self) -> int:
@@ -58,6 +62,23 @@ class Mesh:
     def data_parallel_degree(self) -> int:
         """Data-parallel ranks: each trains samples of its own."""
         return self.replicate * self.shard
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks over which a copy of the parameters is sharded."""
+        return self.shard * self.context
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The position of a rank (0 to ``world_size`` - 1) along every axis."""
+        place = {}
+        for axis in reversed(fields(self)):
+            rank, place[axis.name] = divmod(rank, getattr(self, axis.name))
+        return place
+
+    def data_rank(self, rank: int) -> int:
+        """The data-parallel rank, 0 to ``data_parallel_degree`` - 1, that a rank belongs to."""
+        place = self.coordinates(rank)
+        return place["replicate"] * self.shard + place["shard"]
 
 
 def mesh_of(strategy: Strategy, world_size: int, shard_degree: int = 1) -> Mesh:
@@ -118,12 +139,17 @@ class Layout:
         return self.strategy in ("single", "ddp")
 
     @property
+    def weight_shards(self) -> int:
+        """Ranks that hold one copy of the trained weights together; ranks that are equal modulo it hold the same."""
+        return self.mesh.num_shards if self.strategy in ("fsdp", "hsdp", "zero3") else 1
+
+    @property
     def prefetches_blocks(self) -> bool:
         """Whether the next block's weights are copied from host memory by the engine (``engine/host_shards.py``), as
         FSDP2 fetches none ahead where nothing is sharded.
         """
         fetches = self.wrapper == "fully_shard" and self.offload == "all" and self.device == "cuda"
-        return fetches and self.mesh.shard == 1
+        return fetches and self.mesh.num_shards == 1
 
     @property
     def sums_are_gradients(self) -> bool:

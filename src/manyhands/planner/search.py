@@ -334,7 +334,7 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
         _why_checkpointing(config, found),
     ]
     why += explain_links(facts, limits.clock, found.base, found.candidates) if limits.clock is not None else []
-    if layout.mesh.shard > 1 and layout.accumulates and not layout.zero_stage:
+    if layout.mesh.num_shards > 1 and layout.accumulates and not layout.zero_stage:
         why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))
     moved = {"none": [], "optimizer": ["optimizer"], "all": ["weights", "gradients", "optimizer"]}[parallel.offload]
     if moved := moved + ["activations"] * layout.offload_activations:

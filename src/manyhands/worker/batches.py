@@ -123,8 +123,7 @@ def iterate_layouts(
     rank: RankContext, name: SetName, layouts: Iterable[StepLayout]
 ) -> Iterator[tuple[StepLayout, MicroBatches]]:
     """Each layout of the set's samples with this rank's micro-batches, prepared ahead."""
-    # every process is a data-parallel rank as long as the mesh has no other axes (``Mesh``)
-    return iterate(layouts, rank.world.rank, rank.world.device, collation(rank, name))
+    return iterate(layouts, rank.plan.layout.mesh.data_rank(rank.world.rank), rank.world.device, collation(rank, name))
 
 
 def iterate_steps(rank: RankContext) -> Iterator[StepWork]:
@@ -163,7 +162,7 @@ def _advance_by_batch(micro_batches: MicroBatches, told: Batch) -> Iterator[Batc
 
 
 def _describe(rank: RankContext, step: int, epoch: float, samples: np.ndarray, layout: StepLayout) -> StepWork:
-    train, mine = rank.store.train, layout.samples_of_rank(rank.world.rank)
+    train, mine = rank.store.train, layout.samples_of_rank(rank.plan.layout.mesh.data_rank(rank.world.rank))
     return StepWork(
         step=step,
         epoch=epoch,

@@ -34,10 +34,9 @@ def make_replicas(rank: RankContext) -> Replicas | None:
 
 def replica_groups(layout: Layout) -> list[int] | None:
     """For each rank the part of the trained weights that it holds; None where no two ranks hold the same."""
-    if layout.world_size == 1 or layout.strategy in ("fsdp", "zero3"):
+    if layout.weight_shards == layout.world_size:
         return None
-    shard = layout.mesh.shard if layout.strategy == "hsdp" else 1
-    return [rank % shard for rank in range(layout.world_size)] if shard < layout.world_size else None
+    return [rank % layout.weight_shards for rank in range(layout.world_size)]
 
 
 def keep_samples(rank: RankContext, result: StepResult, fault: Fault, action: str) -> str:
@@ -72,7 +71,7 @@ def describe_batch(rank: RankContext, result: StepResult, fault: Fault, action: 
             "tokens": int(train.lengths[number]),
             "rank": owner,
         }
-        for owner in range(rank.world.world_size)
+        for owner in range(rank.plan.layout.data_parallel_degree)
         for number in layout.samples_of_rank(owner)
     ]
     found: dict[str, object] = {
