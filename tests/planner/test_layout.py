@@ -19,12 +19,12 @@ LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
 BFLOAT16 = {"compute_dtype": "bfloat16", "reshard_after_forward": False}
 
 
-@pytest.mark.parametrize("axis", ["context", "tensor", "expert"])
-def test_degrees_that_nothing_carries_out_are_refused(axis: str) -> None:
-    assert getattr(Mesh(**{axis: 1}), axis) == 1
-    with pytest.raises(ValueError, match=f"{axis}: 2 is not supported"):
-        Mesh(**{axis: 2})
-    with pytest.raises(ValueError, match="shard: 0"):
+def test_a_mesh_numbers_ranks_with_the_last_axis_fastest() -> None:
+    mesh = Mesh(replicate=2, shard=3, context=2)
+    assert (mesh.world_size, mesh.data_parallel_degree, mesh.num_shards) == (12, 6, 6)
+    assert mesh.coordinates(9) == {"replicate": 1, "shard": 1, "context": 1, "expert": 0, "tensor": 0}
+    assert [mesh.data_rank(rank) for rank in range(12)] == [rank // 2 for rank in range(12)]
+    with pytest.raises(ValueError, match="shard: 0 is below 1"):
         Mesh(shard=0)
 
 

@@ -210,8 +210,13 @@ class Recorder(Hook):
         self.results.append(result)
 
 
-def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
-    """One rank of one case; the process group exists already."""
+Works = Iterator[StepWork]
+
+
+def run_rank(
+    config_json: str, plan_json: str, fault: Fault, change_works: Callable[[RankContext, Works], Works] | None = None
+) -> Curve:
+    """One rank of one case; the process group exists already. ``change_works`` changes what each step trains."""
     import torch.distributed as dist
 
     rank_index, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -223,6 +228,8 @@ def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
     stages.build_model(rank)
     stages.check_model(rank)
     works = iterate_steps(rank)
+    if change_works is not None:
+        works = change_works(rank, works)
     if fault:
         faulty = Faulty(rank.engine, fault)
         rank.engine, works = faulty, faulty.watch(works)  # type: ignore[assignment]
