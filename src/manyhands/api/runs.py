@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, read_rows
-from manyhands.core.text import printable
+from manyhands.core.text import report_aside
 from manyhands.launch.environment import accelerate_settings, apply_variables, detect_launcher
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
@@ -54,7 +53,7 @@ def plan(
     launcher = detect_launcher()
     launched = None if launcher.kind == "none" or host is not None else launcher.world_size
     config = loaded.config if host is not None else apply_variables(loaded.config)[0]
-    facts = gather_facts(config, world_size=launched, identify=False, only_plans=True, host=host, report=_report_aside)
+    facts = gather_facts(config, world_size=launched, identify=False, only_plans=True, host=host, report=report_aside)
     made = make_plan(config, facts)
     refuse_unmatched(config, made, facts.model)
     return made
@@ -202,10 +201,6 @@ def _read_gpus(gpus: int | str | None) -> tuple[int | str | None, HostFacts | No
         return number, None
     asked = parse_gpus(gpus, "gpus")
     return asked.total, describe_host(asked)
-
-
-def _report_aside(text: str) -> None:
-    print(printable(text), file=sys.stderr)
 
 
 class TrainedRun:

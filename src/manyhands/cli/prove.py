@@ -18,9 +18,10 @@ from typing import Annotated, Any
 
 import typer
 
-from manyhands.cli.run_file import Overrides, RunFile, load_run, report_aside
+from manyhands.cli.run_file import Overrides, RunFile, load_run
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import read_rows
+from manyhands.core.text import report_aside
 from manyhands.core.units import count_of
 
 # Largest relative deviation allowed of the loss and of the gradient norm; why: docs/equality.md.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from manyhands.cli.gpus import ask_gpus, gpus_to_start, host_to_plan
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.text import open_console
+from manyhands.core.text import open_console, report_aside
 
 if TYPE_CHECKING:
     from manyhands.config.load import LoadedRun
@@ -115,11 +114,6 @@ def find_run_folder(run: Path) -> Path:
             "this run has not been started", where=str(run), why=f"there is no {folder}", fix=f"manyhands train {run}"
         )
     return folder
-
-
-def report_aside(text: str) -> None:
-    """Prints progress to standard error, so that standard output has only the result."""
-    print(text, file=sys.stderr)
 
 
 def train(

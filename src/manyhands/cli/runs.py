@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import count_bytes, read_rows
+from manyhands.core.files import count_bytes, read_object, read_rows
+from manyhands.core.text import flatten
 
 if TYPE_CHECKING:
     from manyhands.launch.run_folder import RunFolder
@@ -178,7 +179,7 @@ def summarize(run: RunFolder) -> Summary:
     config, status = run.read_config(), read_status(run)
     steps, evaluations = read_rows(run.metrics, "step"), read_rows(run.metrics, "evaluation")
     newest = evaluations or steps
-    report = _read_json(run.report_json)
+    report = read_object(run.report_json)
     return Summary(
         name=run.path.name,
         state=str(status.get("state", "planned")),
@@ -202,7 +203,7 @@ def _changed_at(path: Path) -> float:
 def measure(run: RunFolder) -> dict[str, str]:
     """What a run has measured, as text: '-' for what it has not."""
     steps, evaluations = read_rows(run.metrics, "step"), read_rows(run.metrics, "evaluation")
-    report = _read_json(run.report_json)
+    report = read_object(run.report_json)
     tokens_per_s = _find(report, "measured", "tokens_per_s", int | float)
     training_s = _find(report, "measured", "training_s", int | float)
     peaks = _find(report, "measured", "peak_memory_bytes_by_rank", list) or []
@@ -228,17 +229,6 @@ def read_status(run: RunFolder) -> dict[str, Any]:
     return status | ({"state": "killed"} if was_killed(run, status, read_beats(run)) else {})
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``section.key`` to value."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flatten(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
-
-
 def format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Columns as wide as their widest cell, the first row as titles."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -246,18 +236,9 @@ def format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _planned_steps(run: RunFolder) -> int | None:
-    newest = _read_json(run.plan_json).get("newest")
-    steps = _read_json(run.path / newest).get("num_steps") if isinstance(newest, str) else None
+    newest = read_object(run.plan_json).get("newest")
+    steps = read_object(run.path / newest).get("num_steps") if isinstance(newest, str) else None
     return steps if isinstance(steps, int) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is none, or where it is damaged."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _find(report: Mapping[str, Any], section: str, name: str, kind: Any) -> Any:

@@ -159,6 +159,15 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if the file cannot be read or has none."""
+    try:
+        value = read_json(path)
+    except OSError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def read_rows(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, of one ``kind`` or all, in order; those of earlier launches too. A line that was cut
     off or damaged is skipped, a file that is not there has none.

@@ -10,7 +10,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -26,6 +26,19 @@ _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
 _OF_A_BAR = re.compile("\r|(?:\n|\x1b\\[A)+$")  # what libraries' bars begin a line with, or go to another line (tqdm)
+
+
+def report_aside(text: str) -> None:
+    """Print progress to standard error, so that standard output has only the result."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by dotted key, ``section.key``."""
+    flat: dict[str, Any] = {}
+    for key, value in fields.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def printable(text: str) -> str:

@@ -12,10 +12,11 @@ from manyhands import families
 from manyhands.config.schema import RunConfig
 from manyhands.config.sources import IMAGES, READY
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_object
 from manyhands.data.columns import Columns, carries
 from manyhands.data.files import Row
 from manyhands.data.formats import FIELDS, Format, detect_format, settle_format
-from manyhands.data.image_processor import family_of, read_json
+from manyhands.data.image_processor import family_of
 from manyhands.data.messages import IMAGE_PARTS
 from manyhands.data.sources import Source, read_rows
 
@@ -32,7 +33,7 @@ def trains_images(config: RunConfig, model_folder: str | Path, sources: Sequence
         raise UserError(
             "this model cannot be trained with images",
             where="data.images" if asked is True else f"data.fields: {mapped[0]}",
-            why=families.why_no_images(read_json(Path(model_folder) / "config.json")),
+            why=families.why_no_images(read_object(Path(model_folder) / "config.json")),
             fix="choose another model, or leave the images out with data.images: false and data.ignore: [images]",
         )
     if family.images is None or asked is False:

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_object
 from manyhands.data.image_cache import Entries, ImageCache
 from manyhands.data.image_files import DECODING, BadImage, PixelBounds, content_of, decode, name_of, read_bytes
 from manyhands.data.image_places import place_images, read_tower_sizes
@@ -45,7 +46,6 @@ from manyhands.data.image_processor import (
     family_of,
     open_processor,
     processor_digest,
-    read_json,
 )
 from manyhands.data.streams import PACKED_BY, Sample, StoredImage, from_streams
 
@@ -106,7 +106,7 @@ class ImageBatcher:
         assert layout is not None
         self._work, self.layout = work, layout
         self.processor = open_processor(work.model_folder, layout)
-        self.token_id = int(read_json(self.processor.folder / "config.json")[layout.token_field])
+        self.token_id = int(read_object(self.processor.folder / "config.json")[layout.token_field])
         self._blanks = {
             name: values[:0] for name, values in self.processor.prepare(np.zeros((64, 64, 3), np.uint8)).items()
         }

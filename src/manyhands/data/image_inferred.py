@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.data.image_processor import NO_FLOATS, PIXELS, ImageProcessor, read_json
+from manyhands.core.files import read_object
+from manyhands.data.image_processor import NO_FLOATS, PIXELS, ImageProcessor
 from manyhands.data.tokenizer import load_tokenizer
 from manyhands.families import ImageLayout, ImageShape
 
@@ -42,7 +43,7 @@ class InferredProcessor(ImageProcessor):
 
     def words(self, tokenizer: Any) -> dict[str, str]:
         """The text that chat templates write for an image, and the token in whose place features go."""
-        token_id = read_json(self.folder / "config.json").get(self.layout.token_field)
+        token_id = read_object(self.folder / "config.json").get(self.layout.token_field)
         return {"placeholder": self._placeholder, "token": str(tokenizer.convert_ids_to_tokens(token_id))}
 
     def expand(self, shape: ImageShape, words: Any) -> str:
@@ -68,8 +69,8 @@ class InferredProcessor(ImageProcessor):
         """The processor around the image processor. Its other parts, such as that of videos, are never asked."""
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-        told = read_json(self.folder / "processor_config.json")
-        kind = str(read_json(self.folder / "config.json").get("model_type"))
+        told = read_object(self.folder / "processor_config.json")
+        kind = str(read_object(self.folder / "config.json").get("model_type"))
         name = PROCESSOR_MAPPING_NAMES.get(kind)
         if not name:
             raise self._unfit(f"transformers has no processor for models of type {kind}")
@@ -104,7 +105,7 @@ class InferredProcessor(ImageProcessor):
             raise self._unfit(f"its processor makes squares of several sizes ({listed})")
 
     def _unfit(self, why: str) -> UserError:
-        kind = read_json(self.folder / "config.json").get("model_type")
+        kind = read_object(self.folder / "config.json").get("model_type")
         return UserError(
             f"images cannot be trained with models of type {kind}",
             where=str(self.folder),

@@ -20,6 +20,7 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_object
 from manyhands.data.formats import Conversation
 from manyhands.data.image_archive import find_image_folder
 from manyhands.data.image_files import (
@@ -35,7 +36,7 @@ from manyhands.data.image_files import (
     name_of,
     read_bytes,
 )
-from manyhands.data.image_processor import family_of, open_processor, read_json
+from manyhands.data.image_processor import family_of, open_processor
 from manyhands.data.image_rows import ImageRef
 from manyhands.data.streams import StoredImage
 
@@ -67,7 +68,7 @@ class ImageOpener:
         self.processor = open_processor(model_folder, layout)
         self._words = self.processor.words(tokenizer)
         self.placeholder, self._token = self._words[layout.placeholder], self._words[layout.token]
-        self.token_id = read_json(Path(model_folder) / "config.json").get(layout.token_field, -1)
+        self.token_id = read_object(Path(model_folder) / "config.json").get(layout.token_field, -1)
         if not isinstance(self.token_id, int) or tokenizer.convert_tokens_to_ids(self._token) != self.token_id:
             raise UserError(
                 f"{self._token} is not the token that the model puts images in place of",

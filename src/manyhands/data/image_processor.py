@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_object
 from manyhands.data.image_files import DECODING
 from manyhands.families import Family, ImageLayout, ImageShape, find
 
@@ -33,18 +33,9 @@ TRIED_SIZE = (336, 448)  # height and width in pixels of an image that every pro
 NO_FLOATS = {"do_rescale": False, "do_normalize": False, "return_tensors": None}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is no file, or no object in it."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 def family_of(model_folder: str | Path) -> Family:
     """The family of the model in a folder, of a multimodal one that around its text."""
-    return find(read_json(Path(model_folder) / "config.json"))
+    return find(read_object(Path(model_folder) / "config.json"))
 
 
 def processor_digest(model_folder: str | Path) -> str:
@@ -89,7 +80,7 @@ class ImageProcessor:
         self.folder, self.layout = Path(model_folder), layout
         self._processor = _load(self.folder)
         self._shapes: OrderedDict[tuple[int, int, bool], ImageShape] = OrderedDict()
-        told = read_json(self.folder / "processor_config.json")
+        told = read_object(self.folder / "processor_config.json")
         values = {name: told.get(name, default) for name, default in layout.fields.items()}
         if missing := [name for name, value in values.items() if value is None]:
             raise UserError(
@@ -159,10 +150,11 @@ class ImageProcessor:
         """UserError where squares have the shape of their image: towers of one family may be of several kinds."""
         shapes = {self._run(np.zeros((*size, 3), np.uint8), True)[PIXELS].shape[-2:] for size in ((48, 64), (64, 48))}
         if len(shapes) > 1:
+            config = read_object(self.folder / "config.json")
             raise UserError(
                 "the model's processor keeps the shape of each image, and its family takes squares of one size",
                 where=str(self.folder),
-                why=f"its tower is {read_json(self.folder / 'config.json').get('vision_config', {}).get('model_type')}",
+                why=f"its tower is {config.get('vision_config', {}).get('model_type')}",
                 fix="use a model of the family with a tower that takes squares, or set data.images: false",
             )
 
@@ -230,7 +222,7 @@ def _load(folder: Path) -> Any:
     try:
         values, _ = ImageProcessingMixin.get_image_processor_dict(str(folder), local_files_only=True)
         return _find_class(
-            values.get("image_processor_type"), str(read_json(folder / "config.json").get("model_type"))
+            values.get("image_processor_type"), str(read_object(folder / "config.json").get("model_type"))
         )(**{name: value for name, value in values.items() if name not in NOT_ARGUMENTS})
     except Exception as error:  # whatever the files hold: transformers raises many kinds
         raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.core.files import hash_files, refuse_outside_links
+from manyhands.core.text import report_aside
 from manyhands.core.units import count_of
 from manyhands.infer.answer_file import AnswerFile
 from manyhands.infer.decode import Completion
@@ -26,11 +26,6 @@ from manyhands.infer.worker import PromptQueue, Worker
 REPORT_EVERY_S = 5.0
 
 Report = Callable[[str], object]
-
-
-def report_aside(text: str) -> None:
-    """Prints to standard error, so that standard output has only answers."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def open_copy(seat: Seat, found: Found, settings: GenerationSettings, placement: Placement, num_copies: int) -> Any:

@@ -15,10 +15,10 @@ from jinja2 import Environment, StrictUndefined
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, write_atomically, write_json
+from manyhands.core.text import report_aside
 from manyhands.core.units import count_of
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
-from manyhands.infer.batch import report_aside
 from manyhands.infer.evaluate import EvaluationData, Scores, measure
 from manyhands.infer.load import Found, find_parts
 from manyhands.infer.replicas import ALL_GPUS, Placement

@@ -21,11 +21,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from manyhands.core.errors import UserError
+from manyhands.core.text import report_aside
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.store import SampleSet, TokenStore
 from manyhands.data.streams import MASK, TOKENS, Sample, StoredImage, from_streams, weights_of
-from manyhands.infer.batch import load_at, report_aside
+from manyhands.infer.batch import load_at
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import PromptImages, image_token_of, refuse_images
 from manyhands.infer.load import Answerer, Found

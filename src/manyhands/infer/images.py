@@ -15,11 +15,12 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_object
 from manyhands.data.formats import Conversation
 from manyhands.data.image_batch import ImageBatcher, ImageWork
 from manyhands.data.image_files import BadImage, PixelBounds, is_address, name_of
 from manyhands.data.image_open import ImageOpener, OpenedImage
-from manyhands.data.image_processor import PROCESSOR_FILES, family_of, read_json
+from manyhands.data.image_processor import PROCESSOR_FILES, family_of
 from manyhands.data.image_rows import parts_of, place_images, read_column
 from manyhands.data.messages import RowRefused
 from manyhands.data.rendered import Text, put_images
@@ -136,7 +137,7 @@ def open_images(
 def image_token_of(folder: Path) -> int:
     """The id that stands where an image's features go; -1 of a model that takes none."""
     layout = family_of(folder).images
-    return -1 if layout is None else int(read_json(folder / "config.json").get(layout.token_field, -1))
+    return -1 if layout is None else int(read_object(folder / "config.json").get(layout.token_field, -1))
 
 
 def has_images(messages: Sequence[Message]) -> bool:

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 import manyhands
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.text import printable
+from manyhands.core.text import flatten, printable
 from manyhands.data.summary import PreparedData
 from manyhands.facts.types import Figure, GpuFacts, HostFacts
-from manyhands.launch.resume_rules import flatten
 
 PACKAGES = ("manyhands", "torch", "transformers", "safetensors")
 MAX_SHOWN = 12  # keys that differ

@@ -23,7 +23,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import read_json, rename_synced, write_atomically
 from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteError, RemoteFolder
+from manyhands.core.text import flatten
 from manyhands.core.units import count_of
 from manyhands.launch.run_folder import RunFolder
 from manyhands.planner.types import Plan
@@ -343,14 +344,6 @@ def _is_empty(folder: RunFolder) -> bool:
         if not leftover and not (entry in (folder.plans, folder.logs) and entry.is_dir() and not any(entry.iterdir())):
             return False
     return True
-
-
-def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by their full keys, ``section.key``."""
-    flat: dict[str, Any] = {}
-    for key, value in fields.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def remote_of(config: RunConfig) -> RemoteFolder | None:
