@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from manyhands.bench.rows import BenchRow
 
-# By shape, of ``manyhands.bench.shapes``. Families of both kinds, and families that only the second kind has.
+# By shape. Families of both kinds, and families that only the second kind has.
 FITTED = (
     *("tiny", "smollm135m", "llama1b", "llama8b", "llama70b", "qwen32b", "gemma27b", "phi3mini", "mistral7b"),
     *("qwen2-7b", "olmo2-7b", "qwen06b", "yi34b"),

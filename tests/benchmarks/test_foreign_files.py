@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from benchmarks.foreign_files import Row, judge_all, model_type, table
+from benchmarks.foreign_files import judge_all
 
 RUNS = """\
 base_model: meta-llama/Llama-3.2-1B
@@ -37,22 +35,3 @@ def test_files_are_counted_by_tool_with_one_reason_each(tmp_path: Path) -> None:
     assert rows["runs.yaml"].substituted == ("optimizer",)
     assert "mixture of experts" in rows["experts.yaml"].reason
     assert rows["qat.yaml"].reason.startswith("qat: training with simulated quantization")
-
-
-def test_the_table_adds_up() -> None:
-    rows = [Row("A", "1", "runs", substituted=("x",), keys=3), Row("A", "2", "refused", "why", keys=2),
-            Row("B", "3", "out of scope", "rl", keys=1)]  # fmt: skip
-    lines = table(rows).splitlines()
-    assert "| A | 2 | 0 | 1 | 1 | 1 | 5 |" in lines
-    assert "| together | 3 | 1 | 1 | 1 | 1 | 6 |" in lines
-    assert "| why | 1 |  |" in lines
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("Qwen/Qwen2.5-72B", "qwen2"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3_moe"), ("Qwen/Qwen3-8B", "qwen3"),
-     ("mistralai/Mistral-7B-v0.1", "mistral"), ("deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2"),
-     ("microsoft/phi-1_5", "phi"), ("NousResearch/Llama-2-7b-hf", "llama")],
-)  # fmt: skip
-def test_the_family_follows_from_the_name(name: str, kind: str) -> None:
-    assert model_type(name) == kind

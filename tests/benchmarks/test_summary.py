@@ -10,16 +10,15 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.peer_trl import Clock, count_tokens
+from benchmarks.peer_trl import count_tokens
 from manyhands.bench.rows import BY_NAME
 from manyhands.bench.shapes import flops_per_token
-from manyhands.bench.summary import attention_kernels, dtypes, rates, watch
+from manyhands.bench.summary import dtypes, rates, watch
 from tests.support.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,33 +39,6 @@ def test_speed_is_that_of_the_median_step_after_the_warm_ones() -> None:
 def test_steps_of_different_numbers_of_tokens_count_by_all_tokens_and_all_seconds() -> None:
     found = rates([(50.0, 1), (1.0, 100), (1.0, 500), (4.0, 900)], ROW, 1, warm=1)
     assert (found["step_s"], found["tokens_per_s_gpu"], found["tflops"]) == (2.0, 250, None)
-
-
-def test_seconds_and_tokens_of_a_row_say_the_same() -> None:
-    for steps in ([(0.5, 64), (0.7, 64), (2.0, 64)], [(0.5, 64), (0.7, 90), (2.0, 10)]):
-        found = rates(steps, ROW, 1, warm=0)
-        assert found["tokens_per_s_gpu"] * found["step_s"] == pytest.approx(
-            statistics.fmean(n for _, n in steps), rel=0.02
-        )
-
-
-def test_all_linear_layers_and_half_the_positions_count_as_operations() -> None:
-    """Llama-8B with adapters: 4 x 7.5e9 matmul weights; all trained: 6."""
-    adapters, full = (flops_per_token("llama8b", 4096, full=full) for full in (False, True))
-    assert full - adapters == pytest.approx(2 * 7.504e9, rel=1e-3)
-
-
-def test_a_peer_is_timed_from_step_to_step_without_the_watched_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 12.0, 15.0, 19.0, 99.0])
-    clock = Clock(3, lambda: next(times))
-    monkeypatch.setattr(Clock, "read", lambda self, trainer: self.seen.update(watched=trainer))
-    callback = clock.callback(lambda: "the trainer")
-    for step in range(4):
-        callback.on_step_begin(None, SimpleNamespace(global_step=step), None)
-        clock.num_tokens += 100 + step
-        callback.on_step_end(None, SimpleNamespace(global_step=step + 1), None)
-        assert bool(clock.seen) == (step == 3)
-    assert clock.steps() == [(2.0, 100), (3.0, 101), (4.0, 102)]
 
 
 def test_padding_is_no_useful_token() -> None:
@@ -94,15 +66,6 @@ def test_dtypes_and_attention_are_read_from_what_ran() -> None:
     }
     assert seen["dtypes"] == {"trained": ["kept"], "compute": ["bfloat16"]}
     assert any("scaled_dot_product" in name for name in seen["attention_kernels"])
-
-
-def test_kernels_of_attention_are_told_by_name_the_slowest_first() -> None:
-    def event(key: str, took: float) -> SimpleNamespace:
-        return SimpleNamespace(key=key, self_device_time_total=took, self_cpu_time_total=0.0)
-
-    names = [("gemm", 9.0), ("flash_fwd_kernel", 2.0), ("flash_bwd_kernel", 4.0), ("fmha_unused", 0.0)]
-    assert attention_kernels(event(*each) for each in names) == ["flash_bwd_kernel", "flash_fwd_kernel"]
-    assert attention_kernels([event("gemm", 9.0)]) == ["none by name: attention ran as separate matmuls"]
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.survive import LiveRun, RunFailed, Survival, parse
 from benchmarks.survive_figures import (
     Entered,
     Kill,
-    choose_kills,
     compare,
     course_of,
     intervals,
     medians,
     percent_slower,
-    rate_after,
     recoveries,
     speed,
     stalls,
     step_rows,
 )
-from manyhands.launch.run_folder import RunFolder
 
 
 def step(number: int, time: float, seconds: float = 1.0, loss: float = 2.0) -> dict[str, Any]:
@@ -65,15 +57,6 @@ def test_a_stall_is_what_steps_take_longer_while_a_checkpoint_is_written() -> No
     assert found["exists_s"] == 2.5
 
 
-def test_steps_after_a_save_that_was_never_completed_are_not_compared_with() -> None:
-    rows = [step(number, float(number)) for number in range(1, 9)]
-    late = [step(number, 8.0 + 10.0 * (number - 8)) for number in range(9, 12)]
-    found = stalls([*rows[:5], saved(4, 5.5), *rows[5:], *late], warm=0, every=4)
-    assert found["quiet_step_s"] == 1.0 and found["longest_stall_s"] == 0.0
-    with pytest.raises(ValueError, match="too few"):
-        stalls(rows, warm=0, every=4)
-
-
 def test_losses_are_compared_bit_for_bit_at_the_steps_that_both_have() -> None:
     course = course_of([step(1, 0.0), step(2, 1.0), step(3, 2.0)])
     same = compare(course, course_of([step(2, 0.0), step(3, 1.0), step(4, 2.0)]))
@@ -82,14 +65,6 @@ def test_losses_are_compared_bit_for_bit_at_the_steps_that_both_have() -> None:
     assert other["first_different"] == 3 and other["num_different"] == 1
     assert other["max_loss_difference"] == 2**-40
     assert compare(course, {})["max_loss_difference"] is None
-
-
-def test_kills_come_early_in_their_seconds_and_are_drawn_by_the_seed() -> None:
-    kills = choose_kills(num_ranks=4, every_s=60.0, seconds=600.0, seed=3)
-    assert [offset // 60.0 for offset, _ in kills] == list(range(10))
-    assert all(offset % 60.0 <= 6.0 for offset, _ in kills)
-    assert {rank for _, rank in kills} <= set(range(4)) and len({rank for _, rank in kills}) > 1
-    assert kills == choose_kills(4, 60.0, 600.0, seed=3) != choose_kills(4, 60.0, 600.0, seed=4)
 
 
 def test_a_recovery_is_split_into_what_its_seconds_went_into() -> None:
@@ -113,42 +88,3 @@ def test_a_recovery_is_split_into_what_its_seconds_went_into() -> None:
     assert sum(found.stages.values()) == found.seconds
     assert recoveries([kill], [restart], entered, rows[:1]) == []  # it has not recovered yet
     assert medians([found.stages, {"join": 3.0, "resume": 1.0}])["join"] == 2.5
-
-
-def test_the_rate_counts_the_seconds_without_steps_too() -> None:
-    rows = [step(1, 10.0), step(2, 11.0), step(3, 12.0), step(4, 29.0), step(5, 30.0), step(6, 31.0)]
-    assert rate_after(rows, 10.0) == 500 / 21
-
-
-def test_a_part_ends_when_the_time_of_the_call_is_over(tmp_path: Path) -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        run = LiveRun(RunFolder(tmp_path), process, tmp_path / "log", 1, 60.0, time.monotonic() - 1.0)
-        with pytest.raises(RunFailed, match="the time of --budget is over"):
-            run.reach(1)
-        run.end()
-
-
-def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--parts", "kills,luck"])
-    assert "luck" in capsys.readouterr().err
-
-
-@pytest.mark.slow  # two runs in processes of their own
-@pytest.mark.timeout(600)
-def test_a_killed_rank_costs_the_step_in_flight_and_losses_stay_the_same(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
-    command = ["--shape", "tiny", "--gpus", "2", "--length", "64", "--samples", "4", "--folder", str(tmp_path)]
-    command += ["--parts", "undisturbed,kills", "--steps", "300", "--every", "12", "--seconds", "24"]
-    Survival(parse([*command, "--output", str(output)])).run_all()
-    undisturbed, kills = (json.loads(line) for line in output.read_text().splitlines())
-    assert undisturbed["last_step"] >= 290 and undisturbed["tokens_per_s"] > 0  # SIGKILL leaves the last rows unwritten
-    assert kills["num_kills"] >= 1 and kills["num_recovered"] == kills["num_kills"], kills
-    assert max(kills["lost_steps"]) <= 2  # the one in flight, and one that not all ranks had kept yet
-    assert kills["num_compared"] >= 1 and kills["first_different"] is None
-    for recovery in kills["recoveries"]:
-        # A busy machine looks at the ranks too rarely to see stages of a tenth of a second; and a rank that took the
-        # place of a process standing by has imported before, or the restart waited for it as "start process".
-        stages = recovery["stages"].keys()
-        assert recovery["in_memory"] and {"start process", "first step"} <= stages and stages & {"import", "join"}
-        assert sum(recovery["stages"].values()) == pytest.approx(recovery["seconds"], abs=0.1)

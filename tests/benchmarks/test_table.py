@@ -4,16 +4,13 @@ stored rows.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import table
-from benchmarks.__main__ import sides
-from manyhands.bench.rows import BY_NAME, TABLE, append, mix_lengths, read
+from manyhands.bench.rows import BY_NAME, TABLE, mix_lengths, read
 from manyhands.bench.shapes import SHAPES, flops_per_token
 
 ROW = BY_NAME["8b-lora"]
@@ -31,14 +28,6 @@ def test_a_ratio_needs_both_sides_in_one_run() -> None:
     assert table.ratio([result("manyhands", 300, gpus=2), result("trl", 200, gpus=1)], ROW) is None
 
 
-def test_rows_that_name_no_run_prove_no_ratio() -> None:
-    assert table.ratio([result("manyhands", 300, None), result("trl", 200, None)], ROW) is None
-    unnamed = [
-        {key: value for key, value in r.items() if key != "run"} for r in (result("manyhands", 300), result("trl", 200))
-    ]
-    assert table.ratio(unnamed, ROW) is None and not table.is_measured(unnamed, ROW, ["manyhands", "trl"], 1)
-
-
 def test_the_best_peer_of_the_run_counts() -> None:
     stored = [result("manyhands", 300), result("trl", 100), result("trl-packing", 200)]
     assert table.ratio(stored, ROW) == pytest.approx(1.5)
@@ -48,18 +37,6 @@ def test_the_best_peer_of_the_run_counts() -> None:
     assert table.ratio(stored, ROW) == pytest.approx(1.2)
     best = table.best_peer(stored, ROW)
     assert best is not None and best["label"] == "unsloth"
-
-
-def test_ours_is_held_against_the_run_it_is_of_and_not_the_newest_of_a_peer() -> None:
-    stored = [result("manyhands", 300), result("trl", 200), result("trl", 100, "b")]
-    assert table.ratio(stored, ROW) == pytest.approx(1.5)
-
-
-def test_rows_of_other_work_count_for_nothing() -> None:
-    for key, value in {"shape": "tiny", "length": 128, "rows": 64}.items():
-        tried = [result("manyhands", 300, **{key: value}), result("trl", 200)]
-        assert table.newest(tried, ROW, "manyhands") is None and not table.is_measured(tried, ROW, ["manyhands"], 1)
-    assert table.newest([result("manyhands", 300, shape=ROW.shape, length=4096, rows=2)], ROW, "manyhands") is not None
 
 
 def test_failed_rows_are_measured_again_and_the_others_of_the_row_with_them() -> None:
@@ -78,16 +55,6 @@ def test_the_check_fails_where_a_ratio_fell(capsys: pytest.CaptureFixture[str]) 
     assert table.check(slower_machine, before, [ROW]) == 0
     assert table.check(slower_code, before, [ROW]) == 1
     assert "8b-lora: 1.35 of trl, was 1.50" in capsys.readouterr().out
-
-
-def test_the_check_fails_where_nothing_can_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    before = [result("manyhands", 300), result("trl", 200)]
-    assert table.check([result("manyhands", 300)], before, [ROW]) == 1
-    assert table.check([result("manyhands", 300, gpus=2), result("trl", 200, gpus=2)], before, [ROW]) == 1
-    assert (
-        table.check([result("manyhands", 300), result("unsloth", 250)], before, [ROW]) == 1
-    )  # another peer, another meaning
-    assert "0 ratios compared" in capsys.readouterr().out
 
 
 def test_rows_by_hand_or_in_little_memory_are_not_ours() -> None:
@@ -111,45 +78,6 @@ def test_no_stored_row_with_keys_by_hand_counts_as_ours() -> None:
     by_hand = [r for r in stored if r.get("by_hand")]
     assert len(stored) > 50 and by_hand  # some of them with the label of ours
     assert not [r for r in by_hand if table.side_of(r) == "manyhands"]
-
-
-def test_unsloth_is_measured_where_it_is_installed_with_rows_of_one_gpu() -> None:
-    options = argparse.Namespace(peer="auto", shape=None)
-    assert sides(ROW, options, 1, lambda _: True) == ["manyhands", "trl", "unsloth"]
-    assert sides(BY_NAME["8b-lora-mix"], options, 1, lambda _: True) == ["manyhands", "trl", "trl-packing", "unsloth"]
-    assert sides(BY_NAME["27b-qlora"], options, 1, lambda _: True) == ["manyhands", "trl"]
-    assert sides(ROW, options, 1, lambda name: name != "unsloth") == ["manyhands", "trl"]
-    assert sides(ROW, argparse.Namespace(peer="no", shape=None), 1, lambda _: True) == ["manyhands"]
-
-
-def test_the_smallest_memory_is_the_least_in_which_the_row_ran() -> None:
-    stored = [
-        result("smallest", 9, limit_gib=gib, outcome=how)
-        for gib, how in ((20.0, "ran"), (17.0, "out of memory"), (18.0, "ran"))
-    ]
-    assert table.show_smallest(stored, ROW) == "18.0" and table.show_smallest([], ROW) == ""
-
-
-def test_open_rows_are_listed_as_open(capsys: pytest.CaptureFixture[str]) -> None:
-    table.print_table([], list(TABLE))
-    assert capsys.readouterr().out.count("| open |") == len(TABLE)
-
-
-def test_a_ratio_below_the_floor_says_so() -> None:
-    assert (table.show_ratio(1.02), table.show_ratio(1.3), table.show_ratio(None)) == ("1.02, below 1.05", "1.30", "")
-
-
-def test_results_survive_a_missing_file(tmp_path: Path) -> None:
-    assert read(tmp_path / "none.jsonl") == []
-    (tmp_path / "rows.jsonl").write_text(json.dumps(result("trl", 1)) + "\n")
-    assert read(tmp_path / "rows.jsonl")[0]["label"] == "trl"
-
-
-def test_every_stored_row_names_its_run(tmp_path: Path) -> None:
-    for row in ({"case": "a"}, {"case": "b"}, {"case": "c", "run": "mine"}):
-        append(tmp_path / "rows.jsonl", row)
-    runs = [row["run"] for row in read(tmp_path / "rows.jsonl")]
-    assert runs[0] == runs[1] != "mine" and runs[2] == "mine" and len(runs[0]) == len("20261122T120000")
 
 
 def test_operations_of_a_full_8b_model() -> None:
