@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from manyhands.facts import amd, host
+from manyhands.facts.amd import AmdGpu
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import GpuFacts
 from manyhands.facts.visible import select_visible
-from tests.facts.test_amd import Machine
 
 UUIDS = ["GPU-aaaa-1", "GPU-bbbb-2", "GPU-bbcc-3", "GPU-dddd-4"]
 
@@ -144,11 +144,18 @@ def nodes(root, *names: str):
         (root / "dev" / name).touch()
 
 
+def add_render(root, vendor: str, number: int = 128, memory: int = 192 * 2**30):
+    nodes(root, f"dri/renderD{number}")
+    device = root / f"sys/class/drm/renderD{number}/device"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text(vendor)
+    (device / "mem_info_vram_total").write_text(str(memory))
+
+
 def test_a_machine_without_gpus_lacks_nothing(tmp_path, no_nvml):
-    machine = Machine(tmp_path)  # /dev/kfd, and a processor
-    nodes(tmp_path, "nvidiactl", "nvidia-uvm", "nvidia-caps/nvidia-cap1", "dri/card0")
-    machine.add_render("renderD128", "0x1af4")
-    machine.add_gpu(version=100306, memory=2**29)  # graphics of a processor
+    nodes(tmp_path, "kfd", "nvidiactl", "nvidia-uvm", "nvidia-caps/nvidia-cap1", "dri/card0")
+    add_render(tmp_path, "0x1af4")
+    add_render(tmp_path, "0x1002", 129, memory=2**29)  # graphics of a processor
     facts = read_host_facts({"PATH": ""}, tmp_path)
     assert facts.gpus == () and facts.unusable_gpus is None
 
@@ -162,7 +169,7 @@ def test_a_device_node_without_driver_is_said(tmp_path, no_nvml):
 
 
 def test_nvidias_gpu_under_another_driver_is_said(tmp_path, no_nvml):
-    Machine(tmp_path).add_render("renderD128", "0x10de")
+    add_render(tmp_path, "0x10de")
     unusable = read_host_facts({"PATH": ""}, tmp_path).unusable_gpus
     assert unusable is not None and unusable.found == "1 NVIDIA GPU (/dev/dri/renderD128)"
 
@@ -199,25 +206,17 @@ def test_a_torch_that_cannot_use_the_gpus_is_said(tmp_path, monkeypatch, build, 
 
 
 def test_amds_gpus_are_found_where_nvidia_has_none(tmp_path, no_nvml, monkeypatch):
-    machine = Machine(tmp_path)
-    machine.add_gpu(unique_id=1)
-    machine.add_gpu(unique_id=2)
+    nodes(tmp_path, "kfd")
+    monkeypatch.setattr(amd, "probe", lambda run: [AmdGpu("AMD Instinct MI300X", "gfx942", 192 * 2**30, 0)] * 2)
     torch_is(monkeypatch, "amd")
     facts = read_host_facts({"PATH": ""}, tmp_path)
     assert [gpu.vendor for gpu in facts.gpus] == ["amd", "amd"] and facts.unusable_gpus is None
     assert facts.kind is not None and facts.kind.name == "MI300X"
-    torch_is(monkeypatch, "nvidia")
-    unusable = read_host_facts({"PATH": ""}, tmp_path).unusable_gpus
-    assert unusable is not None and "built for CUDA" in unusable.why and "built for ROCm" in unusable.fix
 
 
 @pytest.mark.parametrize("build", ["amd", "cpu"])
 def test_an_amd_gpu_without_rocms_driver_is_said(tmp_path, no_nvml, monkeypatch, build):
-    machine = Machine(tmp_path)
-    machine.add_gpu()
-    (tmp_path / "dev/kfd").unlink()
-    for file in (tmp_path / "sys/class/kfd/kfd/topology/nodes").rglob("properties"):
-        file.unlink()
+    add_render(tmp_path, "0x1002")
     torch_is(monkeypatch, build)
     unusable = read_host_facts({"PATH": ""}, tmp_path).unusable_gpus
     assert unusable is not None and unusable.found == "1 AMD GPU (/dev/dri/renderD128)"
@@ -226,7 +225,8 @@ def test_an_amd_gpu_without_rocms_driver_is_said(tmp_path, no_nvml, monkeypatch,
 
 
 def test_amd_gpus_that_may_not_be_opened_name_the_groups(tmp_path, no_nvml, monkeypatch):
-    Machine(tmp_path).add_gpu()
+    nodes(tmp_path, "kfd")
+    add_render(tmp_path, "0x1002")
     monkeypatch.setattr(amd.os, "access", lambda path, mode: False)
     monkeypatch.setattr(amd, "probe", lambda run: [])
     torch_is(monkeypatch, "amd")
@@ -235,7 +235,8 @@ def test_amd_gpus_that_may_not_be_opened_name_the_groups(tmp_path, no_nvml, monk
 
 
 def test_hidden_amd_gpus_are_no_error_and_a_wrong_list_is(tmp_path, no_nvml):
-    Machine(tmp_path).add_gpu()
+    nodes(tmp_path, "kfd")
+    add_render(tmp_path, "0x1002")
     assert read_host_facts({"PATH": "", "HIP_VISIBLE_DEVICES": ""}, tmp_path).unusable_gpus is None
     unusable = read_host_facts({"PATH": "", "HIP_VISIBLE_DEVICES": "4"}, tmp_path).unusable_gpus
     assert unusable is not None and "HIP_VISIBLE_DEVICES=4 leaves none of 1" in unusable.why

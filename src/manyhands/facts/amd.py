@@ -1,23 +1,22 @@
-"""AMD's GPUs as HIP numbers them, from the kernel (KFD's topology and DRM in ``/sys``), else from amd-smi, rocm-smi, or
-a process with torch. Makes no HIP context in this process. No machine with an AMD GPU has run this: it is tested on
-recorded output of the tools and on trees of files like the kernel's.
+"""AMD's GPUs as HIP numbers them, from amd-smi, else from a process with torch. Makes no HIP context in this process.
+No machine with an AMD GPU has run this: it is tested on recorded output.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.facts.gpu_kinds import MIB, kind_of, load_kinds
+from manyhands.facts.gpu_kinds import MIB, kind_of
 from manyhands.facts.types import GpuFacts
 from manyhands.facts.visible import select_amd
 
@@ -84,26 +83,26 @@ def find_amd_gpus(
     ``root``: where ``dev`` and ``sys`` are. ``probes``: ask torch, in a process of its own, if nothing else answers.
     """
     search = AmdSearch()
-    sources: list[tuple[str, Callable[[], list[AmdGpu]]]] = [("sysfs", lambda: read_sysfs(root))]
-    tools: dict[str, Callable[[Run], list[AmdGpu]]] = {"amd-smi": read_amd_smi, "rocm-smi": read_rocm_smi}
-    path = environ.get("PATH")
-    sources += [(name, partial(read, run)) for name, read in tools.items() if shutil.which(name, path=path)]
-    for name, source in sources:
+    kfd = root / "dev/kfd"
+    if kfd.exists() and not os.access(kfd, os.R_OK | os.W_OK):
+        search.reasons.append("no permission to open /dev/kfd")
+    readers: list[tuple[str, Callable[[Run], list[AmdGpu]]]] = []
+    if shutil.which("amd-smi", path=environ.get("PATH")):
+        readers.append(("amd-smi", read_amd_smi))
+    if probes and kfd.exists():
+        readers.append(("torch", probe))
+    for name, read in readers:
         try:
-            found = source()
+            found = read(run)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             search.reasons.append(f"{name}: {error or type(error).__name__}")
             continue
         if found:
-            chosen = select_amd(environ, [gpu.uuid for gpu in found])
+            # torch sees what the variables leave
+            chosen = select_amd(environ, [gpu.uuid for gpu in found]) if name == "amd-smi" else range(len(found))
             search.gpus = _leave_integrated_out([found[index] for index in chosen])
             search.num_hidden = len(found) - len(chosen)
-            return search
-    if probes and (root / "dev/kfd").exists():
-        try:
-            search.gpus = _leave_integrated_out(probe(run))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            search.reasons.append(f"torch: {error or type(error).__name__}")
+            break
     return search
 
 
@@ -129,60 +128,13 @@ def _leave_integrated_out(gpus: list[AmdGpu]) -> tuple[GpuFacts, ...]:
     )
 
 
-# -- the sources: each gives all GPUs of the machine, in KFD's order, which is the runtime's; or raises
-
-
-def read_sysfs(root: Path) -> list[AmdGpu]:
-    """From KFD's nodes that compute and whose device this process may open. ValueError if one does not tell all.
-
-    OSError where the devices may not be opened. A node of a partitioned GPU has no memory of its own here: ValueError.
-    """
-    gpus = []
-    for node in sorted(_kfd_nodes(root), key=lambda path: int(path.name)):
-        properties = _read_properties(node / "properties")
-        if not int(properties.get("simd_count", 0)) or not int(properties.get("gfx_target_version", 0)):
-            continue  # a processor
-        render = f"renderD{properties.get('drm_render_minor', '')}"
-        if not (root / "dev/dri" / render).exists():
-            continue  # not given to this container
-        _check_access(root / "dev/kfd")
-        _check_access(root / "dev/dri" / render)
-        device = root / "sys/class/drm" / render / "device"
-        memory, used = (_read(device / f"mem_info_vram_{name}") for name in ("total", "used"))
-        if not memory.isdecimal() or not used.isdecimal():
-            raise ValueError(f"{render} does not say how much memory it has")
-        gfx = gfx_of(int(properties["gfx_target_version"]))
-        unique = int(properties.get("unique_id", 0))
-        gpus.append(
-            AmdGpu(
-                name=_read(device / "product_name") or _name_by_size(gfx, int(memory)),
-                gfx=gfx,
-                memory_bytes=int(memory),
-                used_bytes=int(used),
-                uuid=f"GPU-{unique:016x}" if unique else "",
-            )
-        )
-    return gpus
-
-
-def gfx_of(version: int) -> str:
-    """90402 -> gfx942, 90010 -> gfx90a: two digits each of major, minor and stepping; the last two as hexadecimal."""
-    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-
-
 def find_amd_nodes(root: Path) -> list[str]:
-    """Device nodes of AMD's discrete GPUs, usable or not; not of integrated graphics, nor of other vendors."""
-    integrated = {
-        f"renderD{properties.get('drm_render_minor', '')}"
-        for properties in (_read_properties(node / "properties") for node in _kfd_nodes(root))
-        if gfx_of(int(properties.get("gfx_target_version", 0))) in INTEGRATED
-    }
+    """Device nodes of AMD's GPUs with memory of their own, usable or not."""
     nodes = []
     for path in sorted((root / "dev/dri").glob("renderD*")):
         device = root / "sys/class/drm" / path.name / "device"
         memory = _read(device / "mem_info_vram_total")
-        small = memory.isdecimal() and int(memory) < MIN_DISCRETE_BYTES
-        if _read(device / "vendor") == "0x1002" and path.name not in integrated and not small:
+        if _read(device / "vendor") == "0x1002" and not (memory.isdecimal() and int(memory) < MIN_DISCRETE_BYTES):
             nodes.append(f"/dev/dri/{path.name}")
     return nodes
 
@@ -190,8 +142,9 @@ def find_amd_nodes(root: Path) -> list[str]:
 def read_amd_smi(run: Run) -> list[AmdGpu]:
     """From ``amd-smi list``, ``static`` and ``metric``; the list of GPUs is the answer, or ``gpu_data`` in it."""
     listed, static, metric = (
-        {entry["gpu"]: entry for entry in _gpu_data(run(["amd-smi", *command, "--json"], TOOL_TIMEOUT_S))}
+        {entry["gpu"]: entry for entry in (answer["gpu_data"] if isinstance(answer, dict) else answer)}
         for command in (("list",), ("static", "--asic", "--vram"), ("metric", "--mem-usage"))
+        for answer in [_first_json(run(["amd-smi", *command, "--json"], TOOL_TIMEOUT_S))]
     )
     gpus = []
     nodes: dict[int, Any] = {number: listed.get(number, {}).get("node_id") for number in static}
@@ -207,33 +160,11 @@ def read_amd_smi(run: Run) -> list[AmdGpu]:
         gfx = gfx if gfx.startswith("gfx") else ""
         gpus.append(
             AmdGpu(
-                name=name if name != "N/A" else _name_by_size(gfx, memory * MIB),
-                gfx=gfx or _gfx_by_name(name),
+                name=name if name != "N/A" else f"AMD {gfx}".strip(),
+                gfx=gfx or (kind.gfx if (kind := kind_of(name)) else ""),
                 memory_bytes=memory * MIB,
                 used_bytes=_mib(usage.get("used_vram", "N/A")) * MIB,
-                uuid=f"GPU-{serial:0>16}" if _is_hex(serial) else "",
-            )
-        )
-    return gpus
-
-
-def read_rocm_smi(run: Run) -> list[AmdGpu]:
-    """From ``rocm-smi --json``: ``card0``, ``card1``, ... whose keys are spelled in several ways."""
-    options = ("--showproductname", "--showmeminfo", "vram", "--showuniqueid", "--json")
-    answer = _first_json(run(["rocm-smi", *options], TOOL_TIMEOUT_S))
-    cards = [{key.lower(): value for key, value in card.items()} for name, card in answer.items() if name[:4] == "card"]
-    gpus = []
-    for card in sorted(cards, key=lambda card: int(card.get("node id", 0))):  # in its own order where that is not said
-        memory, gfx = int(card["vram total memory (b)"]), str(card.get("gfx version", ""))
-        serial = str(card.get("unique id", "")).removeprefix("0x").lower()
-        name = str(card.get("card series", "N/A"))
-        gpus.append(
-            AmdGpu(
-                name=name if name != "N/A" else _name_by_size(gfx, memory),
-                gfx=gfx if gfx.startswith("gfx") else _gfx_by_name(name),
-                memory_bytes=memory,
-                used_bytes=int(card["vram total used memory (b)"]),
-                uuid=f"GPU-{serial:0>16}" if _is_hex(serial) else "",
+                uuid=f"GPU-{serial:0>16}" if re.fullmatch("[0-9a-f]+", serial) else "",
             )
         )
     return gpus
@@ -245,11 +176,6 @@ def probe(run: Run) -> list[AmdGpu]:
     return [AmdGpu(gpu["name"], gpu["gfx"].split(":")[0], gpu["total"], gpu["total"] - gpu["free"]) for gpu in found]
 
 
-def _gpu_data(text: str) -> list[dict[str, Any]]:
-    answer = _first_json(text)
-    return answer["gpu_data"] if isinstance(answer, dict) else answer
-
-
 def _section(entry: dict[str, Any], name: str) -> dict[str, Any]:
     """A part of what is said of a GPU; empty for ``"N/A"``."""
     part = entry.get(name)
@@ -258,12 +184,11 @@ def _section(entry: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _first_json(text: str) -> Any:
     """The first JSON value in ``text``; tools write warnings before it."""
-    begin = min((at for at in (text.find("["), text.find("{")) if at >= 0), default=-1)
-    while begin >= 0:
+    for begin in re.finditer(r"[\[{]", text):
         try:
-            return json.JSONDecoder().raw_decode(text[begin:])[0]
+            return json.JSONDecoder().raw_decode(text[begin.start() :])[0]
         except ValueError:
-            begin = min((at for at in (text.find("[", begin + 1), text.find("{", begin + 1)) if at >= 0), default=-1)
+            continue
     raise ValueError("its answer is not JSON")
 
 
@@ -273,37 +198,6 @@ def _mib(value: Any) -> int:
         factor = 1024 if str(value.get("unit", "MB")).upper().startswith("G") else 1
         return factor * _mib(value.get("value", "N/A"))
     return int(value) if isinstance(value, int | float) or str(value).isdecimal() else 0
-
-
-def _is_hex(text: str) -> bool:
-    return bool(text) and all(digit in "0123456789abcdef" for digit in text)
-
-
-def _name_by_size(gfx: str, memory_bytes: int) -> str:
-    """Of a GPU that nobody names: that of the kind with this architecture and memory, within 2 %."""
-    for kind in load_kinds():
-        if kind.gfx == gfx and abs(kind.memory_mib.value * MIB - memory_bytes) < 0.02 * memory_bytes:
-            return f"AMD Instinct {kind.name}"
-    return f"AMD {gfx}".strip()
-
-
-def _gfx_by_name(name: str) -> str:
-    kind = kind_of(name)
-    return kind.gfx if kind else ""
-
-
-def _kfd_nodes(root: Path) -> list[Path]:
-    return [path for path in (root / "sys/class/kfd/kfd/topology/nodes").glob("*") if path.name.isdecimal()]
-
-
-def _read_properties(path: Path) -> dict[str, str]:
-    pairs = (line.split() for line in _read(path).splitlines())
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
-
-
-def _check_access(path: Path) -> None:
-    if not os.access(path, os.R_OK | os.W_OK):
-        raise OSError(f"no permission to open /{'/'.join(path.parts[-2 if path.name == 'kfd' else -3 :])}")
 
 
 def _read(path: Path) -> str:

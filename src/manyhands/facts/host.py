@@ -107,9 +107,9 @@ def torch_build() -> Literal["nvidia", "amd", "cpu"] | None:
 
 def _explain_amd(nodes: list[str], search: AmdSearch, environ: Mapping[str, str], root: Path) -> UnusableGpus:
     found = _list_nodes("AMD", nodes)
-    if search.num_hidden:
-        given = ", ".join(f"{name}={environ[name]}" for name in AMD_VARIABLES if name in environ)
-        return UnusableGpus(found=found, why=f"{given} leaves none of {search.num_hidden}", fix="unset it")
+    given = ", ".join(f"{name}={environ[name]}" for name in AMD_VARIABLES if name in environ)
+    if search.num_hidden or (given and not search.reasons):
+        return UnusableGpus(found=found, why=f"{given} leaves none of {len(nodes)}", fix="unset it")
     if not (root / "dev/kfd").exists():
         why = "there is no /dev/kfd: the driver amdgpu is without ROCm's part, or this container has not got it"
         fix = "install ROCm's driver; start a container with --device /dev/kfd --device /dev/dri"
@@ -117,7 +117,7 @@ def _explain_amd(nodes: list[str], search: AmdSearch, environ: Mapping[str, str]
         why = "; ".join(search.reasons)
         fix = "join the groups that own these devices, usually render and video (sudo usermod -aG render,video $USER)"
     else:
-        why = "; ".join(search.reasons) or "neither the kernel, amd-smi nor rocm-smi lists them"
+        why = "; ".join(search.reasons) or "neither amd-smi nor torch lists them"
         fix = "check the driver with `amd-smi list`"
     if torch_build() != "amd":
         why, fix = f"{why}; torch is not built for ROCm", f"{fix}, and {TORCH_FIX['amd']}"
