@@ -154,7 +154,7 @@ def test_what_is_saved_again_keeps_a_card_of_the_users_and_no_adapter_beside_a_m
     with pytest.raises(mh.UserError, match="has not been trained"):
         adapter.save_pretrained(tmp_path / "saved")
     for model in (adapter, whole):
-        model.run = mh.TrainedRun(model.folder)
+        model.outputs = mh.TrainedRun(model.folder).outputs
     for _ in range(2):
         adapter.save_pretrained(tmp_path / "saved")
     card = tmp_path / "saved" / "README.md"

@@ -10,15 +10,12 @@ import sys
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.text import printable
 from manyhands.data.messages import RowRefused
 from manyhands.export.record import copy_output
-
-if TYPE_CHECKING:
-    from manyhands.api.runs import TrainedRun
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -65,18 +62,15 @@ class LanguageModel:
         """
         self.folder, self.base, self.device_map = folder, base, device_map
         self.given = dict(given or {"model_name": str(folder)})
-        self.run: TrainedRun | None = None
+        self.outputs: dict[str, Path] | None = None  # by kind, of the run that trained it
 
     def __repr__(self) -> str:
         return f"LanguageModel({str(self.folder)!r})"
 
-    def trained(self, folder: Path) -> None:
-        """From now on it is what the run in ``folder`` has saved, also for the next trainer."""
-        from manyhands.api.runs import TrainedRun
-
+    def trained(self, folder: Path, outputs: dict[str, Path]) -> None:
+        """Become what the run in ``folder`` has saved, also for the next trainer."""
         self.release()
-        self.folder, self.base, self.run = folder, None, TrainedRun(folder)
-        outputs = self.run.outputs
+        self.folder, self.base, self.outputs = folder, None, outputs
         if "adapter" in outputs:
             self.given |= {"adapter": str(outputs["adapter"].resolve()), "init_lora_weights": True}
         elif "model" in outputs:
@@ -100,15 +94,13 @@ class LanguageModel:
                 why="the files that the run has written and verified are copied",
                 fix="leave it out; manyhands export merges an adapter",
             )
-        if self.run is None:
+        if self.outputs is None:
             raise UserError(
                 "the model has not been trained", where=str(self.folder), fix="save it after Trainer(...).train()"
             )
-        output = next(iter(self.run.outputs.values()), None)
+        output = next(iter(self.outputs.values()), None)
         if output is None:
-            raise UserError(
-                "the run has written no model", where=str(self.run.folder), fix="manyhands export writes one"
-            )
+            raise UserError("the run has written no model", where=str(self.folder), fix="manyhands export writes one")
         copy_output(output, Path(folder))
 
     def generate(self, prompts: Any = None, *, max_new_tokens: int = 256, on_text: Any = None, **options: Any) -> Any:
@@ -202,7 +194,7 @@ class LanguageModel:
         """Its folder, fetched where it is a hub name."""
         from manyhands.facts.hub import locate_model
 
-        if self.run is not None or self.folder.is_dir():
+        if self.outputs is not None or self.folder.is_dir():
             return self.folder
         return locate_model(str(self.folder), self.given.get("revision"), True)
 

@@ -203,7 +203,7 @@ class Trainer:
             self.load, fresh=fresh, callbacks=Callbacks(self.functions), hooks=self.hooks, metrics=self.metrics
         )
         self.run = TrainedRun(folder)
-        self.model.trained(folder)
+        self.model.trained(folder, self.run.outputs)
         return self.run
 
     def plan(self, gpus: int | str | None = None) -> Plan:

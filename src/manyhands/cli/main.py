@@ -21,9 +21,9 @@ from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
 from manyhands.cli.option_hints import explain_usage
-from manyhands.cli.process import bench, tensorboard
+from manyhands.cli.process import bench
 from manyhands.cli.prove import prove
-from manyhands.cli.run_file import data, plan, train
+from manyhands.cli.run_file import data, plan, tensorboard, train
 from manyhands.cli.runs import app as runs
 from manyhands.cli.submit import submit
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError, explain_foreign

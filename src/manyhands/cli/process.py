@@ -7,12 +7,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from manyhands.cli.run_file import find_run_folder
 from manyhands.core.errors import EXIT_FAILED, EXIT_TERMINATED, UserError
 
 GRACE_S = 10.0
@@ -43,30 +41,6 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
         exit_code = EXIT_TERMINATED if name == "SIGTERM" else EXIT_FAILED
         raise UserError(f"the process was ended by {name}", where=f"python -m {module}", why=why, exit_code=exit_code)
     return code
-
-
-def tensorboard(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[RUN]", help="A run's folder or run file, or the folder of all runs.")
-    ] = Path("runs"),
-    port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
-    ] = 6006,
-) -> None:
-    """Start TensorBoard on a run, or on all runs."""
-    folder = find_run_folder(folder)
-    expected = (folder.iterdir(), folder.rglob("run.json"), folder.rglob("events.out.tfevents*"))
-    if [any(found) for found in expected] == [True, False, False]:  # an empty folder gets its runs later
-        raise UserError(
-            "there is neither a run nor a curve in this folder",
-            where=str(folder),
-            why="it has no run.json and no events.out.tfevents file",
-            fix="give a run's folder, such as runs/NAME, its run file, or the folder of all runs",
-        )
-    refuse_missing_tensorboard()
-    refuse_used_port(port)
-    print(f"TensorBoard on {folder}: http://{HOST}:{port}/ (Ctrl-C to stop)", flush=True)
-    raise typer.Exit(run_module("tensorboard.main", ["--logdir", str(folder), "--host", HOST, "--port", str(port)]))
 
 
 def refuse_missing_tensorboard() -> None:

@@ -1,4 +1,4 @@
-"""Commands on a run file (``train``, ``plan``, ``data``): its arguments, and reading it with them."""
+"""Commands on a run file (``train``, ``plan``, ``data``, ``tensorboard``): its arguments, and reading it with them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from manyhands.cli import process
 from manyhands.cli.gpus import ask_gpus, gpus_to_start, host_to_plan
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.text import open_console, report_aside
@@ -307,3 +308,29 @@ def data(
         print_preview(preview, open_console(highlight=False))
     if preview.refused:
         raise typer.Exit(EXIT_FAILED)
+
+
+def tensorboard(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[RUN]", help="A run's folder or run file, or the folder of all runs.")
+    ] = Path("runs"),
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
+    ] = 6006,
+) -> None:
+    """Start TensorBoard on a run, or on all runs."""
+    folder = find_run_folder(folder)
+    expected = (folder.iterdir(), folder.rglob("run.json"), folder.rglob("events.out.tfevents*"))
+    if [any(found) for found in expected] == [True, False, False]:  # an empty folder gets its runs later
+        raise UserError(
+            "there is neither a run nor a curve in this folder",
+            where=str(folder),
+            why="it has no run.json and no events.out.tfevents file",
+            fix="give a run's folder, such as runs/NAME, its run file, or the folder of all runs",
+        )
+    process.refuse_missing_tensorboard()
+    process.refuse_used_port(port)
+    print(f"TensorBoard on {folder}: http://{process.HOST}:{port}/ (Ctrl-C to stop)", flush=True)
+    raise typer.Exit(
+        process.run_module("tensorboard.main", ["--logdir", str(folder), "--host", process.HOST, "--port", str(port)])
+    )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.cli.process import HOST, refuse_missing_tensorboard, refuse_used_port
 from manyhands.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -119,8 +120,6 @@ def plan_tensorboard(config: RunConfig, port: int) -> dict[str, Any]:
     """What ``start`` takes to have TensorBoard beside the run. UserError, before anything is started, where it could
     not be.
     """
-    from manyhands.cli.process import refuse_missing_tensorboard, refuse_used_port
-
     if not config.log.tensorboard:
         raise UserError(
             "the run would write nothing for TensorBoard",
@@ -139,8 +138,6 @@ def tensorboard_beside(folder: RunFolder, port: int) -> Iterator[None]:
     In a process group of its own, so that Ctrl-C reaches the run alone; not in a session of its own, by which ranks are
     known.
     """
-    from manyhands.cli.process import HOST
-
     folder.tensorboard.mkdir(exist_ok=True)
     log = folder.logs / "tensorboard.log"
     arguments = ["--logdir", str(folder.tensorboard), "--host", HOST, "--port", str(port)]
