@@ -25,11 +25,11 @@ from manyhands.bench.shapes import write_model_folder
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import adapted_layers, apply_lora
 from manyhands.export.adapter import export_adapter
-from manyhands.infer.batch import load_at, open_copy
+from manyhands.infer.batch import load_at, open_replica
 from manyhands.infer.decode import Completion, complete
-from manyhands.infer.load import Found
+from manyhands.infer.load import ModelLocation
 from manyhands.infer.prompts import PromptTokens
-from manyhands.infer.replicas import Placement, Seat, run_tasks
+from manyhands.infer.replicas import DeviceSlot, Placement, run_tasks
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.worker import PromptQueue
 
@@ -67,28 +67,32 @@ def make_prompts(number: int, vocabulary: int, longest: int) -> list[PromptToken
 
 
 def measure(
-    found: Found, prompts: list[PromptTokens], settings: GenerationSettings, placement: Placement, seats: list[Seat]
+    found: ModelLocation,
+    prompts: list[PromptTokens],
+    settings: GenerationSettings,
+    placement: Placement,
+    slots: list[DeviceSlot],
 ) -> tuple[dict[str, Any], dict[int, Completion]]:
     """The row of one placement, and its answers."""
-    queue, answers = PromptQueue(prompts, settings.max_new_tokens, len(seats)), dict[int, Completion]()
+    queue, answers = PromptQueue(prompts, settings.max_new_tokens, len(slots)), dict[int, Completion]()
     begin, batches = [], []
 
-    def take(room: Any) -> Any:
+    def take(capacity: Any) -> Any:
         if not begin:
             begin.append(time.monotonic())
-        task = queue.take(room)
+        task = queue.take(capacity)
         if task:
             batches.append(len(task))
         return task
 
-    make = functools.partial(open_copy, found=found, settings=settings, placement=placement, num_copies=len(seats))
+    make = functools.partial(open_replica, found=found, settings=settings, placement=placement, num_replicas=len(slots))
     started = time.monotonic()
-    run_tasks(seats, make, take, answers.update)
+    run_tasks(slots, make, take, answers.update)
     seconds = time.monotonic() - begin[0]
     new = sum(len(answer.ids) for answer in answers.values())
     row = {
-        "copies": len(seats),
-        "gpus": sum(len(seat.gpus) for seat in seats),
+        "copies": len(slots),
+        "gpus": sum(len(slot.gpus) for slot in slots),
         "device_map": placement.device_map,
         "prompts": len(prompts),
         "answered": len(answers),
@@ -107,11 +111,11 @@ def compare_split(
     base: Path, adapter: Path, prompts: list[PromptTokens], settings: GenerationSettings
 ) -> dict[str, Any]:
     """The same batch by one copy on GPU 0 and by one divided over GPUs 0 and 1, the adapter unmerged."""
-    found = Found(base, adapter)
+    found = ModelLocation(base, adapter)
     rows: dict[str, list[Completion]] = {}
     devices: list[str] = []
-    for name, seat in (("one", Seat((0,))), ("split", Seat((0, 1)))):
-        answerer = load_at(seat, found, Placement(device_map="balanced"))
+    for name, slot in (("one", DeviceSlot((0,))), ("split", DeviceSlot((0, 1)))):
+        answerer = load_at(slot, found, Placement(device_map="balanced"))
         devices = sorted({str(parameter.device) for parameter in answerer.model.parameters()})
         rows[name] = complete(
             answerer.model, answerer.tokenizer, [prompt.ids for prompt in prompts], settings, frozenset()
@@ -167,13 +171,13 @@ def main() -> None:
 
     for number in arguments.gpus:
         placement = Placement(gpus=number, device_map="none")
-        seats = [Seat((gpu,)) for gpu in range(number)] or [Seat()]
-        row, _ = measure(Found(base), prompts, settings, placement, seats)
+        slots = [DeviceSlot((gpu,)) for gpu in range(number)] or [DeviceSlot()]
+        row, _ = measure(ModelLocation(base), prompts, settings, placement, slots)
         write({"what": "data-parallel", **row})
     if max(arguments.gpus) >= 2:
         write(compare_split(base, adapter, prompts[:32], settings))
         placement = Placement(gpus=2, device_map="balanced")
-        row, _ = measure(Found(base), prompts[:256], settings, placement, [Seat((0, 1))])
+        row, _ = measure(ModelLocation(base), prompts[:256], settings, placement, [DeviceSlot((0, 1))])
         write({"what": "layers over two GPUs", **row})
     if arguments.library:
         try:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from manyhands.cli import prove, runs
 from manyhands.cli.main import app
-from manyhands.cli.prove import Course, compare, parse_layouts
+from manyhands.cli.prove import LossCurve, compare, parse_layouts
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json
@@ -152,12 +152,12 @@ def test_a_key_that_only_the_second_run_has_is_compared(tmp_path):
 def test_trials_leave_nothing_in_the_trackers_of_the_run(tmp_path, monkeypatch):
     started = []
 
-    def take_steps(command, folder, name, steps, limit):
+    def run_steps(command, folder, name, steps, limit):
         started.append(command)
-        return Course(name, (1.0,), (1.0,))
+        return LossCurve(name, (1.0,), (1.0,))
 
     monkeypatch.setattr(prove, "plan_batch", lambda run, overrides: (4, "float32"))
-    monkeypatch.setattr(prove, "take_steps", take_steps)
+    monkeypatch.setattr(prove, "run_steps", run_steps)
     (tmp_path / "run.yaml").write_text("name: a\n")
     result = RUNNER.invoke(app, ["prove", str(tmp_path / "run.yaml"), "log.wandb=ours"])
     assert result.exit_code == 0, result.output
@@ -191,22 +191,22 @@ def test_layouts_are_read_and_what_does_not_divide_is_refused():
 
 
 def test_a_layout_outside_the_bounds_of_the_dtype_is_named():
-    first = Course("single:1", (2.0, 1.0), (1.0, 1.0))
-    near, far = Course("ddp:2", (2.0 * (1 + 4e-6), 1.0), (1.0, 1.0)), Course("fsdp:2", (2.0, 1.001), (1.0, 1.0))
-    for courses, dtype, fine in (
+    first = LossCurve("single:1", (2.0, 1.0), (1.0, 1.0))
+    near, far = LossCurve("ddp:2", (2.0 * (1 + 4e-6), 1.0), (1.0, 1.0)), LossCurve("fsdp:2", (2.0, 1.001), (1.0, 1.0))
+    for curves, dtype, fine in (
         ([first, near], "float32", True),
         ([first, far], "float32", False),
         ([first, far], "bfloat16", True),
     ):
-        assert compare(courses, dtype)[1] is fine
+        assert compare(curves, dtype)[1] is fine
     assert compare([first, far], "float32")[0][-1].endswith("OUTSIDE THE BOUNDS")
-    nan = Course("ddp:2", (2.0, None), (1.0, 1.0))
+    nan = LossCurve("ddp:2", (2.0, None), (1.0, 1.0))
     assert compare([first, nan], "bfloat16")[1] is False
 
 
 def test_a_run_that_cannot_take_its_steps_shows_its_last_lines(tmp_path):
     with pytest.raises(UserError, match="cannot take 2 steps as ddp:2") as caught:
-        prove.take_steps(["sh", "-c", "echo no such model; exit 3"], tmp_path, "ddp:2", 2, 60)
+        prove.run_steps(["sh", "-c", "echo no such model; exit 3"], tmp_path, "ddp:2", 2, 60)
     assert caught.value.details == ("no such model",) and caught.value.why == "exit code 3"
 
 

@@ -17,7 +17,7 @@ from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
 from manyhands.export.verify import verify
 from manyhands.facts.model import TEXT_TENSOR
-from manyhands.infer.load import Found, load_model
+from manyhands.infer.load import ModelLocation, load_model
 from manyhands.model.structure import auto_class_of
 from tests.export.test_source_layout import layout, load
 from tests.support.multimodal import TRAINED, write_tiny_multimodal
@@ -56,5 +56,5 @@ def test_merged_it_is_the_source_with_other_text_and_as_an_adapter_it_fits_the_s
     assert sum(".lora_A." in name for name, _ in adapted.named_parameters()) == len(adapted_layers(model))
     with torch.no_grad():
         torch.testing.assert_close(adapted(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
-        ours: Any = load_model(Found(source, tmp_path / "adapter")).cpu()  # as `manyhands generate` opens it
+        ours: Any = load_model(ModelLocation(source, tmp_path / "adapter")).cpu()  # as `manyhands generate` opens it
         torch.testing.assert_close(ours(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)

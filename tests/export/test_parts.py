@@ -19,7 +19,7 @@ from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
 from manyhands.export.verify import verify
 from manyhands.families import find
-from manyhands.infer.load import Found, load_model
+from manyhands.infer.load import ModelLocation, load_model
 from manyhands.model.structure import auto_class_of
 from tests.export.test_source_layout import layout
 from tests.support.multimodal import write_tiny_multimodal
@@ -105,7 +105,7 @@ def test_adapters_beside_a_trained_projector_open_in_peft_and_in_transformers(tm
     by_peft = PeftModel.from_pretrained(whole(source), str(tmp_path / "adapter")).eval()
     by_transformers = whole(source)
     by_transformers.load_adapter(str(tmp_path / "adapter"))
-    ours = load_model(Found(source, tmp_path / "adapter"), device="cpu")  # as `manyhands generate` opens it
+    ours = load_model(ModelLocation(source, tmp_path / "adapter"), device="cpu")  # as `manyhands generate` opens it
     for opened in (by_peft, by_transformers, ours):
         torch.testing.assert_close(logits(opened, family), expected, rtol=1e-4, atol=1e-4)
     assert (expected - before).abs().max() > 0.1

@@ -81,7 +81,7 @@ def test_a_projector_is_trained_alone_and_then_beside_adapters(tmp_path: Path, f
             placement=placement,
             report=lambda _: None,
         )
-        assert scores.values["loss"] == pytest.approx(evaluated, rel=1e-4) and scores.judged
+        assert scores.values["loss"] == pytest.approx(evaluated, rel=1e-4) and scores.answers
 
         second = lab.export(
             {

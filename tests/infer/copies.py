@@ -8,14 +8,14 @@ import signal
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.infer.replicas import Seat
+from manyhands.infer.replicas import DeviceSlot
 
 
 class Squaring:
     """Squares numbers; some of them end it."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.room = {"pid": os.getpid()}
+    def __init__(self, slot: DeviceSlot) -> None:
+        self.capacity = {"pid": os.getpid()}
 
     def run(self, task: Any) -> Any:
         if task == "refuse":

@@ -21,7 +21,7 @@ from manyhands.infer.load import open_answerer
 from manyhands.infer.prompts import PromptOptions, PromptTokens
 from manyhands.infer.replicas import Placement, group_size
 from manyhands.infer.settings import GenerationSettings
-from manyhands.infer.worker import PromptQueue, Room, Worker
+from manyhands.infer.worker import BatchCapacity, PromptQueue, Worker
 from tests.export.tiny import make_model, save_source
 
 SETTINGS = GenerationSettings(max_new_tokens=6)
@@ -281,16 +281,18 @@ def test_prompts_that_change_on_the_way_get_no_answers_of_others(model: Path, tm
 
 
 def test_batches_are_of_like_lengths_the_longest_first_and_fit() -> None:
-    room = Room(9000, token_bytes=1, prompt_token_bytes=0, row_bytes=0, max_rows=8, max_tokens=None, pads=True)
+    capacity = BatchCapacity(
+        9000, token_bytes=1, prompt_token_bytes=0, row_bytes=0, max_rows=8, max_tokens=None, pads=True
+    )
     prompts = [PromptTokens(n, (1,) * length) for n, length in enumerate((3, 300, 2, 30, 31, 30, 1, 2))]
     queue = PromptQueue(prompts, 20)
     batches = []
-    while (batch := queue.take(room)) is not None:
+    while (batch := queue.take(capacity)) is not None:
         batches.append([len(prompt.ids) for prompt in batch])
     assert batches == [[300], [31, 30, 30], [3, 2, 2, 1]]
-    queue = PromptQueue(prompts, 20, num_copies=2)
-    assert [len(queue.take(room) or ()) for _ in range(4)] == [1, 3, 2, 1]
-    exact = Room(9000, 1, 0, 0, 8, None, pads=False)  # no batch of unequal lengths
+    queue = PromptQueue(prompts, 20, num_replicas=2)
+    assert [len(queue.take(capacity) or ()) for _ in range(4)] == [1, 3, 2, 1]
+    exact = BatchCapacity(9000, 1, 0, 0, 8, None, pads=False)  # no batch of unequal lengths
     queue = PromptQueue(prompts, 20)
     assert [len(queue.take(exact) or ()) for _ in range(6)] == [1, 1, 2, 1, 2, 1]
 

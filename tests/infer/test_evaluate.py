@@ -24,9 +24,9 @@ from manyhands.infer.compare import (
     to_json,
     write_files,
 )
-from manyhands.infer.evaluate import _open_judge, last_turn, sum_losses
+from manyhands.infer.evaluate import _open_evaluator, last_turn, sum_losses
 from manyhands.infer.load import find_parts, open_answerer
-from manyhands.infer.replicas import Placement, Seat
+from manyhands.infer.replicas import DeviceSlot, Placement
 from manyhands.infer.settings import GenerationSettings
 from manyhands.launch.run_folder import RunFolder
 from tests.export.tiny import METHOD, adapt
@@ -108,12 +108,12 @@ def test_the_answer_alone_is_judged(place: Path, tmp_path: Path) -> None:
     metrics = ["exact_match", "loss", "rougeL", "f1"]
     found = compare(place / "base", data=data, metrics=metrics, settings=SETTINGS)
     assert list(found.columns["measured"]) == metrics and found.columns["measured"]["exact_match"] == 0.5
-    judged = found.scores.judged
+    judged = found.scores.answers
     assert [one.scores["exact_match"] for one in judged] == [1, 0, 0, 1]
     assert [one.answer for one in judged] == own and [one.reference for one in judged] == given
     assert all(q in one.prompt for q, one in zip(QUESTIONS, judged, strict=True))
     few = compare(place / "base", data=data, metrics=["exact_match"], settings=SETTINGS, limit=1)
-    assert few.columns["measured"]["exact_match"] == 1 and len(few.scores.judged) == 1
+    assert few.columns["measured"]["exact_match"] == 1 and len(few.scores.answers) == 1
     page = render_page(found)
     assert "<b>bold" not in page and "&lt;b&gt;bold" in page and page.count("<article>") == 4
     written = write_files(found, tmp_path / "out")
@@ -137,14 +137,16 @@ def test_the_number_of_copies_changes_no_bit(place: Path, tmp_path: Path) -> Non
     options: dict[str, Any] = dict(data=data, metrics=["loss", "accuracy", "exact_match", "f1"], settings=SETTINGS)
     one = compare(place / "base", **options)
     two = compare(place / "base", **options, placement=Placement(processes=2))
-    assert one.columns == two.columns and one.scores.judged == two.scores.judged
+    assert one.columns == two.columns and one.scores.answers == two.scores.answers
 
 
 def test_the_batch_size_that_is_asked_for_bounds_the_answers(place: Path, tmp_path: Path) -> None:
     data = write_data(tmp_path / "rows.jsonl", ["one", "two", "three", "four"])
     found = compare(place / "base", data=data, metrics=["loss"], with_base=False)
-    judge = _open_judge(Seat(), find_parts(place / "base"), found.data, SETTINGS, Placement(batch_size=3), 1)
-    assert judge.room.max_rows == 3
+    evaluator = _open_evaluator(
+        DeviceSlot(), find_parts(place / "base"), found.data, SETTINGS, Placement(batch_size=3), 1
+    )
+    assert evaluator.capacity.max_rows == 3
 
 
 def test_a_divided_model_gives_the_same_sums(place: Path, tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.infer.replicas import Seat, run_tasks
+from manyhands.infer.replicas import DeviceSlot, run_tasks
 from tests.infer.copies import Squaring
 
-TWO = [Seat(), Seat()]
+TWO = [DeviceSlot(), DeviceSlot()]
 
 
-def run(seats: list[Seat], tasks: list[Any]) -> list[Any]:
+def run(slots: list[DeviceSlot], tasks: list[Any]) -> list[Any]:
     left, results = list(tasks), []
-    run_tasks(seats, Squaring, lambda room: left.pop(0) if left and room["pid"] else None, results.append)
+    run_tasks(slots, Squaring, lambda capacity: left.pop(0) if left and capacity["pid"] else None, results.append)
     return results
 
 
@@ -32,7 +32,7 @@ def test_a_copy_may_start_processes_as_vllm_does() -> None:
 
 
 def test_a_single_copy_works_here() -> None:
-    assert run([Seat()], [2, 3]) == [(2, 4, os.getpid()), (3, 9, os.getpid())]
+    assert run([DeviceSlot()], [2, 3]) == [(2, 4, os.getpid()), (3, 9, os.getpid())]
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_a_library_that_takes_all_gpus_sees_its_own(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    Seat((2, 3)).hide_others()
+    DeviceSlot((2, 3)).hide_others()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected

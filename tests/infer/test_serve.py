@@ -19,7 +19,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.infer import serve
 from manyhands.infer.decode import Completion
-from manyhands.infer.load import Answerer, Found, open_answerer
+from manyhands.infer.load import Answerer, ModelLocation, open_answerer
 from manyhands.infer.replicas import Placement
 from manyhands.infer.scheduler import AnswerRequest, Scheduler
 from manyhands.infer.serve import _Asked, make_app, refuse_missing_server
@@ -382,7 +382,7 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
 
 def test_vllms_server_gets_model_adapter_and_loopback(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 20}))
-    found = Found(tmp_path / "base", tmp_path, "my template", {"enable_thinking": False, "strftime_now": print})
+    found = ModelLocation(tmp_path / "base", tmp_path, "my template", {"enable_thinking": False, "strftime_now": print})
     command = server_command(found, "mine", "127.0.0.1", 8001)
     pairs = dict(itertools.pairwise(command))
     assert pairs["--model"] == str(tmp_path / "base") and pairs["--host"] == "127.0.0.1" and pairs["--port"] == "8001"
@@ -390,7 +390,7 @@ def test_vllms_server_gets_model_adapter_and_loopback(tmp_path: Path) -> None:
     assert pairs["--chat-template"] == "my template"
     assert json.loads(pairs["--allowed-origins"]) == [] and pairs["--middleware"] == "manyhands.infer.http.LocalHosts"
     assert json.loads(pairs["--default-chat-template-kwargs"]) == {"enable_thinking": False}
-    assert "--served-model-name" in server_command(Found(tmp_path), "mine", "127.0.0.1", 8001)
+    assert "--served-model-name" in server_command(ModelLocation(tmp_path), "mine", "127.0.0.1", 8001)
     assert pairs["--generation-config"] == "vllm"  # not the sampling of the model's own file
     assert json.loads(pairs["--override-generation-config"])["temperature"] == 0
     asked = GenerationSettings(max_new_tokens=512, temperature=0.5, top_k=5), Placement(gpus=2, batch_size=3)

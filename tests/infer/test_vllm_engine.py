@@ -14,7 +14,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.infer.batch import answer_file
-from manyhands.infer.load import Found
+from manyhands.infer.load import ModelLocation
 from manyhands.infer.replicas import Placement
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.vllm import refuse_adapter
@@ -84,5 +84,5 @@ def test_an_adapter_that_vllm_does_not_take_is_refused_before_it_starts(tmp_path
     }
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
     with pytest.raises(UserError, match="vLLM does not take this adapter") as refused:
-        refuse_adapter(Found(tmp_path, tmp_path))
+        refuse_adapter(ModelLocation(tmp_path, tmp_path))
     assert "modules_to_save" in refused.value.why and "--merge" in refused.value.fix

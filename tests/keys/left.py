@@ -20,7 +20,7 @@ from manyhands.core.remote import RemoteError, RemoteFolder
 from manyhands.core.segments import SEGMENTS, Segment
 from manyhands.launch import prepare
 from manyhands.metrics import trackers
-from manyhands.metrics.trackers import Begun
+from manyhands.metrics.trackers import TrackerRun
 from manyhands.training.types import Evaluation, TrainState
 from manyhands.worker import checkpoints as worker_checkpoints
 from manyhands.worker import prompts as worker_prompts
@@ -249,13 +249,13 @@ def tensorboard(lab: Lab) -> None:
 
 def tracker(lab: Lab, name: str) -> None:
     """The project, the settings and every step reach the tracker; tests/metrics/test_trackers.py has the libraries."""
-    begun: list[Begun] = []
+    runs: list[TrackerRun] = []
     recorded = Recorded()
-    opened = {name: lambda given: begun.append(given) or recorded}
+    opened = {name: lambda given: runs.append(given) or recorded}
     with mock.patch.dict(trackers.OPENERS, opened), mock.patch.object(prepare, "_refuse_missing_trackers"):
         lab.run({f"log.{name}": "drafts", "stop.max_steps": 2})
-    assert len(begun) == 1
-    given = begun[0]
+    assert len(runs) == 1
+    given = runs[0]
     assert given.project == "drafts" and given.settings["stop.max_steps"] == 2
     assert {step for step, values in recorded.rows if "loss/all" in values} == {1, 2} and recorded.outcome == "finished"
 

@@ -15,7 +15,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.launch import prepare
 from manyhands.metrics import open_sinks, trackers
-from manyhands.metrics.trackers import Begun, TrackerSink, open_trackers
+from manyhands.metrics.trackers import TrackerRun, TrackerSink, open_trackers
 from manyhands.training.types import TrainState
 from tests.metrics.test_sinks import evaluation, step_result
 from tests.support.plans import make_plan
@@ -70,7 +70,7 @@ def test_a_tracker_that_fails_is_left_once_and_training_continues():
 
 
 def test_that_a_tracker_has_failed_is_told_on_the_terminal_of_a_run_and_in_its_log(tmp_path, monkeypatch):
-    monkeypatch.setitem(trackers.OPENERS, "wandb", lambda begun: Recorded(fails_at=1))
+    monkeypatch.setitem(trackers.OPENERS, "wandb", lambda run: Recorded(fails_at=1))
     terminal, log = io.StringIO(), io.StringIO()
     config = run_config(wandb="p", tensorboard=False)
     for sink in open_sinks(tmp_path, make_plan(), config, terminal, log=log):
@@ -81,22 +81,22 @@ def test_that_a_tracker_has_failed_is_told_on_the_terminal_of_a_run_and_in_its_l
 
 
 def test_a_resumed_run_is_the_same_one_there_and_a_fresh_one_is_not(tmp_path, monkeypatch):
-    begun: list[Begun] = []
+    runs: list[TrackerRun] = []
 
-    def opened(given: Begun) -> Recorded:
-        begun.append(given)
+    def opened(given: TrackerRun) -> Recorded:
+        runs.append(given)
         return Recorded()
 
     monkeypatch.setitem(trackers.OPENERS, "wandb", opened)
     for resumes in (False, True, False):
         assert len(open_trackers(tmp_path, run_config(wandb="p"), SETTINGS, io.StringIO(), resumes=resumes)) == 1
-    assert [given.identity for given in begun] == [None, "r1", None]
+    assert [given.identity for given in runs] == [None, "r1", None]
     assert json.loads((tmp_path / "trackers.json").read_text()) == {"wandb": "r1"}
     assert open_trackers(tmp_path, run_config(), SETTINGS, io.StringIO(), resumes=True) == []
 
 
 def test_what_cannot_be_opened_is_named_with_the_key(tmp_path, monkeypatch):
-    def refuse(_: Begun) -> Recorded:
+    def refuse(_: TrackerRun) -> Recorded:
         raise RuntimeError("no API key configured")
 
     monkeypatch.setitem(trackers.OPENERS, "wandb", refuse)

@@ -31,7 +31,7 @@ POLL_S = 0.2
 
 
 @dataclass(frozen=True)
-class Trial:
+class LayoutRun:
     """A layout to try: its name as it was asked for, and the keys that make it."""
 
     name: str
@@ -39,7 +39,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Course:
+class LossCurve:
     """What a layout's steps were."""
 
     name: str
@@ -58,19 +58,30 @@ def prove(
 ) -> None:
     """Run the first steps under several layouts and compare losses and gradient norms (exit code 1 if one deviates)."""
     batch, dtype = plan_batch(run, overrides)
-    trials = parse_layouts(layouts, batch)
-    courses = []
+    runs = parse_layouts(layouts, batch)
+    curves = []
     with tempfile.TemporaryDirectory(prefix="manyhands-prove-") as folder:
-        for trial in trials:
-            report_aside(f"{trial.name}: {' '.join(trial.keys)}")
-            fixed = [f"output.dir={folder}", f"name={trial.name.replace(':', '-')}", "evaluate.at_start=false"]
+        for layout_run in runs:
+            report_aside(f"{layout_run.name}: {' '.join(layout_run.keys)}")
+            fixed = [f"output.dir={folder}", f"name={layout_run.name.replace(':', '-')}", "evaluate.at_start=false"]
             fixed += ["evaluate.every_steps=0", "log.every_steps=1", "log.tensorboard=false"]
             fixed += [f"log.{tracker}=null" for tracker in ("wandb", "mlflow", "trackio")]  # accounts are for real runs
             if batch is not None:
                 fixed.append(f"batch.samples={batch}")
-            command = [sys.executable, "-m", "manyhands", "train", str(run), *(overrides or []), *fixed, *trial.keys]
-            courses.append(take_steps(command, Path(folder) / trial.name.replace(":", "-"), trial.name, steps, limit))
-    rows, fine = compare(courses, dtype)
+            command = [
+                sys.executable,
+                "-m",
+                "manyhands",
+                "train",
+                str(run),
+                *(overrides or []),
+                *fixed,
+                *layout_run.keys,
+            ]
+            curves.append(
+                run_steps(command, Path(folder) / layout_run.name.replace(":", "-"), layout_run.name, steps, limit)
+            )
+    rows, fine = compare(curves, dtype)
     print("\n".join(rows))
     if not fine:
         raise typer.Exit(EXIT_FAILED)
@@ -88,9 +99,9 @@ def plan_batch(run: Path, overrides: list[str] | None) -> tuple[int | None, str]
     return made.batch_samples, made.layout.compute_dtype
 
 
-def parse_layouts(text: str, batch: int | None) -> list[Trial]:
+def parse_layouts(text: str, batch: int | None) -> list[LayoutRun]:
     """UserError for a layout that is none, or that a batch of so many samples does not fit."""
-    trials = []
+    runs = []
     for name in filter(None, (part.strip() for part in text.split(","))):
         kind, _, number = name.partition(":")
         count = int(number) if number.isdigit() else 0
@@ -111,13 +122,13 @@ def parse_layouts(text: str, batch: int | None) -> list[Trial]:
             keys = ["parallel.gpus=1", "data.packing=false", f"batch.micro_samples={batch // count}"]
         else:
             keys = [f"parallel.strategy={kind}", f"parallel.gpus={count}"]
-        trials.append(Trial(name, tuple(keys)))
-    if len(trials) < 2:
+        runs.append(LayoutRun(name, tuple(keys)))
+    if len(runs) < 2:
         raise UserError("one layout has nothing to be compared with", where="--layouts", fix="name two or more")
-    return trials
+    return runs
 
 
-def take_steps(command: Sequence[str], folder: Path, name: str, steps: int, limit_s: float) -> Course:
+def run_steps(command: Sequence[str], folder: Path, name: str, steps: int, limit_s: float) -> LossCurve:
     """Starts ``train`` and ends it when it has logged its steps. UserError with its last lines where it fails."""
     import psutil
 
@@ -146,27 +157,27 @@ def take_steps(command: Sequence[str], folder: Path, name: str, steps: int, limi
         finally:
             _end(process)
     rows = rows[:steps]
-    return Course(name, tuple(row["loss"] for row in rows), tuple(row["grad_norm"] for row in rows))
+    return LossCurve(name, tuple(row["loss"] for row in rows), tuple(row["grad_norm"] for row in rows))
 
 
-def compare(courses: Sequence[Course], dtype: str) -> tuple[list[str], bool]:
+def compare(curves: Sequence[LossCurve], dtype: str) -> tuple[list[str], bool]:
     """The table, and whether every layout stays within the bounds of ``dtype`` of the first one."""
     loss_bound, norm_bound = BOUNDS[dtype]
-    first, fine = courses[0], True
-    shown = [f"{'step':>4}  " + "  ".join(f"{course.name:>24}" for course in courses)]
-    for step in range(min(len(course.losses) for course in courses)):
-        cells = [f"{_show(course.losses[step], '.6f')} {_show(course.norms[step], '.4f'):>11}" for course in courses]
+    first, fine = curves[0], True
+    shown = [f"{'step':>4}  " + "  ".join(f"{curve.name:>24}" for curve in curves)]
+    for step in range(min(len(curve.losses) for curve in curves)):
+        cells = [f"{_show(curve.losses[step], '.6f')} {_show(curve.norms[step], '.4f'):>11}" for curve in curves]
         shown.append(f"{step + 1:>4}  " + "  ".join(f"{cell:>24}" for cell in cells))
     shown.append(f"loss and gradient norm, computed in {dtype}; bounds {loss_bound:g} and {norm_bound:g}")
-    for course in courses[1:]:
+    for curve in curves[1:]:
         loss, norm = (
-            max(_deviation(mine, its) for mine, its in zip(getattr(course, what), getattr(first, what), strict=False))
+            max(_deviation(mine, its) for mine, its in zip(getattr(curve, what), getattr(first, what), strict=False))
             for what in ("losses", "norms")
         )
         within = loss <= loss_bound and norm <= norm_bound
         fine &= within
         verdict = "within the bounds" if within else "OUTSIDE THE BOUNDS"
-        shown.append(f"{course.name} against {first.name}: loss {loss:.1e}, gradient norm {norm:.1e}: {verdict}")
+        shown.append(f"{curve.name} against {first.name}: loss {loss:.1e}, gradient norm {norm:.1e}: {verdict}")
     return shown, fine
 
 

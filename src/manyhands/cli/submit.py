@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from manyhands.config.schema import RunConfig
     from manyhands.facts.types import HostFacts
     from manyhands.submit.job import Target
-    from manyhands.submit.prepare import Written
+    from manyhands.submit.prepare import JobFiles
 
 
-class To(StrEnum):
+class ClusterKind(StrEnum):
     """Where a run can be submitted to."""
 
     slurm = "slurm"
@@ -33,7 +33,8 @@ def submit(
     run: RunFile,
     overrides: Overrides = None,
     to: Annotated[
-        To | None, typer.Option("--to", help="sbatch script, Kubeflow TrainJob or SkyPilot task.", show_default=False)
+        ClusterKind | None,
+        typer.Option("--to", help="sbatch script, Kubeflow TrainJob or SkyPilot task.", show_default=False),
     ] = None,
     gpus: Annotated[
         str | None,
@@ -63,7 +64,7 @@ def submit(
         raise UserError(
             "the kind of cluster is not given",
             where="command line",
-            fix=f"--to {', --to '.join(To)}; --dry-run submits nothing",
+            fix=f"--to {', --to '.join(ClusterKind)}; --dry-run submits nothing",
         )
     named, counts = (gpus, True) if gpus is not None else _gpus_asked(run, overrides)
     number = named if counts else None
@@ -133,7 +134,7 @@ def _host(config: RunConfig, named: str | None) -> HostFacts:
     )
 
 
-def _describe(written: Written) -> str:
+def _describe(written: JobFiles) -> str:
     """What the job is, in a line."""
     job, plan = written.job, written.plan
     parts = [f"{job.name}: {job.size}"]

@@ -17,9 +17,9 @@ from manyhands.core.units import count_of
 from manyhands.infer.answer_file import AnswerFile
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import open_images
-from manyhands.infer.load import Answerer, Found, find_parts, load_answerer, open_found_tokenizer
+from manyhands.infer.load import Answerer, ModelLocation, find_parts, load_answerer, open_found_tokenizer
 from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions, encode_rows, read_rows
-from manyhands.infer.replicas import ALL_GPUS, Placement, Seat, count_weight_bytes, describe_seat, run_tasks
+from manyhands.infer.replicas import ALL_GPUS, DeviceSlot, Placement, count_weight_bytes, describe_slot, run_tasks
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.worker import PromptQueue, Worker
 
@@ -28,31 +28,33 @@ REPORT_EVERY_S = 5.0
 Report = Callable[[str], object]
 
 
-def open_copy(seat: Seat, found: Found, settings: GenerationSettings, placement: Placement, num_copies: int) -> Any:
-    """The model at a seat; called in the process that is to use it."""
+def open_replica(
+    slot: DeviceSlot, found: ModelLocation, settings: GenerationSettings, placement: Placement, num_replicas: int
+) -> Any:
+    """The model at a slot; called in the process that is to use it."""
     if placement.engine == "vllm":
         from manyhands.infer.vllm import VllmWorker
 
-        return VllmWorker(found, settings, seat)
+        return VllmWorker(found, settings, slot)
     return Worker(
-        load_at(seat, found, placement),
+        load_at(slot, found, placement),
         settings,
         max_rows=placement.batch_size,
-        num_processes=1 if seat.gpus else num_copies,
+        num_processes=1 if slot.gpus else num_replicas,
     )
 
 
-def load_at(seat: Seat, found: Found, placement: Placement) -> Answerer:
-    """The model at a seat of this process."""
-    seat.enter()
+def load_at(slot: DeviceSlot, found: ModelLocation, placement: Placement) -> Answerer:
+    """The model at a slot of this process."""
+    slot.enter()
     device_map: str | None = None
-    if len(seat.gpus) > 1:
+    if len(slot.gpus) > 1:
         device_map = "sequential" if placement.device_map == "sequential" else "balanced"
     try:
-        return load_answerer(found, f"cuda:{seat.gpus[0]}" if seat.gpus else "cpu", device_map, seat.gpus)
+        return load_answerer(found, f"cuda:{slot.gpus[0]}" if slot.gpus else "cpu", device_map, slot.gpus)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"the model does not fit on {describe_seat(seat)}",
+            f"the model does not fit on {describe_slot(slot)}",
             where=str(found.weights),
             why=str(error).split("\n")[0],
             fix="divide it over more GPUs: --device-map balanced",
@@ -64,7 +66,7 @@ def load_at(seat: Seat, found: Found, placement: Placement) -> Answerer:
 def open_placed(folder: Path, base: str | None = None, placement: Placement = ALL_GPUS) -> Answerer:
     """The model in this process, over as many GPUs as it needs; the other GPUs stay idle."""
     found = find_parts(folder, base)
-    return load_at(placement.seats(count_weight_bytes(found.weights))[0], found, placement)
+    return load_at(placement.slots(count_weight_bytes(found.weights))[0], found, placement)
 
 
 def answer_file(
@@ -88,18 +90,18 @@ def answer_file(
         from manyhands.infer.vllm import refuse_missing_vllm
 
         refuse_missing_vllm()
-    seats = placement.seats(count_weight_bytes(found.weights))
+    slots = placement.slots(count_weight_bytes(found.weights))
     tokenizer = open_found_tokenizer(found)
     max_tokens = read_max_tokens(found, settings)
     takes = placement.engine == "transformers"
     images = open_images(found.weights, tokenizer, found.image_sizes) if takes else None
     prompts = encode_rows(prompts_file, tokenizer, found.chat_template_kwargs, options, max_tokens, images)
-    identity = identify(found, prompts_file, settings, options, placement, bool(seats[0].gpus))
+    identity = identify(found, prompts_file, settings, options, placement, bool(slots[0].gpus))
     answers = AnswerFile(output, identity, len(prompts), overwrite=overwrite)
     try:
         answered = answers.answered
         waiting = [prompt for prompt in prompts if prompt.number not in answered]
-        report(_describe(len(prompts), len(answered), seats))
+        report(_describe(len(prompts), len(answered), slots))
         progress = _AnswerRate(len(prompts), len(answered), report)
 
         def take(result: list[tuple[int, Completion]]) -> None:
@@ -107,11 +109,11 @@ def answer_file(
             progress.add(result)
 
         if waiting:
-            queue = PromptQueue(waiting, settings.max_new_tokens, len(seats))
+            queue = PromptQueue(waiting, settings.max_new_tokens, len(slots))
             make = functools.partial(
-                open_copy, found=found, settings=settings, placement=placement, num_copies=len(seats)
+                open_replica, found=found, settings=settings, placement=placement, num_replicas=len(slots)
             )
-            run_tasks(seats, make, queue.take, take)
+            run_tasks(slots, make, queue.take, take)
         if hash_files([prompts_file])[prompts_file] != identity["prompts"]:
             raise UserError(
                 "the prompts have changed while they were answered",
@@ -134,7 +136,7 @@ def _fields(answer: Completion, num_prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-def read_max_tokens(found: Found, settings: GenerationSettings) -> int | None:
+def read_max_tokens(found: ModelLocation, settings: GenerationSettings) -> int | None:
     """The longest prompt that leaves room for the answer among the model's positions."""
     from transformers import AutoConfig
 
@@ -151,7 +153,7 @@ def read_max_tokens(found: Found, settings: GenerationSettings) -> int | None:
 
 
 def identify(
-    found: Found,
+    found: ModelLocation,
     prompts_file: Path,
     settings: GenerationSettings,
     options: PromptOptions,
@@ -210,13 +212,13 @@ class _AnswerRate:
         self._report(f"{count_of(self._total, 'answer')} in {output}{rate}")
 
 
-def _describe(num_prompts: int, num_answered: int, seats: Sequence[Seat]) -> str:
-    where = describe_seat(seats[0]) if len(seats) == 1 else f"{len(seats)} copies of the model"
-    if len(seats) > 1 and seats[0].gpus:
-        where += f" on {len(seats) * len(seats[0].gpus)} GPUs"
+def _describe(num_prompts: int, num_answered: int, slots: Sequence[DeviceSlot]) -> str:
+    where = describe_slot(slots[0]) if len(slots) == 1 else f"{len(slots)} copies of the model"
+    if len(slots) > 1 and slots[0].gpus:
+        where += f" on {len(slots) * len(slots[0].gpus)} GPUs"
     already = f", {num_answered:,} of them answered already" if num_answered else ""
     return (
         f"{count_of(num_prompts, 'prompt')}{already}, on {where}"
-        if len(seats) == 1
+        if len(slots) == 1
         else f"{count_of(num_prompts, 'prompt')}{already}, {where}"
     )

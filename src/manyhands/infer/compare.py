@@ -20,7 +20,7 @@ from manyhands.core.units import count_of
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from manyhands.infer.evaluate import EvaluationData, Scores, measure
-from manyhands.infer.load import Found, find_parts
+from manyhands.infer.load import ModelLocation, find_parts
 from manyhands.infer.replicas import ALL_GPUS, Placement
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
@@ -85,7 +85,7 @@ def compare(
 
 
 def choose_data(
-    found: Found, run: RunFolder | None, folder: Path, data: str | None, max_tokens: int | None
+    found: ModelLocation, run: RunFolder | None, folder: Path, data: str | None, max_tokens: int | None
 ) -> EvaluationData:
     """The run's own validation samples, tokenized again if the cache is gone; or a file's, prepared as the run's
     were.
@@ -131,7 +131,7 @@ def explain_no_validation(config: RunConfig, num_samples: int) -> str:
     return f"data.validation is not set, and of so few samples ({num_samples:,}), or copies of a few, none was held out"
 
 
-def _prepare_file(found: Found, run: RunFolder | None, folder: Path, data: str) -> Path:
+def _prepare_file(found: ModelLocation, run: RunFolder | None, folder: Path, data: str) -> Path:
     """The folder of a file's tokens, all of its rows."""
     if run is not None:
         config, model_folder = run.read_config(), Path(run.read_plan().model_folder)
@@ -155,7 +155,7 @@ def _prepare_file(found: Found, run: RunFolder | None, folder: Path, data: str) 
     return Path(prepare(config, model_folder, report_aside).folder)
 
 
-def find_base_parts(found: Found, run: RunFolder | None) -> Found | None:
+def find_base_parts(found: ModelLocation, run: RunFolder | None) -> ModelLocation | None:
     """The model before training; None where it is not known, or where it lacks tokens that the adapter adds."""
     if found.adapter is not None:
         import torch
@@ -206,7 +206,7 @@ def describe(comparison: Comparison) -> str:
     scores = comparison.scores
     counts = f"{count_of(scores.num_samples, 'sample')}"
     counts += f", {count_of(scores.num_loss_tokens, 'loss token')}" if scores.num_loss_tokens else ""
-    counts += f", {count_of(len(scores.judged), 'answer')}" if scores.judged else ""
+    counts += f", {count_of(len(scores.answers), 'answer')}" if scores.answers else ""
     titles = [TITLES[name] for name in comparison.columns]
     width = max(12, *(len(name) for name in comparison.metrics))
     lines = [
@@ -234,7 +234,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         **comparison.scores.values,
         "num_samples": comparison.scores.num_samples,
         "num_loss_tokens": comparison.scores.num_loss_tokens,
-        "num_answers": len(comparison.scores.judged),
+        "num_answers": len(comparison.scores.answers),
         "step": comparison.step if recorded else None,
         "recorded_loss": recorded.get("loss"),
         "columns": comparison.columns,
@@ -247,7 +247,7 @@ def write_files(comparison: Comparison, output: Path) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "figures.json"]
     write_json(written[0], to_json(comparison))
-    judged = comparison.scores.judged
+    judged = comparison.scores.answers
     if judged:
         lines = (json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in judged)
         write_atomically(output / "samples.jsonl", "".join(lines))
@@ -268,7 +268,7 @@ def render_page(comparison: Comparison) -> str:
         data=comparison.data.name,
         titles=[TITLES[name] for name in comparison.columns],
         table=table,
-        judged=comparison.scores.judged,
+        judged=comparison.scores.answers,
         text_metrics=[name for name in comparison.metrics if name in TEXT_METRICS],
     )
 

@@ -29,9 +29,9 @@ from manyhands.data.streams import MASK, TOKENS, Sample, StoredImage, from_strea
 from manyhands.infer.batch import load_at
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import PromptImages, image_token_of, refuse_images
-from manyhands.infer.load import Answerer, Found
+from manyhands.infer.load import Answerer, ModelLocation
 from manyhands.infer.prompts import PromptTokens
-from manyhands.infer.replicas import ALL_GPUS, Placement, Seat, count_weight_bytes, run_tasks
+from manyhands.infer.replicas import ALL_GPUS, DeviceSlot, Placement, count_weight_bytes, run_tasks
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.text_metrics import LOSS_METRICS, Extractor, check_metrics, make_extractor, score
 from manyhands.infer.worker import PromptQueue, Worker
@@ -68,7 +68,7 @@ class EvaluationData:
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredAnswer:
     """One answer beside its reference; ``scores`` by metric."""
 
     prompt: str
@@ -85,12 +85,12 @@ class Scores:
     values: dict[str, float] = field(default_factory=dict)
     num_samples: int = 0
     num_loss_tokens: int = 0
-    judged: list[Judged] = field(default_factory=list)
+    answers: list[ScoredAnswer] = field(default_factory=list)
     seconds: float = 0.0
 
 
 def measure(
-    found: Found,
+    found: ModelLocation,
     data: EvaluationData,
     metrics: Sequence[str],
     *,
@@ -106,11 +106,11 @@ def measure(
     settings = settings or GenerationSettings()
     samples = data.open()
     scores = Scores()
-    seats = placement.seats(count_weight_bytes(found.weights))
+    slots = placement.slots(count_weight_bytes(found.weights))
     make = functools.partial(
-        _open_judge, found=found, data=data, settings=settings, placement=placement, num_copies=len(seats)
+        _open_evaluator, found=found, data=data, settings=settings, placement=placement, num_replicas=len(slots)
     )
-    cut = _TaskCutter(samples, data, metrics, settings, len(seats), image_token_of(found.weights))
+    cut = _TaskCutter(samples, data, metrics, settings, len(slots), image_token_of(found.weights))
     if not cut.num_tasks_known:
         raise _nothing_to_measure(data)
     sums: dict[int, list[float]] = {}
@@ -125,7 +125,7 @@ def measure(
             answers.update(value)
             report(f"answers: {len(answers):,} of {cut.num_prompts:,}")
 
-    run_tasks(seats, make, cut.take, take)
+    run_tasks(slots, make, cut.take, take)
     if sums:  # in the order of the batches, so that the number of copies does not change a bit
         total = np.sum([sums[number] for number in sorted(sums)], axis=0)
         _fill_losses(scores, metrics, total.tolist())
@@ -157,13 +157,13 @@ def _fill_texts(
         prompt, reference = cut.turns[number]
         answer, expected = answers[number], decode(reference)
         judged = score(answer.text, expected, metrics, extractor)
-        scores.judged.append(Judged(decode(prompt), expected, answer.text, answer.finish_reason, judged))
-    for name in scores.judged[0].scores:
-        scores.values[name] = sum(one.scores[name] for one in scores.judged) / len(scores.judged)
-    scores.num_samples = scores.num_samples or len(scores.judged)
+        scores.answers.append(ScoredAnswer(decode(prompt), expected, answer.text, answer.finish_reason, judged))
+    for name in scores.answers[0].scores:
+        scores.values[name] = sum(one.scores[name] for one in scores.answers) / len(scores.answers)
+    scores.num_samples = scores.num_samples or len(scores.answers)
 
 
-def open_texts(found: Found) -> Callable[[Any], str]:
+def open_texts(found: ModelLocation) -> Callable[[Any], str]:
     """Tokens to the text that a person reads: without special tokens."""
     from manyhands.infer.load import open_found_tokenizer
 
@@ -198,7 +198,7 @@ class _TaskCutter:
         data: EvaluationData,
         metrics: Sequence[str],
         settings: GenerationSettings,
-        num_copies: int,
+        num_replicas: int,
         image_token: int,
     ) -> None:
         losses, texts = any(m in LOSS_METRICS for m in metrics), any(m not in LOSS_METRICS for m in metrics)
@@ -220,18 +220,18 @@ class _TaskCutter:
             for n, (prompt, _) in self.turns.items()
         ]
         self.num_prompts = len(prompts)
-        self._queue = PromptQueue(prompts, settings.max_new_tokens, num_copies)
+        self._queue = PromptQueue(prompts, settings.max_new_tokens, num_replicas)
         self.num_tasks_known = len(self.groups) + len(prompts)
 
-    def take(self, room: Any) -> tuple[Any, ...] | None:
+    def take(self, capacity: Any) -> tuple[Any, ...] | None:
         if self._waiting:
             number, group = self._waiting.pop()
             return ("loss", number, group)
-        batch = self._queue.take(room)
+        batch = self._queue.take(capacity)
         return None if batch is None else ("answer", batch)
 
 
-class Judge:
+class Evaluator:
     """A copy of the model that measures batches of samples and answers prompts."""
 
     def __init__(
@@ -240,11 +240,11 @@ class Judge:
         data: EvaluationData,
         settings: GenerationSettings,
         max_rows: int | None = None,
-        num_copies: int = 1,
+        num_replicas: int = 1,
     ) -> None:
         self._answerer, self._samples = answerer, data.open()
-        self._worker = Worker(answerer, settings, max_rows=max_rows, num_processes=num_copies)
-        self.room = self._worker.room
+        self._worker = Worker(answerer, settings, max_rows=max_rows, num_processes=num_replicas)
+        self.capacity = self._worker.capacity
 
     def run(self, task: tuple[Any, ...]) -> tuple[str, Any]:
         if task[0] == "answer":
@@ -253,15 +253,17 @@ class Judge:
         return "loss", (number, sum_losses(self._answerer.model, self._samples, samples, self._answerer.images))
 
 
-def _open_judge(
-    seat: Seat,
-    found: Found,
+def _open_evaluator(
+    slot: DeviceSlot,
+    found: ModelLocation,
     data: EvaluationData,
     settings: GenerationSettings,
     placement: Placement,
-    num_copies: int,
-) -> Judge:
-    return Judge(load_at(seat, found, placement), data, settings, placement.batch_size, 1 if seat.gpus else num_copies)
+    num_replicas: int,
+) -> Evaluator:
+    return Evaluator(
+        load_at(slot, found, placement), data, settings, placement.batch_size, 1 if slot.gpus else num_replicas
+    )
 
 
 @torch.no_grad()

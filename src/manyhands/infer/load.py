@@ -96,7 +96,7 @@ class Answerer:
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelLocation:
     """Folders: ``weights`` with config.json, ``adapter`` to put on it; the run's own chat template and what it is
     given, and its sizes of images.
     """
@@ -117,7 +117,7 @@ def open_answerer(folder: Path, base: str | None = None, device_map: DeviceMap |
 
 
 def load_answerer(
-    found: Found, device: str | None = None, device_map: DeviceMap | None = None, gpus: Sequence[int] = ()
+    found: ModelLocation, device: str | None = None, device_map: DeviceMap | None = None, gpus: Sequence[int] = ()
 ) -> Answerer:
     """Model and tokenizer of what ``find_parts`` has found; arguments as of ``load_model``."""
     model = load_model(found, device, device_map, gpus)
@@ -126,7 +126,7 @@ def load_answerer(
     return Answerer(model, tokenizer, find_ends(found, tokenizer), found.chat_template_kwargs, images)
 
 
-def find_ends(found: Found, tokenizer: Any) -> frozenset[int]:
+def find_ends(found: ModelLocation, tokenizer: Any) -> frozenset[int]:
     """The tokens that end an answer: the model's, the template's, and the end of text that a run gave its adapter, as
     the merged model's generation_config.json has it too.
     """
@@ -140,7 +140,7 @@ def find_ends(found: Found, tokenizer: Any) -> frozenset[int]:
     return ends | {tokenizer.eos_token_id} if is_new else ends
 
 
-def open_found_tokenizer(found: Found) -> Any:
+def open_found_tokenizer(found: ModelLocation) -> Any:
     """The tokenizer beside the adapter if there is one, else the model's; with the run's chat template."""
     from manyhands.data.tokenizer import load_tokenizer
 
@@ -150,7 +150,7 @@ def open_found_tokenizer(found: Found) -> Any:
     return load_tokenizer(with_tokenizer, found.chat_template)
 
 
-def find_parts(folder: Path, base: str | None = None) -> Found:
+def find_parts(folder: Path, base: str | None = None) -> ModelLocation:
     if not folder.is_dir():
         raise UserError(
             "no such folder", where=str(folder), fix="give a run's folder, a model folder or an adapter folder"
@@ -159,13 +159,13 @@ def find_parts(folder: Path, base: str | None = None) -> Found:
         return _find_run(folder, base)
     refuse_outside_links(folder)
     if (folder / ADAPTER_CONFIG).is_file():
-        return Found(find_base(folder, base), folder)
+        return ModelLocation(find_base(folder, base), folder)
     if (folder / "config.json").is_file():
         if not any(folder.glob("*.safetensors")):
             raise UserError(
                 "the model folder has no weights", where=str(folder), why="there is no safetensors file in it"
             )
-        return Found(folder)
+        return ModelLocation(folder)
     raise UserError(
         "this folder is neither a run, a model nor an adapter",
         where=str(folder),
@@ -174,7 +174,7 @@ def find_parts(folder: Path, base: str | None = None) -> Found:
     )
 
 
-def _find_run(folder: Path, base: str | None) -> Found:
+def _find_run(folder: Path, base: str | None) -> ModelLocation:
     from manyhands.facts.identity import check_adapter_base, check_files
     from manyhands.launch.run_folder import RunFolder
 
@@ -183,7 +183,7 @@ def _find_run(folder: Path, base: str | None) -> Found:
     of_run = (config.model.chat_template, chat_template_kwargs_of(config), sizes_of(config))
     if (folder / "model" / "config.json").is_file():
         refuse_outside_links(folder / "model")
-        return Found(folder / "model", None, *of_run)
+        return ModelLocation(folder / "model", None, *of_run)
     adapter = folder / "adapter"
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UserError(
@@ -199,7 +199,7 @@ def _find_run(folder: Path, base: str | None) -> Found:
     if base is None:
         check_files(weights, config, plan.model_files)
         check_adapter_base(adapter, weights)
-    return Found(weights, adapter, *of_run)
+    return ModelLocation(weights, adapter, *of_run)
 
 
 def find_base(adapter: Path, base: str | None = None) -> Path:
@@ -220,7 +220,7 @@ def find_base(adapter: Path, base: str | None = None) -> Path:
 
 
 def load_model(
-    found: Found, device: str | None = None, device_map: DeviceMap | None = None, gpus: Sequence[int] = ()
+    found: ModelLocation, device: str | None = None, device_map: DeviceMap | None = None, gpus: Sequence[int] = ()
 ) -> nn.Module:
     """On ``device``, by default the GPU if there is one; on the CPU in float32, where bfloat16 is slow.
 

@@ -28,7 +28,7 @@ WEIGHTS_SHARE = 0.75  # of a GPU's free memory for weights; the rest is for the 
 
 
 @dataclass(frozen=True)
-class Seat:
+class DeviceSlot:
     """Where a copy of the model is: the positions of its GPUs among the visible ones; none is the CPU.
 
     ``threads``: of torch on the CPU, None for its own choice.
@@ -53,29 +53,31 @@ class Seat:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] if names else str(gpu) for gpu in self.gpus)
 
 
-class Copy(Protocol):
-    """What a process makes: a model that does tasks. ``room`` is what the caller needs to know to cut them."""
+class Replica(Protocol):
+    """What a process makes: a model that does tasks. ``capacity`` is what the caller needs to know to cut them."""
 
-    room: Any
+    capacity: Any
 
     def run(self, task: Any) -> Any: ...
 
 
-Open = Callable[[Seat], Copy]
+Open = Callable[[DeviceSlot], Replica]
 NextTask = Callable[[Any], Any]
 
 
-def run_tasks(seats: Sequence[Seat], open_copy: Open, next_task: NextTask, on_result: Callable[[Any], object]) -> None:
-    """Does all tasks: ``next_task(room)`` cuts one for a free copy (None: no more), ``on_result`` takes the result.
+def run_tasks(
+    slots: Sequence[DeviceSlot], open_replica: Open, next_task: NextTask, on_result: Callable[[Any], object]
+) -> None:
+    """Does all tasks: ``next_task(capacity)`` cuts one for a free copy (None: no more), ``on_result`` takes the result.
 
-    ``open_copy`` is called in each process; it and the tasks are pickled. Raises what a copy raised, the first of it.
+    ``open_replica`` is called in each process; it and the tasks are pickled. Raises what a copy raised first.
     """
-    if len(seats) == 1:
-        copy = open_copy(seats[0])
-        while (task := next_task(copy.room)) is not None:
+    if len(slots) == 1:
+        copy = open_replica(slots[0])
+        while (task := next_task(copy.capacity)) is not None:
             on_result(copy.run(task))
         return
-    with _started(seats, open_copy) as processes:
+    with _started(slots, open_replica) as processes:
         open_pipes = {process.pipe: process for process in processes}
         while open_pipes:
             for ready in connection.wait([*open_pipes, *(p.process.sentinel for p in open_pipes.values())]):
@@ -86,10 +88,10 @@ def run_tasks(seats: Sequence[Seat], open_copy: Open, next_task: NextTask, on_re
                         continue  # it is done with, or has still said something
                 kind, value = process.receive()
                 if kind == READY:
-                    process.room = value
+                    process.capacity = value
                 else:
                     on_result(value)
-                task = next_task(process.room)
+                task = next_task(process.capacity)
                 if task is None:
                     del open_pipes[process.pipe]
                 process.pipe.send(task)
@@ -99,8 +101,8 @@ def run_tasks(seats: Sequence[Seat], open_copy: Open, next_task: NextTask, on_re
 class _Process:
     process: Any
     pipe: Any
-    seat: Seat
-    room: Any = field(default=None)
+    slot: DeviceSlot
+    capacity: Any = field(default=None)
 
     def receive(self) -> tuple[str, Any]:
         try:
@@ -110,7 +112,7 @@ class _Process:
             code = self.process.exitcode
             by = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with {code}"
             raise UserError(
-                f"the process of {describe_seat(self.seat)} has ended {by}",
+                f"the process of {describe_slot(self.slot)} has ended {by}",
                 why="most likely the machine ran out of memory" if by.endswith("SIGKILL") else "",
                 fix="answers so far are kept: the same command continues",
                 exit_code=EXIT_FAILED,
@@ -121,16 +123,16 @@ class _Process:
 
 
 @contextmanager
-def _started(seats: Sequence[Seat], open_copy: Open) -> Iterator[list[_Process]]:
+def _started(slots: Sequence[DeviceSlot], open_replica: Open) -> Iterator[list[_Process]]:
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     processes: list[_Process] = []
     try:
-        for seat in seats:
+        for slot in slots:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, seat, open_copy))  # vLLM starts more
+            process = context.Process(target=_work, args=(theirs, slot, open_replica))  # vLLM starts more
             process.start()
             theirs.close()
-            processes.append(_Process(process, ours, seat))
+            processes.append(_Process(process, ours, slot))
         yield processes
         for one in processes:
             one.process.join(30)
@@ -143,11 +145,11 @@ def _started(seats: Sequence[Seat], open_copy: Open) -> Iterator[list[_Process]]
             one.pipe.close()
 
 
-def _work(pipe: Any, seat: Seat, open_copy: Open) -> None:
+def _work(pipe: Any, slot: DeviceSlot, open_replica: Open) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends this process
     try:
-        copy = open_copy(seat)
-        pipe.send((READY, copy.room))
+        copy = open_replica(slot)
+        pipe.send((READY, copy.capacity))
         while (task := pipe.recv()) is not None:
             pipe.send((DONE, copy.run(task)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -158,10 +160,10 @@ def _work(pipe: Any, seat: Seat, open_copy: Open) -> None:
         pipe.send((FAILED, traceback.format_exc()))
 
 
-def describe_seat(seat: Seat) -> str:
-    if not seat.gpus:
+def describe_slot(slot: DeviceSlot) -> str:
+    if not slot.gpus:
         return "the CPU"
-    return f"GPU {seat.gpus[0]}" if len(seat.gpus) == 1 else f"GPUs {seat.gpus[0]} to {seat.gpus[-1]}"
+    return f"GPU {slot.gpus[0]}" if len(slot.gpus) == 1 else f"GPUs {slot.gpus[0]} to {slot.gpus[-1]}"
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class Placement:
     batch_size: int | None = None
     engine: str = "transformers"
 
-    def seats(self, weight_bytes: int) -> list[Seat]:
+    def slots(self, weight_bytes: int) -> list[DeviceSlot]:
         """One for each copy of the model. UserError for more GPUs than there are, or a model that they do not hold."""
         import torch
 
@@ -191,7 +193,7 @@ class Placement:
             if self.device_map in ("balanced", "sequential"):
                 raise UserError("layers are divided over GPUs, and there are none", where="--device-map")
             threads = None if self.processes == 1 else max(1, count_cores() // self.processes)
-            return [Seat(threads=threads) for _ in range(self.processes)]
+            return [DeviceSlot(threads=threads) for _ in range(self.processes)]
         if self.processes != 1:
             raise UserError(
                 "--processes is for the CPU", where="--processes", why=f"{num} GPUs are used", fix="--gpus N"
@@ -199,7 +201,7 @@ class Placement:
         size = num if self.device_map in ("balanced", "sequential") else 1
         if self.device_map == "auto":
             size = group_size(weight_bytes, _free_bytes(num), num)
-        return [Seat(tuple(range(start, start + size))) for start in range(0, num - size + 1, size)]
+        return [DeviceSlot(tuple(range(start, start + size))) for start in range(0, num - size + 1, size)]
 
 
 ALL_GPUS = Placement()

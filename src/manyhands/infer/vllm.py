@@ -10,11 +10,11 @@ from typing import Any
 from manyhands.core.errors import UserError
 from manyhands.facts.adapter import read_adapter_config
 from manyhands.infer.decode import Completion
-from manyhands.infer.load import Found, find_ends, open_found_tokenizer
+from manyhands.infer.load import ModelLocation, find_ends, open_found_tokenizer
 from manyhands.infer.prompts import PromptTokens
-from manyhands.infer.replicas import ALL_GPUS, Placement, Seat
+from manyhands.infer.replicas import ALL_GPUS, DeviceSlot, Placement
 from manyhands.infer.settings import SERVED, GenerationSettings
-from manyhands.infer.worker import Room
+from manyhands.infer.worker import BatchCapacity
 
 MAX_PROMPTS = 4096  # of a task; vLLM makes its own batches out of them
 RANK_LIMITS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's max_lora_rank
@@ -31,7 +31,7 @@ def refuse_missing_vllm() -> None:
         )
 
 
-def refuse_adapter(found: Found) -> None:
+def refuse_adapter(found: ModelLocation) -> None:
     """UserError for an adapter that is more than LoRA: vLLM serves those merged only."""
     fields = read_adapter_config(found.adapter) if found.adapter is not None else {}
     if extra := next((key for key in REFUSED_KEYS if fields.get(key)), None):
@@ -44,12 +44,12 @@ def refuse_adapter(found: Found) -> None:
 
 
 class VllmWorker:
-    """A copy of the model in vLLM; its layers are divided by tensor parallelism where the seat has several GPUs."""
+    """A copy of the model in vLLM; its layers are divided by tensor parallelism where the slot has several GPUs."""
 
-    def __init__(self, found: Found, settings: GenerationSettings, seat: Seat) -> None:
+    def __init__(self, found: ModelLocation, settings: GenerationSettings, slot: DeviceSlot) -> None:
         refuse_adapter(found)
-        if seat.gpus:
-            seat.hide_others()
+        if slot.gpus:
+            slot.hide_others()
         from vllm import LLM, SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -61,14 +61,14 @@ class VllmWorker:
         self._model = LLM(
             model=str(found.weights),
             skip_tokenizer_init=True,
-            tensor_parallel_size=max(1, len(seat.gpus)),
-            dtype="auto" if seat.gpus else "float32",
+            tensor_parallel_size=max(1, len(slot.gpus)),
+            dtype="auto" if slot.gpus else "float32",
             enable_lora=found.adapter is not None,
             seed=settings.seed,
             **rank,
         )
         self._settings, self._parameters = settings, SamplingParams
-        self.room = Room(1 << 62, 0, 0, 1, MAX_PROMPTS, None, pads=True)
+        self.capacity = BatchCapacity(1 << 62, 0, 0, 1, MAX_PROMPTS, None, pads=True)
 
     def run(self, task: list[PromptTokens]) -> list[tuple[int, Completion]]:
         """Answers with the prompts' numbers. Stop strings are looked for afterwards: tokens go in and out."""
@@ -104,7 +104,7 @@ class VllmWorker:
 
 
 def server_command(
-    found: Found,
+    found: ModelLocation,
     name: str,
     host: str,
     port: int,
@@ -147,7 +147,7 @@ def _refuse_for_server(settings: GenerationSettings, placement: Placement) -> No
         )
 
 
-def _name_arguments(found: Found, name: str) -> list[str]:
+def _name_arguments(found: ModelLocation, name: str) -> list[str]:
     if found.adapter is None:
         return ["--served-model-name", name]
     rank = lora_rank_limit(found.adapter)

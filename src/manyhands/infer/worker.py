@@ -24,7 +24,7 @@ BYTES_A_LOGIT = 40  # float32 logits and copies; sorted, with their order and cu
 
 
 @dataclass(frozen=True)
-class Room:
+class BatchCapacity:
     """How large a batch may be. Bytes: ``num_bytes`` there are, ``token_bytes`` of the cache for a token,
     ``prompt_token_bytes`` more while a prompt passes, ``row_bytes`` for a row's logits. ``max_tokens``: of prompt and
     answer together. ``pads``: prompts of unequal lengths may share a batch.
@@ -50,7 +50,7 @@ class Room:
         return max(1, min(self.max_rows, self.num_bytes // row))
 
 
-def measure_room(model: Any, max_rows: int | None = None, num_processes: int = 1) -> Room:
+def measure_capacity(model: Any, max_rows: int | None = None, num_processes: int = 1) -> BatchCapacity:
     """Of a loaded model on its devices; ``num_processes`` share the host's memory where that is the CPU's."""
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -64,7 +64,7 @@ def measure_room(model: Any, max_rows: int | None = None, num_processes: int = 1
         num_bytes = min(MAX_CPU_BYTES, memory_bytes()[1] // 4) // num_processes
     default_rows = MAX_ROWS_GPU if parameter.device.type == "cuda" else MAX_ROWS_CPU
     wide = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-    return Room(
+    return BatchCapacity(
         num_bytes=num_bytes,
         token_bytes=2 * text.num_hidden_layers * heads * head_dim * parameter.element_size(),
         prompt_token_bytes=wide * parameter.element_size(),
@@ -80,19 +80,19 @@ class PromptQueue:
     quickest.
     """
 
-    def __init__(self, prompts: Sequence[PromptTokens], max_new_tokens: int, num_copies: int = 1) -> None:
+    def __init__(self, prompts: Sequence[PromptTokens], max_new_tokens: int, num_replicas: int = 1) -> None:
         self._waiting = sorted(prompts, key=lambda prompt: len(prompt.ids))  # taken from the end
-        self._max_new_tokens, self._num_copies = max_new_tokens, num_copies
+        self._max_new_tokens, self._num_replicas = max_new_tokens, num_replicas
 
-    def take(self, room: Room) -> list[PromptTokens] | None:
-        """The next batch for a copy with so much room; None once there is no prompt left."""
+    def take(self, capacity: BatchCapacity) -> list[PromptTokens] | None:
+        """The next batch for a copy with this capacity; None once there is no prompt left."""
         if not self._waiting:
             return None
         longest = len(self._waiting[-1].ids)
-        fair = -(-len(self._waiting) // self._num_copies)  # at the end every copy gets its share
-        rows = min(room.count_rows(longest, self._max_new_tokens), fair)
+        fair = -(-len(self._waiting) // self._num_replicas)  # at the end every copy gets its share
+        rows = min(capacity.count_rows(longest, self._max_new_tokens), fair)
         batch = self._waiting[-rows:]
-        if not room.pads:
+        if not capacity.pads:
             batch = [prompt for prompt in batch if len(prompt.ids) == longest]
         if any(prompt.images for prompt in batch):  # images belong to a row: such a prompt is answered alone
             last_with = max(place for place, prompt in enumerate(batch) if prompt.images)
@@ -114,7 +114,7 @@ class Worker:
         on_text: OnText | None = None,
     ) -> None:
         self._answerer, self._settings, self._on_text = answerer, settings, on_text
-        self.room = measure_room(answerer.model, max_rows, num_processes)
+        self.capacity = measure_capacity(answerer.model, max_rows, num_processes)
 
     def run(self, task: list[PromptTokens]) -> list[tuple[int, Completion]]:
         """Answers of a batch with the prompts' numbers. A batch too large for the GPU is halved."""
@@ -147,7 +147,7 @@ class Worker:
         """Answers by the prompts' numbers, batch after batch."""
         queue = PromptQueue(prompts, self._settings.max_new_tokens)
         found: dict[int, Completion] = {}
-        while (batch := queue.take(self.room)) is not None:
+        while (batch := queue.take(self.capacity)) is not None:
             found.update(self.run(batch))
         return found
 

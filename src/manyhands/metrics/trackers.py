@@ -103,9 +103,9 @@ def open_trackers(
         project = getattr(config.log, name)
         if project is None:
             continue
-        begun = Begun(folder, project, config.name, settings, known.get(name))
+        run = TrackerRun(folder, project, config.name, settings, known.get(name))
         try:
-            tracker = OPENERS[name](begun)
+            tracker = OPENERS[name](run)
         except Exception as error:  # as above
             raise UserError(
                 f"log.{name}: the run cannot be opened there",
@@ -128,7 +128,7 @@ FIXES = {
 
 
 @dataclass(frozen=True)
-class Begun:
+class TrackerRun:
     """What a tracker is told of a run; ``identity`` of an earlier launch."""
 
     folder: Path
@@ -139,16 +139,16 @@ class Begun:
 
 
 class _Wandb:
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         import wandb
 
         self._run = wandb.init(
-            project=begun.project,
-            name=begun.name,
-            dir=str(begun.folder),
-            config=dict(begun.settings),
-            id=begun.identity,
-            resume="allow" if begun.identity else None,
+            project=run.project,
+            name=run.name,
+            dir=str(run.folder),
+            config=dict(run.settings),
+            id=run.identity,
+            resume="allow" if run.identity else None,
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.identity = str(self._run.id)
@@ -161,18 +161,18 @@ class _Wandb:
 
 
 class _Mlflow:
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         from mlflow import MlflowClient
 
         self._client = MlflowClient()
-        if begun.identity:
-            self.identity = begun.identity
+        if run.identity:
+            self.identity = run.identity
             self._client.update_run(self.identity, status="RUNNING")
             return
-        experiment = self._client.get_experiment_by_name(begun.project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(begun.project)
-        self.identity = str(self._client.create_run(number, run_name=begun.name).info.run_id)
-        for key, value in begun.settings.items():
+        experiment = self._client.get_experiment_by_name(run.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        self.identity = str(self._client.create_run(number, run_name=run.name).info.run_id)
+        for key, value in run.settings.items():
             self._client.log_param(self.identity, key, value)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -194,15 +194,15 @@ def _name_in_mlflow(name: str) -> str:
 
 
 class _Trackio:
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         import trackio
 
         self._library = trackio
-        self.identity = begun.identity or f"{begun.name}-{_milliseconds()}"
+        self.identity = run.identity or f"{run.name}-{_milliseconds()}"
         trackio.init(
-            project=begun.project,
+            project=run.project,
             name=self.identity,
-            config=dict(begun.settings),
+            config=dict(run.settings),
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -216,7 +216,7 @@ class _Trackio:
         self._library.finish()
 
 
-OPENERS: dict[str, Callable[[Begun], Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trackio}
+OPENERS: dict[str, Callable[[TrackerRun], Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trackio}
 
 
 def _milliseconds() -> int:

@@ -35,7 +35,7 @@ SHORT_S, LONG_S = 60.0, 1800.0  # SkyPilot uploads what the job reads
 
 
 @dataclass(frozen=True)
-class Written:
+class JobFiles:
     """A job whose files are written. ``plan``: None where none was asked for."""
 
     job: ClusterJob
@@ -46,7 +46,7 @@ class Written:
 
 def write_job(
     config: RunConfig, target: Target, host: HostFacts, *, with_plan: bool = True, report: Callable[[str], None]
-) -> Written:
+) -> JobFiles:
     """Plans the run for ``host``, makes the job's file and writes it with the run into ``submit/`` of the run's folder.
 
     UserError: whatever the run or the cluster would refuse, as far as it can be known here; a finished run.
@@ -69,10 +69,10 @@ def write_job(
         files.mkdir(parents=True, exist_ok=True)
         write_atomically(job.run_json, run)
         write_atomically(file, text)
-    return Written(job, file, text, plan)
+    return JobFiles(job, file, text, plan)
 
 
-def log_submission(written: Written, target: Target, answer: str) -> None:
+def log_submission(written: JobFiles, target: Target, answer: str) -> None:
     """Remembers what the client has answered, in ``submit/jobs.jsonl``."""
     entry = {"time": time.time(), "to": target, "number": written.job.number, "answer": answer}
     with open(_log_of(written.job.files), "a", encoding="utf-8") as log:
