@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from jinja2 import Environment, StrictUndefined
 
 from manyhands.config.schema import ModelSection, RunConfig
+from manyhands.config.section_schemas import MethodSection
 from manyhands.core.files import read_json, read_rows
 from manyhands.core.text import code_block, code_span, in_markdown
 from manyhands.core.units import count_of, describe_ranks
@@ -39,7 +41,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 LICENSE_LINE = re.compile(r"^(license|license_name|license_link): *[\"']?([\w.:/\-]{1,200})[\"']? *$", re.MULTILINE)
 FRONT_MATTER_CHARACTERS = 20_000
 CURVE_ROWS = 12
-CURVE_COLUMNS = (("loss", ".4f"), ("grad_norm", ".3g"), ("learning_rate", ".3g"))
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 
 @dataclass(frozen=True)
@@ -62,232 +64,84 @@ class Card:
     num_repeated: int = 0  # held-out samples with the very tokens of a trained one
     curve: Sequence[Mapping[str, Any]] = ()  # of the steps up to these weights, as ``make_curve`` has it
 
-    def text(self) -> str:
-        parts = [self._head(), *self._data(), *self._settings(), *self._plan(), *self._course()]
-        parts += [*self._results(), *self._loading()]
-        return (
-            "---\n"
-            + yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True)
-            + "---\n\n"
-            + "\n".join(parts)
-            + "\n"
-        )
-
     @property
     def base(self) -> str | None:
         """The base's name on the hub; None for a folder that is no copy of one."""
         return name_on_hub(self.config.model.name, self.plan.model_folder)
 
+    def text(self) -> str:
+        config, plan, method = self.config, self.plan, method_of(self.plan, self.config)
+        versions, source = self.versions or {}, Path(plan.model_folder)
+        libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
+        tools = f"manyhands {versions.get('manyhands', '')}".strip() + (f" ({libraries})" if libraries else "")
+        shown = {row.step: row for row in self.evaluations if row.step in (0, self.step)}
+        is_qlora, folder_name = config.method.name == "qlora", Path(config.model.name).name
+        quantized = self.kind == "adapter" and is_qlora and plan.stored_nf4 is None
+        options = nf4_options(double_quant=method.double_quant) if quantized else {}
+        environment = Environment(
+            undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        )
+        environment.filters |= {
+            "cell": format_value,
+            "code_span": code_span,
+            "in_markdown": in_markdown,
+            "number": lambda value, form: "-" if value is None else format(value, form),
+            "python": _python,
+        }
+        return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+            c=self,
+            config=config,
+            plan=plan,
+            method=method,
+            is_qlora=is_qlora,
+            front_matter=yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True),
+            folder_name=folder_name,
+            name=self.base or f"path/to/{folder_name}",
+            task=TASKS[config.task],
+            tools=tools,
+            versions=versions,
+            settings=describe_settings(config, plan),
+            ranks=describe_ranks(plan.layout.device, plan.layout.world_size),
+            checkpointing=describe_checkpointing(plan.layout),
+            count_of=count_of,
+            evaluations=shown,
+            held_out=", ".join(source["name"] for source in self.data or () if source["num_validation_samples"]),
+            remote=", trust_remote_code=True" if config.model.trust_remote_code else "",
+            revision=f", revision={_python(config.model.revision)}" if config.model.revision else "",
+            nf4=", ".join(f"{key}={value!r}" for key, value in options.items()).replace("'", '"'),
+            # the base has a processor, which prepares its images
+            reads_images=self.opener != "AutoModelForCausalLM"
+            and any((source / name).is_file() for name in PROCESSOR_FILES),
+            code_block=code_block,
+            vllm=self._vllm(method),
+        )
+
     def _front_matter(self) -> dict[str, Any]:
-        adapter = self.kind == "adapter"
+        adapter, pretrained = self.kind == "adapter", self.config.model.init == "pretrained"
         fields: dict[str, Any] = {}
-        if self.base is not None and self.config.model.init == "pretrained":
+        if self.base is not None and pretrained:
             fields |= {"base_model": self.base, "base_model_relation": "adapter" if adapter else "finetune"}
         fields["library_name"] = "peft" if adapter else "transformers"
-        fields |= find_license(Path(self.plan.model_folder)) if self.config.model.init == "pretrained" else {}
+        fields |= find_license(Path(self.plan.model_folder)) if pretrained else {}
         if self.opener == "AutoModelForCausalLM":
             fields["pipeline_tag"] = "text-generation"
         datasets = [source["name"] for source in self.data or () if source["hub"]]
         fields |= {"datasets": datasets} if datasets else {}
         return fields | {"tags": ["manyhands", self.config.task, self.config.method.name]}
 
-    def _head(self) -> str:
-        method = self.config.method.name
-        shown = (
-            f"[{self.base}](https://huggingface.co/{self.base})"
-            if self.base
-            else code_span(Path(self.config.model.name).name)
-        )
-        extent = "all" if method == "full" and not self.plan.keeps_base else "some"
-        what = {
-            "adapter": f"A LoRA adapter for {shown}, trained",
-            "merged": f"{shown} with a LoRA adapter merged into its weights, trained",
-            "model": f"{shown}, {extent} of its weights trained",
-        }[self.kind]
-        if self.kind == "merged" and method == "qlora":
-            what = what.replace("merged into its weights", "merged into its weights, which were rounded to NF4 before")
-        if self.config.model.init == "random":
-            what = f"A model of the architecture of {shown}, trained from random weights"
-        versions = self.versions or {}
-        tools = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
-        ours = " ".join(("manyhands", versions.get("manyhands", ""))).strip()
-        tools = f" ({tools})" if tools else ""
-        warning = f"\n**Training diverged: {in_markdown(self.divergence)}.**\n" if self.divergence else ""
-        by = f"by {TASKS[self.config.task]} with {ours}{tools}"
-        return f"# {in_markdown(self.config.name)}\n\n{what} {by}. Saved in {self.dtype}.\n{warning}"
-
-    def _data(self) -> list[str]:
-        if self.data is None:
-            return []
-        lines = ["## Training data", "", "| source | samples | tokens | times an epoch |", "|---|---|---|---|"]
-        for source in self.data:
-            if source["num_samples"]:
-                cells = (
-                    source["name"],
-                    f"{source['num_samples']:,}",
-                    f"{source['num_tokens']:,}",
-                    f"{source['weight']:g}",
-                )
-                lines.append(f"| {' | '.join(format_value(cell) for cell in cells)} |")
-        return [*lines, "", f"Digest of the prepared samples: `{self.plan.data_digest}`.", ""]
-
-    def _settings(self) -> list[str]:
-        lines = ["## Settings", "", f"{self.step:,} optimizer steps.", "", "| key | value |", "|---|---|"]
-        lines += [
-            f"| {key} | {format_value(value)} |" for key, value in describe_settings(self.config, self.plan).items()
-        ]
-        return [*lines, ""]
-
-    def _plan(self) -> list[str]:
-        """How it was computed: what another run needs to be the same."""
-        layout = self.plan.layout
-        sizes = f"{count_of(self.plan.num_steps, 'step')}, digest of the plan `{self.plan.digest}`"
-        where = f"{layout.strategy} on {describe_ranks(layout.device, layout.world_size)}"
-        rows = {
-            "layout": f"{where}, activation checkpointing {describe_checkpointing(layout)}",
-            "planned": sizes,
-            "attention": self.plan.attention,
-        }
-        rows |= {"versions": ", ".join(f"{k} {v}" for k, v in self.versions.items())} if self.versions else {}
-        return [
-            "## Plan",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {key} | {value} |" for key, value in rows.items()),
-            "",
-        ]
-
-    def _course(self) -> list[str]:
-        """The training loss over the steps up to these weights; a point is a mean of several."""
-        if not self.curve:
-            return []
-        lines = [
-            "## Course of the training",
-            "",
-            "| step | loss | gradient norm | learning rate |",
-            "|---|---|---|---|",
-        ]
-        for point in self.curve:
-            cells = (_number(point[key], form) for key, form in CURVE_COLUMNS)
-            lines.append(f"| {point['step']:,} | {' | '.join(cells)} |")
-        return [*lines, ""]
-
-    def _results(self) -> list[str]:
-        lines = ["## Held-out results", ""]
-        shown = {row.step: row for row in self.evaluations if row.step in (0, self.step)}
-        if self.step not in shown:
-            return [*lines, "These weights were not evaluated on held-out samples.", ""]
-        lines += ["| | loss | perplexity | token accuracy |", "|---|---|---|---|"]
-        for step, row in sorted(shown.items()):
-            name = "before training" if step == 0 and self.step else f"after step {step}"
-            lines.append(f"| {name} | {row.loss:.4f} | {row.perplexity:.4g} | {row.accuracy:.2%} |")
-        row = shown[self.step]
-        names = [source["name"] for source in self.data or () if source["num_validation_samples"]]
-        of = f" of {in_markdown(', '.join(names))}" if names else ""
-        measured = f"{row.num_samples:,} held-out samples{of} ({row.num_loss_tokens:,} loss tokens)"
-        count = f"Measured during training on {measured}"
-        repeated = (
-            f" {self.num_repeated:,} of all held-out samples have the tokens of a trained one."
-            if self.num_repeated
-            else ""
-        )
-        return [*lines, "", f"{count}.{repeated} Nothing else was evaluated.", ""]
-
-    def _loading(self) -> list[str]:
-        return ["## Loading", "", *self._nf4(), *code_block("\n".join(self._code()), "python"), *self._vllm()]
-
-    def _vllm(self) -> list[str]:
-        """The command that serves it; nothing for adapters of kinds that vLLM refuses."""
+    def _vllm(self, method: MethodSection) -> str:
+        """The command that serves it; empty for adapters of kinds that vLLM refuses."""
         if self.kind != "adapter":
-            return ["", *code_block("vllm serve path/to/this/folder", "bash")]
-        method = method_of(self.plan, self.config)
-        if method.name != "lora" or method.dora or method.modules_to_save or self.plan.new_tokens is not None:
-            return []
+            return "vllm serve path/to/this/folder"
         limit = next((limit for limit in RANK_LIMITS if limit >= method.rank), None)
-        if limit is None:
-            return []
-        base = self.base or f"path/to/{Path(self.config.model.name).name}"
-        revision = self.config.model.revision
-        at = f" --revision {shlex.quote(revision)}" if revision else ""
+        refused = method.name != "lora" or method.dora or method.modules_to_save or self.plan.new_tokens is not None
+        if refused or limit is None:
+            return ""
+        model = self.config.model
+        at = f" --revision {shlex.quote(model.revision)}" if model.revision else ""
         folder = shlex.quote(f"{self.config.name}=path/to/this/folder")
-        command = f"vllm serve {shlex.quote(base)}{at} --enable-lora --max-lora-rank {limit} --lora-modules {folder}"
-        return ["", *code_block(command, "bash")]
-
-    def _nf4(self) -> list[str]:
-        if self.kind != "adapter" or self.config.method.name != "qlora":
-            return []
-        method = method_of(self.plan, self.config)
-        text = "It was trained beside weights in 4 bits, NF4 "
-        if self.plan.stored_nf4 is not None:
-            text += "as the base's files hold them."
-        elif method.double_quant:
-            text += "**with double quantization**,"
-            text += " which is not bitsandbytes' default: open the base as it is done here."
-        else:
-            text += "without double quantization."
-        if method.init == "loftq":
-            text += " Its initial values are the quantization error of these 4 bits (LoftQ),"
-            text += " so it is wrong beside weights in 16 bits."
-        return [text, ""]
-
-    def _code(self) -> list[str]:
-        reads = self._reads_images
-        load = f"from transformers import {self.opener}, {'AutoProcessor, ' * reads}AutoTokenizer"
-        remote = ", trust_remote_code=True" if self.config.model.trust_remote_code else ""
-        if self.kind != "adapter":
-            return [
-                *["from PIL import Image"] * reads,
-                load,
-                "",
-                'folder = "path/to/this/folder"  # or its name on the hub',
-                f'model = {self.opener}.from_pretrained(folder, dtype="auto"{remote})',
-                f"tokenizer = AutoTokenizer.from_pretrained(folder{remote})",
-                *self._show_image(f"folder{remote}"),
-            ]
-        base, dtype = self.base or f"path/to/{Path(self.config.model.name).name}", self.plan.layout.compute_dtype
-        revision = self.config.model.revision
-        at = remote + (f", revision={_python(revision)}" if revision else "")
-        more = at
-        lines = ["import torch", "from peft import PeftModel", *["from PIL import Image"] * reads, load]
-        quantized = self.config.method.name == "qlora" and self.plan.stored_nf4 is None
-        if quantized:
-            named = nf4_options(double_quant=method_of(self.plan, self.config).double_quant)
-            options = ", ".join(f"{key}={value!r}" for key, value in named.items()).replace("'", '"')
-            lines[-1] += ", BitsAndBytesConfig"
-            lines += ["", f"nf4 = BitsAndBytesConfig({options}, bnb_4bit_compute_dtype=torch.{dtype})"]
-            more += ", quantization_config=nf4"
-        lines += ["", f"base = {self.opener}.from_pretrained({_python(base)}, dtype=torch.{dtype}{more})"]
-        if self.plan.new_tokens is not None:
-            lines.append(f"base.resize_token_embeddings({self.plan.new_tokens.vocab_size})")
-        lines.append('model = PeftModel.from_pretrained(base, "path/to/this/folder")')
-        tokenizer, own = ("path/to/this/folder", remote) if self.has_tokenizer else (base, at)
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_python(tokenizer)}{own})")
-        return [*lines, *self._show_image(f"{_python(base)}{at}")]
-
-    @property
-    def _reads_images(self) -> bool:
-        """Whether the base has a processor, which prepares its images."""
-        folder = Path(self.plan.model_folder)
-        return self.opener != "AutoModelForCausalLM" and any((folder / name).is_file() for name in PROCESSOR_FILES)
-
-    def _show_image(self, place: str) -> list[str]:
-        """An answer about an image; ``place``: the arguments that open the processor."""
-        if not self._reads_images:
-            return []
-        own = ["processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template"]
-        return [
-            f"processor = AutoProcessor.from_pretrained({place})",
-            *own * (self.kind == "adapter" and self.has_tokenizer),
-            "",
-            'image = {"type": "image", "image": Image.open("image.png")}',
-            'messages = [{"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}]',
-            "inputs = processor.apply_chat_template(",
-            '    messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"',
-            ").to(model.device, model.dtype)",
-            "answer = model.generate(**inputs, max_new_tokens=100)",
-            'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
-        ]
+        base = shlex.quote(self.base or f"path/to/{Path(model.name).name}")
+        return f"vllm serve {base}{at} --enable-lora --max-lora-rank {limit} --lora-modules {folder}"
 
 
 def make_card(
@@ -330,10 +184,6 @@ def read_curve(metrics: Path, step: int) -> list[dict[str, Any]]:
     """Of the steps up to ``step``; of one that several launches made, the last."""
     rows = {row["step"]: row for row in read_rows(metrics, "step") if row["step"] <= step}
     return make_curve([row for _, row in sorted(rows.items())], CURVE_ROWS)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _python(text: str) -> str:
