@@ -1,5 +1,5 @@
-"""report.html from what report.json holds: one file without a script and with nothing from elsewhere; and its line
-charts and bars as SVG, without a library. Text of the data and of the model is always escaped.
+"""report.html from what report.json holds: one file without a script and with nothing from elsewhere; its line charts
+are SVG, drawn without a library. Text of the data and of the model is always escaped.
 
 Colors are CSS variables of the page, so a chart follows its light and dark modes; every line is labeled by text too.
 """
@@ -7,11 +7,11 @@ Colors are CSS variables of the page, so a chart follows its light and dark mode
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
@@ -109,32 +109,30 @@ def _table(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _bars(report: Mapping[str, Any]) -> list[tuple[str, str, list[BarPart]]]:
-    """Memory of a rank and seconds of a step, as planned by term; of memory what each rank held at most beside it."""
-    planned, found = report["planned"], []
+def _bars(report: Mapping[str, Any]) -> list[tuple[str, list[BarPart]]]:
+    """Memory of a rank and seconds of a step, as planned by term; of memory what each rank held at most as well."""
+    planned, bars = report["planned"], []
     peaks = report["measured"].get("peak_memory_bytes_by_rank") or []
-    parts = _largest(planned["memory_terms_bytes"], lambda value: f"{value / GIB:.2f} GiB")
-    whole = max([planned["memory_bytes"], *peaks])
-    if svg := bar("planned memory of a rank by term", parts, whole):
-        found.append(("Memory of a rank, planned", svg, parts))
+    longest = max([planned["memory_bytes"], *peaks])
+    if parts := _largest(planned["memory_terms_bytes"], longest, lambda value: f"{value / GIB:.2f} GiB"):
+        bars.append(("Memory of a rank, planned", parts))
         for rank, peak in enumerate(peaks if len(peaks) <= 8 else []):
-            part = BarPart("held at most", peak, f"{peak / GIB:.2f} GiB")
-            found.append(
-                (f"Memory of rank {rank}, measured", bar(f"peak memory of rank {rank}", [part], whole, GRAY), [part])
-            )
-    time = planned.get("time") or {}
-    if terms := time.get("terms"):
-        parts = _largest(terms, lambda value: f"{value:.3f} s")
-        if svg := bar("planned seconds of a step by term", parts, sum(part.value for part in parts)):
-            found.append(("Seconds of a step, planned", svg, parts))
-    return found
+            part = BarPart("held at most", f"{peak / GIB:.2f} GiB", 100 * peak / longest, GRAY)
+            bars.append((f"Memory of rank {rank}, measured", [part]))
+    terms = (planned.get("time") or {}).get("terms") or {}
+    if parts := _largest(terms, sum(terms.values()), lambda value: f"{value:.3f} s"):
+        bars.append(("Seconds of a step, planned", parts))
+    return bars
 
 
-def _largest(terms: Mapping[str, float], text: Any) -> list[BarPart]:
+def _largest(terms: Mapping[str, float], longest: float, text: Callable[[float], str]) -> list[BarPart]:
     ordered = sorted(((name, value) for name, value in terms.items() if value > 0), key=lambda item: -item[1])
-    parts = [BarPart(name.replace("_", " "), value, text(value)) for name, value in ordered[:LARGEST_PARTS]]
     rest = sum(value for _, value in ordered[LARGEST_PARTS:])
-    return [*parts, BarPart("other", rest, text(rest))] if rest else parts
+    shown = [*ordered[:LARGEST_PARTS], *([("other", rest)] if rest else [])]
+    return [
+        BarPart(name.replace("_", " "), text(value), 100 * value / longest, number % COLORS)
+        for number, (name, value) in enumerate(shown)
+    ]
 
 
 def _evaluations(report: Mapping[str, Any]) -> list[list[str]]:
@@ -166,54 +164,53 @@ class Line:
     dots: bool = False
 
 
-@dataclass(frozen=True)
-class BarPart:
-    """One piece of a bar, with its value as text."""
+class BarPart(NamedTuple):
+    """One piece of a bar: its value as text, and as a share of the longest bar in percent."""
 
     label: str
-    value: float
     text: str
+    percent: float
+    color: int
 
 
-def line_chart(title: str, lines: Sequence[Line], unit: str = "") -> str:
+def line_chart(title: str, lines: Sequence[Line]) -> str:
     """The chart, or nothing where no line has two points; ``title`` is what a screen reader says of it."""
-    known = [(x, y) for line in lines for x, y in line.points if _is_finite(y)]
-    if len({x for x, _ in known}) < 2:
+    known = [(x, y) for line in lines for x, y in line.points if y is not None and math.isfinite(y)]
+    xs, ys = [x for x, _ in known], [y for _, y in known]
+    if len(set(xs)) < 2:
         return ""
-    x_ticks, y_ticks = _ticks([x for x, _ in known], whole=True), _ticks([float(y or 0.0) for _, y in known])
-    x_range = min(x for x, _ in known), max(x for x, _ in known)
-    y_range = (
-        min(y_ticks[0], *(float(y or 0.0) for _, y in known)),
-        max(y_ticks[-1], *(float(y or 0) for _, y in known)),
-    )
-    place = _Place(x_range, y_range)
+    y_ticks = _ticks(ys)
+    left, right, low, high = min(xs), max(xs), min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+
+    def place_x(x: float) -> float:
+        return LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+
+    def place_y(y: float) -> float:
+        return HEIGHT - BOTTOM - (y - low) / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
+
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
     for y in y_ticks:
-        at = place.y(y)
+        at = place_y(y)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{format_tick(y)}{escape(unit)}</text>')
-    for x in x_ticks:
-        if x_range[0] <= x <= x_range[1]:
-            parts.append(f'<text x="{place.x(x):.1f}" y="{HEIGHT - 12}" text-anchor="middle">{format_tick(x)}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{format_tick(y)}</text>')
+    for x in _ticks(xs, whole=True):
+        if left <= x <= right:
+            parts.append(f'<text x="{place_x(x):.1f}" y="{HEIGHT - 12}" text-anchor="middle">{format_tick(x)}</text>')
     for number, line in enumerate(lines):
-        parts += _draw(line, f"var(--c{number % COLORS})", place)
+        color, piece = f"var(--c{number % COLORS})", list[str]()
+        for x, value in [*line.points, (math.nan, None)]:
+            if value is not None and math.isfinite(value):
+                piece.append(f"{place_x(x):.1f},{place_y(value):.1f}")
+                if line.dots:
+                    label = f"{line.label}, step {format_tick(x)}: {value:.4g}"
+                    center = f'cx="{place_x(x):.1f}" cy="{place_y(value):.1f}"'
+                    parts.append(f'<circle {center} r="3.5" fill="{color}"><title>{escape(label)}</title></circle>')
+                continue
+            if len(piece) > 1:
+                dashes = ' stroke-dasharray="5 4"' if line.dots else ""
+                parts.append(f'<polyline points="{" ".join(piece)}" fill="none" stroke="{color}"{dashes}/>')
+            piece = []
     return "".join([*parts, "</svg>"])
-
-
-def bar(title: str, parts: Sequence[BarPart], whole: float, first_color: int = 0) -> str:
-    """Parts side by side in one bar, whose length is ``whole``; each tells its label and value when pointed at."""
-    if whole <= 0:
-        return ""
-    drawn, begin = [f'<svg class="bar" viewBox="0 0 {WIDTH} 20" role="img" aria-label="{escape(title)}">'], 0.0
-    for number, part in enumerate(parts):
-        width = max(0.0, part.value / whole * WIDTH)
-        drawn.append(
-            f'<rect x="{begin:.1f}" y="2" width="{max(0.0, width - 1):.1f}" height="16" '
-            f'fill="var(--c{(number + first_color) % COLORS})">'
-            f"<title>{escape(part.label)}: {escape(part.text)}</title></rect>"
-        )
-        begin += width
-    return "".join([*drawn, "</svg>"])
 
 
 def format_tick(value: float) -> str:
@@ -221,39 +218,6 @@ def format_tick(value: float) -> str:
     if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
         return f"{value:.2g}"
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.10g}"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """From values to pixels."""
-
-    x_range: tuple[float, float]
-    y_range: tuple[float, float]
-
-    def x(self, value: float) -> float:
-        low, high = self.x_range
-        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        low, high = self.y_range
-        return HEIGHT - BOTTOM - (value - low) / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
-
-
-def _draw(line: Line, color: str, place: _Place) -> list[str]:
-    parts, piece = [], list[str]()
-    for x, y in [*line.points, (math.nan, None)]:
-        if y is not None and _is_finite(y):
-            piece.append(f"{place.x(x):.1f},{place.y(y):.1f}")
-            if line.dots:
-                label = f"{line.label}, step {format_tick(x)}: {y:.4g}"
-                at = f'cx="{place.x(x):.1f}" cy="{place.y(y):.1f}"'
-                parts.append(f'<circle {at} r="3.5" fill="{color}"><title>{escape(label)}</title></circle>')
-            continue
-        if len(piece) > 1:
-            dashes = ' stroke-dasharray="5 4"' if line.dots else ""
-            parts.append(f'<polyline points="{" ".join(piece)}" fill="none" stroke="{color}"{dashes}/>')
-        piece = []
-    return parts
 
 
 def _ticks(values: Sequence[float], whole: bool = False) -> list[float]:
@@ -265,7 +229,3 @@ def _ticks(values: Sequence[float], whole: bool = False) -> list[float]:
     step = max(1.0, step) if whole else step
     first, last = math.floor(low / step), math.ceil(high / step)
     return [round(number * step, 12) for number in range(first, last + 1)]
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
