@@ -1,1 +1,1 @@
-"""What every room may use: errors, atomic files, hashing, progress, collectives."""
+"""What every package may use: errors, atomic files, hashing, progress, collectives."""
