@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.infer.decode import Completion, complete
 from manyhands.infer.settings import GenerationSettings
-from manyhands.infer.worker import measure_room
+from manyhands.infer.worker import measure_capacity
 
 if TYPE_CHECKING:
     from manyhands.infer.load import Answerer
@@ -43,7 +43,7 @@ class Scheduler:
 
     def __init__(self, answerer: Answerer, max_rows: int | None = None) -> None:
         self._answerer = answerer
-        self._room = measure_room(answerer.model, max_rows)
+        self._capacity = measure_capacity(answerer.model, max_rows)
         self._new: queue.Queue[AnswerRequest | None] = queue.Queue()
         self._waiting: list[AnswerRequest] = []
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
@@ -103,13 +103,13 @@ class Scheduler:
         """The oldest request and those with the same settings, as many as fit."""
         first = self._waiting[0]
         alike = [request for request in self._waiting if request.settings == first.settings]
-        if not self._room.pads:
+        if not self._capacity.pads:
             alike = [request for request in alike if len(request.ids) == len(first.ids)]
         batch: list[AnswerRequest] = []
         longest = 0
         for request in alike:
             longest = max(longest, len(request.ids))
-            if batch and len(batch) + 1 > self._room.count_rows(longest, first.settings.max_new_tokens):
+            if batch and len(batch) + 1 > self._capacity.count_rows(longest, first.settings.max_new_tokens):
                 break
             batch.append(request)
         self._waiting = [request for request in self._waiting if request not in batch]
