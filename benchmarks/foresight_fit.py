@@ -40,20 +40,17 @@ OUTDATED = {
 FAR = 0.25  # an error beyond it (of a logarithm) is a term that is missing, for which no constant makes up
 PRIOR = 0.002  # how strongly a constant is drawn to its present value, where rows say little of it
 MAX_SHARE = 0.9  # of a datasheet's rate: elementwise kernels alone reach 4.3 of an H200's 4.8 TB/s
-TIME_FILE = Path(__file__).parents[1] / "src" / "manyhands" / "plan" / "time.toml"
+TIME_FILE = Path(__file__).parents[1] / "src" / "manyhands" / "planner" / "time.toml"
 
 
 INTRODUCTION = (
     "`python -m benchmarks.foresight report ROWS ...` writes this page from measured rows "
-    "(`benchmarks/results/*foresight-*.jsonl`): every row holds what the estimate is a function of, and is "
-    "estimated anew by today's code. Planned memory is beside what the process held at most, reserved by "
-    "torch's allocator and outside of it, on the rank that held most; of packs of mixed lengths at the largest "
-    "pack that ran, as few steps were taken, and of steps of one micro-batch as if all were. Planned seconds, "
-    "from datasheets and the constants of "
-    "`src/manyhands/planner/time.toml`, are beside the median of the timed steps; where lengths are mixed, each step "
-    "is planned by itself, and the one whose error is the median counts. Rows of one call ran side by side on GPUs of "
-    "one machine where they say so (`beside`); beside those of `h200-foresight-4.jsonl`'s second call half of the "
-    "host's cores did other work. An error is planned over measured, less one: below zero the plan said too little."
+    "(`benchmarks/results/*foresight-*.jsonl`). Every row holds what the estimate is a function of, and today's code "
+    "estimates it again. Memory is compared with the most that a process held, in torch's allocator and outside of it, "
+    "on the rank that held most; for packs of mixed lengths at the largest pack that ran. Seconds, planned from "
+    "datasheets and the constants of `src/manyhands/planner/time.toml`, are compared with the median of the timed "
+    "steps; where lengths are mixed, each step is planned separately, and the step with the median error counts. An "
+    "error is planned over measured, less one: below zero the plan was too low."
 )
 
 
