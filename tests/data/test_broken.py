@@ -27,10 +27,17 @@ from manyhands.config.sources import INNER, OPTIONAL, REQUIRED
 from manyhands.core.errors import UserError
 from manyhands.data import long_text, sources, text_files
 from manyhands.data.files import Findings, Row
-from manyhands.data.formats import Conversation, RowRefused, settle_format, to_conversation
+from manyhands.data.formats import (
+    Conversation,
+    Ready,
+    ReadyTokens,
+    RowRefused,
+    Segments,
+    settle_format,
+    to_conversation,
+)
 from manyhands.data.long_text import read_documents
 from manyhands.data.messages import ROLES
-from manyhands.data.ready_rows import Ready, ReadyTokens, Segments
 from manyhands.data.sources import read_part, read_rows, split_source
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")

@@ -6,11 +6,14 @@ import json
 from datetime import date
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manyhands.config.sources import REQUIRED, known_fields
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.formats import Conversation, RowRefused, detect_format, row_weight, settle_format, to_conversation
+from manyhands.data.messages import check_messages
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -302,3 +305,22 @@ def test_rows_are_refused_with_the_reason(format: str, fields: dict, reason: str
 
 def test_every_format_knows_its_fields() -> None:
     assert set(known_fields("auto")) == {name for format in REQUIRED for name in known_fields(format)}
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["role", "content", "name", "from"]),
+        st.sampled_from([None, "user", "function", "Hi", 1, ["user"]]),
+    )
+)
+def test_messages_of_role_and_content_alone_are_checked_as_all_others_are(message: dict[str, object]) -> None:
+    def check(given: dict[str, object]) -> object:
+        try:
+            return check_messages([given], "messages", {})
+        except RowRefused as refused:
+            return str(refused)
+
+    expected = check({**message, "key": "value"})
+    if not isinstance(expected, str):
+        expected = [{key: value for key, value in expected[0].items() if key != "key"}]
+    assert check(message) == expected

@@ -146,3 +146,22 @@ def test_rows_keep_their_places_and_trained_ones_are_never_empty(
         if not isinstance(result, RowRefused):
             assert result.ids.tolist() == alone.ids.tolist() and result.trained.tolist() == alone.trained.tolist()
             assert result.trained[1:].any() and len(result.ids) == len(result.trained)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.lists(
+        st.lists(st.sampled_from([*MARKERS, " ", "\n", "é", "🙂"]) | st.text(max_size=4)).map("".join), max_size=4
+    ),
+    st.booleans(),
+)
+def test_texts_keep_the_ids_of_the_tokenizer(family: str, texts: list[str], adds_bos: bool) -> None:
+    tokenizer = family_tokenizer(family, adds_bos=adds_bos)
+    for text, row in zip(texts, Renderer(tokenizer, date=DATE).render_many(texts), strict=True):
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        if isinstance(row, RowRefused):
+            assert len(ids) < 2
+        else:
+            assert row.ids.tolist() == (ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id])
+            assert row.trained.all() and row.num_straddling == 0

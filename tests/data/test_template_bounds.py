@@ -14,7 +14,7 @@ from manyhands.core.errors import UserError
 from manyhands.data import template as template_module
 from manyhands.data.messages import RowRefused
 from manyhands.data.prepare import prepare
-from manyhands.data.template import ChatTemplate, try_apart
+from manyhands.data.template import ChatTemplate, probe_in_subprocess
 from tests.support.tiny import CHATML, tiny_tokenizer
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -42,7 +42,7 @@ def test_a_template_without_bounds_is_refused_before_any_row(name: str, monkeypa
     monkeypatch.setattr(template_module, "TRIAL_CPU_S", 1)
     tokenizer = tokenizer_with(BOMBS[name] + CHATML)
     with pytest.raises(UserError, match="takes too long, or too much memory") as refused:
-        try_apart(partial(tokenizer.apply_chat_template, tokenize=False))
+        probe_in_subprocess(partial(tokenizer.apply_chat_template, tokenize=False))
     assert "model.chat_template" in refused.value.fix
 
 
@@ -64,7 +64,7 @@ def test_a_run_with_such_a_template_ends_with_a_message(tmp_path: Path, monkeypa
 )
 def test_what_ends_is_left_to_the_rows(template: str) -> None:
     tokenizer = tokenizer_with(template)
-    try_apart(partial(tokenizer.apply_chat_template, tokenize=False))
+    probe_in_subprocess(partial(tokenizer.apply_chat_template, tokenize=False))
     if template != CHATML:
         with pytest.raises(RowRefused):
             ChatTemplate(tokenizer, {}).render(HELLO)
@@ -75,7 +75,7 @@ def test_a_row_that_sets_it_off_ends_the_run_and_others_are_rendered(monkeypatch
     monkeypatch.setattr(template_module, "CPU_S_A_CONVERSATION", 0.0)
     tokenizer = tokenizer_with("{% if messages[0].content == 'bomb' %}" + LOOPS + "{% endif %}" + CHATML)
     template = ChatTemplate(tokenizer, {})
-    try_apart(partial(tokenizer.apply_chat_template, tokenize=False))
+    probe_in_subprocess(partial(tokenizer.apply_chat_template, tokenize=False))
     for render in (template.render, template.try_render, lambda bomb: template.render_many([HELLO, bomb])):
         with pytest.raises(UserError, match="takes too long"):
             render(BOMB)

@@ -12,7 +12,7 @@ import pytest
 from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
 from manyhands.data.prepare import prepare
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.tokenizer import load_tokenizer, widen_cache
 from tests.support.tiny import tiny_tokenizer
 
 
@@ -61,3 +61,11 @@ def test_an_end_of_text_token_without_characters_is_none(folder: Path, tmp_path:
     data = {"train": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache"), "validation_fraction": 0.0}
     config = config_from_mapping({"name": "run", "model": {"name": str(folder)}, "data": data})
     assert prepare(config, folder, lambda text: None).num_samples == 1
+
+
+def test_a_wider_cache_keeps_the_ids() -> None:
+    text = " ".join(f"word{number} Hello" for number in range(200))
+    tokenizer = tiny_tokenizer()
+    before = tokenizer.encode(text)
+    widen_cache(tokenizer)
+    assert [tokenizer.encode(text) for _ in range(2)] == [before, before]

@@ -24,7 +24,6 @@ EXEMPT = {
     "data/tekken.py": "mistral-common is a library, and its files are read",
     "data/tokenizer.py": "the same",
     "infer/serve.py": "names a kind of tool calls as an example",
-    "data/bounds.py": "describes what a chat template writes",
     "config/schema.py": "lists the names of these chat formats",
     "config/dialects/hints.py": "LLaMA-Factory is a tool",
     "bench/rows.py": "published models that are measured",

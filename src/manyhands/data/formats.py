@@ -1,4 +1,5 @@
-"""What the fields of a row mean: from a row to a conversation or a text. Knows no tokenizer and no file.
+"""What the fields of a row mean: the format of a source, and from a row to a conversation or a text. Knows no
+tokenizer.
 
 | format | fields (in brackets: where a row has them) | becomes |
 |---|---|---|
@@ -9,7 +10,20 @@
 | question | question, answer: strings; (system, weight) | a user and an assistant turn |
 | query | query, response: strings; (system, history, tools, weight) | a user and an assistant turn |
 | text | text: string; (weight) | the text |
-| tokens, segments | see ``ready_rows.py`` | |
+| tokens | input_ids: list of ids; (see below) | these ids, without a chat template, no token added |
+| segments | segments: list of {text, label: whether it is trained} | the ids of each text by itself, joined |
+
+What a row of tokens may have besides, an entry for each token. A token is trained if all of the first two say so.
+
+| field | is |
+|---|---|
+| labels | the token, or -100 where it is not trained |
+| completion_mask, assistant_masks, loss_mask | 1 where the token is trained, else 0 |
+| loss_weights | what the token's loss is multiplied by |
+| attention_mask, position_ids, token_type_ids | ones; 0, 1, 2, ...; zeros: anything else is refused |
+| special_tokens_mask | 0 or 1: says nothing about training |
+
+``seq_lengths`` and ``length`` are the number of tokens; more documents than one are refused.
 
 ``data.fields`` says where they have other names. What becomes of other fields: ``columns.py``.
 
@@ -18,16 +32,27 @@ The roles of messages and of sharegpt turns, whatever tool they come from, are t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as make_field
+from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
+
+from manyhands import families
+from manyhands.config.schema import RunConfig
 from manyhands.config.sources import IMAGES, INNER, OPTIONAL, READY, REQUIRED, known_fields
 from manyhands.core.errors import UserError
+from manyhands.core.files import read_object
+from manyhands.data.columns import Columns, carries
 from manyhands.data.files import Row
+from manyhands.data.image_processor import family_of
 from manyhands.data.image_rows import SYSTEM_ROLES, leave_out_system, place_images, read_column, texts_of_message
 from manyhands.data.messages import (
+    IMAGE_PARTS,
     Message,
     Reading,
     RowRefused,
@@ -37,7 +62,8 @@ from manyhands.data.messages import (
     check_weight,
     parse_json,
 )
-from manyhands.data.ready_rows import Ready, read_ready
+from manyhands.data.sources import Source, read_rows
+from manyhands.data.streams import IGNORED
 from manyhands.data.text_files import find_inexpressible
 
 
@@ -64,21 +90,14 @@ def check_turns(value: Any, field: str, fields: Mapping[str, str], reading: Read
     return messages
 
 
-__all__ = [
-    "FIELDS",
-    "Conversation",
-    "Format",
-    "Message",
-    "RowRefused",
-    "detect_format",
-    "row_weight",
-    "settle_format",
-    "to_conversation",
-]
-
 Format = Literal["messages", "sharegpt", "alpaca", "prompt", "question", "query", "text", "tokens", "segments"]
 FIELDS = cast(Mapping[Format, tuple[str, ...]], REQUIRED)
 NONE: Mapping[str, str] = {}
+MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+A_PACK = "a row is one document: divide this pack, and data.packing packs them again"
+DETECT_ROWS = 100
+PLAIN_FORMATS = ("text", "prompt", *READY)  # which need no chat template
+PART_IN_TEXT = re.compile(rf'"type"\s*:\s*"(?:{"|".join(IMAGE_PARTS)})"')  # of messages that are JSON text
 FILLED_BY = {"objects": ("ref-object", "bbox")}  # placeholders of columns that have other names (ms-swift)
 
 
@@ -99,6 +118,69 @@ class Conversation:
     images: tuple[Any, ...] = ()  # of its parts ``{type: image}``, in order: ImageRef, once opened OpenedImage
     num_prompt: int = 0
     unread: frozenset[str] = make_field(default=frozenset(), compare=False)
+
+
+@dataclass(frozen=True)
+class ReadyTokens:
+    """``ids`` int64, ``trained`` bool and, where they are not all 1, ``weights`` float32, all (T)."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    weight: float
+    weights: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """(text, whether it is trained) of each."""
+
+    parts: tuple[tuple[str, bool], ...]
+    weight: float
+
+
+Ready = ReadyTokens | Segments
+
+
+def trains_images(config: RunConfig, model_folder: str | Path, sources: Sequence[Source]) -> bool:
+    """Whether rows are read with their images. Raises UserError where they are asked for and the model takes none."""
+    asked, family = config.data.images, family_of(model_folder)
+    mapped = [name for source in sources for name in (source.fields or {}) if name in IMAGES]
+    if family.images is None and (asked is True or mapped):
+        raise UserError(
+            "this model cannot be trained with images",
+            where="data.images" if asked is True else f"data.fields: {mapped[0]}",
+            why=families.why_no_images(read_object(Path(model_folder) / "config.json")),
+            fix="choose another model, or leave the images out with data.images: false and data.ignore: [images]",
+        )
+    if family.images is None or asked is False:
+        return False
+    return asked is True or any(
+        has_images(row, source) for source in sources for row in islice(read_rows(source), DETECT_ROWS)
+    )
+
+
+def has_images(row: Row, source: Source) -> bool:
+    """Whether a row has a column of images, or images among the parts of its messages."""
+    names = [(source.fields or {}).get(name, name) for name in IMAGES]
+    ignored = source.ignore or ()
+    return any(carries(row.fields.get(name)) for name in names if name not in ignored) or any(
+        _holds_part(value) for name, value in row.fields.items() if name not in ignored
+    )
+
+
+def _holds_part(value: Any) -> bool:
+    if isinstance(value, str):
+        return PART_IN_TEXT.search(value) is not None
+    waiting = [value]  # not by recursion: rows may be nested as deeply as JSON is read
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if value.get("type") in IMAGE_PARTS:
+                return True
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return False
 
 
 def settle_format(
@@ -164,6 +246,52 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
     return candidates.pop()
 
 
+def choose_format(source: Source, config: RunConfig, has_template: bool, images: bool = False) -> Format | None:
+    """The format of a source's rows, from the first 100 for ``auto``; None where each row has its own (task mixed,
+    auto).
+
+    Refuses what the task or the tokenizer cannot take.
+    """
+    return choose_format_by(list(islice(read_rows(source), DETECT_ROWS)), source, config, has_template, images)
+
+
+def choose_format_by(
+    first: Sequence[Row], source: Source, config: RunConfig, has_template: bool, images: bool = False
+) -> Format | None:
+    """The same, from the given rows of the source."""
+    fields, asked = source.fields or {}, source.format or "auto"
+    columns = Columns(fields, source.ignore or (), images)
+    first = [columns.keep(row) for row in first]
+    columns.refuse(first)
+    if config.task == "mixed" and asked == "auto":
+        found = {detect_format([row], fields, config.task) for row in first}
+    else:
+        found = {settle_format(first, asked, fields, config.task)}
+        columns.refuse(first, *found)
+    for format in sorted(found):
+        check_format(format, config, has_template, source.path)
+    return None if config.task == "mixed" and asked == "auto" else found.pop()
+
+
+def check_format(format: Format, config: RunConfig, has_template: bool, where: str) -> None:
+    """Raises UserError where the task, or a tokenizer without a chat template, cannot take rows of the format."""
+    if config.task != "mixed" and format not in READY and (config.task == "cpt") != (format == "text"):
+        other, wanted = ("sft", FIELDS["text"]) if config.task == "cpt" else ("cpt", FIELDS["messages"])
+        raise UserError(
+            f"task {config.task} cannot use rows of the format {format}",
+            where=where,
+            why="cpt trains every token of text rows; sft trains the answers of conversations; mixed does both",
+            fix=f"set task: {other} or mixed, or give rows with the field {wanted[0]}",
+        )
+    if format not in PLAIN_FORMATS and not has_template:
+        raise UserError(
+            f"the tokenizer has no chat template, and rows of the format {format} need one",
+            where=where,
+            fix="give model.chat_template (Jinja text, a file, or a name such as alpaca, which needs no tokens "
+            "of its own), or rows with prompt and completion",
+        )
+
+
 def _unknown_format(row: Row, differs: bool) -> UserError:
     return UserError(
         "this row has other fields than the rows before it" if differs else "the format of the rows is not known",
@@ -208,7 +336,9 @@ def to_conversation(
     if format == "text":
         return _check_text(_get(row, "text", fields), fields.get("text", "text"))
     if format in READY:
-        return read_ready(format, lambda field: _get(row, field, fields), weight)
+        if format == "tokens":
+            return _read_tokens(lambda field: _get(row, field, fields), weight)
+        return _read_segments(_get(row, "segments", fields), weight)
     reading = Reading(images, roles)
     prompt = _read_prompt(row, fields, reading) if format == "prompt" else []
     messages = [*prompt, *_CONVERTERS[format](row, fields, reading)]
@@ -387,3 +517,82 @@ _CONVERTERS: dict[str, Callable[[Row, Mapping[str, str], Reading], list[Message]
     "question": _from_question,
     "query": _from_query,
 }
+
+
+def _read_tokens(get: Callable[[str], Any], weight: float) -> ReadyTokens:
+    ids = _read_integers(get("input_ids"), "input_ids")
+    trained = np.ones(len(ids), dtype=np.bool_)
+
+    def read(name: str, read_list: Callable[[Any, str], np.ndarray]) -> np.ndarray | None:
+        if (value := get(name)) is None:
+            return None
+        entries = read_list(value, name)
+        if len(entries) != len(ids):
+            raise RowRefused(f"{name} has {len(entries):,} entries, input_ids {len(ids):,}")
+        return entries
+
+    if (targets := read("labels", _read_integers)) is not None:
+        trained &= targets != IGNORED
+        if (wrong := np.flatnonzero(trained & (targets != ids))).size:
+            raise RowRefused(
+                f"label {wrong[0]} is {targets[wrong[0]]}, neither {IGNORED} nor the token {ids[wrong[0]]}"
+            )
+    for name in MASKS:
+        if (mask := read(name, _read_mask)) is not None:
+            trained &= mask
+    weights = read("loss_weights", _read_weights)
+    if (attention := read("attention_mask", _read_flags)) is not None and (attention != 1).any():
+        raise RowRefused("attention_mask is not 1 for every token: leave padding out of input_ids")
+    positions = read("position_ids", _read_integers)
+    if positions is not None and (positions != np.arange(len(ids))).any():
+        raise RowRefused(f"position_ids are not 0, 1, 2, ... to the end: {A_PACK}")
+    if (types := read("token_type_ids", _read_flags)) is not None and types.any():
+        raise RowRefused("token_type_ids are not all 0, and they would not be used: leave them out (data.ignore)")
+    read("special_tokens_mask", _read_mask)
+    for name in ("seq_lengths", "length"):
+        if (value := get(name)) not in (None, len(ids), [len(ids)]):
+            raise RowRefused(f"{name} is {value!r:.40}, and input_ids has {len(ids):,} entries: {A_PACK}")
+    return ReadyTokens(ids, trained, weight, weights)
+
+
+def _read_integers(value: Any, name: str) -> np.ndarray:
+    if not isinstance(value, list) or not all(type(item) is int and abs(item) < 1 << 31 for item in value):
+        raise RowRefused(f"{name} must be a list of integers of 32 bits")
+    return np.array(value, dtype=np.int64)
+
+
+def _read_flags(value: Any, name: str) -> np.ndarray:
+    """Integers, of which 0 and 1 may be false and true."""
+    if isinstance(value, list):
+        value = [int(item) if isinstance(item, bool) else item for item in value]
+    return _read_integers(value, name)
+
+
+def _read_mask(value: Any, name: str) -> np.ndarray:
+    flags = _read_flags(value, name)
+    if not np.isin(flags, (0, 1)).all():
+        raise RowRefused(f"{name} must be 0 or 1 for each token")
+    return flags == 1
+
+
+def _read_weights(value: Any, name: str) -> np.ndarray:
+    if not isinstance(value, list) or not all(type(item) in (int, float) for item in value):
+        raise RowRefused(f"{name} must be a list of numbers")
+    return np.array([check_weight(item, f"entry {index} of {name}") for index, item in enumerate(value)], np.float64)
+
+
+def _read_segments(value: Any, weight: float) -> Segments:
+    parts = []
+    for number, part in enumerate(value if isinstance(value, list) else [None], start=1):
+        if (
+            not isinstance(part, Mapping)
+            or not isinstance(part.get("text"), str)
+            or not isinstance(part.get("label"), bool)
+        ):
+            raise RowRefused(
+                f"segments must be a list of {{text: string, label: true or false}}, not so number {number}"
+            )
+        if more := [name for name, value in part.items() if name not in ("text", "label") and value is not None]:
+            raise RowRefused(f"segment {number} has {', '.join(map(str, more))}, which would not be used")
+        parts.append((part["text"], part["label"]))
+    return Segments(tuple(parts), weight)

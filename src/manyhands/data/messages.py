@@ -30,6 +30,8 @@ from dataclasses import field as make_field
 from types import MappingProxyType
 from typing import Any, get_args
 
+import numpy as np
+
 from manyhands.config.data_schema import Role
 from manyhands.config.sources import MEDIA
 from manyhands.core.files import describe_json_fault
@@ -48,6 +50,7 @@ ROLE_NAMES = MappingProxyType(
 )
 CALL_ROLES = ("function_call", "tool_call")
 THINKING = ("reasoning_content", "thinking", "reasoning")
+MAX_WEIGHT = float(np.finfo(np.float32).max)
 TRAIN_KEYS = ("train", "trainable", "trained", "training", "train_on", "loss", "loss_mask")  # true or 1: it is trained
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
 # words in the name of a key that decides about training, and in that of one that decides about the pixels of an image

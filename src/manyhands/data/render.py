@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import copy
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import numpy as np
 
 from manyhands.config.keys import nearest_name
 from manyhands.core.errors import UserError, panics_as_errors
-from manyhands.data.bounds import TokenRun, compile_any, make_byte_bounds, widen
-from manyhands.data.formats import Conversation
+from manyhands.data.formats import Conversation, Ready, ReadyTokens
 from manyhands.data.messages import (
+    MAX_WEIGHT,
     Message,
     RowRefused,
     find_keys,
@@ -27,11 +30,10 @@ from manyhands.data.messages import (
     weight_of,
     without_key,
 )
-from manyhands.data.rendered import MAX_WEIGHT, Rendered, Text, finish, put_images
-from manyhands.data.spans import SpanFinder
+from manyhands.data.spans import Span, SpanFinder
 from manyhands.data.template import ChatTemplate, complete_arguments
 from manyhands.data.tokenizer import without_doubled
-from manyhands.data.turn_ends import PROMPT
+from manyhands.data.turn_ends import PROMPT, compile_any
 
 TrainOn = Literal["assistant", "last", "all"]
 PLAIN_WRAPPER = "transformers.tokenization_utils_tokenizers"  # whose _encode_plus adds nothing to the backend's ids
@@ -49,7 +51,80 @@ WEIGHTED_ALONE = {
 }
 MAX_ARGUMENTS = 256  # of the template, by row, that are remembered
 MAX_KEYS = 100  # below the top level that are named; more of them are values under names of their own
-MAX_UNTOLD = 100  # by so many, rows whose ids do not tell where their tokens lie may outnumber the others
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One row of T tokens: ``ids`` int32 (T), ``trained`` bool (T), ``weights`` float32 (T).
+
+    ``weights`` are 0 where nothing is trained, and None where every trained token weighs 1. ``num_straddling`` counts
+    tokens that lie across the border of a trained span (untrained in conversations).
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    weights: np.ndarray | None = None
+    num_straddling: int = 0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A row as text; ``spans`` of characters and the weight of each; ``rest`` is the weight of everything else but the
+    spans ``images``, which are never trained."""
+
+    text: str
+    spans: tuple[Span, ...]
+    weights: tuple[float, ...]
+    rest: float = 0.0
+    images: tuple[Span, ...] = ()
+
+
+def put_images(text: Text, placeholder: str, images: Sequence[str]) -> Text:
+    """The text with ``images[i]`` in place of its i-th ``placeholder``. Raises RowRefused where there are not as many
+    of them."""
+    parts = text.text.split(placeholder)
+    if len(parts) != len(images) + 1:
+        raise RowRefused(
+            f"the chat template writes {len(parts) - 1} placeholders ({placeholder}) for {len(images)} images: it "
+            "leaves some out, or the row's text holds the placeholder itself"
+        )
+    if not images:
+        return text
+    ends = list(accumulate(len(part) + len(placeholder) for part in parts[:-1]))  # of each placeholder
+    grown = [0, *accumulate(len(image) - len(placeholder) for image in images)]
+
+    def move(place: int) -> int:
+        return place + grown[bisect_right(ends, place)]
+
+    spans = tuple((move(start), move(end)) for start, end in text.spans)
+    shown = tuple((move(end) - len(image), move(end)) for end, image in zip(ends, images, strict=True))
+    joined = "".join(piece for pair in zip(parts, [*images, ""], strict=True) for piece in pair)
+    return Text(joined, spans, text.weights, text.rest, shown)
+
+
+def finish(ids: np.ndarray, weights: np.ndarray, num_straddling: int) -> Rendered:
+    """``weights`` float32, or bool where all are 0 or 1. Raises RowRefused where no token is trained; the first one has
+    nothing to be predicted from."""
+    trained = weights if weights.dtype == np.bool_ else weights > 0
+    if not trained[1:].any():
+        raise RowRefused("no loss token")
+    return Rendered(
+        ids, trained, None if weights is trained or (weights[trained] == 1).all() else weights, num_straddling
+    )
+
+
+def widen(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, ends) of tokens in characters, where a blank that belongs to no token belongs to the next one.
+
+    Byte-level tokenizers with ``trim_offsets`` leave the blanks of `` word`` out of the offsets, and give a token of
+    blanks alone the empty offset behind them: taken as they are, blanks before a span would count as inside it.
+    """
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64).reshape(-1, 2)
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    if len(ends) == 0:
+        return starts, ends
+    reached = np.maximum.accumulate(ends)
+    return np.minimum(starts, np.concatenate([[0], reached[:-1]])), ends
 
 
 def render(conversation: Conversation | str, tokenizer: Any, **arguments: Any) -> Rendered:
@@ -114,38 +189,45 @@ class Renderer:
         self._spelled: set[str] = set()  # special tokens in contents
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._is_plain = type(tokenizer)._encode_plus.__module__ == PLAIN_WRAPPER
-        self._bounds = make_byte_bounds(tokenizer) if self._is_plain else None
         self._left_out: set[str] = set()
         self._unread: set[str] = set()  # keys below the top level
         self._seen_keys: set[tuple[str, str]] = (
             set()
         )  # of messages, calls and tools: it is known whether they are shown
         self._by_arguments: dict[str, Renderer] = {}
-        self._num_untold = 0  # more than of the others
 
-    def render_many(self, conversations: Sequence[Conversation | str]) -> list[Rendered | RowRefused]:
-        """One result for each conversation, in order; rows that cannot be masked come back as the reason."""
+    def render_many(self, contents: Sequence[Conversation | str | Ready]) -> list[Rendered | RowRefused]:
+        """One result for each content, in order; rows that cannot be masked come back as the reason."""
         chats: dict[int, Conversation] = {}
         plain: dict[int, Text | RowRefused] = {}
-        for index, conversation in enumerate(conversations):
-            if isinstance(conversation, Conversation):
-                self._unread |= conversation.unread
-            if isinstance(conversation, str):
-                plain[index] = Text(conversation, (), (), rest=1.0)
+        results: dict[int, Rendered | RowRefused] = {}
+        for index, content in enumerate(contents):
+            if isinstance(content, Conversation):
+                self._unread |= content.unread
+            if isinstance(content, Ready):
+                results[index] = _attempt(self._take_ready, content)
+            elif isinstance(content, str):
+                plain[index] = Text(content, (), (), rest=1.0)
             elif self.plain_prompts:
-                plain[index] = _attempt(self._join_prompt, conversation)
+                plain[index] = _attempt(self._join_prompt, content)
             else:
-                chats[index] = conversation
+                chats[index] = content
         rendered: dict[int, Text | RowRefused] = {}
         for renderer, indexes in self._group(chats):
             if isinstance(renderer, RowRefused):
                 rendered |= dict.fromkeys(indexes, renderer)
             else:
                 rendered |= zip(indexes, renderer._apply_template([chats[index] for index in indexes]), strict=True)
-        results = self._mask_chats(rendered) | self._mask(
-            plain, self._mask_plain, special=True, offsets=self.plain_prompts
-        )
-        return [results[index] for index in range(len(conversations))]
+        bare = {
+            index
+            for index, text in rendered.items()
+            if self._placeholder is not None and isinstance(text, Text) and not self._begins(text.text)
+        }
+        for special in (True, False):
+            group = {index: text for index, text in rendered.items() if (index in bare) == special}
+            results |= self._mask(group, self._mask_chat, special=special)
+        results |= self._mask(plain, self._mask_plain, special=True, offsets=self.plain_prompts)
+        return [results[index] for index in range(len(contents))]
 
     def _group(self, chats: Mapping[int, Conversation]) -> list[tuple[Renderer | RowRefused, list[int]]]:
         """Rows by what the template is given: the run's arguments, or with those of the row in their place."""
@@ -320,40 +402,22 @@ class Renderer:
         rest = conversation.weight if self._train_on == "all" else 0.0
         return Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), (weights[1],), rest)
 
-    def _mask_chats(self, texts: Mapping[int, Text | RowRefused]) -> dict[int, Rendered | RowRefused]:
-        """By the ids alone where these tell the bounds of tokens: the library is faster where it need not follow
-        them.
-        """
-        if self._placeholder is not None:
-            bare = {index for index, text in texts.items() if isinstance(text, Text) and not self._begins(text.text)}
-            return {
-                index: result
-                for special in (True, False)
-                for index, result in self._mask(
-                    {index: text for index, text in texts.items() if (index in bare) == special},
-                    self._mask_by_offsets,
-                    special=special,
-                    offsets=True,
-                ).items()
-            }
-        if self._bounds is None:
-            return self._mask(texts, self._mask_by_offsets, special=False, offsets=True)
-        results = self._mask(texts, self._mask_by_ids, special=False, offsets=False)
-        untold = {index: texts[index] for index, result in results.items() if result is None}
-        self._num_untold = max(0, self._num_untold + 2 * len(untold) - len(texts))
-        if self._num_untold > MAX_UNTOLD:
-            self._bounds = None  # to encode most rows twice costs more than the offsets
-        return results | self._mask(untold, self._mask_by_offsets, special=False, offsets=True)
-
     def _begins(self, text: str) -> bool:
         """Whether a text begins with the begin-of-text token, so that a processor adds no special tokens to it."""
         return self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
 
     def _mask(
-        self, texts: Mapping[int, Text | RowRefused], mask: Callable[[Text, Any], Any], *, special: bool, offsets: bool
-    ) -> dict[int, Any]:
+        self,
+        texts: Mapping[int, Text | RowRefused],
+        mask: Callable[[Text, Any], Rendered],
+        *,
+        special: bool,
+        offsets: bool = True,
+    ) -> dict[int, Rendered | RowRefused]:
         """Each text encoded, with the tokenizer's own special tokens or without, and masked."""
-        results: dict[int, Any] = {index: text for index, text in texts.items() if isinstance(text, RowRefused)}
+        results: dict[int, Rendered | RowRefused] = {
+            index: text for index, text in texts.items() if isinstance(text, RowRefused)
+        }
         kept = {index: text for index, text in texts.items() if isinstance(text, Text)}
         encodings = self._encode([text.text for text in kept.values()], special, offsets)
         for (index, text), encoding in zip(kept.items(), encodings, strict=True):
@@ -382,52 +446,21 @@ class Renderer:
         again.
         """
         with panics_as_errors():
-            return self._encode_plain(texts, special, offsets)
+            if not self._is_plain:
+                return self.tokenizer(list(texts), add_special_tokens=special, verbose=False).encodings
+            backend = self.tokenizer.backend_tokenizer
+            if backend.truncation is not None:
+                backend.no_truncation()
+            if backend.padding is not None:
+                backend.no_padding()
+            backend.encode_special_tokens = self.tokenizer.split_special_tokens
+            encode = backend.encode_batch if offsets else backend.encode_batch_fast
+            return encode(list(texts), add_special_tokens=special)
 
-    def _encode_plain(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
-        if not self._is_plain:
-            return self.tokenizer(list(texts), add_special_tokens=special, verbose=False).encodings
-        backend = self.tokenizer.backend_tokenizer
-        if backend.truncation is not None:
-            backend.no_truncation()
-        if backend.padding is not None:
-            backend.no_padding()
-        backend.encode_special_tokens = self.tokenizer.split_special_tokens
-        encode = backend.encode_batch if offsets else backend.encode_batch_fast
-        return encode(list(texts), add_special_tokens=special)
-
-    def _read_ids(self, encoding: Any) -> np.ndarray:
-        """The ids of a conversation. Raises RowRefused."""
-        ids = encoding.ids
-        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
+    def _mask_chat(self, text: Text, encoding: Any) -> Rendered:
+        if self._bos is not None and encoding.ids[:2] == [self._bos, self._bos]:
             raise RowRefused("the chat template writes the begin-of-text token twice")
-        return np.array(ids, dtype=np.int32)
-
-    def _mask_by_ids(self, text: Text, encoding: Any) -> Rendered | None:
-        """As ``_mask_by_offsets``; None where the ids do not tell which characters a token stands for."""
-        ids = self._read_ids(encoding)
-        runs: list[TokenRun] = []
-        num_straddling = 0
-        if text.spans:
-            assert self._bounds is not None
-            covered = self._bounds.cover(ids, text.text, text.spans)
-            if covered is None:
-                return None
-            runs, num_straddling = covered
-        if not all(run.is_whole for run in runs):
-            raise RowRefused(ACROSS_THE_END)
-        if not {text.rest, *text.weights} <= {0.0, 1.0}:
-            weights = np.full(len(ids), text.rest, dtype=np.float32)
-            for run, weight in zip(runs, text.weights, strict=True):
-                weights[run.first : run.behind] = weight
-            return finish(ids, weights, num_straddling)
-        trained = np.full(len(ids), bool(text.rest))
-        for run, weight in zip(runs, text.weights, strict=True):
-            trained[run.first : run.behind] = bool(weight)
-        return finish(ids, trained, num_straddling)
-
-    def _mask_by_offsets(self, text: Text, encoding: Any) -> Rendered:
-        ids = self._read_ids(encoding)
+        ids = np.array(encoding.ids, dtype=np.int32)
         weights = np.full(len(ids), text.rest, dtype=np.float32)
         num_straddling = 0
         if text.spans or text.images:
@@ -462,6 +495,31 @@ class Renderer:
             ids, weights = np.append(ids, np.int32(self._eos)), np.append(weights, np.float32(weight))
         weights[-1] = weight
         return finish(ids, weights, int(((starts < first) & (ends > first)).sum()))
+
+    def _take_ready(self, content: Ready) -> Rendered:
+        """The ids and mask that a row brings. Raises RowRefused for ids that the tokenizer does not have, and for
+        weights that are too large."""
+        if isinstance(content, ReadyTokens):
+            ids, weights = content.ids, content.trained
+            if (outside := np.flatnonzero((ids < 0) | (ids >= len(self.tokenizer)))).size:
+                raise RowRefused(
+                    f"input_ids holds {ids[outside[0]]} at place {outside[0]}, outside of the tokenizer's "
+                    f"{len(self.tokenizer):,} tokens"
+                )
+            if content.weights is not None:
+                weights = content.trained * content.weights
+        else:
+            encoded = [(self.tokenizer.encode(text, add_special_tokens=False), label) for text, label in content.parts]
+            ids = np.array([number for numbers, _ in encoded for number in numbers])
+            weights = np.repeat([label for _, label in encoded], [len(numbers) for numbers, _ in encoded]).astype(
+                np.bool_
+            )
+        if content.weight != 1:
+            weights = weights * content.weight
+        if weights.max(initial=0) > MAX_WEIGHT:
+            raise RowRefused(f"a weight is larger than {MAX_WEIGHT:.3g}")
+        weights = weights if weights.dtype == np.bool_ else weights.astype(np.float32)
+        return finish(ids.astype(np.int32), weights, 0)
 
 
 def _attempt(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -20,23 +20,74 @@ Knows no tokens: only the spelling of the tokenizer's added ones, which is what 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.data.bounds import Ending, Markers, Span, TurnShape, make_shape, measure_common
 from manyhands.data.messages import THINKING, Message, RowRefused, check_shown, fill, visible
 from manyhands.data.template import ChatTemplate
-from manyhands.data.turn_ends import PRIVATE_USE, PROMPT, TurnEnds
+from manyhands.data.turn_ends import PRIVATE_USE, PROMPT, Ending, Markers, TurnEnds, measure_common
 
 MAX_SHAPES = 512
 
+Span = tuple[int, int]  # characters [start, end)
+
 
 @dataclass(frozen=True)
-class WholeText:
+class TurnShape:
+    """A conversation without its contents: ``literals[0] slot literals[1] slot ... literals[-1]``.
+
+    ``slots``: whose content stands in each slot, as an index of a message. ``borders``: for each span its two ends,
+    each as (position where every slot is one character long, number of slots before it).
+    """
+
+    literals: tuple[str, ...]
+    slots: tuple[int, ...]
+    borders: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+
+    def place(self, contents: Sequence[str], text: str) -> tuple[Span, ...] | None:
+        """The spans in ``text`` if it is the shape's literals around the contents, as they are or stripped; else
+        None.
+        """
+        if not text.startswith(self.literals[0]):
+            return None
+        position, grown = len(self.literals[0]), []
+        for index, literal in zip(self.slots, self.literals[1:], strict=True):
+            content = contents[index]
+            for shown in (content, content.strip()):
+                end = position + len(shown)
+                if text.startswith(shown, position) and text.startswith(literal, end):
+                    break
+            else:
+                return None
+            grown.append(len(shown) - 1)
+            position = end + len(literal)
+        if position != len(text):
+            return None
+        shifts = [0, *accumulate(grown)]
+        return tuple((start + shifts[before], end + shifts[upto]) for (start, before), (end, upto) in self.borders)
+
+
+def make_shape(text: str, slots: Sequence[str], spans: Sequence[Span]) -> TurnShape:
+    """The shape of a text in which each message's content is its own single character of ``slots``, and of its
+    turns.
+    """
+    places = sorted((text.index(slot), index) for index, slot in enumerate(slots))
+    positions = [position for position, _ in places]
+    edges = [-1, *positions, len(text)]
+    literals = tuple(text[left + 1 : right] for left, right in pairwise(edges))
+    borders = tuple(
+        ((start, bisect_left(positions, start)), (end, bisect_left(positions, end))) for start, end in spans
+    )
+    return TurnShape(literals, tuple(index for _, index in places), borders)
+
+
+@dataclass(frozen=True)
+class RenderedText:
     """A conversation and its text."""
 
     messages: Sequence[Message]
@@ -71,7 +122,7 @@ class SpanFinder:
             spans = None if shape is None else shape.place([message["content"] for message in messages], text)
             if spans is not None:
                 return spans
-        return self._find_each(WholeText(messages, tools, text), turns)
+        return self._find_each(RenderedText(messages, tools, text), turns)
 
     def notes(self) -> list[str]:
         """What a user should know about how the template ends turns, once rows were found."""
@@ -117,18 +168,18 @@ class SpanFinder:
                 continue
         return ""
 
-    def _find_each(self, whole: WholeText, turns: Sequence[int]) -> tuple[Span, ...]:
+    def _find_each(self, rendered: RenderedText, turns: Sequence[int]) -> tuple[Span, ...]:
         for turn in turns:
-            check_shown(whole.messages[turn], turn, whole.text)
-        spans = [self._find_span(whole, turn) for turn in turns]
+            check_shown(rendered.messages[turn], turn, rendered.text)
+        spans = [self._find_span(rendered, turn) for turn in turns]
         for number, turn in enumerate(turns):
             if number and turns[number - 1] == turn - 1:  # the generation prompt may have nothing behind another answer
                 start, end = spans[number]
                 spans[number] = (min(end, max(start, spans[number - 1][1])), end)
         for (start, end), turn in zip(spans, turns, strict=True):
-            if whole.messages[turn].get("tool_calls"):
-                check_shown(whole.messages[turn], turn, whole.text[start:end])
-                self._note_end_of_calls(whole.text[start:end])
+            if rendered.messages[turn].get("tool_calls"):
+                check_shown(rendered.messages[turn], turn, rendered.text[start:end])
+                self._note_end_of_calls(rendered.text[start:end])
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
                 raise RowRefused(
@@ -159,13 +210,13 @@ class SpanFinder:
         if text is None or any(text.count(slot) != 1 for slot in slots):
             return None
         try:
-            spans = self._find_each(WholeText(messages, None, text), turns)
+            spans = self._find_each(RenderedText(messages, None, text), turns)
         except RowRefused:
             return None
         return make_shape(text, slots, spans)
 
-    def _find_span(self, whole: WholeText, turn: int) -> Span:
-        messages, tools, text = whole.messages, whole.tools, whole.text
+    def _find_span(self, rendered: RenderedText, turn: int) -> Span:
+        messages, tools, text = rendered.messages, rendered.tools, rendered.text
         before = self._template.try_render(messages[:turn], tools, generation=True)
         start = len(before) if before is not None and text.startswith(before) else None
         if start is not None:
@@ -173,9 +224,9 @@ class SpanFinder:
             if through is not None and len(through) >= start and text.startswith(through):
                 end = self._find_end_of(through)
                 if end is not None and end >= start and _shows(messages[turn], text[start:end]):
-                    return start, end + self._ends.measure_next_header(whole.messages, turn, text[end:])
+                    return start, end + self._ends.measure_next_header(rendered.messages, turn, text[end:])
         if not messages[turn].get("content") and not messages[turn].get("tool_calls"):
-            span = self._find_span_by_neighbors(whole, turn)
+            span = self._find_span_by_neighbors(rendered, turn)
             if span is None:
                 raise RowRefused(
                     f"message {turn + 1} is empty, and the chat template does not close it: give it a text, or "
@@ -183,9 +234,9 @@ class SpanFinder:
                 )
             return span
         try:
-            return self._find_span_by_slot(whole, turn, start)
+            return self._find_span_by_slot(rendered, turn, start)
         except RowRefused:
-            span = self._find_span_by_neighbors(whole, turn) if messages[turn].get("tool_calls") else None
+            span = self._find_span_by_neighbors(rendered, turn) if messages[turn].get("tool_calls") else None
             if span is None:
                 raise
             return span
@@ -202,10 +253,10 @@ class SpanFinder:
             else None
         )
 
-    def _find_span_by_slot(self, whole: WholeText, turn: int, start: int | None) -> Span:
-        message, text = whole.messages[turn], whole.text
+    def _find_span_by_slot(self, rendered: RenderedText, turn: int, start: int | None) -> Span:
+        message, text = rendered.messages[turn], rendered.text
         private = _choose_private(text)
-        filled, head, tail = self._fill_slot(whole, turn, private)
+        filled, head, tail = self._fill_slot(rendered, turn, private)
         if not text.endswith(tail) or len(tail) > len(text):
             raise RowRefused(
                 f"the chat template renders what follows message {turn + 1} by its content: it cannot be masked"
@@ -213,7 +264,7 @@ class SpanFinder:
         behind = len(text) - len(tail)
         common = measure_common(head, text[:behind])
         if start is None:
-            start = self._find_start(whole, turn, filled, private, head, text[:behind])
+            start = self._find_start(rendered, turn, filled, private, head, text[:behind])
         if start is None or start > behind:
             if filled["content"] != private:
                 raise RowRefused(
@@ -224,31 +275,33 @@ class SpanFinder:
             start = len(text[:common].rstrip(" "))
         if not text[start:behind].strip() and visible(message) and not message.get("tool_calls"):
             raise RowRefused(f"the chat template shows nothing of message {turn + 1}: it cannot be masked")
-        end = behind + self._measure_closing(whole, turn, filled, private, tail)
-        if message.get("tool_calls") and self._holds_next(whole, turn, private, end):
+        end = behind + self._measure_closing(rendered, turn, filled, private, tail)
+        if message.get("tool_calls") and self._holds_next(rendered, turn, private, end):
             raise RowRefused(
                 f"the chat template writes the result of a tool before the text of message {turn + 1}, which calls it: "
                 "leave out the text beside the call"
             )
         return start, end
 
-    def _holds_next(self, whole: WholeText, turn: int, private: str, end: int) -> bool:
+    def _holds_next(self, rendered: RenderedText, turn: int, private: str, end: int) -> bool:
         """Whether the content of the message behind a turn stands before ``end``."""
-        following = [{**message, "content": private} for message in whole.messages[turn + 1 : turn + 2]]
+        following = [{**message, "content": private} for message in rendered.messages[turn + 1 : turn + 2]]
         text = (
             self._template.try_render(
-                [*whole.messages[: turn + 1], *following, *whole.messages[turn + 2 :]], whole.tools
+                [*rendered.messages[: turn + 1], *following, *rendered.messages[turn + 2 :]], rendered.tools
             )
             or ""
         )
         return bool(following) and 0 <= text.find(private) < end
 
-    def _fill_slot(self, whole: WholeText, turn: int, private: str) -> tuple[Message, str, str]:
+    def _fill_slot(self, rendered: RenderedText, turn: int, private: str) -> tuple[Message, str, str]:
         """(the turn with its content or its first call's name replaced, the text before, and after the replacement)."""
         times, refusal = 0, None
-        for filled in fill(whole.messages[turn], private):
+        for filled in fill(rendered.messages[turn], private):
             try:
-                text = self._template.render([*whole.messages[:turn], filled, *whole.messages[turn + 1 :]], whole.tools)
+                text = self._template.render(
+                    [*rendered.messages[:turn], filled, *rendered.messages[turn + 1 :]], rendered.tools
+                )
             except RowRefused as refused:
                 refusal = refused
                 continue
@@ -265,13 +318,13 @@ class SpanFinder:
         )
 
     def _find_start(
-        self, whole: WholeText, turn: int, filled: Message, private: str, head: str, shown: str
+        self, rendered: RenderedText, turn: int, filled: Message, private: str, head: str, shown: str
     ) -> int | None:
         """Where the turn begins in ``shown``, the text up to its end: where that first differs from the generation
         prompt.
         ``head``: the text up to the slot. None where that is not to be seen."""
-        messages, tools, common = whole.messages, whole.tools, measure_common(head, shown)
-        for gap, supplied in self._find_gaps(whole, turn, [filled, *messages[turn + 1 :]], private):
+        messages, tools, common = rendered.messages, rendered.tools, measure_common(head, shown)
+        for gap, supplied in self._find_gaps(rendered, turn, [filled, *messages[turn + 1 :]], private):
             begin = len(head) - len(gap)
             if head.endswith(gap) and begin <= common:
                 return begin + self._measure_supplied(shown[begin:], supplied, common - begin)
@@ -284,15 +337,15 @@ class SpanFinder:
         return None
 
     def _find_gaps(
-        self, whole: WholeText, turn: int, rest: Sequence[Message], private: str
+        self, rendered: RenderedText, turn: int, rest: Sequence[Message], private: str
     ) -> Iterator[tuple[str, str]]:
         """(what stands between the message before the turn and ``private``, or the end, what the generation prompt has
         there).
         """
-        messages, mark = whole.messages, chr(ord(private) + 1)
+        messages, mark = rendered.messages, chr(ord(private) + 1)
         for marked in fill(messages[turn - 1], mark) if turn else ():
-            asked = self._template.try_render([*messages[: turn - 1], marked], whole.tools, generation=True) or ""
-            shown = self._template.try_render([*messages[: turn - 1], marked, *rest], whole.tools) or ""
+            asked = self._template.try_render([*messages[: turn - 1], marked], rendered.tools, generation=True) or ""
+            shown = self._template.try_render([*messages[: turn - 1], marked, *rest], rendered.tools) or ""
             shown = shown.partition(private)[0]
             if mark in asked and mark in shown:
                 yield shown.rpartition(mark)[2], asked.rpartition(mark)[2]
@@ -322,37 +375,39 @@ class SpanFinder:
             return header[next((found.start() for found in self._markers.find_all(header)), same) :]
         return header[tokens[0].end() :].lstrip() if len(tokens) > 1 else header[tokens[0].start() :]
 
-    def _measure_closing(self, whole: WholeText, turn: int, filled: Message, private: str, tail: str) -> int:
+    def _measure_closing(self, rendered: RenderedText, turn: int, filled: Message, private: str, tail: str) -> int:
         """How many characters of ``tail``, the text behind the slot, belong to the turn."""
         other = (
-            self._template.try_render([*whole.messages[:turn], filled, *self._followers(whole, turn)], whole.tools)
+            self._template.try_render(
+                [*rendered.messages[:turn], filled, *self._followers(rendered, turn)], rendered.tools
+            )
             or ""
         )
         behind = other.partition(private)[2]
-        closing = self._ends.cut_closing(tail, behind, turn + 1 == len(whole.messages))
+        closing = self._ends.cut_closing(tail, behind, turn + 1 == len(rendered.messages))
         ending = self._ends.find()
-        marker = ending.marker if turn + 1 == len(whole.messages) else ending.inner
+        marker = ending.marker if turn + 1 == len(rendered.messages) else ending.inner
         if not marker and filled.get("content") != private:  # the slot is a call's name: the rest of the calls follows
             closing = tail[: measure_common(tail, behind)].removesuffix(ending.trailer)
         if not closing and marker:
             closing = tail[: self._markers.measure_first(tail) or (len(marker) if tail.startswith(marker) else 0)]
         if not closing and marker:
             raise RowRefused(f"no end-of-turn marker follows message {turn + 1}: the model would not learn to stop")
-        return len(closing) + self._ends.measure_next_header(whole.messages, turn, tail[len(closing) :])
+        return len(closing) + self._ends.measure_next_header(rendered.messages, turn, tail[len(closing) :])
 
     @staticmethod
-    def _followers(whole: WholeText, turn: int) -> list[Message]:
+    def _followers(rendered: RenderedText, turn: int) -> list[Message]:
         """What may stand behind a turn in a second rendering: a question if it is the last one, nothing if it is
         not.
         """
-        return [PROMPT] if turn + 1 == len(whole.messages) else []
+        return [PROMPT] if turn + 1 == len(rendered.messages) else []
 
-    def _find_span_by_neighbors(self, whole: WholeText, turn: int) -> Span | None:
+    def _find_span_by_neighbors(self, rendered: RenderedText, turn: int) -> Span | None:
         """The span of a turn between the message before it and the one that follows, the turn itself as it is."""
-        messages, text, private = whole.messages, whole.text, _choose_private(whole.text)
+        messages, text, private = rendered.messages, rendered.text, _choose_private(rendered.text)
         ending, is_last = self._ends.find(), turn + 1 == len(messages)
         follows = [] if is_last else [next(fill(messages[turn + 1], private)), *messages[turn + 2 :]]
-        shown = self._template.try_render([*messages[: turn + 1], *follows], whole.tools) or ""
+        shown = self._template.try_render([*messages[: turn + 1], *follows], rendered.tools) or ""
         head = text if is_last else shown.partition(private)[0]
         if not text.startswith(head):
             return None
@@ -360,7 +415,7 @@ class SpanFinder:
         plain = {
             key: value for key, value in messages[turn].items() if key not in THINKING
         }  # a last turn alone may show it
-        for gap, supplied in self._find_gaps(whole, turn, [messages[turn], *follows], private):
+        for gap, supplied in self._find_gaps(rendered, turn, [messages[turn], *follows], private):
             begin = len(head) - len(gap)
             if not head.endswith(gap):
                 continue
@@ -369,7 +424,9 @@ class SpanFinder:
             if messages[turn].get("tool_calls") or messages[turn].get("content"):
                 hidden = [{**plain, "content": ""}] if visible(messages[turn]) not in text else []
                 for turn_alone in (messages[turn], plain, *hidden):
-                    for other, _ in self._find_gaps(whole, turn, [turn_alone, *self._followers(whole, turn)], private):
+                    for other, _ in self._find_gaps(
+                        rendered, turn, [turn_alone, *self._followers(rendered, turn)], private
+                    ):
                         closing = closing or self._ends.cut_closing(
                             own, other[self._markers.measure_supplied(other, supplied) :], is_last
                         )
@@ -384,7 +441,7 @@ class SpanFinder:
                 closing += marker
             if (closing or not marker) and (visible(messages[turn]) in closing or visible(messages[turn]) not in text):
                 end = begin + start + len(closing)
-                return begin + start, end + self._ends.measure_next_header(whole.messages, turn, text[end:])
+                return begin + start, end + self._ends.measure_next_header(rendered.messages, turn, text[end:])
         return None
 
 

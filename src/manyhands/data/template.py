@@ -2,9 +2,9 @@
 no spans and no tokens.
 
 A template is a program from outside: a loop, a recursion or a product of strings may never end. Two bounds, both of CPU
-time, so that a busy machine refuses nothing that an idle one takes: ``try_apart`` renders small conversations in a
-forked process with limits of time and memory, before any row; ``limit_cpu`` ends the rendering of a row that takes too
-long. What a template does with the content of rows is bounded in time only.
+time, so that a busy machine refuses nothing that an idle one takes: ``probe_in_subprocess`` renders small conversations
+in a forked process with limits of time and memory, before any row; ``limit_cpu`` ends the rendering of a row that takes
+too long. What a template does with the content of rows is bounded in time only.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def limit_cpu(num_conversations: int = 1) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def try_apart(render: Callable[..., str]) -> None:
+def probe_in_subprocess(render: Callable[..., str]) -> None:
     """UserError where ``render(messages, add_generation_prompt=...)`` takes too much time or memory for small
     conversations.
     """

@@ -15,17 +15,25 @@ import numpy as np
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data.choose import check_format
 from manyhands.data.columns import PLACEHOLDERS, Columns
 from manyhands.data.files import Findings
-from manyhands.data.formats import Conversation, Format, RowRefused, detect_format, row_weight, to_conversation
+from manyhands.data.formats import (
+    Conversation,
+    Format,
+    Ready,
+    ReadyTokens,
+    Segments,
+    check_format,
+    detect_format,
+    row_weight,
+    to_conversation,
+)
 from manyhands.data.image_files import BadImage
 from manyhands.data.image_open import ImageOpener
 from manyhands.data.image_rows import parts_of
 from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
-from manyhands.data.ready_rows import Ready, ReadyTokens, Segments, take_ids
-from manyhands.data.render import Renderer
-from manyhands.data.rendered import MAX_WEIGHT, Rendered, finish
+from manyhands.data.messages import MAX_WEIGHT, RowRefused
+from manyhands.data.render import Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
 from manyhands.data.sources import FilePart, Row, Source, read_part, take_rows
 from manyhands.data.streams import (
@@ -85,7 +93,7 @@ class PartTokenizer:
             placeholder=None if images is None else images.placeholder,
         )
         self._images = images
-        self._tokenizer, self._long_text = tokenizer, LongText(tokenizer)
+        self._long_text = LongText(tokenizer)
         self._columns = [Columns(source.fields or {}, source.ignore or (), images is not None) for source in sources]
         self._placeholders = find_placeholders(tokenizer)
         self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
@@ -114,7 +122,7 @@ class PartTokenizer:
         self._largest_id = -1
         try:
             for chunk in self._gather(self._convert(rows, source, outcome, writer)):
-                rendered = self._render([item.content for item in chunk])
+                rendered = self._renderer.render_many([item.content for item in chunk])
                 for item, result in zip(chunk, rendered, strict=True):
                     self._take(item, result, source, outcome, writer)
                 on_chunk()
@@ -125,17 +133,6 @@ class PartTokenizer:
         outcome.largest_id = self._largest_id
         outcome.notes = self._renderer.notes() + ([] if self._images is None else self._images.notes())
         return outcome
-
-    def _render(self, contents: Sequence[Conversation | str | Ready]) -> list[Rendered | RowRefused]:
-        others = [content for content in contents if not isinstance(content, Ready)]
-        rendered = iter(self._renderer.render_many(others))
-        return [self._take_ready(content) if isinstance(content, Ready) else next(rendered) for content in contents]
-
-    def _take_ready(self, content: Ready) -> Rendered | RowRefused:
-        try:
-            return finish(*take_ids(content, self._tokenizer), 0)
-        except RowRefused as refused:
-            return refused
 
     def _convert(
         self, rows: Iterable[Row], source: int, outcome: Outcome, writer: SegmentWriter

@@ -27,13 +27,13 @@ from typing import Any
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.machine import count_cores, memory_bytes
-from manyhands.data.choose import choose_format, trains_images
 from manyhands.data.files import FilePart
+from manyhands.data.formats import choose_format, trains_images
 from manyhands.data.image_open import ImageOpener
 from manyhands.data.sources import split_source
 from manyhands.data.streams import TOKENS
 from manyhands.data.summary import Outcome
-from manyhands.data.template import chat_template_kwargs_of, try_apart
+from manyhands.data.template import chat_template_kwargs_of, probe_in_subprocess
 from manyhands.data.tokenize import PartTokenizer
 from manyhands.data.tokenizer import note_plain_markers, open_tokenizer, widen_cache
 from manyhands.data.work_queue import BATCH_CHARACTERS, RowBatch, WorkList, cut_batches
@@ -190,7 +190,7 @@ def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
     if getattr(tokenizer, "is_fast", False):
         widen_cache(tokenizer)
     if config.task != "cpt" and tokenizer.chat_template:
-        try_apart(partial(tokenizer.apply_chat_template, tokenize=False, **chat_template_kwargs_of(config)))
+        probe_in_subprocess(partial(tokenizer.apply_chat_template, tokenize=False, **chat_template_kwargs_of(config)))
     images = ImageOpener(config, job.model_folder, tokenizer, job.folder / "fetched") if job.images else None
     formats = [choose_format(source, config, bool(tokenizer.chat_template), job.images) for source in job.sources]
     notes = [] if config.task == "cpt" else note_plain_markers(tokenizer)

@@ -23,7 +23,7 @@ from manyhands.data.image_open import ImageOpener, OpenedImage
 from manyhands.data.image_processor import PROCESSOR_FILES, family_of
 from manyhands.data.image_rows import parts_of, place_images, read_column
 from manyhands.data.messages import RowRefused
-from manyhands.data.rendered import Text, put_images
+from manyhands.data.render import Text, put_images
 from manyhands.data.streams import StoredImage
 
 Message = dict[str, Any]

@@ -16,10 +16,9 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
-from manyhands.data.choose import DETECT_ROWS, choose_format_by, trains_images
 from manyhands.data.columns import Columns
 from manyhands.data.files import FilePart, Findings, Row
-from manyhands.data.formats import detect_format
+from manyhands.data.formats import DETECT_ROWS, choose_format_by, detect_format, trains_images
 from manyhands.data.image_open import ImageOpener
 from manyhands.data.prepare import Inputs, finish
 from manyhands.data.segment import join_segments
