@@ -56,16 +56,16 @@ class Findings:
         """A line ``file:line: reason`` for each kept fault, with more places where several rows have it."""
         return [_describe_fault(reason, count, places) for reason, (count, places) in self.faults.items()]
 
-    def raise_if_any(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
-        """Raises a UserError with every kept finding; ``{n}`` in ``what`` becomes the count."""
+    def make_error(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> UserError | None:
+        """A UserError with every kept finding, None without any; ``{n}`` in ``what`` becomes the count."""
         if not self.count:
-            return
+            return None
         details = self.shown
         if left := self.count - sum(count for count, _ in self.faults.values()):
             details.append(f"and {left:,} more")
         if self.stopped:
             details.append(f"nothing after {self.stopped} was read: there may be more faults")
-        raise UserError(_count(what, self.count), where=where, why=why, fix=fix, details=details)
+        return UserError(_count(what, self.count), where=where, why=why, fix=fix, details=details)
 
 
 def _describe_fault(reason: str, count: int, places: list[tuple[str, int]]) -> str:

@@ -246,39 +246,34 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
     return candidates.pop()
 
 
-def choose_format(source: Source, config: RunConfig, has_template: bool, images: bool = False) -> Format | None:
-    """The format of a source's rows, from the first 100 for ``auto``; None where each row has its own (task mixed,
-    auto).
+def choose_format(
+    first: Sequence[Row], source: Source, task: str, has_template: bool, images: bool = False
+) -> Format | None:
+    """The format of a source, from its ``first`` rows for ``auto``; None where each row has its own (task mixed, auto).
 
     Refuses what the task or the tokenizer cannot take.
     """
-    return choose_format_by(list(islice(read_rows(source), DETECT_ROWS)), source, config, has_template, images)
-
-
-def choose_format_by(
-    first: Sequence[Row], source: Source, config: RunConfig, has_template: bool, images: bool = False
-) -> Format | None:
-    """The same, from the given rows of the source."""
     fields, asked = source.fields or {}, source.format or "auto"
     columns = Columns(fields, source.ignore or (), images)
     first = [columns.keep(row) for row in first]
     columns.refuse(first)
-    if config.task == "mixed" and asked == "auto":
-        found = {detect_format([row], fields, config.task) for row in first}
+    each_its_own = task == "mixed" and asked == "auto"
+    if each_its_own:
+        formats = {detect_format([row], fields, task) for row in first}
     else:
-        found = {settle_format(first, asked, fields, config.task)}
-        columns.refuse(first, *found)
-    for format in sorted(found):
-        check_format(format, config, has_template, source.path)
-    return None if config.task == "mixed" and asked == "auto" else found.pop()
+        formats = {settle_format(first, asked, fields, task)}
+        columns.refuse(first, *formats)
+    for format in sorted(formats):
+        check_format(format, task, has_template, source.path)
+    return None if each_its_own else formats.pop()
 
 
-def check_format(format: Format, config: RunConfig, has_template: bool, where: str) -> None:
+def check_format(format: Format, task: str, has_template: bool, where: str) -> None:
     """Raises UserError where the task, or a tokenizer without a chat template, cannot take rows of the format."""
-    if config.task != "mixed" and format not in READY and (config.task == "cpt") != (format == "text"):
-        other, wanted = ("sft", FIELDS["text"]) if config.task == "cpt" else ("cpt", FIELDS["messages"])
+    if task != "mixed" and format not in READY and (task == "cpt") != (format == "text"):
+        other, wanted = ("sft", FIELDS["text"]) if task == "cpt" else ("cpt", FIELDS["messages"])
         raise UserError(
-            f"task {config.task} cannot use rows of the format {format}",
+            f"task {task} cannot use rows of the format {format}",
             where=where,
             why="cpt trains every token of text rows; sft trains the answers of conversations; mixed does both",
             fix=f"set task: {other} or mixed, or give rows with the field {wanted[0]}",

@@ -162,7 +162,8 @@ def _tokenize(
         outcomes[index].add(outcome)
         samples_of_files[index][part.file] += outcome.num_samples
     for source, outcome in zip(inputs.sources, outcomes, strict=True):
-        outcome.raise_if_any(config, source.path)
+        if faults := outcome.explain_faults(config, source.path):
+            raise faults[0]
         outcome.notes += [f"left out: {place}" for place in outcome.bad_images.shown[:MAX_BAD_IMAGES]]
     segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
     join_segments(folder, [path for path, _ in segments], [index for _, index in segments], WITH_IMAGES)

@@ -252,7 +252,7 @@ def count_rows(part: FilePart) -> int:
         num_rows = count_documents(part, findings)
     else:
         num_rows = sum(1 for _ in READERS[part.kind](part, findings))
-    raise_unreadable(findings, part.file)  # what is not counted would move the bounds of the slice
+    _raise_unreadable(findings, part.file)  # what is not counted would move the bounds of the slice
     return num_rows
 
 
@@ -309,12 +309,17 @@ def read_part(part: FilePart, findings: Findings | None = None) -> Iterator[Row]
         if not found.count:
             yield row
     if findings is None:
-        raise_unreadable(found, part.file)
+        _raise_unreadable(found, part.file)
     else:
         findings.extend(found)
 
 
-def raise_unreadable(findings: Findings, where: str) -> None:
+def _raise_unreadable(findings: Findings, where: str) -> None:
+    if (error := explain_unreadable(findings, where)) is not None:
+        raise error
+
+
+def explain_unreadable(findings: Findings, where: str) -> UserError | None:
     """A UserError for what could not be read, if anything."""
     fix = FIXES.get(kind_of(Path(where)) or "", "write the file again")
     if any(reason.startswith(NOT_UTF8) for reason in findings.faults):
@@ -322,7 +327,7 @@ def raise_unreadable(findings: Findings, where: str) -> None:
             "save the file as UTF-8: iconv -f latin1 -t utf-8 (windows-1252 where it comes from Windows), or "
             "correct these lines"
         )
-    findings.raise_if_any("{n} lines cannot be read", where=where, fix=fix)
+    return findings.make_error("{n} lines cannot be read", where=where, fix=fix)
 
 
 def read_rows(source: Source | str | Path) -> Iterator[Row]:
@@ -335,7 +340,7 @@ def read_rows(source: Source | str | Path) -> Iterator[Row]:
             found_any = True
             if not findings.count:
                 yield row
-    raise_unreadable(findings, str(files[0]) if len(files) == 1 else source.path)
+    _raise_unreadable(findings, str(files[0]) if len(files) == 1 else source.path)
     if not found_any:
         raise UserError(
             "the file holds no rows",

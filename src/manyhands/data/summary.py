@@ -18,7 +18,7 @@ from manyhands.config.sources import list_sources
 from manyhands.core.errors import UserError
 from manyhands.data.files import Findings
 from manyhands.data.order import SampleOrder
-from manyhands.data.sources import raise_unreadable
+from manyhands.data.sources import explain_unreadable
 from manyhands.data.store import TokenStore
 
 FIRST_SAMPLES = 65_536  # of the first epoch, whose lengths the plan is told
@@ -240,16 +240,9 @@ class Outcome:
             else:
                 setattr(self, name, max(mine, value) if name in ("longest", "largest_id") else mine + value)
 
-    def raise_if_any(self, config: RunConfig, where: str) -> None:
-        """A UserError with up to 20 faults of the rows, what cannot be read at all before what cannot be trained."""
-        raise_unreadable(self.unreadable, where)
-        self.refused.raise_if_any("{n} rows cannot be trained", where=where, fix="correct or remove these rows")
-        if config.data.bad_images == "refuse":
-            self.bad_images.raise_if_any(
-                "images of {n} rows cannot be used",
-                where=where,
-                fix="correct or remove these rows, or set data.bad_images: skip to leave them out",
-            )
+    def explain_faults(self, config: RunConfig, where: str) -> list[UserError]:
+        """One error with up to 20 faults of the rows for each kind, what cannot be read at all before what cannot be
+        trained; where there are none and no sample is left either, why."""
         max_length = config.data.max_length
         ways = dict.fromkeys(rules.too_long for rules in list_sources(config) if rules.too_long in ("error", "split"))
         too_long = " or ".join(ways) or config.data.too_long
@@ -258,35 +251,54 @@ class Outcome:
             if config.task == "cpt"
             else ", split to divide texts" * (config.task == "mixed")
         )
-        self.too_long.raise_if_any(
-            "{n} rows are longer than data.max_length",
-            where=where,
-            why=f"data.max_length is {max_length:,} tokens and data.too_long is {too_long}"
-            f"{', which cannot divide conversations' * ('split' in ways)}; the longest row has "
-            f"{self.longest:,} tokens",
-            fix=f"set data.too_long to truncate to cut them, drop to leave them out"
-            f"{divides * ('error' in ways)}, or raise data.max_length",
-        )
-        if not self.num_samples and self.num_bad_images:
-            raise UserError(
-                "no row is left",
+        faults = [
+            explain_unreadable(self.unreadable, where),
+            self.refused.make_error("{n} rows cannot be trained", where=where, fix="correct or remove these rows"),
+            self.bad_images.make_error(
+                "images of {n} rows cannot be used",
                 where=where,
-                why=f"{self.num_bad_images:,} rows have images that cannot be used",
-                fix="correct these rows",
-                details=self.bad_images.shown,
+                fix="correct or remove these rows, or set data.bad_images: skip to leave them out",
             )
-        if not self.num_samples and (self.num_too_long or self.num_too_short):
-            raise UserError(
-                "no row is left",
+            if config.data.bad_images == "refuse"
+            else None,
+            self.too_long.make_error(
+                "{n} rows are longer than data.max_length",
                 where=where,
-                why=f"{self.num_too_long:,} rows are longer than data.max_length = {max_length:,} tokens and "
-                f"{self.num_too_short:,} are shorter than data.min_length = {config.data.min_length:,}",
-                fix="change these limits, or set data.too_long: truncate",
-            )
-        if not self.num_samples:
-            raise UserError(
+                why=f"data.max_length is {max_length:,} tokens and data.too_long is {too_long}"
+                f"{', which cannot divide conversations' * ('split' in ways)}; the longest row has "
+                f"{self.longest:,} tokens",
+                fix=f"set data.too_long to truncate to cut them, drop to leave them out"
+                f"{divides * ('error' in ways)}, or raise data.max_length",
+            ),
+        ]
+        errors = [fault for fault in faults if fault is not None]
+        if errors or self.num_samples:
+            return errors
+        if self.num_bad_images:
+            return [
+                UserError(
+                    "no row is left",
+                    where=where,
+                    why=f"{self.num_bad_images:,} rows have images that cannot be used",
+                    fix="correct these rows",
+                    details=self.bad_images.shown,
+                )
+            ]
+        if self.num_too_long or self.num_too_short:
+            return [
+                UserError(
+                    "no row is left",
+                    where=where,
+                    why=f"{self.num_too_long:,} rows are longer than data.max_length = {max_length:,} tokens and "
+                    f"{self.num_too_short:,} are shorter than data.min_length = {config.data.min_length:,}",
+                    fix="change these limits, or set data.too_long: truncate",
+                )
+            ]
+        return [
+            UserError(
                 "the file holds no rows",
                 where=where,
                 why="every line is blank",
                 fix="give a file with at least one row",
             )
+        ]

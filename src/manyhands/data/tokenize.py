@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import DataSection
 from manyhands.core.errors import UserError
 from manyhands.data.columns import PLACEHOLDERS, Columns
 from manyhands.data.files import Findings
@@ -74,15 +74,16 @@ class PartTokenizer:
 
     def __init__(
         self,
-        config: RunConfig,
+        data: DataSection,
+        task: str,
         tokenizer: Any,
         sources: Sequence[Source],
         formats: Sequence[Format | None],
         chunk_characters: int,
         images: ImageOpener | None = None,
     ) -> None:
-        self._config, self._sources, self._formats, self._chunk_characters = config, sources, formats, chunk_characters
-        data = config.data
+        self._data, self._task, self._sources, self._formats = data, task, sources, formats
+        self._chunk_characters = chunk_characters
         self._has_template = bool(tokenizer.chat_template)
         self._renderer = Renderer(
             tokenizer,
@@ -187,8 +188,8 @@ class PartTokenizer:
         key = (source, frozenset(name for name, value in row.fields.items() if value is not None))
         if key not in self._kinds:
             try:
-                format = detect_format([row], fields, self._config.task)
-                check_format(format, self._config, self._has_template, "")
+                format = detect_format([row], fields, self._task)
+                check_format(format, self._task, self._has_template, "")
                 self._kinds[key] = format
             except UserError as error:
                 self._kinds[key] = RowRefused(f"{error.what}{f' ({error.why})' if error.why else ''}")
@@ -226,12 +227,12 @@ class PartTokenizer:
         outcome.num_straddling_tokens += result.num_straddling
         if not isinstance(item.content, Ready):
             outcome.num_rows_with_markers += self._renderer.has_markers(item.content)
-        ids, weights, max_length = result.ids, result.weights, self._config.data.max_length
+        ids, weights, max_length = result.ids, result.weights, self._data.max_length
         if item.weight != 1:
             weights = (result.trained if weights is None else weights) * np.float32(item.weight)
         images = stored_images(item.content)
         sample = {**make_sample(ids, result.trained, weights), **(to_streams(images) if images else {})}
-        if len(ids) < self._config.data.min_length:
+        if len(ids) < self._data.min_length:
             outcome.num_too_short += 1
         elif len(ids) <= max_length:
             self._append(writer, sample, row.line)
@@ -280,7 +281,7 @@ class PartTokenizer:
         self, row: Row, pieces: str | Iterable[str], weight: float, source: int, outcome: Outcome, writer: SegmentWriter
     ) -> None:
         """A text of which only a window is tokenized at one time: all its tokens are trained."""
-        max_length, too_long = self._config.data.max_length, self._sources[source].too_long
+        max_length, too_long = self._data.max_length, self._sources[source].too_long
         encoded = self._refuse_placeholders(self._long_text.encode(pieces))
         if too_long == "split":
             self._split(row, encoded, weight, outcome, writer)
@@ -290,7 +291,7 @@ class PartTokenizer:
             if num_tokens < max_length:
                 kept.append(ids)
             num_tokens += len(ids)
-        if num_tokens < self._config.data.min_length:
+        if num_tokens < self._data.min_length:
             outcome.num_too_short += 1
         elif num_tokens <= max_length or too_long == "truncate":
             ids = np.concatenate(kept)[:max_length]
@@ -316,14 +317,14 @@ class PartTokenizer:
         self, row: Row, stretches: Iterable[np.ndarray], weight: float, outcome: Outcome, writer: SegmentWriter
     ) -> None:
         """Blocks share one token: the last target of one is the first input of the next, so no target is lost."""
-        max_length, num_blocks = self._config.data.max_length, 0
+        max_length, num_blocks = self._data.max_length, 0
         left = np.empty(0, dtype=np.int32)
         for stretch in stretches:
             left = np.concatenate([left, stretch])
             while len(left) > max_length:
                 self._append_block(row, left[:max_length], weight, writer, num_blocks > 0)
                 left, num_blocks = left[max_length - 1 :], num_blocks + 1
-        if not num_blocks and len(left) < self._config.data.min_length:
+        if not num_blocks and len(left) < self._data.min_length:
             outcome.num_too_short += 1
             return
         self._append_block(row, left, weight, writer, num_blocks > 0)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.data.files import FilePart
-from manyhands.data.formats import choose_format, trains_images
+from manyhands.data.formats import DETECT_ROWS, choose_format, trains_images
 from manyhands.data.image_open import ImageOpener
-from manyhands.data.sources import split_source
+from manyhands.data.sources import read_rows, split_source
 from manyhands.data.streams import TOKENS
 from manyhands.data.summary import Outcome
 from manyhands.data.template import chat_template_kwargs_of, probe_in_subprocess
@@ -192,14 +193,19 @@ def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
     if config.task != "cpt" and tokenizer.chat_template:
         probe_in_subprocess(partial(tokenizer.apply_chat_template, tokenize=False, **chat_template_kwargs_of(config)))
     images = ImageOpener(config, job.model_folder, tokenizer, job.folder / "fetched") if job.images else None
-    formats = [choose_format(source, config, bool(tokenizer.chat_template), job.images) for source in job.sources]
+    formats = [
+        choose_format(
+            list(islice(read_rows(source), DETECT_ROWS)), source, config.task, bool(tokenizer.chat_template), job.images
+        )
+        for source in job.sources
+    ]
     notes = [] if config.task == "cpt" else note_plain_markers(tokenizer)
     if "prompt" in formats and not tokenizer.chat_template:
         # A chat model whose template got lost would train on rows that no chat ever shows it.
         notes.insert(
             0, "no chat template: prompt and completion are concatenated unchanged (model.chat_template sets one)"
         )
-    return PartTokenizer(config, tokenizer, job.sources, formats, chunk_characters, images), notes
+    return PartTokenizer(config.data, config.task, tokenizer, job.sources, formats, chunk_characters, images), notes
 
 
 def _tokenize_large_part(

@@ -8,8 +8,8 @@ cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
 from manyhands.data.columns import Columns
 from manyhands.data.files import FilePart, Findings, Row
-from manyhands.data.formats import DETECT_ROWS, choose_format_by, detect_format, trains_images
+from manyhands.data.formats import DETECT_ROWS, choose_format, detect_format, trains_images
 from manyhands.data.image_open import ImageOpener
 from manyhands.data.prepare import Inputs, finish
 from manyhands.data.segment import join_segments
@@ -29,8 +29,6 @@ from manyhands.data.summary import Outcome
 from manyhands.data.tokenize import PartTokenizer
 from manyhands.data.tokenize_parallel import CHUNK_CHARACTERS_HERE
 from manyhands.preview.contents import Refused
-
-KINDS = ("unreadable", "refused", "too_long", "bad_images")  # of faults
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,11 @@ def prepare_usable(
         resolve_sources(value, config.data) if value is not None else ()
         for value in (config.data.train, config.data.validation)
     ]
-    images = _open_images(config, model_folder, tokenizer, [*asked[0], *asked[1]])
+    try:
+        has_images = trains_images(config, model_folder, [*asked[0], *asked[1]])
+        images = ImageOpener(config, model_folder, tokenizer) if has_images else None
+    except UserError:  # no row can be read, which is an error of its source
+        images = None
     sets: list[str] = []
     made: list[dict[str, Any]] = []
     sources: list[Source] = []
@@ -83,16 +85,6 @@ def prepare_usable(
         return Usable(None, (), tuple(refused))
 
 
-def _open_images(
-    config: RunConfig, model_folder: Path, tokenizer: Any, sources: Sequence[Source]
-) -> ImageOpener | None:
-    """What opens the images of rows; None where there are none, or no row can be read."""
-    try:
-        return ImageOpener(config, model_folder, tokenizer) if trains_images(config, model_folder, sources) else None
-    except UserError:  # said of the rows when these are read
-        return None
-
-
 def _tokenize_source(
     config: RunConfig, tokenizer: Any, source: Source, folder: Path, images: ImageOpener | None
 ) -> tuple[Outcome | None, list[UserError], list[int]]:
@@ -101,14 +93,16 @@ def _tokenize_source(
     try:
         parts = split_source(source, 1)
         format, doubt = _choose_format(config, source, parts, bool(tokenizer.chat_template), images is not None)
-        part_tokenizer = PartTokenizer(config, tokenizer, (source,), (format,), CHUNK_CHARACTERS_HERE, images)
+        part_tokenizer = PartTokenizer(
+            config.data, config.task, tokenizer, (source,), (format,), CHUNK_CHARACTERS_HERE, images
+        )
         for number, part in enumerate(parts):
             outcome = part_tokenizer.run(part, 0, folder / f"{number:06d}")
             files[part.file] = outcome.num_samples
             total.add(outcome)
     except UserError as error:
         return None, [error], []
-    errors = _errors_of(total, config, source.path)
+    errors = total.explain_faults(config, source.path)
     return total, errors if errors or doubt is None else [doubt], list(files.values())
 
 
@@ -122,13 +116,13 @@ def _choose_format(
     if not first:  # none can be read, which is said when they are tokenized; nothing else speaks for a format
         return ("messages" if source.format in (None, "auto") else source.format), None
     try:
-        return choose_format_by(first, source, config, has_template, images), None
+        return choose_format(first, source, config.task, has_template, images), None
     except UserError as error:
         formats = Counter(filter(None, (_tell(row, source, config) for row in first)))
         if (source.format or "auto") != "auto" or not formats:
             raise
-        return choose_format_by(
-            first, source.model_copy(update={"format": formats.most_common(1)[0][0]}), config, has_template, images
+        return choose_format(
+            first, source.model_copy(update={"format": formats.most_common(1)[0][0]}), config.task, has_template, images
         ), error
 
 
@@ -138,21 +132,3 @@ def _tell(row: Row, source: Source, config: RunConfig) -> str | None:
         return detect_format([row], source.fields or {}, config.task)
     except UserError:
         return None
-
-
-def _errors_of(outcome: Outcome, config: RunConfig, where: str) -> list[UserError]:
-    """One error a kind of fault, in the words of a run, which stops at the first."""
-    errors = []
-    for kind in KINDS:
-        try:
-            replace(Outcome(num_samples=1, longest=outcome.longest), **{kind: getattr(outcome, kind)}).raise_if_any(
-                config, where
-            )
-        except UserError as error:
-            errors.append(error)
-    if not errors:
-        try:
-            outcome.raise_if_any(config, where)  # a file without rows
-        except UserError as error:
-            errors.append(error)
-    return errors
