@@ -7,7 +7,7 @@ a row: there, the tokens no longer depend on where a window begins or ends. Know
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,13 @@ class LongText:
 def read_documents(part: FilePart, findings: Findings) -> Iterator[Row]:
     """The documents of a part of a text file, separated by blank lines. The text of a long one is an iterator over its
     pieces, to be used up before the next row is asked for. No row follows the first fault."""
-    lines = _LinesAhead(read_lines(Path(part.file), findings, part.start, part.stop, part.first_line))
-    while (number := lines.find_text()) is not None:
-        pieces = lines.read_paragraph()
+    lines = read_lines(Path(part.file), findings, part.start, part.stop, part.first_line)
+    for is_text, document in groupby(lines, lambda numbered: bool(numbered[1].strip())):
+        if not is_text:
+            continue
+        number, first = next(document)
+        rest = ("\n" + line.rstrip("\r\n") for _, line in document)  # noqa: B031  # behind the first
+        pieces = chain([first.rstrip("\r\n")], rest)
         text, num_characters = [], 0
         for piece in pieces:
             text.append(piece)
@@ -131,35 +135,7 @@ def read_documents(part: FilePart, findings: Findings) -> Iterator[Row]:
             if num_characters > LONG_CHARACTERS:
                 break
         if not findings.count:
-            content: Any = "".join(text) if num_characters <= LONG_CHARACTERS else _chain(text, pieces)
-            yield Row({"text": content}, part.file, number)
-        for _ in pieces:
-            pass
-
-
-def _chain(text: list[str], pieces: Iterator[str]) -> Iterator[str]:
-    yield "".join(text)
-    text.clear()
-    yield from pieces
-
-
-class _LinesAhead:
-    """Lines with one of them looked at ahead."""
-
-    def __init__(self, lines: Iterator[tuple[int, str]]) -> None:
-        self._lines = lines
-        self._next = next(lines, None)
-
-    def find_text(self) -> int | None:
-        """The number of the next line that is not blank, which stays; None at the end."""
-        while self._next is not None and not self._next[1].strip():
-            self._next = next(self._lines, None)
-        return None if self._next is None else self._next[0]
-
-    def read_paragraph(self) -> Iterator[str]:
-        """Lines up to the next blank one, without their ends; each but the first begins with the line end before it."""
-        between = ""
-        while self._next is not None and self._next[1].strip():
-            yield between + self._next[1].rstrip("\r\n")
-            between = "\n"
-            self._next = next(self._lines, None)
+            joined = "".join(text)
+            yield Row(
+                {"text": joined if num_characters <= LONG_CHARACTERS else chain([joined], pieces)}, part.file, number
+            )
