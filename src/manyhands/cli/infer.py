@@ -165,7 +165,8 @@ def generate(
     engine: Engine = "transformers",
 ) -> None:
     """Answer a prompt, or a file of prompts on all GPUs; a file that a kill interrupts is continued."""
-    settings = _settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop)
+    sampling = (temperature, top_p, top_k, repetition_penalty, seed)
+    settings = GenerationSettings(max_new_tokens, *sampling, tuple(stop or ())).to_json()
     placement = dict(gpus=gpus, processes=processes, device_map=device_map, batch_size=batch_size, engine=engine)
     _check_prompts(prompt, input, output)
     if input is None:
@@ -203,10 +204,11 @@ def chat(
     base: Base = None,
 ) -> None:
     """Chat with a trained model; each line of standard input is a turn."""
+    sampling = (temperature, top_p, top_k, repetition_penalty, seed)
     request = {
         "folder": str(find_run_folder(folder)),
         "base": base,
-        "settings": _settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop),
+        "settings": GenerationSettings(max_new_tokens, *sampling, tuple(stop or ())).to_json(),
         "options": {"system": system, "tools": _read_tools(tools)},
     }
     raise typer.Exit(_run("chat", request))
@@ -243,7 +245,9 @@ def serve(
         "port": port,
         "name": name,
         "engine": engine,
-        "settings": _settings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, 0, stop),
+        "settings": GenerationSettings(
+            max_new_tokens, temperature, top_p, top_k, repetition_penalty, stop=tuple(stop or ())
+        ).to_json(),
         "placement": dict(gpus=gpus, device_map=device_map, batch_size=batch_size),
     }
     raise typer.Exit(_run("serve", request))
@@ -300,7 +304,7 @@ def evaluate(
     request |= {
         "data": data,
         "metrics": asked,
-        "settings": _settings(max_new_tokens, 0.0, 1.0, 0, 1.0, 0, stop),
+        "settings": GenerationSettings(max_new_tokens, stop=tuple(stop or ())).to_json(),
         "placement": dict(gpus=gpus, processes=processes, device_map=device_map, batch_size=batch_size),
         "extract": extract,
         "max_tokens": max_tokens,
@@ -335,20 +339,6 @@ def _first_given(given: dict[str, Any]) -> str | None:
 
 def _run(verb: str, request: dict[str, Any]) -> int:
     return process.run_module("manyhands.infer", [verb, json.dumps(request)])
-
-
-def _settings(
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    repetition_penalty: float,
-    seed: int,
-    stop: list[str] | None,
-) -> dict[str, Any]:
-    """Checked here, before a process is started."""
-    asked = GenerationSettings(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed, tuple(stop or ()))
-    return asked.to_json()
 
 
 def _refuse_for_one_prompt(placement: dict[str, Any], overwrite: bool) -> None:
