@@ -26,6 +26,7 @@ from manyhands.config.load import LoadedRun
 from manyhands.core import progress
 from manyhands.core.errors import EXIT_INTERRUPTED, PeerError
 from manyhands.launch.environment import Launcher, detect_launcher
+from manyhands.launch.resume_rules import identify_rows
 from manyhands.launch.run_folder import RunFolder
 from manyhands.metrics.sinks import JsonlSink, Outcome
 from manyhands.worker.rendezvous import PREPARE_TIMEOUT_S, FirstRankFailed, from_first_rank, open_store
@@ -112,6 +113,7 @@ class RankInProcess(Session):
         self.context.log = log = open(folder.log(self.launcher.rank), "a", encoding="utf-8")
         self.sink.explain = lambda: self.sink.callbacks.explain(folder, log)
         self.sink.every_steps = self.context.config.log.every_steps
+        self.sink.run = identify_rows(self.context.config, self.context.plan)
         self.start_heartbeat(folder)
         self.stop.listen()
 
