@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 def evaluation(*answers: str) -> Evaluation:
     samples = tuple(("prompt", answer) for answer in answers)
-    return Evaluation(1, 2.0, 7.4, 0.5, 1, 1, 1, 0.1, samples=samples)
+    return Evaluation(1, 2.0, {"perplexity": 7.4, "accuracy": 0.5}, 1, 1, 1, 0.1, samples=samples)
 
 
 def rank(is_first: bool = True) -> Any:

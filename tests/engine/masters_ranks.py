@@ -16,7 +16,7 @@ from manyhands.engine.apply import apply
 from manyhands.engine.native import NativeEngine
 from manyhands.planner.types import Plan
 from manyhands.training.optimizer import make_optimizer
-from manyhands.training.step import StepWork, compute_gradients
+from manyhands.training.step import StepWork, TermWeight, compute_gradients
 from tests.support.building import on_meta
 from tests.support.layouts import Documents, count_loss_tokens, pack
 
@@ -42,6 +42,7 @@ def train(
     found: dict[str, list[float]] = {"losses": [], "norms": [], "evaluations": []}
     logits = []
     for number, micros in enumerate(steps):
+        weight = sum(count_loss_tokens(documents) for documents in micros)
         work = StepWork(
             step=number,
             epoch=0.0,
@@ -49,9 +50,8 @@ def train(
             num_tokens=0,
             num_loss_tokens=0,
             num_micro_batches=len(micros),
-            num_rank_loss_tokens=0,
+            weights={"lm": TermWeight(weight, weight)},
             micro_batches=[pack(documents) for documents in micros],
-            loss_weight=sum(count_loss_tokens(documents) for documents in micros),
         )
         sums = compute_gradients(engine, work, seed=0, rank=0)
         engine.step(LEARNING_RATE, max_norm=max_grad_norm)

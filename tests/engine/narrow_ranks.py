@@ -12,7 +12,7 @@ from manyhands.core.holding import first_index, gather, local
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.planner.types import Plan
 from manyhands.training.optimizer import make_optimizer
-from manyhands.training.step import StepWork, compute_gradients
+from manyhands.training.step import StepWork, TermWeight, compute_gradients
 from tests.support.layouts import Documents, build, count_loss_tokens, pack
 
 
@@ -39,7 +39,8 @@ def train(
         lambda *_: gradients.append({str(p.grad.dtype) for p in engine.model.parameters()})
     )
     for step in range(start, start + num_steps):
-        work = StepWork(step, 0.0, 0, 0, 0, len(mine), 0, [pack(documents) for documents in mine], loss_weight=weight)
+        weights = {"lm": TermWeight(weight, 0)}
+        work = StepWork(step, 0.0, 0, 0, 0, len(mine), weights, [pack(documents) for documents in mine])
         sums = compute_gradients(engine, work, seed=0, rank=rank)
         engine.step(learning_rate, max_norm=1.0)
         losses.append(float(engine.all_reduce_sum(sums.terms["lm"])) / weight)

@@ -22,7 +22,7 @@ from manyhands.infer.generate import generate
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.model.structure import find_blocks
 from manyhands.training.optimizer import make_optimizer
-from manyhands.training.step import StepSums, StepWork, compute_gradients
+from manyhands.training.step import StepSums, StepWork, TermWeight, compute_gradients
 from tests.engine.masters_ranks import build, weights_of
 from tests.support.images import make_document
 from tests.support.images import pack as pack_images
@@ -277,7 +277,7 @@ class TestFusedAdamW:
     ) -> StepSums:
         micros = [pack(documents(10 * number + micro, 9 + micro, 14)) for micro in range(accumulation)]
         engine.optimizer = optimizer
-        work = StepWork(number, 0.0, 0, 0, 19, accumulation, 19, micros)
+        work = StepWork(number, 0.0, 0, 0, 19, accumulation, {"lm": TermWeight(19, 19)}, micros)
         sums = compute_gradients(engine, work, seed=0, rank=0)
         engine.step(1e-2, max_norm=max_norm)
         return sums

@@ -59,7 +59,7 @@ SOURCES = [
     },
 ]
 EVALUATIONS = [
-    Evaluation(step, loss, 2.0, 0.5, 20, 700, 300, 1.0, (("a secret question", "x"),))
+    Evaluation(step, loss, {"perplexity": 2.0, "accuracy": 0.5}, 20, 700, 300, 1.0, (("a secret question", "x"),))
     for step, loss in ((0, 3.25), (7, 1.5))
 ]
 

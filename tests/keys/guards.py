@@ -33,7 +33,7 @@ def poisoned(*steps: int, far: bool = False) -> Iterator[None]:
         if work.step + 1 not in steps:
             return sums
         if far:
-            shift = FAR * work.num_rank_loss_tokens
+            shift = FAR * work.weights["lm"].own
             return StepSums({"lm": sums.terms["lm"] + shift}, sums.grad_norm, sums.worked_until)
         for parameter in engine.model.parameters():
             if parameter.grad is not None:

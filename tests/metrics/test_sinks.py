@@ -39,7 +39,14 @@ def step_result(step: int, **changes) -> StepResult:
 
 def evaluation(step: int, loss: float = 1.5) -> Evaluation:
     return Evaluation(
-        step, loss, math.exp(loss), 0.5, 3, 90, 30, 0.1, samples=(("system\nBe brief.", f"answer {step}"),)
+        step,
+        loss,
+        {"perplexity": math.exp(loss), "accuracy": 0.5},
+        3,
+        90,
+        30,
+        0.1,
+        samples=(("system\nBe brief.", f"answer {step}"),),
     )
 
 
@@ -256,7 +263,8 @@ def test_text_in_brackets_is_not_taken_for_markup():
     out = io.StringIO()
     sink = ConsoleSink(out, num_steps=1)
     sink.after_evaluation(
-        TrainState(), Evaluation(0, 1.0, 2.7, 0.5, 1, 9, 3, 0.1, samples=(("xs[0]", "[/bold] [red]"),))
+        TrainState(),
+        Evaluation(0, 1.0, {"perplexity": 2.7, "accuracy": 0.5}, 1, 9, 3, 0.1, samples=(("xs[0]", "[/bold] [red]"),)),
     )
     assert "xs[0]" in out.getvalue() and "[/bold] [red]" in out.getvalue()
 

@@ -195,9 +195,10 @@ def take_step_of(
     """One step on this rank's micro-batches; returns its loss, which is that of ``num_loss_tokens`` on all ranks, and
     its gradient norm.
     """
-    from manyhands.training.step import StepWork, compute_gradients
+    from manyhands.training.step import StepWork, TermWeight, compute_gradients
 
-    work = StepWork(number, 0.0, 1, 0, num_loss_tokens, len(batches), 0, batches)
+    weights = {"lm": TermWeight(num_loss_tokens, 0)}
+    work = StepWork(number, 0.0, 1, 0, num_loss_tokens, len(batches), weights, batches)
     sums = compute_gradients(engine, work, seed=0, rank=engine.world.rank)
     loss = float(engine.all_reduce_sum(sums.terms["lm"].clone())) / num_loss_tokens
     norm = float(sums.grad_norm)

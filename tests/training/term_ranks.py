@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.config.schema import StopSection
+from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.core.world import World
 from manyhands.engine.apply import replicate
 from manyhands.engine.native import NativeEngine
@@ -20,7 +21,7 @@ TOKENS: list[list[float]] = [[1.0], [2.0, 3.0], []]  # the loss of each rank's t
 ROUTER = [(4.0, 30), (0.0, 0), (6.0, 70)]  # sum and weight of each rank's second term
 
 
-COEFFICIENTS = {"lm": 1.0, "router": 0.5}
+TERMS = (LANGUAGE_MODEL, LossTerm("router", 0.5))
 
 
 class TwoTerms(nn.Module):
@@ -55,11 +56,12 @@ def train_and_evaluate() -> dict[str, float]:
         TrainState(),
         num_samples=1,
         num_tokens=3,
+        num_loss_tokens={"": 3},
         device=device,
-        coefficients=COEFFICIENTS,
+        terms=TERMS,
     )
-    weights = {"router": TermWeight(100, ROUTER[rank][1])}
-    work = StepWork(0, 1.0, 3, 3, 3, 1, len(own), [batch], other_weights=weights)
+    weights = {"lm": TermWeight(3, len(own)), "router": TermWeight(100, ROUTER[rank][1])}
+    work = StepWork(0, 1.0, 3, 3, 3, 1, weights, [batch])
     keep = Keep()
     train(
         Loop(
@@ -73,7 +75,7 @@ def train_and_evaluate() -> dict[str, float]:
             seed=0,
             rank=rank,
             device=device,
-            coefficients=COEFFICIENTS,
+            terms=TERMS,
             hooks=[keep],
         )
     )

@@ -33,7 +33,7 @@ def result(loss: float, grad_norm: float = 1.0, num_loss_tokens: int = 1, step: 
 
 
 def evaluation(step: int, loss: float) -> Evaluation:
-    return Evaluation(step, loss, 1.0, 0.0, 1, 1, 1, 0.1)
+    return Evaluation(step, loss, {}, 1, 1, 1, 0.1)
 
 
 def watch(losses: list[float], state: TrainState | None = None, said: list[str] | None = None, **keys) -> int | None:

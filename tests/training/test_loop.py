@@ -12,7 +12,7 @@ from manyhands.config.section_schemas import GuardsSection
 from manyhands.core.errors import UserError
 from manyhands.training.guards import StepGuard
 from manyhands.training.loop import Interrupted, Loop, train
-from manyhands.training.step import StepWork
+from manyhands.training.step import StepWork, TermWeight
 from manyhands.training.types import Evaluation, Hook, TrainState
 from tests.training.test_step import Plain
 
@@ -35,11 +35,13 @@ def make_loop(losses: list[float] | None = None, num_steps: int = 4, **kwargs) -
     remaining = iter(losses or [])
 
     def evaluate(state: TrainState) -> Evaluation:
-        return Evaluation(state.step, next(remaining, 1.0), 1.0, 0.0, 1, 1, 1, 0.1)
+        return Evaluation(state.step, next(remaining, 1.0), {}, 1, 1, 1, 0.1)
 
     def works():
         for step in range(state.step, num_steps):
-            yield StepWork(step, step / num_steps, 2, 10, 2, 1, 2, [{"x": torch.tensor([1.0, 2.0])}])
+            yield StepWork(
+                step, step / num_steps, 2, 10, 2, 1, {"lm": TermWeight(2, 2)}, [{"x": torch.tensor([1.0, 2.0])}]
+            )
 
     state = kwargs.pop("state", TrainState())
     options = {
@@ -110,7 +112,17 @@ def test_waiting_for_input_is_counted_and_belongs_to_the_step(clock: Clock):
     def works():
         for step in range(2):
             clock.now += 0.2
-            yield StepWork(step, 1.0, 2, 10, 2, 1, 2, [{"x": torch.tensor([1.0, 2.0])}], waited_s=lambda: 0.2)
+            yield StepWork(
+                step,
+                1.0,
+                2,
+                10,
+                2,
+                1,
+                {"lm": TermWeight(2, 2)},
+                [{"x": torch.tensor([1.0, 2.0])}],
+                waited_s=lambda: 0.2,
+            )
 
     keep = Keep()
     loop = make_loop(hooks=[keep], num_steps=2)

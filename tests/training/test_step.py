@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.training.loop import evaluate
 from manyhands.training.step import StepWork, TermWeight, compute_gradients
 from manyhands.training.types import TrainState
@@ -36,7 +37,8 @@ class Plain(ToyEngine):
 def work(*micro_batches: list[float]) -> StepWork:
     tensors = [{"x": torch.tensor(values)} for values in micro_batches]
     num_loss_tokens = sum(len(values) for values in micro_batches)
-    return StepWork(0, 0.0, 1, num_loss_tokens, num_loss_tokens, len(tensors), num_loss_tokens, tensors)
+    weights = {"lm": TermWeight(num_loss_tokens, num_loss_tokens)}
+    return StepWork(0, 0.0, 1, num_loss_tokens, num_loss_tokens, len(tensors), weights, tensors)
 
 
 def step(engine: Plain, *micro_batches: list[float], max_grad_norm: float = 0.0, lr: float = 1.0):
@@ -94,15 +96,13 @@ def test_dropout_is_keyed_by_step_and_repeats():
 def test_the_sum_of_weights_divides_where_there_are_any():
     # sum(w x) with weights 2 and 1 for losses 3 and 6: (2 * 3 + 6) / 3 = 4 = d/dw, and w = 1 - 4
     engine = Plain()
-    weighted = replace(work([6.0, 6.0]), loss_weight=3.0, rank_loss_weight=3.0)
+    weighted = replace(work([6.0, 6.0]), weights={"lm": TermWeight(3.0, 3.0)})
     sums = compute_gradients(engine, weighted, seed=0, rank=0)
     engine.step(1.0, max_norm=0.0)
     assert sums.terms["lm"].item() == 12.0 and engine.model.w.item() == pytest.approx(-3.0)
-    assert weighted.weight_of("lm") == TermWeight(3.0, 3.0)
-    assert work([1.0, 1.0]).weight_of("lm") == TermWeight(2, 2)
 
 
-BOTH = {"lm": 1.0, "router": 1.0}
+BOTH = (LANGUAGE_MODEL, LossTerm("router", 0.25))
 
 
 class TwoTerms(Plain):
@@ -121,70 +121,42 @@ TWO_TERMS = [
 ]
 
 
-def test_every_term_is_divided_by_its_own_weight():
-    # reference in float64: d/dw (sum(w x) / n_x + sum(w y) / n_y), with n_x = 4 tokens and n_y = 100
-    w = torch.ones((), dtype=torch.float64, requires_grad=True)
-    ((w * 1 + w * 2 + w * 0.5 + w * 0.5) / 4 + (w * 4 + w * 6) / 100).backward()
-    assert w.grad.item() == pytest.approx(1.1)  # both over the loss tokens it would be 14 / 4 = 3.5
+def evaluate_on(engine: Plain, batches: list, terms=(LANGUAGE_MODEL,)):
+    counts = {"num_samples": 2, "num_tokens": 4, "num_loss_tokens": {"": 4}}
+    return evaluate(engine, engine.model, batches, TrainState(), **counts, device=torch.device("cpu"), terms=terms)
 
-    engine = TwoTerms()
-    given = replace(
-        work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(100, 100)}
-    )
-    sums = compute_gradients(engine, given, seed=0, rank=0, coefficients=BOTH)
+
+def test_every_term_is_divided_by_its_own_weight_and_scaled_by_its_coefficient():
+    # reference in float64: d/dw (sum(w x) / n_x + 0.25 sum(w y) / n_y), with n_x = 4 tokens and n_y = 100
+    w = torch.ones((), dtype=torch.float64, requires_grad=True)
+    ((w * 1 + w * 2 + w * 0.5 + w * 0.5) / 4 + 0.25 * (w * 4 + w * 6) / 100).backward()
+    assert w.grad.item() == pytest.approx(1.025)
+
+    engine, weights = TwoTerms(), {"lm": TermWeight(4, 4), "router": TermWeight(100, 100)}
+    given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, weights=weights)
+    sums = compute_gradients(engine, given, seed=0, rank=0, terms=BOTH)
     assert engine.model.w.grad.item() == pytest.approx(w.grad.item(), rel=1e-6)
     assert {name: value.item() for name, value in sums.terms.items()} == {"lm": 4.0, "router": 10.0}
 
-    found = evaluate(
-        engine,
-        engine.model,
-        TWO_TERMS,
-        TrainState(),
-        num_samples=2,
-        num_tokens=4,
-        device=torch.device("cpu"),
-        coefficients=BOTH,
-    )
-    assert found.loss == pytest.approx(1.1) and found.terms == pytest.approx({"lm": 1.0, "router": 0.1})
-    assert found.perplexity == pytest.approx(math.exp(1.0)) and found.accuracy == 0.5
-
-
-def test_a_term_of_no_weight_adds_nothing_and_one_without_a_declared_weight_is_refused():
-    engine = TwoTerms()
-    given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights={"router": TermWeight(0, 0)})
-    compute_gradients(engine, given, seed=0, rank=0, coefficients=BOTH)
-    assert engine.model.w.grad.item() == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="loss term 'router' has no weight"):
-        compute_gradients(TwoTerms(), replace(given, other_weights={}), seed=0, rank=0, coefficients=BOTH)
-
-
-def test_a_coefficient_scales_its_term_in_training_and_evaluation():
-    # d/dw of sum(w x) / 4 + 0.25 sum(w y) / 100, by hand: 1 + 0.25 * 0.1
-    engine, coefficients = TwoTerms(), {"lm": 1.0, "router": 0.25}
-    weights = {"router": TermWeight(100, 100)}
-    given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, other_weights=weights)
-    compute_gradients(engine, given, seed=0, rank=0, coefficients=coefficients)
-    assert engine.model.w.grad.item() == pytest.approx(1.025)
-    found = evaluate(
-        engine,
-        engine.model,
-        TWO_TERMS,
-        TrainState(),
-        num_samples=2,
-        num_tokens=4,
-        device=torch.device("cpu"),
-        coefficients=coefficients,
-    )
+    found = evaluate_on(engine, TWO_TERMS, BOTH)
     assert found.loss == pytest.approx(1.025) and found.terms == pytest.approx({"lm": 1.0, "router": 0.1})
+    assert found.figures == pytest.approx({"perplexity": math.exp(1.0), "accuracy": 0.5})
 
 
-def test_a_term_without_a_coefficient_is_refused_by_name():
-    given = replace(work([1.0]), micro_batches=TWO_TERMS[:1], other_weights={"router": TermWeight(30, 30)})
-    with pytest.raises(ValueError, match="loss term 'router' has no coefficient"):
-        compute_gradients(TwoTerms(), given, seed=0, rank=0)
-    engine = TwoTerms()
-    with pytest.raises(ValueError, match="loss term 'router' has no coefficient"):
-        evaluate(engine, engine.model, TWO_TERMS, TrainState(), num_samples=2, num_tokens=4, device=torch.device("cpu"))
+def test_a_term_of_no_weight_adds_nothing():
+    engine, weights = TwoTerms(), {"lm": TermWeight(4, 4), "router": TermWeight(0, 0)}
+    given = replace(work([1.0, 2.0, 0.5], [0.5]), micro_batches=TWO_TERMS, weights=weights)
+    compute_gradients(engine, given, seed=0, rank=0, terms=BOTH)
+    assert engine.model.w.grad.item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("terms", "make"), [((LANGUAGE_MODEL,), TwoTerms), (BOTH, Plain)])
+def test_a_term_that_is_undeclared_or_missing_is_refused_by_name(terms, make):
+    given = replace(work([1.0]), micro_batches=TWO_TERMS[:1], weights={"lm": TermWeight(1, 1)})
+    with pytest.raises(ValueError, match="router"):
+        compute_gradients(make(), given, seed=0, rank=0, terms=terms)
+    with pytest.raises(ValueError, match="router"):
+        evaluate_on(make(), TWO_TERMS, terms)
 
 
 @pytest.mark.distributed
@@ -200,30 +172,15 @@ def test_terms_are_divided_by_their_weights_over_all_ranks(world):
     assert answers[0] == pytest.approx(wanted)
 
 
-def test_a_hopeless_loss_has_no_perplexity_of_300_digits():
-    found = evaluate_once(loss=800.0)
-    assert (found.loss, found.perplexity) == (800.0, math.inf)
-
-
-def evaluate_once(loss: float):
-    class Fixed(Plain):
-        def forward(self, batch, *, metrics=False):
-            one = torch.ones(())
-            return {"lm": (one * loss, one), "correct": (one, one)}
-
-    engine = Fixed()
-    return evaluate(engine, engine.model, [{}], TrainState(), num_samples=1, num_tokens=1, device=torch.device("cpu"))
-
-
-def test_evaluation_divides_the_loss_by_weight_and_hits_by_tokens():
+@pytest.mark.parametrize("of_batches", [[(800.0, 1.0, 1, 1)], [(6.0, 1.5, 1, 4), (3.0, 3.0, 2, 4)]])
+def test_evaluation_divides_the_loss_by_weight_and_hits_by_tokens(of_batches):
     class Weighted(Plain):
         def forward(self, batch, *, metrics=False):
             loss, weight, hits, tokens = batch["x"]
             return {"lm": (loss, weight), "correct": (hits, tokens)}
 
-    engine = Weighted()
-    batches = [{"x": torch.tensor([6.0, 1.5, 1, 4])}, {"x": torch.tensor([3.0, 3.0, 2, 4])}]
-    found = evaluate(
-        engine, engine.model, batches, TrainState(), num_samples=2, num_tokens=9, device=torch.device("cpu")
-    )
-    assert (found.loss, found.accuracy, found.num_loss_tokens) == (2.0, 3 / 8, 8)
+    found = evaluate_on(Weighted(), [{"x": torch.tensor(values)} for values in of_batches])
+    if len(of_batches) == 1:  # a hopeless loss has no perplexity of 300 digits
+        assert (found.loss, found.figures["perplexity"]) == (800.0, math.inf)
+    else:
+        assert (found.loss, found.figures["accuracy"]) == (2.0, 3 / 8)

@@ -105,9 +105,13 @@ class NotebookDisplay(Display):
 
     def _rows(self) -> list[list[str]]:
         return [
-            [f"step {row['step']}", f"held-out loss {row['loss']:.4f}", f"perplexity {row['perplexity']:.2f}"]
+            [
+                f"step {row['step']}",
+                f"held-out loss {row['loss']:.4f}",
+                *(f"perplexity {value:.2f}" for value in [row.get("perplexity")] if value is not None),
+            ]
             for row in self.evaluations
-            if row["loss"] is not None and row["perplexity"] is not None
+            if row["loss"] is not None
         ]
 
 

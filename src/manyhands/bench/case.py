@@ -149,6 +149,7 @@ def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = N
         num_steps=rank.plan.num_steps,
         max_grad_norm=rank.config.optimizer.max_grad_norm,
         seed=0,
+        terms=rank.loss_model.terms,
         rank=launcher.rank,
         device=device,
         hooks=[timings, observe],

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands import families
 from manyhands.convert.protocol import Context, Converter
 from manyhands.core.errors import UserError
 from manyhands.core.holding import full_numel
+from manyhands.data.tasks import TASKS
 from manyhands.model.load import build_meta, layers_that_fill_themselves, materialize
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import hugging_face_model
@@ -91,7 +93,8 @@ def build_on_meta(
     model: Any = build_meta(context.plan, context.config, report)
     for converter in converters:
         converter.on_meta(model)
-    loss_model = LossModel(model)
+    terms = (*TASKS[context.config.task].terms, *families.find(model.config.model_type).terms)
+    loss_model = LossModel(model, terms=terms)
     for converter in converters:
         converter.on_loss(loss_model)
     return loss_model

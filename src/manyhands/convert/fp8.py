@@ -335,8 +335,8 @@ Sample = dict[str, tuple[torch.Tensor, float]]  # elements of a gradient, and ho
 def _sample_gradients(
     engine: TrainedModel, model: nn.Module, batch: Mapping[str, Any], seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, Sample]:
-    """Loss sum and weight (float64), and elements of all gradients, evenly spread; of shards this rank's. No gradient
-    remains.
+    """Sum and weight (float64) of the first loss term, and elements of all gradients, evenly spread; of shards those of
+    this rank. No gradient remains.
     """
     device = batch["input_ids"].device
     with (
@@ -344,7 +344,7 @@ def _sample_gradients(
         torch.compiler.set_stance("force_eager"),
     ):
         torch.manual_seed(seed)  # the same dropout both times
-        loss, weight = engine.forward(batch)["lm"]
+        loss, weight = next(iter(engine.forward(batch).values()))
         engine.backward(loss / weight.clamp(min=1), last=True)
     samples: Sample = {}
     for name, parameter in model.named_parameters():

@@ -47,7 +47,15 @@ import numpy as np
 
 from manyhands.core.errors import EXIT_FAILED, FAULT, UserError
 from manyhands.data.image_batch import ImageWork, add_images
-from manyhands.data.streams import PACKED_BY, BatchEntry, Sample, Stream, add_label_positions
+from manyhands.data.streams import (
+    DOCUMENTS,
+    PACKED_BY,
+    BatchEntry,
+    Sample,
+    Stream,
+    add_label_positions,
+    split_documents,
+)
 
 MIN_BOUNDS = 16  # entries of cu_seq_lens where their number is rounded up
 DOCUMENT_LENGTHS, DISTINCT_LENGTHS, SAMPLE_NUMBERS = "document_lengths", "distinct_lengths", "sample_numbers"
@@ -71,6 +79,8 @@ TEXT_ENTRIES = frozenset(
         DISTINCT_LENGTHS,
         SAMPLE_NUMBERS,
         NOISE_KEY,
+        DOCUMENTS.name,
+        f"cu_{DOCUMENTS.name}",
     }
 )
 
@@ -109,10 +119,15 @@ class BatchShape:
 def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, shape: BatchShape) -> Arrays:
     """One micro-batch; no samples at all give one row of padding (two tokens, or what ``shape`` asks) without labels.
 
-    Padding of a pack is one more document, without labels, at position 0. ValueError where the samples do not fit.
+    Each document of a sample becomes one of the pack, or a row. Padding of a pack is one more document, without labels,
+    at position 0. ValueError where the samples do not fit.
     """
     samples = [sample_set.sample(int(number)) for number in numbers]
-    lengths = [len(sample[PACKED_BY]) for sample in samples]
+    divided = [split_documents(sample, sample_set.streams) for sample in samples]
+    documents = [document for each in divided for document in each]
+    if shape.images is not None and len(documents) > len(samples):
+        raise ValueError("images of samples of several documents cannot be placed")
+    lengths = [len(document[PACKED_BY]) for document in documents]
     if shape.packed:
         size, starts, batch = _size_pack(lengths, shape)
     else:
@@ -120,11 +135,11 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
         starts = [index * size[1] for index in range(len(lengths))]
     batch["position_ids"] = _count_positions(size, lengths, starts, shape.packed)
     if shape.tells_documents:
-        batch |= _tell_documents(size, lengths, numbers, starts, shape.packed)
+        batch |= _tell_documents(size, lengths, np.repeat(numbers, list(map(len, divided))), starts, shape.packed)
     for stream in sample_set.streams:
         for entry in stream.entries:
             if stream.owner == PACKED_BY:
-                batch[entry.name] = _place(stream, entry, samples, size, starts)
+                batch[entry.name] = _place(stream, entry, documents, size, starts)
             else:
                 parts = [sample[stream.name] for sample in samples]
                 blank = np.empty((0, *stream.item_shape), dtype=stream.dtype)
@@ -136,18 +151,18 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
 
 
 def _place(
-    stream: Stream, entry: BatchEntry, samples: Sequence[Sample], size: tuple[int, int], starts: Sequence[int]
+    stream: Stream, entry: BatchEntry, documents: Sequence[Sample], size: tuple[int, int], starts: Sequence[int]
 ) -> np.ndarray:
     """An entry ``(*size, *item_shape)`` of a stream along the packed one; ``starts`` are the documents' first flat
     positions."""
     out = np.full((size[0] * size[1], *stream.item_shape), entry.fill, dtype=entry.dtype)
     wide, skipped = (-1, *[1] * len(stream.item_shape)), int(entry.shifted)
     # Document by document: what a step needs of one stays in the cache, which makes it faster than all at once.
-    for sample, start in zip(samples, starts, strict=True):
-        values = sample[stream.name][skipped:]
+    for document, start in zip(documents, starts, strict=True):
+        values = document[stream.name][skipped:]
         part = out[start : start + len(values)]
         if entry.where:
-            kept = sample[entry.where][skipped:]
+            kept = document[entry.where][skipped:]
             np.copyto(part, values, where=kept.reshape(wide) if stream.item_shape else kept)
         else:
             part[:] = values

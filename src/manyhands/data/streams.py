@@ -161,15 +161,40 @@ def make_sample(ids: np.ndarray, mask: np.ndarray, weights: np.ndarray | None = 
     return {TOKENS.name: ids, MASK.name: mask} | ({} if weights is None else {WEIGHTS.name: weights})
 
 
+# Of a sample of several documents, such as the two answers of a preference: their lengths, end to end in its tokens.
+# Order and packing know samples alone, so documents of one stay together; none sees another.
+DOCUMENTS = Stream("documents", "<i4", entries=(BatchEntry("documents", "int32"),))
+
+
+def split_documents(sample: Sample, streams: Iterable[Stream]) -> list[Sample]:
+    """Returns what lies along the tokens, document by document; a sample of one document as it is."""
+    if DOCUMENTS.name not in sample:
+        return [sample]
+    if (total := int(sample[DOCUMENTS.name].sum())) != len(sample[PACKED_BY]):
+        raise ValueError(f"a sample of {len(sample[PACKED_BY])} tokens cannot have documents of {total} tokens")
+    cuts = np.cumsum(sample[DOCUMENTS.name])[:-1]
+    names = [stream.name for stream in streams if stream.owner == PACKED_BY and stream.name in sample]
+    divided = (np.split(sample[name], cuts) for name in names)
+    return [dict(zip(names, parts, strict=True)) for parts in zip(*divided, strict=True)]
+
+
+def _predicted(sample: Sample, name: str) -> np.ndarray:
+    """A stream along the tokens without the first of each document, which is predicted from nothing."""
+    if DOCUMENTS.name not in sample:
+        return sample[name][1:]
+    return np.delete(sample[name], np.cumsum([0, *sample[DOCUMENTS.name][:-1]]))
+
+
 def count_loss_tokens(sample: Sample) -> int:
-    """Loss tokens of a sample: the first token is predicted from nothing."""
-    return int(np.count_nonzero(sample[MASK.name][1:]))
+    """Loss tokens of a sample."""
+    return int(np.count_nonzero(_predicted(sample, MASK.name)))
 
 
 def sum_loss_weights(sample: Sample) -> float:
     """What the loss tokens of a sample weigh together, summed in float64; their number where none is weighted."""
-    weights = sample.get(WEIGHTS.name)
-    return count_loss_tokens(sample) if weights is None else float(weights[1:].sum(dtype=np.float64))
+    if WEIGHTS.name not in sample:
+        return count_loss_tokens(sample)
+    return float(_predicted(sample, WEIGHTS.name).sum(dtype=np.float64))
 
 
 def is_weighted(streams: Iterable[Stream]) -> bool:
@@ -183,8 +208,9 @@ def weights_of(sample: Sample) -> np.ndarray:
 
 
 def cut_to_loss(sample: Sample, streams: Iterable[Stream], num_tokens: int) -> Sample:
-    """The last ``num_tokens`` tokens up to the last loss token, and what lies along them; a shorter sample as it is."""
-    if len(sample[PACKED_BY]) <= num_tokens:
+    """The last ``num_tokens`` tokens up to the last loss token, and what lies along them; a shorter sample, or one
+    of several documents, as it is."""
+    if len(sample[PACKED_BY]) <= num_tokens or DOCUMENTS.name in sample:
         return sample
     found = np.flatnonzero(sample[MASK.name])
     end = max(num_tokens, int(found[-1]) + 1 if len(found) else 0)

@@ -20,9 +20,11 @@ from jinja2 import Environment, StrictUndefined
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.config.section_schemas import MethodSection
 from manyhands.core.files import read_json, read_rows
+from manyhands.core.terms import find_metric
 from manyhands.core.text import code_block, code_span, in_markdown
 from manyhands.core.units import count_of, describe_ranks
 from manyhands.data.image_processor import PROCESSOR_FILES
+from manyhands.data.tasks import TASKS
 from manyhands.export.record import CARD
 from manyhands.facts.adapter import nf4_options
 from manyhands.infer.vllm import RANK_LIMITS
@@ -31,11 +33,6 @@ from manyhands.metrics.summary import describe_data, describe_settings, make_cur
 from manyhands.planner.types import Plan, describe_checkpointing, method_of
 from manyhands.training.types import Evaluation
 
-TASKS = {
-    "sft": "supervised fine-tuning on conversations",
-    "cpt": "continued pre-training on text",
-    "mixed": "supervised fine-tuning and continued pre-training on text",
-}
 CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+$")
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 LICENSE_LINE = re.compile(r"^(license|license_name|license_link): *[\"']?([\w.:/\-]{1,200})[\"']? *$", re.MULTILINE)
@@ -97,7 +94,7 @@ class Card:
             front_matter=yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True),
             folder_name=folder_name,
             name=self.base or f"path/to/{folder_name}",
-            task=TASKS[config.task],
+            task=TASKS[config.task].description,
             tools=tools,
             versions=versions,
             settings=describe_settings(config, plan),
@@ -105,6 +102,7 @@ class Card:
             checkpointing=describe_checkpointing(plan.layout),
             count_of=count_of,
             evaluations=shown,
+            metrics=[find_metric(name) for name in shown[self.step].figures] if self.step in shown else [],
             held_out=", ".join(source["name"] for source in self.data or () if source["num_validation_samples"]),
             remote=", trust_remote_code=True" if config.model.trust_remote_code else "",
             revision=f", revision={_python(config.model.revision)}" if config.model.revision else "",

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from manyhands.core.terms import LossTerm
+
 Config = Mapping[str, Any]
 """The fields of a config.json; of a multimodal model those of its text."""
 Shapes = dict[str, tuple[int, ...]]
@@ -171,6 +173,8 @@ class Family:
     towers: tuple[str, ...] = ()  # modules that encode images, video or sound
     projectors: tuple[str, ...] = ()  # modules that lead from a tower to the embeddings
     images: ImageLayout | None = None  # None: images cannot be trained
+
+    terms: tuple[LossTerm, ...] = ()  # of the loss, beside those of the task
 
     @property
     def is_multimodal(self) -> bool:

@@ -194,7 +194,7 @@ def _recorded(run: RunFolder, max_tokens: int | None) -> tuple[dict[str, dict[st
     for name, number in (("before", 0), ("after", step)):
         if number in by_step:
             one = by_step[number]
-            columns[name] = {"loss": one.loss, "perplexity": one.perplexity, "accuracy": one.accuracy}
+            columns[name] = {"loss": one.loss, **one.figures}
     return columns, step
 
 

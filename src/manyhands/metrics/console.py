@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from manyhands.core.limits import GIB
+from manyhands.core.terms import find_metric
 from manyhands.core.text import open_console
 from manyhands.core.units import count_of
 from manyhands.metrics.sinks import Devices, Outcome, Sink
@@ -96,12 +97,16 @@ class ConsoleSink(Sink):
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._first, self._last = self._first or evaluation, evaluation
         counts = f"{count_of(evaluation.num_samples, 'sample')}, {count_of(evaluation.num_loss_tokens, 'loss token')}"
+        metrics = [find_metric(name) for name in evaluation.figures]
+        texts = [f", {each.label} {each.format(evaluation.figures[each.name], '.2f', '.1%')}" for each in metrics]
         self._show(
-            f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}, perplexity {_perplexity(evaluation)}, "
-            f"token accuracy {evaluation.accuracy:.1%} ({counts}, {evaluation.seconds:.1f} s)"
+            f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}{''.join(texts)}"
+            f" ({counts}, {evaluation.seconds:.1f} s)"
         )
         for name, figures in evaluation.sets.items():
-            self._show(f"  {name}: loss {figures['loss']:.4f}, token accuracy {figures['accuracy']:.1%}")
+            shares = [each for each in metrics if each.is_share and each.name in figures]
+            texts = [f", {each.label} {figures[each.name]:.1%}" for each in shares]
+            self._show(f"  {name}: loss {figures['loss']:.4f}{''.join(texts)}")
         for prompt, answer in evaluation.samples:
             self._show(f"  {_one_line(prompt)}\n    -> {_one_line(answer)}")
 
@@ -153,10 +158,6 @@ class ConsoleSink(Sink):
 
 def _when(evaluation: Evaluation) -> str:
     return "before training" if evaluation.step == 0 else f"after step {evaluation.step}"
-
-
-def _perplexity(evaluation: Evaluation) -> str:
-    return f"{evaluation.perplexity:.2f}" if evaluation.perplexity < 1e6 else f"{evaluation.perplexity:.1e}"
 
 
 def _one_line(text: str) -> str:

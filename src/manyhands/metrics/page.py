@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from manyhands.core.limits import GIB
+from manyhands.core.terms import find_metric
 from manyhands.core.text import printable_value
 from manyhands.core.units import format_duration
+from manyhands.training.types import figures_of
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 GRAY = 7  # of the page's colors: what was measured
@@ -136,10 +138,17 @@ def _largest(terms: Mapping[str, float], longest: float, text: Callable[[float],
 
 
 def _evaluations(report: Mapping[str, Any]) -> list[list[str]]:
-    forms = {"loss": ".4f", "perplexity": ".4g", "accuracy": ".2%"}
-    return [
-        [f"{row['step']:,}", *(_number(row, name, form) for name, form in forms.items())]
-        for row in report.get("evaluations", [])
+    """Labels, then cells; empty where there is no evaluation."""
+    if not (rows := report.get("evaluations")):
+        return []
+    metrics = [find_metric(name) for name in dict.fromkeys(name for row in rows for name in figures_of(row))]
+    return [["step", "held-out loss", *(metric.label for metric in metrics)]] + [
+        [
+            f"{row['step']:,}",
+            _number(row, "loss", ".4f"),
+            *(metric.format(row.get(metric.name), ".4g", ".2%") for metric in metrics),
+        ]
+        for row in rows
     ]
 
 

@@ -13,13 +13,13 @@ import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.files import read_rows, write_atomically
 from manyhands.core.limits import GIB
+from manyhands.core.terms import find_metric
 from manyhands.core.text import code_span, in_markdown, indented, printable
 from manyhands.core.units import count_of, draw_line
 from manyhands.metrics.page import render_report
@@ -31,7 +31,7 @@ from manyhands.metrics.summary import (
     read_evaluations,
 )
 from manyhands.planner.types import Plan, describe_checkpointing
-from manyhands.training.types import TrainState
+from manyhands.training.types import TrainState, figures_of
 
 TABLE_ROWS = 6  # of the loss over steps
 SHOWN_CHARACTERS = 600  # of a sample's prompt and answer
@@ -52,7 +52,7 @@ def write_report(
     evaluations = list(measured.get("evaluations", []))
     known = {row["step"] for row in evaluations}
     earlier = [
-        asdict(row) for row in read_evaluations(path / "metrics.jsonl") if row.step not in known
+        row.to_row() for row in read_evaluations(path / "metrics.jsonl") if row.step not in known
     ]  # of the launches before
     curve = make_curve(read_rows(path / "metrics.jsonl", "step"))
     measured = {**measured, "evaluations": earlier + evaluations, "curve": curve}
@@ -68,7 +68,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
     """The report as plain values: bytes, seconds, tokens, nats."""
     peaks = measured.get("peak_bytes_by_rank") or [int(device["peak_bytes"]) for device in measured.get("devices", [])]
     evaluations = [
-        _pick(row, "step", "loss", "perplexity", "accuracy", "num_samples", "num_loss_tokens")
+        _pick(row, "step", "loss", *figures_of(row), "num_samples", "num_loss_tokens")
         | ({"sets": row["sets"]} if row.get("sets") else {})
         for row in measured.get("evaluations", [])
     ]
@@ -204,15 +204,12 @@ def _restart_lines(restarts: Sequence[Mapping[str, Any]]) -> list[str]:
 def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     if not evaluations:
         return ["", "Nothing was held out: no validation loss."]
-    lines = ["", "| step | held-out loss | perplexity | token accuracy |", "|---|---|---|---|"]
+    metrics = [find_metric(name) for name in dict.fromkeys(name for row in evaluations for name in figures_of(row))]
+    labels = ["step", "held-out loss", *(in_markdown(metric.label) for metric in metrics)]
+    lines = ["", f"| {' | '.join(labels)} |", f"|{'---|' * len(labels)}"]
     for row in evaluations:
-        huge = (row.get("perplexity") or 0.0) >= 1e6
-        cells = (
-            _number(row, "loss", ".4f"),
-            _number(row, "perplexity", ".1e" if huge else ".3f"),
-            _number(row, "accuracy", ".2%"),
-        )
-        lines.append(f"| {row['step']} | {' | '.join(cells)} |")
+        cells = [metric.format(row.get(metric.name), ".3f", ".2%") for metric in metrics]
+        lines.append(f"| {' | '.join([str(row['step']), _number(row, 'loss', '.4f'), *cells])} |")
     return lines + _set_lines(evaluations)
 
 

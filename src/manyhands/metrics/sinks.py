@@ -72,7 +72,7 @@ class JsonlSink(Sink):
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         samples = [{"prompt": prompt, "answer": answer} for prompt, answer in evaluation.samples]
-        self._write({"kind": "evaluation", **asdict(evaluation), "samples": samples})
+        self._write({"kind": "evaluation", **evaluation.to_row(), "samples": samples})
 
     def after_checkpoint(self, state: TrainState, folder: Path) -> None:
         self._write({"kind": "checkpoint", "step": state.step, "folder": str(folder)})
@@ -162,11 +162,11 @@ def device_values(devices: Devices) -> dict[str, float]:
 
 def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
     """The same of an evaluation."""
-    values = {"loss": evaluation.loss, "perplexity": evaluation.perplexity, "accuracy": evaluation.accuracy}
+    values = {"loss": evaluation.loss, **evaluation.figures}
     values |= {f"loss/{term}": loss for term, loss in evaluation.terms.items()}
     values |= {f"metrics/{name}": value for name, value in evaluation.metrics.items()}
     for name, figures in evaluation.sets.items():
-        values |= {f"{name}/{metric}": figures[metric] for metric in ("loss", "perplexity", "accuracy")}
+        values |= {f"{name}/{metric}": value for metric, value in figures.items() if metric != "num_loss_tokens"}
     return {f"validation/{name}": value for name, value in values.items()}
 
 

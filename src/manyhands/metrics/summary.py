@@ -17,7 +17,7 @@ from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.files import read_rows
 from manyhands.data.summary import count_left_out
 from manyhands.planner.types import Plan, method_of
-from manyhands.training.types import Evaluation
+from manyhands.training.types import Evaluation, figures_of
 
 CURVE_POINTS = 60
 LIBRARIES = ("manyhands", "torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "peft", "deepspeed")
@@ -104,13 +104,14 @@ def _read_evaluation(row: Mapping[str, Any]) -> Evaluation | None:
     values: dict[str, Any] = {
         field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)
     }
-    groups = {name: row.get(name) or {} for name in ("sets", "terms", "metrics")}
+    figures = {name: math.nan if value is None else value for name, value in figures_of(row).items()}
+    groups = {"figures": figures} | {name: row.get(name) or {} for name in ("sets", "terms", "metrics")}
     try:
         samples = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples") or ())
     except (TypeError, KeyError):
         return None
     numbers = [value for name, value in values.items() if name not in {"samples", *groups}]
-    if not all(isinstance(value, int | float) for value in numbers):
+    if not all(isinstance(value, int | float) for value in (*numbers, *figures.values())):
         return None
     if not all(isinstance(group, dict) for group in groups.values()):
         return None

@@ -17,6 +17,7 @@ from torch import nn
 from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
+from manyhands.core.terms import LANGUAGE_MODEL
 from manyhands.data.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS
 from manyhands.model.attention import AttentionRefused
 from manyhands.model.loss import IGNORED, LossModel
@@ -377,16 +378,20 @@ def _training_without_dropout(loss_model: LossModel) -> Iterator[None]:
 
 
 class eager_evaluation:
-    """Evaluation mode, and no compilation: the probes' shapes are not those of training."""
+    """Evaluation mode, no compilation, as the probes' shapes are not those of training, and cross-entropy alone: the
+    probes lack what further terms read.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.was_training = module, module.training
+    def __init__(self, module: LossModel) -> None:
+        self.module, self.was_training, self.terms = module, module.training, module.terms
         self.stance = torch.compiler.set_stance("force_eager")
 
     def __enter__(self) -> None:
         self.stance.__enter__()
         self.module.eval()
+        self.module.terms = (LANGUAGE_MODEL,)
 
     def __exit__(self, *exception: object) -> None:
+        self.module.terms = self.terms
         self.module.train(self.was_training)
         self.stance.__exit__(*exception)

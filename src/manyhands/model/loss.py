@@ -1,4 +1,4 @@
-"""The language-model loss as a sum and a weight. Nobody here divides: one place in ``train`` does, by the global batch.
+"""Loss terms as sums and weights. Nobody here divides: one place in ``training`` does, by the global batch.
 
 ``LossModel`` wraps a Hugging Face causal model. Its base gives hidden states; only positions with a label pass through
 the head, a chunk at a time, so that logits of all positions are never held at once. The head is the family's own
@@ -11,7 +11,7 @@ Shapes: b samples or 1 pack, t positions, n = b t, m trained positions, e hidden
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manyhands.core.errors import UserError
 from manyhands.core.limits import MAX_CHUNK_LOGITS, MIN_CHUNK_TOKENS
+from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.data.collate import TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
@@ -56,7 +57,8 @@ class OptionalParts(Protocol):
 
 
 class LossModel(nn.Module):
-    """A causal model that returns ``{"lm": (loss_sum, weight)}`` for a micro-batch.
+    """A causal model that returns (sum, weight) of each of its ``terms`` for a micro-batch; by default of
+    cross-entropy: ``{"lm": (loss_sum, weight)}``.
 
     ``batch`` holds ``input_ids`` and ``labels`` (b, t) int64, ``labels`` already shifted and -100 where nothing is
     trained; if packed also ``position_ids`` (1, t), ``cu_seq_lens`` (documents + 1) int32 and ``max_length``. It may
@@ -69,9 +71,10 @@ class LossModel(nn.Module):
 
     model: Any  # a transformers causal model
     images: Images | None = None  # set where tower and projector are in memory
+    terms: Sequence[LossTerm]  # converters may add theirs (``on_loss``)
     _head: Head | None
 
-    def __init__(self, model: Any, *, fuse: bool = False) -> None:
+    def __init__(self, model: Any, *, fuse: bool = False, terms: Sequence[LossTerm] = (LANGUAGE_MODEL,)) -> None:
         """``fuse``: cross-entropy fused with the head, if the head is one that can be; ``how_loss`` says what runs."""
         super().__init__()
         base = getattr(model, "base_model_prefix", "")
@@ -96,7 +99,7 @@ class LossModel(nn.Module):
                 why="it is on in the configuration of its text, by default or by config.json",
                 fix="use a causal language model",
             )
-        self.model = model
+        self.model, self.terms = model, terms
         self.documents = Documents()  # of the batch, for what hangs on their lengths
         ropes = follow_documents(model)
         for rope in ropes:
@@ -132,13 +135,20 @@ class LossModel(nn.Module):
         return f"fused with the head, {backend.name}" + (f" ({backend.reason})" if backend.reason else "")
 
     def forward(self, batch: Mapping[str, Any], metrics: bool = False) -> Terms:
-        """Loss terms of one micro-batch, 0-d tensors: sums in float32 (float64 for a float64 model).
+        """Loss terms of one micro-batch, 0-d tensors. ``metrics=True`` adds what their metrics are the means of."""
+        hidden = self._hidden_states(batch)  # (n, e)
+        found: Terms = {}
+        for term in self.terms:
+            found |= (term.compute or LossModel.cross_entropy)(self, batch, hidden, metrics)
+        return found
+
+    def cross_entropy(self, batch: Mapping[str, Any], hidden: torch.Tensor, metrics: bool) -> Terms:
+        """The term "lm" from hidden states (n, e): its sum in float32 (float64 for a float64 model).
 
         The weight is int64 without ``loss_weights``, else float64. ``metrics=True`` adds ``"correct"``: the number of
         labels that are the arg max of their logits, and of labels, whatever they weigh. A micro-batch without labels
         gives a zero that depends on every parameter, so that no rank leaves a collective out.
         """
-        hidden = self._hidden_states(batch)  # (n, e)
         labels = batch["labels"].flatten()
         rows = batch.get("label_positions")
         if rows is None:
@@ -199,7 +209,7 @@ class LossModel(nn.Module):
     def _model_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         config = self.model.config
         kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
-        taken = TEXT_ENTRIES if self.images is None else TEXT_ENTRIES | self.images.entries
+        taken = TEXT_ENTRIES.union(*(term.entries for term in self.terms), self.images.entries if self.images else ())
         return kwargs | {name: value for name, value in batch.items() if name not in taken}
 
     def _checked_head(self, hidden: torch.Tensor) -> Head | None:

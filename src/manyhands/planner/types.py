@@ -173,7 +173,6 @@ class Plan(Part):
     num_steps: int
     warmup_steps: int
     learning_rate: float
-    loss_coefficients: dict[str, float] = {"lm": 1.0}  # of each loss term, by name
     evaluate_every: int  # 0: only at start and end
     checkpoint_every: int  # 0: only at the end
     evaluate_per_epoch: int = 0  # evaluations in each epoch, in place of evaluate_every

@@ -5,7 +5,6 @@ Evaluation sums over all ranks first, then divides each term once by its own wei
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,11 @@ from torch import nn
 from manyhands.config.schema import StopSection
 from manyhands.config.section_schemas import GuardsSection
 from manyhands.core.errors import UserError
+from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.training.guards import Replicas, StepGuard, stop_reason
 from manyhands.training.schedule import Schedule
-from manyhands.training.step import LM_ALONE, StepSums, StepWork, combine, compute_gradients
-from manyhands.training.types import METRICS, Batch, Engine, Evaluate, Evaluation, Hook, StepResult, TrainState
+from manyhands.training.step import StepSums, StepWork, combine, compute_gradients, refuse_undeclared
+from manyhands.training.types import Batch, Engine, Evaluate, Evaluation, Hook, StepResult, TrainState
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Loop:
     seed: int
     rank: int
     device: torch.device
-    coefficients: Mapping[str, float] = field(default_factory=lambda: dict(LM_ALONE))  # of loss terms, by name
+    terms: Sequence[LossTerm] = (LANGUAGE_MODEL,)  # of the loss
     hooks: Sequence[Hook] = ()
     evaluate: Evaluate | None = None
     evaluate_after: Callable[[int], bool] = lambda num_steps: False  # whether an evaluation follows so many steps
@@ -69,7 +69,7 @@ def train(loop: Loop) -> TrainState:
         checks_before_update = loop.guard.decides_update(state)
         if not checks_before_update and loop.max_grad_norm == 0:
             loop.engine.update_in_backward(loop.schedule(work.step))
-        sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank, coefficients=loop.coefficients)
+        sums = compute_gradients(loop.engine, work, seed=loop.seed, rank=loop.rank, terms=loop.terms)
         wait = _gather_reports(loop, work, sums, elapsed_before + time.monotonic() - started, sums.worked_until - begin)
         if not checks_before_update:
             loop.engine.step(loop.schedule(work.step), max_norm=loop.max_grad_norm)
@@ -147,7 +147,7 @@ def _gather_reports(
     is launched later.
     """
     names = sorted(sums.terms)  # the same on every rank
-    weights = [float(work.weight_of(name).own) for name in names]
+    weights = [float(work.weights[name].own) for name in names]
     of_hooks = [float(value) for hook in loop.hooks for value in hook.local_values()]
     clocks = torch.tensor(
         [*weights, elapsed_s, float(loop.interrupted()), work.waited_s(), busy_s, *of_hooks], dtype=torch.float64
@@ -191,12 +191,12 @@ def _pass_reports(hooks: Sequence[Hook], reports: list[_RankReport]) -> None:
 
 def _make_result(loop: Loop, work: StepWork, reports: list[_RankReport], seconds: float) -> StepResult:
     sums = {name: sum(report.sums[name] for report in reports) for name in reports[0].sums}
-    terms = _means(sums, {name: work.weight_of(name).total for name in sums})
+    terms = _means(sums, {name: work.weights[name].total for name in sums})
     return StepResult(
         step=work.step + 1,
         epoch=work.epoch,
-        loss=combine(terms, loop.coefficients),
-        rank_losses=tuple(combine(_means(report.sums, report.weights), loop.coefficients) for report in reports),
+        loss=combine(terms, loop.terms),
+        rank_losses=tuple(combine(_means(report.sums, report.weights), loop.terms) for report in reports),
         grad_norm=reports[0].grad_norm,
         learning_rate=loop.schedule(work.step),
         num_samples=work.num_samples,
@@ -244,7 +244,6 @@ def _evaluate(loop: Loop) -> None:
 
 
 NO_SETS: Mapping[str, Iterable[Batch]] = {}
-MAX_EXPONENT = 700.0  # exp of more is beyond float64
 
 
 def evaluate(
@@ -255,24 +254,26 @@ def evaluate(
     *,
     num_samples: int,
     num_tokens: int,
+    num_loss_tokens: Mapping[str, int],
     device: torch.device,
-    coefficients: Mapping[str, float] = LM_ALONE,
+    terms: Sequence[LossTerm] = (LANGUAGE_MODEL,),
     sample: Callable[[], tuple[tuple[str, str], ...]] | None = None,
     sets: Mapping[str, Iterable[Batch]] = NO_SETS,
 ) -> Evaluation:
-    """Each loss term by its weight and accuracy by tokens, over all ranks. Every rank must bring the same number of
+    """Each of ``terms`` by its weight, and their metrics, over all ranks. Every rank must bring the same number of
     micro-batches.
 
     ``sets``: micro-batches of further sets, each measured by itself; where ``micro_batches`` are none, all of them
-    together are what is measured. ``module`` is put into evaluation mode for the pass.
+    together are what is measured. ``num_loss_tokens``: of each set by name, and of what is measured as "". ``module``
+    is put into evaluation mode for the pass.
     """
     start = time.monotonic()
     was_training = module.training
     module.eval()
     try:
         with torch.no_grad():
-            sums = _sum_terms(engine, micro_batches, device)
-            by_set = {name: _sum_terms(engine, batches, device) for name, batches in sets.items()}
+            sums = _sum_terms(engine, micro_batches, terms, device)
+            by_set = {name: _sum_terms(engine, batches, terms, device) for name, batches in sets.items()}
             samples = sample() if sample is not None else ()
     finally:
         module.train(was_training)
@@ -281,49 +282,49 @@ def evaluate(
             name: (sums.get(name, (0.0, 0.0))[0] + a, sums.get(name, (0.0, 0.0))[1] + b)
             for name, (a, b) in other.items()
         }
-    whole, losses = _to_means(sums, coefficients)
+    loss, figures, losses = _to_figures(sums, terms)
+    measured = {name: _to_figures(found, terms) for name, found in by_set.items()}
     return Evaluation(
         step=state.step,
-        loss=whole["loss"],
-        perplexity=whole["perplexity"],
-        accuracy=whole["accuracy"],
+        loss=loss,
+        figures=figures,
         num_samples=num_samples,
         num_tokens=num_tokens,
-        num_loss_tokens=int(whole["num_loss_tokens"]),
+        num_loss_tokens=num_loss_tokens[""],
         seconds=time.monotonic() - start,
         samples=samples,
-        sets={name: _to_means(found, coefficients)[0] for name, found in by_set.items()},
+        sets={
+            name: {"loss": loss, **figures, "num_loss_tokens": num_loss_tokens[name]}
+            for name, (loss, figures, _) in measured.items()
+        },
         terms=losses if len(losses) > 1 else {},
     )
 
 
-def _sum_terms(engine: Engine, micro_batches: Iterable[Batch], device: torch.device) -> dict[str, tuple[float, float]]:
-    """(sum, weight) of each term over all ranks; none where there is no micro-batch. Kept in float64 on the device and
-    read once.
+def _sum_terms(
+    engine: Engine, micro_batches: Iterable[Batch], terms: Sequence[LossTerm], device: torch.device
+) -> dict[str, tuple[float, float]]:
+    """(sum, weight) of each term and metric over all ranks; none where there is no micro-batch. Kept in float64 on the
+    device and read once.
     """
-    names: list[str] = []
+    names = sorted({name for term in terms for name in (term.name, *(metric.of for metric in term.metrics))})
     sums = torch.zeros(0, dtype=torch.float64, device=device)
     for batch in micro_batches:
-        terms = engine.forward(batch, metrics=True)
-        names = sorted(terms)  # the same in every batch and on every rank
-        found = torch.stack([number.double() for name in names for number in terms[name]])
-        sums = found if len(sums) == 0 else sums + found
-    if not names:
+        found = engine.forward(batch, metrics=True)
+        refuse_undeclared(found, names)
+        added = torch.stack([number.double() for name in names for number in found[name]])
+        sums = added if len(sums) == 0 else sums + added
+    if len(sums) == 0:
         return {}
     totals = engine.all_reduce_sum(sums).tolist()
     return {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(names)}
 
 
-def _to_means(
-    sums: Mapping[str, tuple[float, float]], coefficients: Mapping[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Figures of a set of samples, and its loss by term."""
-    num_correct, num_loss_tokens = sums["correct"]
-    losses = {name: total / weight for name, (total, weight) in sums.items() if name not in METRICS and weight}
-    figures = {
-        "loss": combine(losses, coefficients),
-        "perplexity": math.exp(losses["lm"]) if losses["lm"] < MAX_EXPONENT else math.inf,
-        "accuracy": num_correct / num_loss_tokens,
-        "num_loss_tokens": num_loss_tokens,
-    }
-    return figures, losses
+def _to_figures(
+    sums: Mapping[str, tuple[float, float]], terms: Sequence[LossTerm]
+) -> tuple[float, dict[str, float], dict[str, float]]:
+    """The loss of a set of samples, its figures, and its loss by term."""
+    means = {name: total / weight for name, (total, weight) in sums.items() if weight}
+    metrics = [metric for term in terms for metric in term.metrics if metric.of in means]
+    losses = {term.name: means[term.name] for term in terms if term.name in means}
+    return combine(means, terms), {metric.name: metric.figure(means[metric.of]) for metric in metrics}, losses

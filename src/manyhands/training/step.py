@@ -1,26 +1,25 @@
 """One optimizer step, and the one place that divides a loss.
 
 Contract: a forward pass returns loss terms by name, each a (sum, weight). With L_t,k the sum and n_t,k the weight of
-term t in micro-batch k of a rank (for "lm" the number of loss tokens, or the sum of their weights), the step's loss is
-``sum_t c_t sum(L_t) / sum(n_t)`` over all ranks and micro-batches: every term is divided by its own weight and then
-scaled by its coefficient c_t from the plan. ``N_t = sum(n_t)`` is known before the first backward pass, so each
-micro-batch contributes ``(sum_t c_t L_t,k / N_t).backward()`` and ranks add their gradients up. No mean is ever taken
-of means. Evaluation (``training/loop.py``) computes the same loss.
+term t in micro-batch k of a rank, the step's loss is ``sum_t c_t sum(L_t) / sum(n_t)`` over all ranks and
+micro-batches: every term is divided by its own weight and then scaled by its coefficient c_t, both as it is declared
+(``core/terms.py``). ``N_t = sum(n_t)`` is known before the first backward pass, so each micro-batch contributes
+``(sum_t c_t L_t,k / N_t).backward()`` and ranks add their gradients up. No mean is ever taken of means. Evaluation
+(``training/loop.py``) computes the same loss.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
 
+from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.training.types import Batch, Engine
-
-LM_ALONE: Mapping[str, float] = {"lm": 1.0}
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,9 @@ class StepWork:
     num_tokens: int
     num_loss_tokens: int
     num_micro_batches: int  # of each rank
-    num_rank_loss_tokens: int  # loss tokens of this rank
+    weights: Mapping[str, TermWeight]  # of each declared loss term, by name
     micro_batches: Iterable[Batch]  # this rank's
-    loss_weight: float | None = None  # sum of the weights of all ranks' labels; none: each weighs 1
-    rank_loss_weight: float | None = None  # of this rank's
-    other_weights: Mapping[str, TermWeight] = field(default_factory=dict)  # of loss terms beside "lm", by name
     waited_s: Callable[[], float] = lambda: 0.0  # seconds this rank has waited for its micro-batches so far
-
-    def weight_of(self, term: str) -> TermWeight:
-        """What a term's sums are divided by. Of "lm" exact integers where every loss token weighs 1."""
-        if term != "lm":
-            if term not in self.other_weights:
-                raise ValueError(f"loss term {term!r} has no weight in StepWork.other_weights: it cannot be divided")
-            return self.other_weights[term]
-        total = self.num_loss_tokens if self.loss_weight is None else self.loss_weight
-        return TermWeight(total, self.num_rank_loss_tokens if self.rank_loss_weight is None else self.rank_loss_weight)
 
 
 @dataclass(frozen=True)
@@ -68,26 +55,25 @@ class StepSums:
 
 
 def compute_gradients(
-    engine: Engine, work: StepWork, *, seed: int, rank: int, coefficients: Mapping[str, float] = LM_ALONE
+    engine: Engine, work: StepWork, *, seed: int, rank: int, terms: Sequence[LossTerm] = (LANGUAGE_MODEL,)
 ) -> StepSums:
     """Forward and backward over the rank's micro-batches; gradients are reduced once, and not clipped yet.
 
-    ``coefficients`` scale each loss term, by name; ValueError for a term that has none, or no weight.
+    ``terms`` are those declared; ValueError where the forward pass returns others.
 
     Dropout is keyed by (seed, step, micro-batch, rank), so a resumed run repeats it without any stored random state.
     """
+    names = {term.name for term in terms}
     sums: dict[str, torch.Tensor] = {}
     worked_until = time.monotonic()
     for index, batch in enumerate(work.micro_batches):
         torch.manual_seed(_key(seed, work.step, index, rank))
-        terms = engine.forward(batch)
-        shares = [
-            _share(term_sum, work.weight_of(name).total, coefficient_of(name, coefficients))
-            for name, (term_sum, _) in terms.items()
-        ]
+        found = engine.forward(batch)
+        refuse_undeclared(found, names)
+        shares = [_share(found[term.name][0], work.weights[term.name].total, term.coefficient) for term in terms]
         worked_until = time.monotonic()  # the last backward pass waits for other ranks' gradients
         engine.backward(reduce(torch.add, shares), last=index == work.num_micro_batches - 1)
-        for name, (term_sum, _) in terms.items():
+        for name, (term_sum, _) in found.items():
             detached = term_sum.detach().double()
             sums[name] = sums[name] + detached if name in sums else detached
     if not sums:
@@ -95,16 +81,17 @@ def compute_gradients(
     return StepSums(sums, engine.gradient_norm(), worked_until)
 
 
-def coefficient_of(term: str, coefficients: Mapping[str, float]) -> float:
-    """What a term is scaled by. ValueError where the plan has none for it."""
-    if term not in coefficients:
-        raise ValueError(f"loss term {term!r} has no coefficient in Plan.loss_coefficients: {dict(coefficients)}")
-    return coefficients[term]
+def refuse_undeclared(found: Collection[str], wanted: Collection[str]) -> None:
+    """ValueError unless a forward pass returns what was declared: a term without a weight or a coefficient would count
+    wrongly, and one that is missing would be dropped.
+    """
+    if set(found) != set(wanted):
+        raise ValueError(f"the forward pass returns {sorted(found)}, declared are {sorted(wanted)} (core/terms.py)")
 
 
-def combine(means: Mapping[str, float], coefficients: Mapping[str, float]) -> float:
-    """The loss: each term's mean by its coefficient. nan where there is no term."""
-    scaled = [coefficient_of(name, coefficients) * mean for name, mean in means.items()]
+def combine(means: Mapping[str, float], terms: Sequence[LossTerm]) -> float:
+    """The loss: each term's mean by its coefficient. nan where there is no mean."""
+    scaled = [term.coefficient * means[term.name] for term in terms if term.name in means]
     return sum(scaled) if scaled else math.nan
 
 

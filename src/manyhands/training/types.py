@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,6 @@ import torch
 Batch = Mapping[str, Any]
 # What a forward pass returns: name -> (sum, weight), both 0-d tensors. The step divides, nobody else.
 Terms = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-METRICS = frozenset({"correct"})  # returned if asked for, and no part of the loss
 
 
 class Engine(Protocol):
@@ -33,7 +32,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, batch: Batch, *, metrics: bool = False) -> Terms:
-        """Loss terms of a micro-batch; ``metrics`` adds those of ``METRICS``. Where autograd is off, no gradients."""
+        """Loss terms of a micro-batch; ``metrics`` adds what ``Metric.of`` names. Without autograd no gradients."""
         ...
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -146,14 +145,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A pass over validation samples. ``loss`` is the mean over all loss tokens of all ranks, in nats, further terms
-    included; ``perplexity`` is of the language-model term.
+    """A pass over validation samples. ``loss`` is the sum of the terms' means over all ranks, by coefficient;
+    ``figures`` are those of the declared metrics, by name: ``perplexity`` and ``accuracy`` of a language model.
     """
 
     step: int
     loss: float
-    perplexity: float
-    accuracy: float  # share of loss tokens that are the arg max
+    figures: Mapping[str, float]
     num_samples: int
     num_tokens: int
     num_loss_tokens: int
@@ -161,11 +159,24 @@ class Evaluation:
     samples: tuple[tuple[str, str], ...] = field(default=())  # (prompt, answer)
     sets: Mapping[str, Mapping[str, float]] = field(
         default_factory=dict
-    )  # of evaluate.data by name: loss, perplexity, accuracy, num_loss_tokens
+    )  # of evaluate.data by name: loss, figures, num_loss_tokens
     terms: Mapping[str, float] = field(
         default_factory=dict
     )  # the loss by term, each over its own weight, where there are several
     metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, by name
+
+    def to_row(self) -> dict[str, Any]:
+        """Its values as metrics.jsonl has them: each figure under its own name."""
+        values = asdict(self)
+        return {"step": self.step, "loss": self.loss, **values.pop("figures"), **values}
+
+
+ROW_FIELDS = frozenset({each.name for each in fields(Evaluation)} | {"kind", "time", "run"})
+
+
+def figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of what ``to_row`` gave."""
+    return {name: value for name, value in row.items() if name not in ROW_FIELDS}
 
 
 class Hook:

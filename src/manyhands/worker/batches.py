@@ -23,7 +23,7 @@ from manyhands.data.image_files import PixelBounds
 from manyhands.data.pack import StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.data.store import SampleSet
 from manyhands.planner.efficiency import cost_of_images, lay_out_step, pack_tile
-from manyhands.training.step import StepWork
+from manyhands.training.step import StepWork, TermWeight
 from manyhands.worker.context import RankContext
 
 SetName = Literal["train", "validation"]
@@ -170,8 +170,9 @@ def _describe(rank: RankContext, step: int, epoch: float, samples: np.ndarray, l
         num_tokens=int(train.lengths[samples].sum()),
         num_loss_tokens=int(train.num_loss_tokens[samples].sum()),
         num_micro_batches=layout.num_micro_batches,
-        num_rank_loss_tokens=int(train.num_loss_tokens[mine].sum()),
+        weights={
+            term.name: TermWeight(float(term.weigh(train, samples).sum()), float(term.weigh(train, mine).sum()))
+            for term in rank.loss_model.terms
+        },
         micro_batches=(),
-        loss_weight=float(train.loss_weights[samples].sum()) if train.has_weights else None,
-        rank_loss_weight=float(train.loss_weights[mine].sum()) if train.has_weights else None,
     )

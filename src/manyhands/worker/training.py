@@ -7,7 +7,6 @@ import functools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -128,7 +127,7 @@ def _make_loop(rank: RankContext, sinks: Sequence[Sink], checkpoints: Checkpoint
         num_steps=plan.num_steps,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.seed,
-        coefficients=plan.loss_coefficients,
+        terms=rank.loss_model.terms,
         rank=rank.world.rank,
         device=rank.world.device,
         hooks=[
@@ -175,6 +174,9 @@ def make_evaluate(rank: RankContext) -> Evaluate | None:
         return None
     rows = parts.get("", np.concatenate([*parts.values()]))
     layouts = {name: lay_out_evaluation(rank, sample_set, samples) for name, samples in parts.items()}
+    num_loss_tokens = {
+        name: int(sample_set.num_loss_tokens[samples].sum()) for name, samples in {**parts, "": rows}.items()
+    }
     prompts = choose_prompts(rank, rows)
 
     def beat_by_batch(name: str, state: TrainState) -> Iterator[Batch]:
@@ -195,8 +197,9 @@ def make_evaluate(rank: RankContext) -> Evaluate | None:
             state,
             num_samples=len(rows),
             num_tokens=int(sample_set.lengths[rows].sum()),
+            num_loss_tokens=num_loss_tokens,
             device=rank.world.device,
-            coefficients=rank.plan.loss_coefficients,
+            terms=rank.loss_model.terms,
             sample=functools.partial(answer_prompts, rank, prompts) if prompts else None,
             sets={name: beat_by_batch(name, state) for name in layouts if name},
         )
@@ -270,4 +273,4 @@ class DeviceHook(Hook):
         self.rank.measured.setdefault("input_wait_by_step", []).append(result.input_wait_s)
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
-        self.rank.measured.setdefault("evaluations", []).append(asdict(evaluation))
+        self.rank.measured.setdefault("evaluations", []).append(evaluation.to_row())

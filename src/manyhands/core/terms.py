@@ -1,0 +1,100 @@
+"""Declarations of loss terms and of the metrics that belong to them.
+
+A task, a family (``Family.terms``) or a converter (``on_loss``) declares a term; step, evaluation, sinks and reports
+loop over what is declared and know no name. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+MAX_EXPONENT = 700.0  # exp of more is beyond float64
+_METRICS: dict[str, Metric] = {}  # declared in this process, by name: rows of files hold names alone
+
+
+class SampleTables(Protocol):
+    """What the weight of a term may depend on; ``data/store.py`` has more of it."""
+
+    @property
+    def num_loss_tokens(self) -> np.ndarray: ...
+
+    @property
+    def loss_weights(self) -> np.ndarray: ...
+
+    @property
+    def has_weights(self) -> bool: ...
+
+    def sample(self, index: int) -> Mapping[str, np.ndarray]: ...
+
+
+def weigh_loss_tokens(samples: SampleTables, numbers: np.ndarray) -> np.ndarray:
+    """Returns the sum of the weights of each sample's loss tokens; their exact number where each token weighs 1."""
+    return (samples.loss_weights if samples.has_weights else samples.num_loss_tokens)[numbers]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of an evaluation: ``figure`` of a sum over its weight, both summed over all ranks before.
+
+    ``of`` names the (sum, weight): a term, or what the term's ``compute`` returns beside it for ``metrics``. A share is
+    shown in percent, under ``label``.
+    """
+
+    name: str  # in metrics.jsonl and report.json
+    of: str
+    figure: Callable[[float], float] = float
+    label: str = ""
+    is_share: bool = False
+
+    def format(self, value: float | None, number: str, share: str) -> str:
+        """The value by one of the two formats; "-" for none."""
+        if value is None:
+            return "-"
+        return format(value, share if self.is_share else ".1e" if number.endswith("f") and value >= 1e6 else number)
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A part of the loss: over all ranks and micro-batches of a step, its sums divided once by its weight, times its
+    coefficient.
+
+    Args:
+        name: under which ``compute`` returns it.
+        coefficient: what its mean is scaled by.
+        weigh: (samples, numbers) -> the weight of each of these samples, known before the backward pass; the same on
+            every rank. It runs in the thread that prepares batches. The forward pass returns the sum of these weights.
+        compute: (LossModel, batch, hidden states (n, e), metrics) -> {name: (sum, weight)}, 0-d tensors; with
+            ``metrics`` also what ``Metric.of`` names. A micro-batch without weight gives a zero that depends on every
+            parameter. None: the model's cross-entropy.
+        metrics: figures that an evaluation shows of it.
+        entries: entries of a batch that ``compute`` alone reads: they are no inputs of the model.
+    """
+
+    name: str
+    coefficient: float = 1.0
+    weigh: Callable[[Any, np.ndarray], np.ndarray] = weigh_loss_tokens
+    compute: Callable[..., Mapping[str, Any]] | None = None
+    metrics: tuple[Metric, ...] = ()
+    entries: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        _METRICS.update({metric.name: metric for metric in self.metrics})
+
+
+def find_metric(name: str) -> Metric:
+    """The metric that a row's figure is of; of one that another process declared, its name alone."""
+    return _METRICS.get(name) or Metric(name, name, label=name.replace("_", " "))
+
+
+LANGUAGE_MODEL = LossTerm(
+    "lm",
+    metrics=(
+        Metric("perplexity", "lm", lambda mean: math.exp(mean) if mean < MAX_EXPONENT else math.inf, "perplexity"),
+        Metric("accuracy", "correct", label="token accuracy", is_share=True),
+    ),
+)
