@@ -166,7 +166,7 @@ def test_what_is_saved_again_keeps_a_card_of_the_users_and_no_adapter_beside_a_m
     for target, what in ((tmp_path / "saved", "holds an adapter, and this is a model"), (card, "is a file")):
         with pytest.raises(mh.UserError, match=what):
             whole.save_pretrained(target)
-    whole.run = mh.TrainedRun(tmp_path)
+    whole.outputs = mh.TrainedRun(tmp_path).outputs
     (tmp_path / "adapter").rename(tmp_path / "elsewhere")
     (tmp_path / "model").rename(tmp_path / "gone")
     with pytest.raises(mh.UserError, match="has written no model"):

@@ -98,7 +98,7 @@ class LanguageModel:
             raise UserError(
                 "the model has not been trained", where=str(self.folder), fix="save it after Trainer(...).train()"
             )
-        output = next(iter(self.outputs.values()), None)
+        output = next((path for path in self.outputs.values() if path.is_dir()), None)
         if output is None:
             raise UserError("the run has written no model", where=str(self.folder), fix="manyhands export writes one")
         copy_output(output, Path(folder))
