@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.dialects.recognize import recognize, translate
-from manyhands.config.dialects.translation import STOPS, Around, Translation
-from manyhands.config.load import config_from_mapping
 from manyhands.config.read import SUFFIXES, read_run_file
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.importers.load import config_from_mapping
+from manyhands.importers.recognize import recognize, translate
+from manyhands.importers.translation import STOPS, ImportContext, Translation
 from tests.data.test_tekken import write_tekken
 from tests.support.tiny import OF_FAMILY, TINY, tiny_tokenizer
 
@@ -97,28 +97,28 @@ def judge(path: Path, name: str, gpus: str, work: Path) -> Row | None:
     """The outcome of one file; None if it is no run file of another tool."""
     try:
         source = read_run_file(path)
-        dialect = recognize(source.mapping)
+        importer = recognize(source.mapping)
     except UserError:
         return None
-    if dialect is None:
+    if importer is None:
         return None
     from manyhands.facts.gpu_kinds import parse_gpus
 
-    tool = dialect.TOOL
+    tool = importer.TOOL
     try:
-        around = Around(
+        context = ImportContext(
             folder=path.parent, count_gpus=lambda: parse_gpus(gpus).total, hub_file=lambda _, file: _beside(path, file)
         )
-        done = translate(source, dialect, around)
+        done = translate(source, importer, context)
     except UserError as error:
         return Row(tool, name, "refused", error.what)
-    num_keys = len(done.fates)
-    stops = [fate for fate in done.fates if fate.kind in STOPS]
+    num_keys = len(done.outcomes)
+    stops = [outcome for outcome in done.outcomes if outcome.kind in STOPS]
     if stops:
-        outside = next((fate for fate in stops if OUT_OF_SCOPE.search(fate.why)), None)
-        outcome, fate = ("out of scope", outside) if outside else ("refused", _foremost(stops))
-        return Row(tool, name, outcome, f"{fate.key.split('.')[0].split('[')[0]}: {fate.why}", keys=num_keys)
-    substituted = tuple(fate.key for fate in done.fates if fate.kind == "substituted")
+        outside = next((outcome for outcome in stops if OUT_OF_SCOPE.search(outcome.why)), None)
+        outcome, outcome = ("out of scope", outside) if outside else ("refused", _foremost(stops))
+        return Row(tool, name, outcome, f"{outcome.key.split('.')[0].split('[')[0]}: {outcome.why}", keys=num_keys)
+    substituted = tuple(outcome.key for outcome in done.outcomes if outcome.kind == "substituted")
     try:
         plan_it(done, work, gpus)
     except UserError as error:
@@ -133,7 +133,7 @@ def _beside(path: Path, name: str) -> Path | None:
 
 def _foremost(stops: list[Any]) -> Any:
     """The reason that no other key's change would remove: experts first, then the rest in the file's order."""
-    return next((fate for fate in stops if "experts" in fate.why), stops[0])
+    return next((outcome for outcome in stops if "experts" in outcome.why), stops[0])
 
 
 def _one_reason(error: UserError) -> str:

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from manyhands.bench.rows import say
-from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import adapter_state
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.data.streams import MASK, PACKED_BY
 from manyhands.export.adapter import name_targets
+from manyhands.importers.load import config_from_mapping
 from manyhands.launch.prepare import gather_facts
 from manyhands.planner.search import plan as make_plan
 from manyhands.training.loop import Loop, train

@@ -40,7 +40,7 @@ def keys_page() -> str:
 
 
 def _default(key: Any) -> str:
-    from manyhands.config.keys import show
+    from manyhands.config.text import show
 
     return "`required`" if key.required else f"`{show(key.default)}`"
 

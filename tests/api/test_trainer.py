@@ -9,9 +9,9 @@ import pytest
 
 import manyhands as mh
 from manyhands.api.arguments import as_file, translate
-from manyhands.config.dialects.translation import Around
 from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig, Source
+from manyhands.importers.translation import ImportContext
 from tests.support.tiny import write_tiny_model
 
 ROWS = [{"text": f"row {number}"} for number in range(4)]
@@ -66,8 +66,8 @@ def test_the_guides_quick_start(folder: Path, tmp_path: Path, monkeypatch: pytes
     assert (config.batch.samples, config.parallel.gpus) == (2 * 3 * 4, "auto")
     assert (config.output.dir, config.name) == ("./out", "first")
     assert rows_of(config).parent == tmp_path / "memory"
-    [fate] = [fate for fate in loaded.translations[0].fates if fate.key == "distributed_backend"]
-    assert (fate.kind, "gloo" in fate.why) == ("ignored", True)
+    [outcome] = [outcome for outcome in loaded.translations[0].outcomes if outcome.key == "distributed_backend"]
+    assert (outcome.kind, "gloo" in outcome.why) == ("ignored", True)
 
 
 ACTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
@@ -130,10 +130,10 @@ def test_what_cannot_be_had_is_refused_by_name(
 )
 def test_refused_where_there_are_gpus(arguments: dict[str, Any], reason: str) -> None:
     given = as_file({"model_name": "a/b", "train_dataset": "rows.jsonl", **arguments})
-    around = Around(count_gpus=lambda: 2)
-    translate(given, around, num_gpus=0)
+    context = ImportContext(count_gpus=lambda: 2)
+    translate(given, context, num_gpus=0)
     with pytest.raises(mh.UserError) as error:
-        translate(given, around, num_gpus=2)
+        translate(given, context, num_gpus=2)
     assert reason in error.value.details[0]
 
 

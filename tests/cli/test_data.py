@@ -16,8 +16,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.config.load import load_config
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE
+from manyhands.importers.load import load_config
 from manyhands.preview.collect import collect
 from manyhands.preview.contents import Preview, bin_lengths, decode_spans
 from manyhands.preview.page import MARK, render_page

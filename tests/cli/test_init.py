@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from manyhands.cli.init import choose_reading, look_at_rows, parse_fields
 from manyhands.cli.main import app
-from manyhands.config.load import load_config
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, UserError
+from manyhands.importers.load import load_config
 from tests.support.tiny import write_tiny_model
 
 SOURCE = Path(__file__).parents[2] / "src"

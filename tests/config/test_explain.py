@@ -7,11 +7,13 @@ import re
 import pytest
 import yaml
 
-from manyhands.config.dialects.hints import KEYS, NOTES, VALUES
-from manyhands.config.keys import all_keys, commented_yaml, explain, hint, json_schema, nearest, sections, table
-from manyhands.config.load import load_config
+from manyhands.cli.config import config as show_key
+from manyhands.config.keys import all_keys, commented_yaml, explain, json_schema, sections, table
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
+from manyhands.importers.hints import hint, nearest
+from manyhands.importers.load import load_config
+from manyhands.importers.names import KEYS, NOTES, VALUES
 
 
 def test_every_key_has_a_sentence():
@@ -37,7 +39,7 @@ def test_a_section_is_its_keys():
 )
 def test_a_misspelt_key_is_an_error_with_the_nearest_name(key, meant):
     with pytest.raises(UserError) as raised:
-        explain(key)
+        show_key(key)
     assert f"`{meant}`" in raised.value.fix
 
 
@@ -84,7 +86,7 @@ def test_words_that_merely_look_alike_are_no_suggestion(key):
 def test_words_of_other_tools_lead_to_ours(key, words):
     assert words in hint(key)
     with pytest.raises(UserError) as raised:
-        explain(key)
+        show_key(key)
     assert words in raised.value.fix
 
 
@@ -98,7 +100,7 @@ def test_words_of_other_tools_lead_to_ours(key, words):
         ("curriculum_sampling", True, "a key of Axolotl: here it is `data.order: as_given`"),
     ],
 )
-def test_keys_of_the_dialects_are_told_as_their_translation_has_them(key, value, words):
+def test_keys_of_other_tools_are_told_as_their_translation_has_them(key, value, words):
     assert words in hint(key, value)
     assert hint("fluxcapacitor", value) == "; `manyhands config` lists all keys"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.config.load import MAX_FINDINGS, config_from_mapping, load_config
 from manyhands.config.read import dump_yaml, parse_yaml_value
 from manyhands.core.errors import EXIT_USAGE, UserError
+from manyhands.importers.load import MAX_FINDINGS, config_from_mapping, load_config
 from tests.config.builders import minimal
 
 BASE = "model: {name: org/model}\ndata: {train: rows.jsonl}\n"

@@ -7,17 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manyhands.config.keys import (
-    RENAMED_KEYS,
-    RENAMED_SOURCE_KEYS,
-    RENAMED_VALUES,
-    all_keys,
-    explain,
-    source_table,
-    table,
-)
-from manyhands.config.load import load_config
+from manyhands.cli.config import config as show_key
+from manyhands.config.keys import RENAMED_KEYS, RENAMED_SOURCE_KEYS, RENAMED_VALUES, all_keys, source_table, table
 from manyhands.core.errors import UserError
+from manyhands.importers.load import load_config
 from tests.config.builders import minimal
 
 VALUES = [(key, old, new) for key, values in RENAMED_VALUES.items() for old, new in values.items()]
@@ -43,7 +36,7 @@ def test_an_old_key_names_the_new_one_and_its_line(tmp_path, old, new):
     on_command_line = findings(tmp_path, "seed", -1, f"{old}=1")
     assert f"command line: unknown key `{old}`: renamed to `{new}`" in on_command_line
     with pytest.raises(UserError, match="there is no key") as raised:
-        explain(old)
+        show_key(old)
     assert raised.value.fix == f"renamed to `{new}`"
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.cli.config import config as show_key
 from manyhands.config.checks import check
 from manyhands.config.keys import explain, json_schema
-from manyhands.config.load import load_config
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
+from manyhands.importers.load import load_config
 from tests.config.builders import config, minimal
 
 LIST = """model: {name: org/model}
@@ -135,7 +136,7 @@ def test_sources_are_explained() -> None:
     assert "a number > 0" in explain("data.train[1].weight")
     assert "default: train" in explain("data.validation.split")
     with pytest.raises(UserError):
-        explain("data.train[1].nothing")
+        show_key("data.train[1].nothing")
 
 
 def test_the_json_schema_knows_sources() -> None:

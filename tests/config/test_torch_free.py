@@ -10,7 +10,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 PROBE = """
 import importlib, pkgutil, sys
-for name in ("config", "families", "facts", "planner", "launch", "preview", "submit", "cli", "api"):
+for name in ("config", "importers", "families", "facts", "planner", "launch", "preview", "submit", "cli", "api"):
     package = importlib.import_module(f"manyhands.{name}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith(("__main__", "api.rank")):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
 from manyhands.data import template as template_module
 from manyhands.data.messages import RowRefused
 from manyhands.data.prepare import prepare
 from manyhands.data.template import ChatTemplate, probe_in_subprocess
+from manyhands.importers.load import config_from_mapping
 from tests.support.tiny import CHATML, tiny_tokenizer
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
 from manyhands.data.prepare import prepare
 from manyhands.data.tokenizer import load_tokenizer, widen_cache
+from manyhands.importers.load import config_from_mapping
 from tests.support.tiny import tiny_tokenizer
 
 

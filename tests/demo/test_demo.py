@@ -35,7 +35,7 @@ def test_rows_are_enough_distinct_and_held_apart():
 
 
 def test_the_run_file_is_valid_and_finds_its_data_from_anywhere(monkeypatch, tmp_path):
-    from manyhands.config.load import load_config
+    from manyhands.importers.load import load_config
 
     monkeypatch.chdir(tmp_path)
     config = load_config(demo_config_path())
@@ -46,7 +46,7 @@ def test_the_run_file_is_valid_and_finds_its_data_from_anywhere(monkeypatch, tmp
 
 @pytest.mark.parametrize("name", sorted(path.name for path in Path("examples").glob("*.yaml")))
 def test_examples_are_valid_run_files(name):
-    from manyhands.config.load import load_config
+    from manyhands.importers.load import load_config
 
     load_config(Path("examples") / name)
 

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
 from manyhands.facts import identity
 from manyhands.facts.identity import check_files, differing_files, identify_files
+from manyhands.importers.load import config_from_mapping
 from manyhands.launch.prepare import prepare_run
 from manyhands.launch.run_folder import RunFolder
 from tests.support.tiny import write_tiny_model

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from manyhands import families
-from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts import model_config as packing
 from manyhands.facts.model_config import judge_packing
+from manyhands.importers.load import config_from_mapping
 from tests.planner.examples import model_facts
 
 

@@ -20,10 +20,10 @@ from transformers.models.llama.modeling_llama import (  # noqa: F401  (used by f
 )
 
 from manyhands import families
-from manyhands.config.load import config_from_mapping
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp
 from manyhands.facts.model import read_model_facts
 from manyhands.families import Family, KnownModule, find
+from manyhands.importers.load import config_from_mapping
 from manyhands.launch.prepare import gather_facts
 from manyhands.planner.search import plan as make_plan
 from tests.support.layouts import build, pack

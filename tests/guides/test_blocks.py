@@ -1,7 +1,7 @@
 """Every configuration block of the guides, as it is printed there, with model and data replaced by tiny ones.
 
 The guides stand beside the repository: ``MANYHANDS_GUIDES``, or ``../shared/references``. Their keys and values are
-tested without them in ``tests/dialects``.
+tested without them in ``tests/importers``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.config.load import load_config
 from manyhands.core.errors import UserError, has_deepspeed
+from manyhands.importers.load import load_config
 from manyhands.planner.types import Plan
 from tests.guides.conftest import FAST, ROOT, call
 

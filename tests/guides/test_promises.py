@@ -90,9 +90,9 @@ def test_every_key_of_ours_exists() -> None:
     assert unknown <= theirs, unknown - theirs
 
 
-@pytest.mark.parametrize("folder", ["configs", "examples", "scripts", "config/dialects"])
+@pytest.mark.parametrize("folder", ["configs", "examples", "scripts", "importers"])
 def test_every_file_of_ours_exists(folder: str) -> None:
-    root = ROOT / "src" / "manyhands" if folder == "config/dialects" else ROOT
+    root = ROOT / "src" / "manyhands" if folder == "importers" else ROOT
     for span in spans():
         for name in re.findall(rf"(?<![\w/]){folder}/[\w./{{}},-]+\.(?:yaml|json|toml|py)", span):
             choice = re.search(r"\{([^}]*)\}", name)

@@ -15,9 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.dialects.translation import Around
-from manyhands.config.load import config_from_mapping, load_run
 from manyhands.core.errors import UserError
+from manyhands.importers.load import config_from_mapping, load_run
+from manyhands.importers.translation import ImportContext
 from tests.hostile.faults import (
     change_bytes,
     change_header,
@@ -53,10 +53,10 @@ def changed_file(path: Path) -> Path:
 
 def read_run_file(path: Path) -> Any:
     """A run file of ours or of another tool; or one that says how a run is distributed, beside ours."""
-    file, around = changed_file(path), Around(gpus=2, folder=path)
+    file, context = changed_file(path), ImportContext(gpus=2, folder=path)
     if file.stem in ("accelerate", "deepspeed"):
-        return load_run(path / "run.yaml", around=around, settings={file.stem: file}).config
-    return load_run(file, ["stop.max_steps=2"], around=around).config
+        return load_run(path / "run.yaml", context=context, settings={file.stem: file}).config
+    return load_run(file, ["stop.max_steps=2"], context=context).config
 
 
 def read_override(path: Path) -> Any:

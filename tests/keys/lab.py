@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
+from manyhands.importers.load import config_from_mapping
 from manyhands.launch.prepare import Prepared, prepare_run
 from manyhands.training.types import Batch, TrainState
 from manyhands.worker import export_stages as finish

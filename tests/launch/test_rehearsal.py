@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.config.load import load_config
 from manyhands.core.errors import UserError
+from manyhands.importers.load import load_config
 from manyhands.launch.prepare import gather_facts
 from manyhands.launch.rehearsal import may_match_nothing
 from manyhands.launch.rehearsal import rehearse as rehearse_in_process

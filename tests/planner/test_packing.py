@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
+from manyhands.importers.load import config_from_mapping
 from manyhands.planner.search import plan
 from manyhands.planner.types import Plan
 from tests.planner.examples import facts, model_facts

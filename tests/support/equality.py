@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 
-from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
+from manyhands.importers.load import config_from_mapping
 from manyhands.launch.prepare import gather_facts
 from manyhands.planner.search import plan as make_plan
 from manyhands.planner.types import Plan

@@ -52,7 +52,7 @@ class Net(nn.Module):
         self.block["frozen"].requires_grad_(False)
 
 
-class Around(nn.Module):
+class ImportContext(nn.Module):
     """Stands for the loss model: FSDP2's root."""
 
     def __init__(self, net: Net) -> None:
@@ -76,7 +76,7 @@ def build(section: OptimizerSection, kind: str) -> tuple[Net, torch.optim.Optimi
         sizes = {"fsdp": (world,), "hsdp": (2, world // 2), "replicate": (world, 1)}[kind]
         names = ("replicate", "shard")[-len(sizes) :]
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        fully_shard(Around(net), mesh=mesh)
+        fully_shard(ImportContext(net), mesh=mesh)
     fill(net)
     return net, make_optimizer(net, section, PEAK, blocks=["block"])
 

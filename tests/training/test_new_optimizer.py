@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.config.load import config_from_mapping
 from manyhands.core.errors import UserError
+from manyhands.importers.load import config_from_mapping
 from manyhands.optim.registry import OPTIMIZERS
 from tests.keys.lab import Lab, open_lab
 from tests.support.ranks import Ranks

@@ -1,8 +1,8 @@
 """``TrainingArguments``, and what the parameters of the trainer mean as keys of a run.
 
 The parameters are those of Unsloth's ``FastLanguageModel`` and of TRL's and transformers' training arguments, so they
-are translated as a file of TRL is, with the same fates: mapped, already so, substituted (said at the start), or refused
-by name. Imports no torch.
+are translated as a file of TRL is, with the same outcomes: mapped, already so, substituted (said at the start), or
+refused by name. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from manyhands.config.dialects import preferences, trl
-from manyhands.config.dialects import transformers as hf
-from manyhands.config.dialects.translation import Around, Translation, Translator, names
-from manyhands.config.keys import nearest_name, show
 from manyhands.config.patterns import REGEX
 from manyhands.config.read import ParsedFile
+from manyhands.config.text import nearest_name, show
 from manyhands.core.errors import UserError
+from manyhands.importers import preferences, trl
+from manyhands.importers import transformers as hf
+from manyhands.importers.translation import ImportContext, Translation, Translator, names
 
 WHERE = "the trainer's arguments"
 OWN = names("enable_distributed_training distributed_backend")
@@ -125,11 +125,11 @@ def as_file(given: Mapping[str, Any]) -> ParsedFile:
     return ParsedFile(keys, WHERE, text=json.dumps(keys, indent=2) + "\n")
 
 
-def translate(source: ParsedFile, around: Around, num_gpus: int) -> Translation:
+def translate(source: ParsedFile, context: ImportContext, num_gpus: int) -> Translation:
     """The run that the parameters mean, on a machine with so many GPUs. Raises ``UserError`` with all that is refused,
     by name.
     """
-    t = Translator(source, around, tool="the trainer", known=KEYS, open=OPEN)
+    t = Translator(source, context, tool="the trainer", known=KEYS, open=OPEN)
     t.aliases = {**RENAMED, **dict.fromkeys(_translate_own(t, num_gpus), "-")}
     trl.translate(t)
     translation = t.finish(refuse_unknown=True)
@@ -145,8 +145,8 @@ def translate(source: ParsedFile, around: Around, num_gpus: int) -> Translation:
 
 
 def _translate_own(t: Translator, num_gpus: int) -> Iterator[str]:
-    """Gives the parameters that TRL's file does not have, or has with another meaning, their fates; yields names that
-    TRL's translation shall not see.
+    """Gives the parameters that TRL's file does not have, or has with another meaning, their outcomes; yields names
+    that TRL's translation shall not see.
     """
     _map_processes(t, num_gpus)
     _map_ddp(t, num_gpus)
@@ -161,8 +161,8 @@ def _translate_own(t: Translator, num_gpus: int) -> Iterator[str]:
 def _map_processes(t: Translator, num_gpus: int) -> None:
     if t.has("enable_distributed_training") and not t.flag("enable_distributed_training"):
         t.map("enable_distributed_training", "parallel.gpus", 1)
-        t.around = replace(t.around, gpus=1)
-    t.already("enable_distributed_training", "every GPU has a process")
+        t.context = replace(t.context, gpus=1)
+    t.no_op("enable_distributed_training", "every GPU has a process")
     backend = t.get("distributed_backend")
     if backend == "nccl" and not num_gpus:
         t.ignore("distributed_backend", "there is no GPU here, and processes on a CPU use gloo")
@@ -173,11 +173,11 @@ def _map_processes(t: Translator, num_gpus: int) -> None:
     split = t.get("device_map")
     places = set(split.values()) if isinstance(split, Mapping) else {split}
     if split in (None, "auto"):
-        t.already("device_map", f"each rank has its GPU; {SHARDING}")
+        t.no_op("device_map", f"each rank has its GPU; {SHARDING}")
     elif isinstance(split, Mapping) and len(places) == 1:
-        t.already("device_map", "all on one GPU, which is each rank's own")
+        t.no_op("device_map", "all on one GPU, which is each rank's own")
     elif num_gpus <= 1 and not isinstance(split, Mapping):
-        t.already("device_map", "there is nothing to split over")
+        t.no_op("device_map", "there is nothing to split over")
     else:
         t.refuse(
             "device_map",
@@ -201,7 +201,7 @@ def _map_memory(t: Translator) -> Iterator[str]:
     """Recomputation of activations, which two parameters ask for."""
     for key in ("gradient_checkpointing", "use_gradient_checkpointing"):
         if t.get(key) == "unsloth":
-            t.already(key, "the plan recomputes as many blocks as memory requires")
+            t.no_op(key, "the plan recomputes as many blocks as memory requires")
         elif t.has(key):
             asked = "full" if t.flag(key) else "none"
             t.map(key, "parallel.activation_checkpointing", asked)
@@ -228,8 +228,8 @@ def _map_method(t: Translator) -> None:
     if t.flag("full_finetuning"):
         if any(t.has(key) for key in ADAPTER - {"use_gradient_checkpointing", "random_state"}):
             t.contradict("full_finetuning", "all weights would be trained, and there is an adapter: keep one of them")
-        t.already("full_finetuning", "all weights are trained")
-    t.already("full_finetuning")
+        t.no_op("full_finetuning", "all weights are trained")
+    t.no_op("full_finetuning")
 
 
 def _as_json(value: Any) -> Any:

@@ -15,12 +15,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from manyhands.config.dialects.translation import Fate, Translation
-from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely
+from manyhands.importers.load import LoadedRun
+from manyhands.importers.translation import KeyOutcome, Translation
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
@@ -66,7 +66,7 @@ def read_run(fields: dict[str, Any]) -> LoadedRun:
 
 
 def _translation(fields: dict[str, Any]) -> Translation:
-    return Translation(**{**fields, "fates": tuple(Fate(**fate) for fate in fields["fates"])})
+    return Translation(**{**fields, "outcomes": tuple(KeyOutcome(**outcome) for outcome in fields["outcomes"])})
 
 
 def _read_line() -> bytes:

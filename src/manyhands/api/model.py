@@ -218,7 +218,7 @@ def _placement_of(device_map: str | dict[str, Any] | None) -> str:
 def _read_settings(max_new_tokens: int, options: Mapping[str, Any]) -> Any:
     from dataclasses import fields
 
-    from manyhands.config.keys import nearest_name
+    from manyhands.config.text import nearest_name
     from manyhands.infer.settings import GenerationSettings
 
     known = [field.name for field in fields(GenerationSettings)]

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from manyhands.api.callbacks import Callbacks
-from manyhands.config.load import LoadedRun
 from manyhands.core import progress
 from manyhands.core.errors import EXIT_INTERRUPTED, PeerError
+from manyhands.importers.load import LoadedRun
 from manyhands.launch.environment import Launcher, detect_launcher
 from manyhands.launch.resume_rules import identify_rows
 from manyhands.launch.run_folder import RunFolder

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.api.sources import write_rows
-from manyhands.config.dialects.translation import Around, Translation
-from manyhands.config.load import LoadedRun
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, read_rows
 from manyhands.core.text import report_aside
+from manyhands.importers.load import LoadedRun
+from manyhands.importers.translation import ImportContext, Translation
 from manyhands.launch.environment import accelerate_settings, apply_variables, detect_launcher
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
@@ -159,7 +159,7 @@ def _refuse_both(option: str, value: Any, key: str, overrides: Mapping[str, Any]
 def read_keys(
     source: Path | ParsedFile,
     overrides: Mapping[str, Any] | None = None,
-    read: Callable[[ParsedFile, Around], Translation | None] | None = None,
+    read: Callable[[ParsedFile, ImportContext], Translation | None] | None = None,
 ) -> LoadedRun:
     """A run file, or its keys, for the processes that there are or will be."""
     texts = [f"{key}={json.dumps(plain(value), ensure_ascii=False)}" for key, value in (overrides or {}).items()]

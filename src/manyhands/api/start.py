@@ -21,8 +21,8 @@ from typing import Any
 
 from manyhands.api.callbacks import Callbacks, Follower, name_object
 from manyhands.api.display import PIPE_VARIABLES, TERMINAL_VARIABLES, Display, open_display
-from manyhands.config.load import LoadedRun
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from manyhands.importers.load import LoadedRun
 from manyhands.launch.environment import LAUNCHER_PID, detect_launcher
 from manyhands.launch.run_folder import RunFolder
 

@@ -16,12 +16,12 @@ from manyhands.api.model import LanguageModel, check_device_map
 from manyhands.api.runs import TrainedRun, check_overrides, plan, read_keys
 from manyhands.api.sources import list_rows, write_rows
 from manyhands.api.start import start
-from manyhands.config.dialects.translation import names
-from manyhands.config.load import LoadedRun
 from manyhands.config.schema import DataSection
 from manyhands.core.errors import UserError
 from manyhands.core.units import count_of
 from manyhands.facts.host import read_host_facts
+from manyhands.importers.load import LoadedRun
+from manyhands.importers.translation import names
 
 if TYPE_CHECKING:
     from manyhands.planner.types import Plan
@@ -289,7 +289,7 @@ TRAINER = {
 
 def _refuse(where: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
     """UserError for parameters that would not act; known ones that are None, False or empty ask for nothing."""
-    from manyhands.config.keys import nearest_name
+    from manyhands.config.text import nearest_name
 
     asked = [name for name, value in given.items() if name not in reasons or not _asks_nothing(value)]
     if not asked:

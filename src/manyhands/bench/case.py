@@ -28,10 +28,10 @@ import torch.distributed as dist
 from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths, new_run, say
 from manyhands.bench.shapes import write_model_folder, write_rows
 from manyhands.bench.summary import dtypes, lease, memory, rates, watch
-from manyhands.config.load import config_from_mapping
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.facts.types import Facts
+from manyhands.importers.load import config_from_mapping
 from manyhands.launch.environment import detect_launcher
 from manyhands.launch.prepare import gather_facts
 from manyhands.planner.search import plan as make_plan

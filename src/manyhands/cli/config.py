@@ -31,7 +31,13 @@ def config(
             "this is a file or folder, not a key", where=key, fix=f"`manyhands plan {key}` checks a run file's keys"
         )
     elif key:
-        print(explain(key))
+        try:
+            print(explain(key))
+        except KeyError:
+            from manyhands.importers.hints import hint
+
+            fix = hint(key).removeprefix(": ").removeprefix("; ")
+            raise UserError(f"there is no key `{key}`", where="manyhands config", fix=fix) from None
     else:
         _print_all_keys()
 

@@ -13,7 +13,7 @@ import typer
 from manyhands.core.errors import EXIT_FAILED, UserError
 
 if TYPE_CHECKING:
-    from manyhands.config.dialects.translation import Translation
+    from manyhands.importers.translation import Translation
 
 
 def import_file(
@@ -39,8 +39,8 @@ def import_file(
     """Translate another tool's file into a run file, and list what becomes of every key.
 
     Without --output the run file is printed, and the list on standard error. Exit code 1 if a key is refused."""
-    from manyhands.config.dialects.report import as_json as plain
-    from manyhands.config.dialects.report import describe, native_yaml
+    from manyhands.importers.report import as_json as plain
+    from manyhands.importers.report import describe, native_yaml
 
     if output is not None and output.exists():
         raise UserError("the file already exists", where=str(output), fix="choose another name for --output")
@@ -62,25 +62,25 @@ def import_file(
 
 
 def _translate(file: Path, gpus: int | None, strict: bool) -> Translation:
-    from manyhands.config.dialects.recognize import recognize, refuse_settings, translate
-    from manyhands.config.dialects.translation import clean_name
-    from manyhands.config.load import config_from_mapping, resolve_paths
     from manyhands.config.read import read_run_file
-    from manyhands.launch.run_file import look_around
+    from manyhands.importers.load import config_from_mapping, resolve_paths
+    from manyhands.importers.recognize import recognize, refuse_settings, translate
+    from manyhands.importers.translation import clean_name
+    from manyhands.launch.run_file import probe_host
 
     source = read_run_file(file)
-    dialect = recognize(source.mapping)
-    if dialect is None:
+    importer = recognize(source.mapping)
+    if importer is None:
         refuse_settings(source)
         raise UserError(
             "this is already a run file of manyhands, or its format is unknown",
             where=str(file),
             fix=f"`manyhands plan {file}` checks it",
         )
-    around = replace(look_around(strict=strict), folder=file.absolute().parent, gpus=gpus)
-    translation = translate(source, dialect, around)
+    context = replace(probe_host(strict=strict), folder=file.absolute().parent, gpus=gpus)
+    translation = translate(source, importer, context)
     translation.mapping.setdefault("name", clean_name(file.stem))
-    resolve_paths(translation.mapping, around.folder)
+    resolve_paths(translation.mapping, context.folder)
     if not translation.findings():
         config_from_mapping(translation.mapping, where=str(file), origins=translation.origins)
     return translation

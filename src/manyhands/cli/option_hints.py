@@ -1,5 +1,5 @@
 """Command lines that cannot be read: unknown options, as users of other tools type them, commands, arguments and
-values; and what to write here, by the hints that keys of a run file get (``config/keys.py``).
+values; and what to write here, by the hints that keys of a run file get (``importers/hints.py``).
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _commands_by_option(ctx: Any) -> dict[str, str]:
 
 
 def _other_command(word: str, ctx: Any) -> str:
-    from manyhands.config.keys import nearest_name
+    from manyhands.config.text import nearest_name
 
     if ctx is not None and ctx.parent is not None:  # runs
         if (Path(word) / "run.json").is_file() or (Path("runs") / word / "run.json").is_file():
@@ -296,7 +296,9 @@ def explain_option(
 
 
 def _write(command: str, name: str, value: str, known: Sequence[str], others: Mapping[str, str]) -> str:
-    from manyhands.config.keys import hint, nearest, nearest_name, table
+    from manyhands.config.keys import table
+    from manyhands.config.text import nearest_name
+    from manyhands.importers.hints import hint, nearest
 
     options = _by_name(known)
     if name in options:  # --node_rank
@@ -321,7 +323,9 @@ def _write(command: str, name: str, value: str, known: Sequence[str], others: Ma
 
 def _write_without_keys(command: str, name: str, value: str, known: Sequence[str], others: Mapping[str, str]) -> str:
     """For a command that starts no run: its own options, those of other commands, keys of a run file."""
-    from manyhands.config.keys import nearest, nearest_name, table
+    from manyhands.config.keys import table
+    from manyhands.config.text import nearest_name
+    from manyhands.importers.hints import nearest
 
     if not command:
         where = others.get(name)

@@ -13,7 +13,7 @@ from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.text import open_console, report_aside
 
 if TYPE_CHECKING:
-    from manyhands.config.load import LoadedRun
+    from manyhands.importers.load import LoadedRun
 
 NUM_SAMPLES = 3  # on a terminal, by default
 
@@ -214,7 +214,7 @@ def plan(
     loaded = load_run(run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed)
     config = loaded.config
 
-    from manyhands.config.dialects.report import summarize
+    from manyhands.importers.report import summarize
     from manyhands.launch.environment import apply_variables
     from manyhands.launch.prepare import gather_facts
     from manyhands.launch.rehearsal import refuse_unmatched

@@ -72,7 +72,7 @@ def submit(
         run, overrides, gpus=number, examples=examples, accelerate=accelerate, deepspeed=deepspeed, strict=strict
     )
     for translation in loaded.translations:
-        from manyhands.config.dialects.report import summarize
+        from manyhands.importers.report import summarize
 
         report_aside("\n".join(summarize(translation)))
     _submit(loaded.config, to.value, _host(loaded.config, named), dry_run=dry_run, with_plan=not without_plan)

@@ -68,8 +68,8 @@ def choose_place(
 
     nodes = config.parallel.nodes
     if accelerate is not None and nodes not in ("auto", 1) and node_rank is None and rendezvous is None:
-        from manyhands.config.dialects.accelerate import read_place
         from manyhands.config.read import read_run_file
+        from manyhands.importers.accelerate import read_place
 
         node_rank, rendezvous = read_place(read_run_file(accelerate).mapping)
     given = [node_rank is not None, rendezvous is not None]

@@ -12,9 +12,10 @@ from math import prod
 from typing import Any
 
 from manyhands.config.data_schema import MOST_PIXELS
-from manyhands.config.keys import show, table
+from manyhands.config.keys import table
 from manyhands.config.schema import RunConfig, Source
 from manyhands.config.sources import READY, check_formats, check_sources, list_sources
+from manyhands.config.text import show
 from manyhands.optim.registry import OPTIMIZERS, name_those
 
 Findings = Iterator[str]

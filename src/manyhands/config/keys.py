@@ -1,5 +1,5 @@
-"""The schema as a flat table of dotted keys: what each key allows, which key an unknown one most likely means, and the
-explanations that people and editors read (one key, all keys, JSON schema, a commented run file).
+"""The schema as a flat table of dotted keys: what each key allows, and the explanations that people and editors read
+(one key, all keys, JSON schema, a commented run file).
 
 Keys and values that had another name before are one table, so that a run file of an earlier version is corrected from
 its error messages alone. They are refused, never read. Knows the schema only; reads no file.
@@ -7,10 +7,8 @@ its error messages alone. They are refused, never read. Knows the schema only; r
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -19,10 +17,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from manyhands.config.dialects.hints import find_key, find_note, find_value
 from manyhands.config.read import dump_yaml
 from manyhands.config.schema import RunConfig, Section, Source
-from manyhands.core.errors import UserError
+from manyhands.config.text import nearest_name, show
 
 RENAMED_KEYS = MappingProxyType(
     {
@@ -161,100 +158,14 @@ def hint_in_source(place: str, name: str) -> str:
     return f"; a source has {', '.join(source_table())}"
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelled one most likely means; None if none is similar."""
-    close = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1, cutoff=0.6)
-    return close[0] if close else None
-
-
-def wrong_value(path: str, key: Key, value: Any) -> str:
-    """A finding: the value, what is allowed, and the key's description."""
+def wrong_value(path: str, key: Key, value: Any, hint: str | None = None) -> str:
+    """A finding: the value, what is allowed, and the key's description. ``hint``: what to write for this value."""
     quote = " Quote it." if key.takes_text and isinstance(value, (int, float)) and not isinstance(value, bool) else ""
     if isinstance(value, dict) and key.maps_to_text:
         no_text = [show(inner) for inner in value.values() if not isinstance(inner, str)]
         quote = f" Quote {', '.join(no_text)}." if no_text else ""
-    known = describe_renamed_value(path, value) or find_value(path, show(value))
+    known = describe_renamed_value(path, value) or hint
     return f"`{path}`: got {show(value)}{f' ({known})' if known else ''}, allowed: {key.allowed}.{quote} {key.sentence}"
-
-
-def nearest(path: str) -> str | None:
-    """The key or section that an old name, another tool's name or a misspelled one means; None if none is similar.
-
-    Similar is only what could be a typo: words that merely look alike mislead.
-    """
-    path = _normalize(path)
-    if path in RENAMED_KEYS:
-        return RENAMED_KEYS[path]
-    if find_note(path):
-        return None
-    if theirs := find_key(path):
-        return theirs
-    parts = path.split(".")
-    section, leaf = (parts[0] if len(parts) > 1 else ""), parts[-1]
-    known = [*table(), *sections()]
-    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
-    if same_leaf:  # a run's own key before one that only `submit` reads
-        same_leaf = [key for key in same_leaf if section == "submit" or not key.startswith("submit.")] or same_leaf
-        return difflib.get_close_matches(path, same_leaf, n=1, cutoff=0.0)[0]
-    here = [key for key in table() if key.startswith(section + ".")] if section in sections() else []
-    for choice in (here, known):  # a wrong key in an existing section: look there first
-        leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(choice)}
-        typos = {name: _count_typos(leaf, name) for name in leaves}
-        typos |= {name: 1 for name in leaves if choice is here and len(leaf) >= 4 and name.startswith(leaf)}
-        best = min(typos, key=lambda name: typos[name], default="")
-        if best and typos[best] <= max(1, len(leaf) // 4):
-            return leaves[best]
-    return None
-
-
-def _normalize(path: str) -> str:
-    return path.replace("-", "_").lower()
-
-
-def _count_typos(first: str, second: str) -> int:
-    """Damerau-Levenshtein distance: insertions, deletions, substitutions and swaps of neighbors."""
-    counts = [[i + j if not i * j else 0 for j in range(len(second) + 1)] for i in range(len(first) + 1)]
-    for i, one in enumerate(first, 1):
-        for j, other in enumerate(second, 1):
-            counts[i][j] = min(counts[i - 1][j] + 1, counts[i][j - 1] + 1, counts[i - 1][j - 1] + (one != other))
-            if i > 1 and j > 1 and one == second[j - 2] and first[i - 2] == other:
-                counts[i][j] = min(counts[i][j], counts[i - 2][j - 2] + 1)
-    return counts[-1][-1]
-
-
-def hint(path: str, value: object = None) -> str:
-    """What to write in place of an unknown key (and its value): a phrase that follows the key's name."""
-    path = _normalize(path)
-    if renamed := describe_renamed_key(path, value):
-        return f": {renamed}"
-    if note := find_note(path):
-        return f": {note}"
-    is_theirs = not find_key(path) and all(key.rsplit(".", 1)[-1] != path.rsplit(".", 1)[-1] for key in table())
-    if is_theirs and (told := _ask_dialects(path, value)):
-        return f": {told}"
-    near = nearest(path)
-    if near is None:
-        return "; `manyhands config` lists all keys"
-    sentence = table()[near].sentence if near in table() else "It is a section."
-    return f": here it is `{near}`. {sentence}" if find_key(path) else f": did you mean `{near}`? {sentence}"
-
-
-def _ask_dialects(path: str, value: object) -> str | None:
-    """What a key of another tool becomes, by that tool's own translation (imported here, as it knows these tables)."""
-    from manyhands.config.dialects.recognize import describe_key
-
-    return describe_key(path, value)
-
-
-def show(value: Any) -> str:
-    """A value in the run file's syntax, cut after 60 characters."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        text = repr(type(value).__name__)
-    if isinstance(value, str) and text == f'"{value}"' and value:
-        text = value
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _allowed(prop: dict[str, Any]) -> str:
@@ -305,7 +216,7 @@ def all_keys() -> list[str]:
 def explain(key: str) -> str:
     """Description, allowed values and default of a key, or of every key of a section.
 
-    Raises ``UserError`` with the most similar name.
+    Raises ``KeyError`` for another name.
     """
     if key in sections():
         inner = [name for name in table() if name.startswith(key + ".")]
@@ -313,10 +224,6 @@ def explain(key: str) -> str:
     in_source = _IN_SOURCE.fullmatch(key)
     if in_source and in_source[1] in source_table():
         return _explain_entry(key, source_table()[in_source[1]])
-    if key not in table():
-        raise UserError(
-            f"there is no key `{key}`", where="manyhands config", fix=hint(key).removeprefix(": ").removeprefix("; ")
-        )
     text = _explain_entry(key, table()[key])
     if key in SOURCE_LISTS:
         inner = [

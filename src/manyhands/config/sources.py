@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from manyhands.config.keys import SOURCE_LISTS, hint_in_source, nearest_name, show, source_table, wrong_value
+from manyhands.config.keys import SOURCE_LISTS, hint_in_source, source_table, wrong_value
 from manyhands.config.schema import RunConfig, Source
+from manyhands.config.text import nearest_name, show
 
 PLACEHOLDER = "placeholder"  # in place of what was wrong, while the rest is checked
 FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")

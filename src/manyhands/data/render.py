@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from manyhands.config.keys import nearest_name
+from manyhands.config.text import nearest_name
 from manyhands.core.errors import UserError, panics_as_errors
 from manyhands.data.formats import Conversation, Ready, ReadyTokens
 from manyhands.data.messages import (

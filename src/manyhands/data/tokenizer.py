@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.data_schema import BEGIN_OF_TEXT
-from manyhands.config.keys import nearest_name
 from manyhands.config.schema import ModelSection
+from manyhands.config.text import nearest_name
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
 from manyhands.data.named_templates import TEMPLATES, NamedTemplate

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from manyhands.config.dialects.accelerate import read_environment
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.machine import count_cores
 from manyhands.core.units import count_of
+from manyhands.importers.accelerate import read_environment
 from manyhands.launch import slurm
 from manyhands.launch.address import LOOPBACK, is_loopback
 from manyhands.launch.slurm import read_integer

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.load import LoadedRun
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.errors import UserError, require_extras
 from manyhands.core.units import describe_ranks, format_gib
@@ -25,6 +24,7 @@ from manyhands.facts.identity import differing_files, identify_files
 from manyhands.facts.model import has_weights, read_model_facts, resize_vocabulary
 from manyhands.facts.model_config import judge_packing
 from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
+from manyhands.importers.load import LoadedRun
 from manyhands.launch.environment import apply_variables
 from manyhands.launch.folder_lock import FolderLock, TakeLock
 from manyhands.launch.nodes import NodeGroup, join_hosts

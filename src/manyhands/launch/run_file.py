@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.dialects.translation import Around, Translation
-from manyhands.config.load import LoadedRun, load_run
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import Source
 from manyhands.core.errors import UserError, has_deepspeed
@@ -21,9 +19,11 @@ from manyhands.data.hub_sets import fetch_file
 from manyhands.data.sources import is_hub, read_rows
 from manyhands.facts.gpu_kinds import kind_of, kinds_named
 from manyhands.facts.host import read_host_facts
+from manyhands.importers.load import LoadedRun, load_run
+from manyhands.importers.translation import ImportContext, Translation
 from manyhands.launch.environment import asked_processes
 from manyhands.launch.resume_rules import folder_of
-from manyhands.launch.run_folder import FATES
+from manyhands.launch.run_folder import OUTCOMES
 
 
 def load_for_start(
@@ -33,7 +33,7 @@ def load_for_start(
     num_gpus: int | None = None,
     settings: Mapping[str, Path | ParsedFile] | None = None,
     strict: bool = False,
-    read: Callable[[ParsedFile, Around], Translation | None] | None = None,
+    read: Callable[[ParsedFile, ImportContext], Translation | None] | None = None,
 ) -> LoadedRun:
     """The run of a file, ours or another tool's, or of its keys. ``num_gpus``: processes that a launcher has started
     already. ``read``: in place of recognizing whose keys they are (``load_run``).
@@ -41,20 +41,20 @@ def load_for_start(
     A file that counts batches per GPU is multiplied out once: where its run has started before, by the number of GPUs
     of that first start, so that the same command resumes it on any other number. Raises ``UserError``.
     """
-    around = look_around(num_gpus=asked_processes() if num_gpus is None else num_gpus, strict=strict)
-    loaded = load_run(path, overrides, around=around, settings=settings, read=read)
+    context = probe_host(num_gpus=asked_processes() if num_gpus is None else num_gpus, strict=strict)
+    loaded = load_run(path, overrides, context=context, settings=settings, read=read)
     first = _first_gpus(loaded)
     if first is None or loaded.translation is None or first == loaded.translation.gpus:
         return loaded
-    return load_run(path, overrides, around=replace(around, first_gpus=first), settings=settings, read=read)
+    return load_run(path, overrides, context=replace(context, first_gpus=first), settings=settings, read=read)
 
 
-def look_around(*, num_gpus: int | None = None, strict: bool = False) -> Around:
+def probe_host(*, num_gpus: int | None = None, strict: bool = False) -> ImportContext:
     """What this machine answers: its GPUs, columns of local data, config.json of a local model, lists of data sets on
     the hub; whether DeepSpeed is installed.
     """
     count: Callable[[], int] = (lambda: len(read_host_facts().gpus)) if num_gpus is None else lambda: num_gpus
-    return Around(
+    return ImportContext(
         count_gpus=count,
         first_row=_first_row,
         model_config=_model_config,
@@ -77,7 +77,7 @@ def _first_gpus(loaded: LoadedRun) -> int | None:
     folder = folder_of(loaded.config)
     if loaded.translation is None or not folder.was_started():
         return None
-    recorded = read_json(folder.origin / FATES)
+    recorded = read_json(folder.origin / OUTCOMES)
     gpus = recorded.get("gpus") if isinstance(recorded, dict) else None
     return gpus if isinstance(gpus, int) and gpus > 0 else None
 

@@ -4,7 +4,7 @@
 |---|---|
 | run.json | the configuration (RunConfig); one that a later launch replaces is kept as plans/001.run.json, and the
 report of a run that was made longer as plans/001.report.json |
-| origin/ | another tool's file that the run was started from, and fates.json: what became of each of its keys |
+| origin/ | another tool's file that the run was started from, and outcomes.json: what became of each of its keys |
 | plans/001.json, ... | the decisions (Plan), one file a launch |
 | plan.json | {"newest": "plans/001.json"}: a pointer file, as some copies and file systems lose symbolic links |
 | status.json | {"state": "running", "finished", "failed" or "interrupted", "time": ..., ...} |
@@ -36,8 +36,6 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 
-from manyhands.config.dialects.report import as_json
-from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig, digest_json
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.core.files import (
@@ -48,9 +46,11 @@ from manyhands.core.files import (
     write_json,
     write_json_on_full_disk,
 )
+from manyhands.importers.load import LoadedRun
+from manyhands.importers.report import as_json
 from manyhands.planner.types import MemoryFound, Plan
 
-FATES = "fates.json"
+OUTCOMES = "outcomes.json"
 State = Literal["running", "finished", "failed", "interrupted"]
 
 
@@ -188,12 +188,12 @@ class RunFolder:
         return self.plans / f"{number:03d}.run.json"
 
     def write_origin(self, loaded: LoadedRun) -> None:
-        """Keeps another tool's file and the fates of its keys; nothing for a native file."""
+        """Keeps another tool's file and the outcomes of its keys; nothing for a native file."""
         if loaded.translation is None or loaded.text is None:
             return
         self.origin.mkdir(exist_ok=True)
         write_atomically(self.origin / Path(loaded.translation.where).name, loaded.text)
-        write_json(self.origin / FATES, as_json(loaded.translation))
+        write_json(self.origin / OUTCOMES, as_json(loaded.translation))
 
     # What was decided.
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from manyhands.config.dialects.report import summarize
-from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.core.text import open_console
 from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
+from manyhands.importers.load import LoadedRun
+from manyhands.importers.report import summarize
 from manyhands.launch.environment import ATTEMPT, ENDING, detect_launcher, refuse_alone
 from manyhands.launch.folder_lock import FolderLock, take_over
 from manyhands.launch.lost_gpus import DriverReports, LaunchGpus, Lost, find_lost, restored_environment

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from manyhands.config.load import LoadedRun
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import HostFacts
+from manyhands.importers.load import LoadedRun
 from manyhands.launch.channel import Channel
 from manyhands.launch.environment import PLACES, apply_variables
 from manyhands.launch.folder_lock import FolderLock, TakeLock

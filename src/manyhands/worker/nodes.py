@@ -17,10 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from manyhands.config.load import LoadedRun
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import HostFacts
+from manyhands.importers.load import LoadedRun
 from manyhands.launch.address import LOCAL_HOST, address_among, network_environment, own_address
 from manyhands.launch.environment import Launcher, apply_variables
 from manyhands.launch.heartbeat import this_host

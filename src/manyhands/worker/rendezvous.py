@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from manyhands.config.dialects.report import summarize
-from manyhands.config.load import LoadedRun, load_config
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.world import World
+from manyhands.importers.load import LoadedRun, load_config
+from manyhands.importers.report import summarize
 from manyhands.launch.address import LOCAL_HOST
 from manyhands.launch.agent import open_store as serve_store
 from manyhands.launch.environment import (

@@ -1,0 +1,25 @@
+"""Values and names as messages show them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+
+def show(value: Any) -> str:
+    """A value in the run file's syntax, cut after 60 characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(type(value).__name__)
+    if isinstance(value, str) and text == f'"{value}"' and value:
+        text = value
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelled one most likely means; None if none is similar."""
+    close = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1, cutoff=0.6)
+    return close[0] if close else None

@@ -1,0 +1,452 @@
+"""Axolotl's run files (``axolotl train FILE``), as its schemas, builders and loaders of July 2026 read them.
+
+Defaults that are carried over: cosine after a warm-up of min(3 %, 100 steps), one epoch, seed 42, `sequence_len` 512,
+longer samples dropped, nothing held out, all weights where there is no `adapter`, four checkpoints kept, one sample per
+GPU and step. Numbers per
+GPU (`micro_batch_size`, `gradient_accumulation_steps`) are multiplied by the GPUs. Model and method, data, templates
+and distribution are in the modules ``axolotl_*.py`` beside this one, names in ``axolotl_keys.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+
+from manyhands.config.text import show
+from manyhands.importers import axolotl_keys as keys
+from manyhands.importers import transformers as hf
+from manyhands.importers.axolotl_data import limit_stream, map_data
+from manyhands.importers.axolotl_model import map_images, map_method, map_model
+from manyhands.importers.axolotl_parallel import count_mesh, map_precision, map_sharding
+from manyhands.importers.names import find_key
+from manyhands.importers.transformers import OPTIMIZERS, choose_optimizer, map_neftune
+from manyhands.importers.translation import UNKNOWN_GPUS, Translator, clean_name
+
+TOOL = "Axolotl"
+REFUSES_UNKNOWN = False
+MARKS = frozenset({"base_model", "sequence_len", "sample_packing", "lora_target_linear"})
+KEYS, OPEN = keys.KEYS, keys.OPEN
+
+LIKENESS = 0.8  # of a misspelt key to the one that is meant
+EPOCHS_UNBOUNDED = 1_000_000  # `max_steps` alone ends a run
+KEPT_CHECKPOINTS = 4
+_OPTIMIZERS = {
+    **OPTIMIZERS,
+    "ao_adamw_8bit": OPTIMIZERS["adamw_torch_8bit"],
+    "ao_adamw_4bit": OPTIMIZERS["adamw_torch_4bit"],
+}
+
+
+def translate(t: Translator) -> None:
+    """Every key of an Axolotl file; a file of another kind of training has one reason, for its whole."""
+    for key in t.values:
+        if key in keys.NOT_READ_THERE or (key not in keys.KEYS and _is_no_misspelling(key)):
+            t.ignore(key, "Axolotl has no such key and ignores it")
+    if _is_out_of_scope(t):
+        return
+    _check_shapes(t)
+    map_model(t)
+    map_method(t)
+    map_images(t)
+    map_data(t)
+    _map_batch(t)
+    limit_stream(t)
+    _map_optimizer(t)
+    _map_schedule(t)
+    _map_length(t)
+    map_precision(t)
+    map_sharding(t)
+    _map_intervals(t)
+    _map_output(t)
+    _map_rest(t)
+
+
+def _is_no_misspelling(key: str) -> bool:
+    """Whether an unknown key is one of transformers' or TRL's, or looks like none that changes the run."""
+    ours = find_key(key)
+    if "." in key or (ours and any(find_key(known) == ours for known in keys.KEYS)):
+        return False
+    return key in hf.KEYS or not difflib.get_close_matches(key.lower(), keys.ACTING, n=1, cutoff=LIKENESS)
+
+
+def _check_shapes(t: Translator) -> None:
+    """A mapping where one value belongs, and one value where a mapping belongs."""
+    sections = {key.partition(".")[0] for key in KEYS if "." in key}
+    for key in t.values:
+        head = key.partition(".")[0]
+        if head != key and head in KEYS and head not in sections:
+            t.refuse(key, f"`{head}` takes one value, not a mapping")
+        elif key in sections and t.get(key) not in (None, {}, []):
+            t.refuse(key, f"got {show(t.get(key))}, allowed: a mapping of keys")
+
+
+def _is_out_of_scope(t: Translator) -> bool:
+    """Preferences, rewards: one refusal; every other key is said not to have been looked at."""
+    found = [key for key in keys.OUT_OF_SCOPE if t.get(key) not in (None, False)]
+    if t.has("model_type") and "SequenceClassification" in str(t.get("model_type")):
+        found.append("model_type")
+    if not found:
+        return False
+    t.refuse(found[0], keys.OUT_OF_SCOPE.get(found[0], "classifiers are not available: only causal language models"))
+    for key in t.values:
+        if key != found[0]:
+            t.ignore(key, f"not looked at, because of `{found[0]}`")
+    return True
+
+
+def _map_batch(t: Translator) -> None:
+    """micro-batch x accumulation x GPUs: samples, or packs of ``sequence_len`` tokens. How many of them a GPU takes at
+    once changes no result: the plan decides it from memory.
+    """
+    if t.flag("use_ray") and t.integer("ray_num_workers"):
+        t.set_gpus(int(t.integer("ray_num_workers") or 1))
+    for key in ("use_ray", "ray_num_workers"):
+        t.no_op(key, "the number of GPUs that the batch is counted for")
+    count_mesh(t)
+    packs, older = t.flag("sample_packing"), "max_packed_sequence_len"
+    if t.integer(older) and t.integer(older) == t.integer("sequence_len"):
+        packs = packs or not t.has("sample_packing")
+        t.substitute(older, {}, "read as `sample_packing: true`, which took its place: today's Axolotl refuses it")
+    elif t.integer(older):
+        t.refuse(older, "Axolotl itself refuses this key: remove it, and write sample_packing: true")
+    t.no_op(older)
+    if packs and t.has("sample_packing"):
+        t.map("sample_packing", {}, why="a step is counted in packs of sequence_len tokens")
+    elif not packs:
+        t.no_op("sample_packing", "packed or not, a step has the same samples")
+    micro, accumulation, gpus = t.integer("micro_batch_size", 1) or 0, _accumulation(t), t.num_gpus()
+    t.micro, t.accumulation = micro, accumulation
+    if micro < 1:
+        t.refuse("micro_batch_size", f"got {micro}, allowed: a whole number above 0")
+    elif gpus is None:
+        t.refuse("micro_batch_size", UNKNOWN_GPUS)
+    elif accumulation is not None:
+        sum_ = f"{micro} per GPU × {gpus} GPU{'s' if gpus > 1 else ''} × {accumulation} accumulation"
+        native = "batch.packs" if packs else "batch.samples"
+        for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
+            t.map(key, native, micro * gpus * accumulation, sum_)
+        t.set_tool_default(native, micro * gpus * accumulation, f"Axolotl's default: {sum_}")
+    for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
+        t.no_op(key)
+
+
+def _accumulation(t: Translator) -> int | None:
+    """``gradient_accumulation_steps``, or as many as ``batch_size`` (of one GPU) has micro-batches; 1 by default."""
+    micro, steps, total = (t.integer(key) for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
+    if steps and total:
+        t.contradict("batch_size", f"{t.place('gradient_accumulation_steps')} is set too: Axolotl takes one of them")
+    elif total and not micro:
+        t.refuse("batch_size", "it is of one GPU: write `micro_batch_size` too, as Axolotl wants it")
+    elif total and micro and total % micro:
+        t.contradict("batch_size", f"{total} is no multiple of `micro_batch_size: {micro}`")
+    elif total and micro:
+        if "gradient_accumulation_steps" not in t.values:
+            why = (
+                "read as `gradient_accumulation_steps`: today's Axolotl takes 1 where that is not written, even as null"
+            )
+            t.substitute("batch_size", {}, why)
+        return total // micro
+    return steps or 1
+
+
+def _map_optimizer(t: Translator) -> None:
+    if not t.has("learning_rate"):
+        t.refuse("learning_rate", "it is missing: Axolotl has no default")
+    for key, native, why in (
+        ("learning_rate", "learning_rate", ""),
+        ("weight_decay", "weight_decay", ""),
+        ("adam_beta1", "beta1", ""),
+        ("adam_beta2", "beta2", ""),
+        ("adam_epsilon", "eps", ""),
+        ("max_grad_norm", "max_grad_norm", ""),
+    ):
+        number = t.number(key)
+        if number is not None:
+            t.map(key, f"optimizer.{native}", number, why)
+    if t.number("weight_decay") and not t.has("adapter"):
+        t.map("weight_decay", "optimizer.decay_embeddings", True)
+    choose_optimizer(t, "optimizer", _OPTIMIZERS, "adamw_torch_fused")
+    if t.has("neftune_noise_alpha") and t.has("noisy_embedding_alpha"):
+        t.contradict("noisy_embedding_alpha", "it is the older name of `neftune_noise_alpha`: keep one")
+    for key in ("neftune_noise_alpha", "noisy_embedding_alpha"):
+        map_neftune(t, key)
+    t.set_tool_default("optimizer.name", "adamw", "Axolotl's default")
+    ratio, rate = t.number("loraplus_lr_ratio"), t.number("learning_rate")
+    if ratio and rate:
+        t.map("loraplus_lr_ratio", "optimizer.learning_rates", {"lora_B": rate * ratio}, "LoRA+: the rate of B")
+    t.no_op("loraplus_lr_ratio")
+    t.no_op("loraplus_lr_embedding", "no embedding has LoRA matrices")
+
+
+def _map_schedule(t: Translator) -> None:
+    kind = str(t.get("lr_scheduler", "cosine"))
+    if kind not in hf.SCHEDULES:
+        t.refuse("lr_scheduler", f"{show(kind)} is not available: write one of {', '.join(hf.SCHEDULES)}")
+    t.map("lr_scheduler", "schedule.name", hf.SCHEDULES.get(kind, "cosine"))
+    t.set_tool_default("schedule.name", "cosine", "Axolotl's default")
+    _map_warmup(t, has_none=kind == "constant")
+    low, flat = t.number("cosine_min_lr_ratio"), t.number("cosine_constant_lr_ratio")
+    if kind != "cosine":
+        for key in ("cosine_min_lr_ratio", "cosine_constant_lr_ratio"):
+            t.no_op(key, f"`lr_scheduler` is {kind}")
+    elif low and flat:
+        t.refuse("cosine_constant_lr_ratio", "a constant rate before the end of a cosine is not available: set it to 0")
+    elif low:
+        t.map("cosine_min_lr_ratio", "schedule.min_ratio", low, "the rate does not fall at all" if low == 1 else "")
+    for key in ("cosine_min_lr_ratio", "cosine_constant_lr_ratio"):
+        t.no_op(key)
+    if low and kind == "cosine":  # Axolotl's own schedule
+        t.no_op("lr_scheduler_kwargs", "`cosine_min_lr_ratio` takes precedence")
+    else:
+        hf.map_schedule_options(t, kind, "lr_scheduler")
+    if t.flag("lr_quadratic_warmup") and kind == "cosine":
+        t.refuse("lr_quadratic_warmup", "a quadratic warm-up is not available: remove it for a linear one")
+    t.no_op("lr_quadratic_warmup")
+
+
+def _map_warmup(t: Translator, *, has_none: bool) -> None:
+    steps, ratio, limit = t.number("warmup_steps"), t.number("warmup_ratio"), _step_limit(t)
+    if has_none:
+        for key in ("warmup_steps", "warmup_ratio"):
+            t.no_op(key, "transformers' `constant` has no warm-up; `constant_with_warmup` has")
+        t.set_tool_default("schedule.warmup_steps", 0, "transformers' `constant` has no warm-up")
+    elif steps and ratio:
+        t.contradict("warmup_ratio", f"{t.place('warmup_steps')} is set too: keep one")
+    elif steps is not None and 0 < steps < 1:
+        why = "read as a share of all steps; Axolotl itself refuses a part of a step"
+        t.substitute("warmup_steps", {"schedule.warmup_ratio": steps}, why)
+    elif steps is not None:
+        t.map("warmup_steps", "schedule.warmup_steps", _axolotl_warmup(steps))
+        t.no_op("warmup_ratio", "`warmup_steps` is set")
+    elif ratio is not None and limit:
+        t.map("warmup_ratio", "schedule.warmup_steps", _axolotl_warmup(ratio * limit), f"of {limit} steps")
+    elif ratio is not None:
+        t.map("warmup_ratio", "schedule.warmup_ratio", ratio)
+    elif limit:
+        t.set_tool_default(
+            "schedule.warmup_steps", _axolotl_warmup(min(0.03 * limit, 100)), "Axolotl's default: min(3 %, 100)"
+        )
+    else:
+        why = "Axolotl's default, which ends at 100 steps: write `warmup_steps: 100` for a run of more than 3,333"
+        t.set_tool_default("schedule.warmup_ratio", 0.03, why)
+    for key in ("warmup_steps", "warmup_ratio"):
+        t.no_op(key)
+
+
+def _axolotl_warmup(steps: float) -> int:
+    """Whole steps as Axolotl counts them: rounded down, and two in place of one."""
+    whole = int(steps)
+    return 2 if whole == 1 else whole
+
+
+def _map_length(t: Translator) -> None:
+    """Epochs, steps, seed. ``max_steps`` alone ends a run that has it, as in transformers' Trainer."""
+    limit, epochs = _step_limit(t), t.number("num_epochs")
+    if limit:
+        t.map("max_steps", "stop.max_steps", limit)
+        t.no_op("num_epochs", "`max_steps` takes precedence")
+        t.set_tool_default("stop.epochs", EPOCHS_UNBOUNDED, "`max_steps` alone ends the run")
+    elif epochs is not None:
+        t.map("num_epochs", "stop.epochs", epochs)
+    else:
+        t.set_tool_default("stop.epochs", 1, "Axolotl's default")
+    t.no_op("max_steps")
+    seed = t.integer("seed")
+    if seed is not None:
+        t.map("seed", "seed", seed)
+    else:
+        t.set_tool_default("seed", 42, "Axolotl's default")
+
+
+def _step_limit(t: Translator) -> int | None:
+    """``max_steps``; None for none: null, 0 and -1."""
+    limit = t.integer("max_steps", 0) or 0
+    return limit if limit > 0 else None
+
+
+def _map_intervals(t: Translator) -> None:
+    """Evaluations and checkpoints: a number a run's epoch, steps, or a share of the run."""
+    if t.has("logging_steps"):
+        t.map("logging_steps", "log.every_steps", max(1, t.integer("logging_steps", 1) or 1))
+    for steps, per_epoch in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        if t.number(steps) and t.number(per_epoch):
+            t.contradict(steps, f"{t.place(per_epoch)} is set too: keep one")
+    _map_interval(t, "checkpoint", "save_steps", "saves_per_epoch", "save_strategy", default=1)
+    strategy = "evaluation_strategy" if t.has("evaluation_strategy") and not t.has("eval_strategy") else "eval_strategy"
+    validates = t.has("test_datasets") or bool(t.number("val_set_size"))
+    if validates:
+        _map_interval(t, "evaluate", "eval_steps", "evals_per_epoch", strategy, default=None)
+        _map_best(t)
+    for key in ("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy", "early_stopping_patience",
+                "load_best_model_at_end", "metric_for_best_model"):  # fmt: skip
+        t.no_op(key, "" if validates or not t.has(key) else "there is no validation data")
+    keep = t.integer("save_total_limit")
+    native = t.mapping.get("checkpoint", {})
+    if keep and native.get("every_steps") != 0:
+        t.map("save_total_limit", "checkpoint.keep_last", keep if keep > 0 else "all")
+    elif native.get("every_steps") != 0:
+        t.set_tool_default("checkpoint.keep_last", KEPT_CHECKPOINTS, "Axolotl's default")
+    t.no_op("save_total_limit")
+
+
+def _map_interval(
+    t: Translator, section: str, steps_key: str, per_epoch_key: str, strategy_key: str, *, default: int | None
+) -> None:
+    """``default``: how often an epoch where the file says nothing; None: only at start and end."""
+    every, per_epoch = f"{section}.every_steps", f"{section}.per_epoch"
+    steps, times, limit = t.number(steps_key), t.integer(per_epoch_key), _step_limit(t)
+    strategy = str(t.get(strategy_key, "")).lower()
+    if strategy in ("no", "false"):
+        t.map(strategy_key, every, 0)
+    elif times and limit:
+        share = 1 / (times * (t.number("num_epochs", 1) or 1))
+        t.map(per_epoch_key, every, max(1, math.ceil(limit * share)), f"a share of `max_steps: {limit}`")
+    elif times:
+        t.map(per_epoch_key, per_epoch, times)
+    elif steps:
+        t.map(steps_key, every, int(steps) if steps >= 1 else steps)
+    elif strategy == "best":
+        t.map(strategy_key, {per_epoch: 1, "checkpoint.keep_best": True})
+    elif strategy == "epoch":
+        t.map(strategy_key, per_epoch, 1)
+    elif strategy == "steps" and section == "checkpoint":
+        t.map(strategy_key, every, 500, f"transformers' default of `{steps_key}`")
+    elif strategy == "steps":  # transformers takes `logging_steps`, Axolotl's default of which is at most 10
+        t.map(
+            strategy_key, every, t.integer("logging_steps", 10) or 10, f"`{steps_key}` is missing: at `logging_steps`"
+        )
+    elif default:
+        t.set_tool_default(per_epoch, default, "Axolotl's default")
+    else:
+        t.set_tool_default(every, 0, "Axolotl's default: no evaluations during the run")
+    for key in (steps_key, per_epoch_key, strategy_key):
+        t.no_op(key)
+
+
+def _map_best(t: Translator) -> None:
+    """Early stopping, and the best checkpoint as the result."""
+    patience = t.integer("early_stopping_patience")
+    if patience:
+        t.map("early_stopping_patience", "stop.patience", patience)
+    save, evaluate = _share(t, "save_steps", "saves_per_epoch"), _share(t, "eval_steps", "evals_per_epoch")
+    if patience or t.flag("load_best_model_at_end"):
+        key = "load_best_model_at_end" if t.flag("load_best_model_at_end") else "early_stopping_patience"
+        if save and evaluate and save % evaluate == 0:
+            t.map(key, "checkpoint.keep_best", True)
+            t.only("greater_is_better", (False,), "a lower loss is better: set it to false")
+        else:
+            t.ignore(key, "the last checkpoint is the result, as in Axolotl unless `eval_steps` divides `save_steps`")
+    t.only("metric_for_best_model", ("loss", "eval_loss"), "the best checkpoint is that of the lowest validation loss")
+
+
+def _share(t: Translator, steps_key: str, per_epoch_key: str) -> float | None:
+    """Steps between two, or their share of the run, as ``normalize_config`` makes it of a number an epoch."""
+    times = t.integer(per_epoch_key)
+    share = 1.0 / (times * (t.number("num_epochs", 1) or 1)) if times else 1.0
+    return share if share < 1 else t.number(steps_key)
+
+
+def _map_output(t: Translator) -> None:
+    asked = str(t.get("output_dir", "./model-out")).rstrip("/")
+    folder, _, name = asked.rpartition("/")
+    native = {"output.dir": folder or ".", "name": clean_name(name)}
+    if t.has("output_dir"):
+        t.map("output_dir", native)
+    else:
+        for key, value in native.items():
+            t.set_tool_default(key, value, "Axolotl's default")
+    _map_trackers(t)
+    if t.flag("merge_lora"):
+        t.map("merge_lora", "output.merge", True)
+    t.no_op("merge_lora")
+
+
+def _map_trackers(t: Translator) -> None:
+    """Trackers, each with its switch; the name of a project opens one, too."""
+    asked: dict[str, list[str]] = {}
+    for tracker, (switch, project) in keys.TRACKERS.items():
+        if tracker == "wandb" and t.get("wandb_mode") == "disabled":
+            continue
+        if t.flag(switch) or t.has(project):
+            asked[switch if t.flag(switch) else project] = [tracker]
+    projects = {tracker: project for tracker, (_, project) in keys.TRACKERS.items() if tracker in hf.SINKS}
+    hf.map_trackers(t, asked, projects)
+    opened = [tracker for trackers in asked.values() for tracker in trackers]
+    hf.map_tracker_options(t, opened, keys.TRACKER_OPTIONS)
+    for key in keys.OF_TRACKERS & t.values.keys():
+        t.no_op(key, f"only {key.removeprefix('use_').partition('_')[0]} reads it" if t.get(key) else "")
+
+
+def _map_rest(t: Translator) -> None:
+    """Keys that no other key decides: by construction, reported, or refused where they are on."""
+    if t.number("loss_watchdog_threshold"):
+        t.map("loss_watchdog_threshold", "stop.loss_above", t.number("loss_watchdog_threshold"))
+        steps = t.integer("loss_watchdog_patience", 3) or 3
+        t.map("loss_watchdog_patience", "stop.loss_above_steps", steps)
+        t.set_tool_default("stop.loss_above_steps", steps, "Axolotl's default")
+    t.no_op("loss_watchdog_threshold")
+    t.no_op("loss_watchdog_patience")
+    hf.map_timeout(t)
+    t.only("dataloader_drop_last", (False,), "every sample is trained: set it to false")
+    t.only("resume_from_checkpoint", (False,), "the same command resumes a run from its newest checkpoint; to begin "
+           "from trained weights name their folder in `base_model`")  # fmt: skip
+    kernels = [t.flag(key) for key in ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel") if t.has(key)]
+    for key in ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"):
+        if t.has(key) and not any(kernels):
+            t.map(key, "kernels.lora", "reference")
+        t.no_op(key)
+    _map_plugins(t)
+    for key in ("attn_implementation", "sage_attention"):
+        if t.get(key) in ("sage", "fp8", True):
+            t.refuse(key, "attention in lower precision is not available: write flash_attention_2")
+    for key, so, why in keys.SO_IF:
+        if t.get(key, so) == so:
+            t.no_op(key)
+        else:
+            t.ignore(key, why)
+    if t.get("tf32") is True and t.mapping.get("model", {}).get("dtype") == "float32":
+        t.ignore("tf32", "matmuls are in float32")
+    t.no_op("tf32")
+    t.only("pretrain_multipack_attn", (True,), keys.REFUSED["pretraining_sample_concatenation"])
+    options = t.get("accelerator_config")
+    if isinstance(options, dict) and options.get("split_batches"):
+        t.refuse("accelerator_config", "`split_batches` is not available: remove it")
+    for key in keys.ALREADY & t.values.keys():
+        t.no_op(key)
+    for key in keys.ONLY_WITH_RL & t.values.keys():
+        t.no_op(key, "only for other kinds of training")
+    off: tuple[object, ...] = (None, False, 0, "", "false", [], {})
+    for key in keys.IGNORED.keys() & t.values.keys():
+        if t.get(key) in off:
+            t.no_op(key)
+        else:
+            t.ignore(key, keys.IGNORED[key])
+    for key in keys.REFUSED.keys() & t.values.keys():
+        parent = keys.PART_OF.get(key)
+        if (
+            t.get(key) in off
+            or (key == "skip_prepare_dataset" and t.has("processor_type"))
+            or (key == "expert_parallel_size" and t.get(key) == 1)
+        ):
+            t.no_op(key)
+        elif parent and t.get(parent) in off:
+            t.no_op(key, f"`{parent}` is not set")
+        else:
+            t.refuse(key, keys.REFUSED[key])
+    for key in keys.OUT_OF_SCOPE.keys() & t.values.keys():
+        t.no_op(key)
+
+
+def _map_plugins(t: Translator) -> None:
+    asked = t.get("plugins", [])
+    if not isinstance(asked, list):
+        t.refuse("plugins", f"got {show(asked)}, allowed: a list")
+        return
+    for plugin in asked:
+        parts = str(plugin).split(".")
+        known = next((part for part in parts if part in keys.PLUGINS), None)
+        if known is None:
+            t.refuse("plugins", f"{plugin} is not available: remove it")
+        elif why := keys.PLUGINS[known]:
+            t.refuse("plugins", f"{parts[-1]}: {why}")
+    t.no_op("plugins", "fused kernels are used where they pass a self-test" if asked else "")

@@ -1,0 +1,286 @@
+"""LLaMA-Factory's flat YAML and JSON files (``llamafactory-cli train FILE``): supervised fine-tuning and continued
+pre-training.
+
+The keys are those of its argument classes (hparams/) and of transformers' TrainingArguments. What it does and we do not
+do alike, in every run, is listed in docs/coming-from.md.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from manyhands.config.text import nearest_name, show
+from manyhands.importers import llamafactory_keys as keys
+from manyhands.importers import preferences
+from manyhands.importers import transformers as hf
+from manyhands.importers.llamafactory_data import Sources, Wanted, make_sources, read_info
+from manyhands.importers.llamafactory_method import map_images, map_method, map_model
+from manyhands.importers.llamafactory_templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
+from manyhands.importers.translation import Translator, clean_name
+
+TOOL = keys.TOOL
+REFUSES_UNKNOWN = True
+MARKS = keys.MARKS
+OPEN = hf.OPEN | keys.OPEN
+KEYS = hf.KEYS | keys.ALL
+STAGES = {"rm": "reward models", "ppo": "PPO", "dpo": "DPO", "kto": "KTO"}
+JOINED = "LLaMA-Factory joins documents into one sequence in which they see each other; here they are packed and do not"
+CUT = "LLaMA-Factory cuts question and answer in proportion; here the end of the sample is cut off"
+
+
+def translate(t: Translator) -> None:
+    """Every key of a LLaMA-Factory file."""
+    if _refuse_other_tasks(t):
+        return
+    if not t.has("stage") and preferences.refuse(t, preferences.KEYS):
+        return  # sft by default, which nobody who wrote such a key can mean
+    is_text = t.get("stage", "sft") == "pt"
+    if is_text:
+        t.map("stage", "task", "cpt")
+    else:
+        t.no_op("stage")
+    map_model(t)
+    map_method(t)
+    sources = _map_data(t, is_text)
+    packs = _map_samples(t, is_text)
+    _map_template(t, is_text, sources)
+    _map_training(t, packs)
+    _refuse_features(t)
+    _note_bystanders(t)
+    map_output(t, "output_dir")
+
+
+def _refuse_other_tasks(t: Translator) -> bool:
+    """One refusal for a file that does something else than to train a text model; its other keys are left alone."""
+    stage = str(t.get("stage", "sft"))
+    if t.has("export_dir"):
+        key, why = (
+            "export_dir",
+            "this file merges and exports a model: `manyhands export RUN --merge` does that of a run",
+        )
+    elif stage in STAGES:
+        key, why = "stage", f"{STAGES[stage]} cannot be trained here: stage sft and pt can"
+    elif stage in preferences.LOSSES:
+        key, why = "stage", preferences.NOT_HERE
+    elif stage not in ("sft", "pt"):
+        key, why = "stage", f"got {show(stage)}, allowed: sft, pt"
+    elif not t.flag("do_train"):
+        named = next((key for key in ("do_predict", "do_eval", "infer_backend") if t.has(key)), "do_train")
+        key, why = named, "this file trains nothing: write do_train: true (`manyhands generate RUN` answers prompts)"
+    elif t.flag("predict_with_generate") and t.flag("do_predict"):
+        key, why = "do_predict", "predictions are not part of training: remove it"
+    else:
+        return False
+    for other in t.values:
+        if other != key and other in KEYS:
+            t.ignore(other, f"not looked at, as `{key}` is refused")
+    t.refuse(key, why)
+    return True
+
+
+def _map_data(t: Translator, is_text: bool) -> Sources | None:
+    """``dataset`` and ``eval_dataset``; what is held out."""
+    if not t.has("dataset"):
+        t.refuse("dataset", "it is missing: write names of dataset_info.json")
+        return None
+    limit = t.count("max_samples", 1) if t.has("max_samples") else None
+    info = read_info(t)
+    wanted = Wanted(is_text, limit)
+    sources = make_sources(t, "dataset", info, wanted) if info else None
+    map_images(t, info, sources is not None and sources.has_images)
+    if sources and info:
+        _map_sources(t, "dataset", "data.train", sources, info.where)
+        t.no_op("dataset_dir", info.where)
+    elif info is None and t.has("dataset_dir"):
+        t.no_op("dataset", "not looked at, as `dataset_dir` is refused")
+    t.no_op("dataset_dir")
+    if t.has("max_samples") and limit is not None:
+        t.map("max_samples", {}, why=f"the first {limit:,} rows of each data set")
+    if t.has("eval_dataset"):
+        held_out = make_sources(t, "eval_dataset", info, wanted) if info else None
+        if held_out and info:
+            _map_sources(t, "eval_dataset", "data.validation", held_out, info.where)
+        t.no_op("eval_dataset")
+    _map_held_out(t)
+    if t.flag("eval_on_each_dataset"):
+        t.ignore("eval_on_each_dataset", "validation data sets are measured together")
+    for key, fix in (("streaming", "rows are read completely: set it to false"),
+                     ("interleave_probs", "data sets are joined and shuffled: remove it")):  # fmt: skip
+        t.only(key, (None, False), fix)
+    t.only("mix_strategy", ("concat", None), "data sets are joined and shuffled: write concat")
+    return sources
+
+
+def _map_sources(t: Translator, key: str, native: str, sources: Sources, where: str) -> None:
+    t.map(key, native, sources.items, f"entries of {where}")
+    if sources.differences:
+        t.substitute(key, {native: sources.items}, "; ".join(dict.fromkeys(sources.differences)))
+
+
+def _map_held_out(t: Translator) -> None:
+    size = t.number("val_size", 0) or 0
+    if size and t.has("eval_dataset"):
+        t.contradict("val_size", f"{t.place('eval_dataset')} names validation data already: remove one")
+    elif not hf.map_held_out(t, "val_size", least_rows=2):
+        t.no_op("val_size", "nothing is held out" if size else "")
+        t.set_tool_default("data.validation_fraction", 0, f"{TOOL} holds nothing out")
+    if size <= 0 and not t.has("eval_dataset"):
+        for key in ("eval_strategy", "evaluation_strategy", "do_eval"):
+            if str(t.get(key, "no")).lower() not in ("no", "false"):
+                t.contradict(key, "it evaluates, and there is no validation data: write val_size or eval_dataset")
+
+
+def _map_samples(t: Translator, is_text: bool) -> bool:
+    """Length, packing, what is trained of a conversation. True where a batch counts packs."""
+    joined = t.flag("packing", is_text) or t.flag("neat_packing")
+    given = t.flag("packing") or t.flag("neat_packing")
+    length = t.count("cutoff_len", 2048) - given  # it takes one off where packing is asked for
+    why = "one less than written, as there: a pack ends with a padding token" if given else ""
+    t.map("cutoff_len", "data.max_length", length, why)
+    t.set_tool_default("data.max_length", length, f"{TOOL}'s default")
+    key = next((key for key in ("neat_packing", "packing", "stage") if t.has(key)), "stage")
+    if t.flag("neat_packing") and not is_text:
+        t.map("neat_packing", "data.packing", True)
+        t.no_op("packing")
+    elif joined:
+        t.substitute(key, {"data.packing": True}, JOINED)
+    for other in ("packing", "neat_packing"):
+        t.no_op(other, "" if joined else "samples are packed here without seeing each other, or not: it is the same")
+    t.set_tool_default(
+        "data.too_long", "split" if is_text and joined else "truncate", CUT if not is_text else f"{TOOL} cuts texts"
+    )
+    if t.flag("train_on_prompt") and t.flag("mask_history"):
+        t.contradict("mask_history", f"{t.place('train_on_prompt')} trains everything, this the last answer alone")
+    elif t.flag("train_on_prompt"):
+        t.map("train_on_prompt", "data.train_on", "all")
+    elif t.flag("mask_history"):
+        t.map("mask_history", "data.train_on", "last")
+    for other in ("train_on_prompt", "mask_history"):
+        t.no_op(other)
+    t.only("ignore_pad_token_for_loss", (True, None), "padding is never trained: set it to true")
+    return joined
+
+
+def _map_template(t: Translator, is_text: bool, sources: Sources | None) -> None:
+    """``template`` as Jinja text, with the keys that change it."""
+    name, system = t.get("template"), t.values.get("default_system")
+    if system is not None and not isinstance(system, str):
+        t.refuse("default_system", f"got {show(system)}, allowed: a text")
+        system = None
+    changing = ("default_system", "enable_thinking", "preserve_thinking", "tool_format")
+    if is_text:
+        for key in ("template", *changing):
+            t.no_op(key, "texts have no chat template")
+        return
+    if name is None:
+        for key in changing:
+            t.only(key, (None, True, False), "it changes the format of `template`: write that too")
+        return
+    name = str(name)
+    special = [] if sources is None else ["tools"] * sources.has_tools + ["images"] * sources.has_images
+    if name in OTHER_FORMATS or (name in CHAT_FORMATS and special):
+        what = f"how it writes {' and '.join(special)}" if name in CHAT_FORMATS else f"its format {name}"
+        t.substitute("template", {}, f"{what} is not available: the tokenizer's own chat template is used")
+        for key in changing:
+            t.only(key, (None, True), "it changes a format that is not available: remove it")
+        return
+    if name not in CHAT_FORMATS:
+        near = nearest_name(name, (*CHAT_FORMATS, *OTHER_FORMATS))
+        t.refuse("template", f"{TOOL} has no format {show(name)}" + (f": did you mean {near}?" if near else ""))
+        return
+    if "enable_thinking" in t.values and t.values["enable_thinking"] is None:
+        t.refuse("enable_thinking", "null mixes both: write true or false")
+    chat = CHAT_FORMATS[name]
+    thinks = t.flag("enable_thinking", True)
+    last_only = t.flag("mask_history") and not t.flag("preserve_thinking")
+    text = make_chat_template(chat, default_system=system, thinks=thinks, last_thought_only=last_only)
+    why = f"the format {name}" + (", which puts an empty thought before answers without one" if chat.thought else "")
+    t.map("template", "model.chat_template", text, why)
+    for key in changing[:-1]:
+        t.map(key, "model.chat_template", text)
+    t.no_op("tool_format", "no data set has tools")
+
+
+def _map_training(t: Translator, packs: bool) -> None:
+    hf.map_optimizer(t)
+    t.set_tool_default("optimizer.learning_rate", 5e-5, f"{TOOL}'s default")
+    if t.get("finetuning_type") in ("full", "freeze") and t.number("weight_decay"):
+        t.set_tool_default("optimizer.decay_embeddings", True, "transformers' Trainer decays embeddings too")
+    rate = t.number("learning_rate", 5e-5) or 5e-5
+    ratio = t.number("loraplus_lr_ratio")
+    if ratio and t.get("finetuning_type", "lora") != "lora":
+        t.contradict("loraplus_lr_ratio", "it is a ratio of LoRA's rates, and finetuning_type is not lora: remove it")
+    elif ratio:
+        names = ["lora_B", *(["lora_magnitude_vector"] if t.flag("use_dora") else [])]
+        t.map("loraplus_lr_ratio", "optimizer.learning_rates", dict.fromkeys(names, rate * ratio), "LoRA+")
+    t.no_op("loraplus_lr_embedding", "embeddings have no adapters")
+    if t.flag("use_muon"):
+        t.map("use_muon", "optimizer.name", "muon")
+    t.no_op("use_muon")
+    hf.map_schedule(t, default="linear")
+    hf.map_length(t, epochs=3)
+    if t.has("ray_num_workers"):
+        t.set_gpus(t.count("ray_num_workers", 1))
+        t.map("ray_num_workers", "parallel.gpus", t.num_gpus())
+    hf.map_batch(t, per_device=8, packs=packs)
+    hf.map_precision(t)
+    if not any(t.flag(key) for key in ("bf16", "fp16", "pure_bf16")) and t.get("finetuning_type") in ("full", "freeze"):
+        t.set_tool_default(
+            "model.dtype", "float32", f"without bf16 {TOOL} computes in float32, the dtype of trained weights"
+        )
+    if t.flag("disable_gradient_checkpointing"):
+        t.map("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none")
+    t.no_op("disable_gradient_checkpointing", "the plan decides what is recomputed")
+    hf.map_intervals(t, save_steps=500, logging_steps=500)
+    hf.map_sharding(t)
+    if t.has("early_stopping_steps"):
+        t.map("early_stopping_steps", "stop.patience", t.count("early_stopping_steps", 1))
+    if t.flag("fp8"):
+        t.substitute("fp8", {"kernels.linear": "fp8"}, "linear layers are computed in fp8 by a recipe of our own")
+    if t.flag("disable_shuffling"):
+        t.map("disable_shuffling", "data.order", "as_given")
+    t.no_op("disable_shuffling")
+
+
+def _refuse_features(t: Translator) -> None:
+    """Methods and engines that are not here: refused where they are switched on, and their other keys then ignored."""
+    for switch, (what, inner) in keys.FEATURES.items():
+        is_on = t.get(switch) not in (None, False, "false", "False", 0)
+        if is_on:
+            t.refuse(switch, f"{what} is not available: remove it")
+        else:
+            t.no_op(switch)
+        for key in inner & t.values.keys():
+            t.no_op(key, f"only {switch} reads it")
+    for key in keys.DEGREES & t.values.keys():
+        t.only(key, (1, None), f"{key.removesuffix('_size').replace('_', ' ')} is not available: set it to 1")
+    for key in keys.TOKENS & t.values.keys():
+        if t.has(key):
+            t.refuse(key, hf.A_SECRET)
+    tokenized = t.get("tokenized_path")
+    if tokenized and any(os.path.exists(folder / str(tokenized)) for folder in (t.context.folder, Path.cwd())):
+        t.refuse("tokenized_path", f"{TOOL} trains the tokenized data there, which is not read here: remove it")
+    t.no_op("tokenized_path", "tokenized data is kept in a cache, by its content")
+
+
+def _note_bystanders(t: Translator) -> None:
+    hf.map_bystanders(t)
+    hf.note_so(t, keys.SO)
+    for key in keys.OF_PREFERENCES & t.values.keys():
+        t.ignore(key, "only preferences and rewards are trained by it, and `stage` is another")
+    hf.map_trackers(t, {"use_swanlab": ["swanlab"] * t.flag("use_swanlab")}, {})
+    for key, why in keys.IGNORED.items():
+        if t.get(key) in (None, False):
+            t.no_op(key)
+        else:
+            t.ignore(key, why)
+    for key in keys.OF_PREDICTION & t.values.keys():
+        t.ignore(key, "only predictions read it")
+
+
+def map_output(t: Translator, key: str) -> None:
+    """The run's folder: its last part is the run's name."""
+    if t.has(key):
+        folder, _, name = str(t.get(key)).rstrip("/").rpartition("/")
+        t.map(key, {"output.dir": folder or ".", "name": clean_name(name)})

@@ -1,0 +1,275 @@
+"""What other tools call things: keys and values of Axolotl, LLaMA-Factory, TRL, transformers, torchtune and ms-swift.
+
+For error messages only: these names are never accepted. A name is looked up with its section first
+(``evaluate.num_samples``), then without. Knows no schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from manyhands.importers import preferences
+
+# Our key, and what other tools call it.
+_SAME = {
+    "model.name": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path "
+    "base_model_config tokenizer_name_or_path",
+    "model.revision": "revision_of_model model_revision",
+    "model.dtype": "bf16 bfloat16 torch_dtype compute_dtype bnb_4bit_compute_dtype",
+    "model.chat_template": "chat_template_path chat_template_jinja template",
+    "model.init": "reinit_weights",
+    "model.new_tokens": "add_tokens add_special_tokens new_special_tokens",
+    "method.name": "finetuning_type train_type tuner_type use_peft peft_method",
+    "method.rank": "lora_r lora_rank r",
+    "method.alpha": "lora_alpha",
+    "method.dropout": "lora_dropout",
+    "method.neftune_alpha": "neftune_noise_alpha noisy_embedding_alpha neftune",
+    "method.target_modules": "lora_target lora_target_modules target_modules lora_target_linear lora_modules",
+    "method.modules_to_save": "lora_modules_to_save additional_target",
+    "method.adapter": "lora_model_dir adapter_name_or_path adapter_path resume_from_adapter",
+    "method.double_quant": "double_quantization bnb_4bit_use_double_quant use_bnb_nested_quant",
+    "method.rslora": "use_rslora peft_use_rslora",
+    "method.dora": "use_dora peft_use_dora lora_use_dora",
+    "method.train": "unfrozen_parameters trainable_parameters freeze_trainable_modules freeze_trainable_layers",
+    "data.train": "dataset datasets train_file train_data dataset_name dataset_mixer dataset_mixture dataset_id "
+    "pretraining_dataset data_path data_files train_dataset",
+    "data.validation": "val_file validation_file test_datasets eval_dataset val_dataset eval_file",
+    "data.validation_fraction": "val_set_size val_size split_dataset_ratio test_split_size val_split",
+    "data.max_length": "cutoff_len max_seq_len max_seq_length sequence_len model_max_length seq_len block_size "
+    "context_length",
+    "data.too_long": "excess_length_strategy truncation_strategy",
+    "data.max_samples": "max_samples max_train_samples num_samples",
+    "data.train_on": "train_on_inputs train_on_prompt assistant_only_loss completion_only_loss mask_history "
+    "roles_to_train loss_scale",
+    "data.packing": "sample_packing pack packed eval_packing neat_packing padding_free",
+    "data.workers": "dataloader_num_workers num_workers",
+    "data.cache": "dataset_prepared_path cache_dir tokenized_path",
+    "data.fields": "field_messages message_property_mappings columns dataset_text_field field column_mapping",
+    "data.format": "data_format conversation dataset_format",
+    "batch.samples": "global_batch_size",
+    "batch.accumulation": "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps",
+    "optimizer.name": "optim",
+    "optimizer.learning_rate": "lr",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_epsilon adam_eps",
+    "optimizer.max_grad_norm": "grad_clip gradient_clip gradient_clipping clip_grad_norm gradient_clip_val",
+    "optimizer.learning_rates": "loraplus_lr_ratio embedding_learning_rate lr_groups",
+    "schedule.name": "lr_scheduler lr_scheduler_type scheduler",
+    "schedule.min_ratio": "cosine_min_lr_ratio min_lr_rate",
+    "schedule.warmup_ratio": "warmup",
+    "schedule.warmup_steps": "num_warmup_steps",
+    "stop.epochs": "num_epochs num_train_epochs n_epochs max_epochs",
+    "stop.max_steps": "total_steps max_iters num_steps num_training_steps",
+    "stop.patience": "early_stopping_patience",
+    "stop.loss_above": "loss_watchdog_threshold",
+    "stop.loss_above_steps": "loss_watchdog_patience",
+    "parallel.gpus": "num_gpus nproc_per_node num_processes n_gpus devices ray_num_workers",
+    "parallel.strategy": "fsdp fsdp_config fsdp_version distributed_strategy",
+    "parallel.shard_degree": "dp_shard_size",
+    "parallel.activation_checkpointing": "gradient_checkpointing activation_checkpointing "
+    "enable_activation_checkpointing gradient_checkpointing_kwargs recompute_granularity",
+    "parallel.offload_activations": "activation_offloading enable_activation_offloading",
+    "parallel.compile": "torch_compile",
+    "parallel.timeout_s": "ddp_timeout",
+    "kernels.lora": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
+    "kernels.linear": "fp8",
+    "evaluate.every_steps": "eval_steps eval_strategy evaluation_strategy eval_interval do_eval",
+    "evaluate.per_epoch": "evals_per_epoch",
+    "evaluate.prompts": "eval_table_size num_eval_samples evaluate.num_prompts",
+    "checkpoint.every_steps": "save_steps save_strategy checkpoint_interval",
+    "checkpoint.per_epoch": "saves_per_epoch",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.keep_best": "load_best_model_at_end",
+    "log.every_steps": "logging_steps log_every_n_steps log_interval",
+    "output.dir": "output_dir out_dir",
+    "output.merge": "merge_lora merge_adapter",
+    # sections
+    "evaluate": "evaluation eval",
+    "checkpoint": "checkpoints checkpointing",
+    "method": "peft lora",
+    "optimizer": "optimization",
+    "log": "logging",
+    "name": "run_name experiment_name wandb_run_name",
+    "task": "stage task_type",
+    "seed": "random_seed",
+}  # fmt: skip
+
+_PER_GPU = (
+    "in other tools it counts one GPU. Here `batch.samples` is the global batch, over all GPUs and accumulation steps, "
+    "and `batch.micro_samples` (without packing) what one GPU processes at once"
+)
+_SHARDED = "weights, gradients and optimizer states"
+_DEEPSPEED = "here it is `parallel.strategy: zero1`, `zero2` or `zero3`; a DeepSpeed file goes to `--deepspeed FILE`"
+_STRATEGIES = "is not supported: `parallel.strategy` is auto, single, ddp, fsdp or hsdp"
+_EVAL_BATCH = "evaluation uses the micro-batches of training; remove it"
+_FUSED = "fused kernels are used automatically if they pass a self-test, see `manyhands config kernels`"
+_RESUME = "starting the same run again resumes it; `--fresh` begins a new one"
+_NO_PREFERENCE = preferences.NOT_HERE
+_TRACKERS = (
+    "metrics are written to metrics.jsonl and, with `log.tensorboard`, to TensorBoard; `log.wandb`, `log.mlflow` and "
+    "`log.trackio` name a project of theirs"
+)
+_ATTENTION = "the fastest attention kernel for the GPU is chosen; `kernels.attention: reference` is torch's own"
+_NO_HUB = "nothing is uploaded: the result is in the run's folder, upload it with `hf upload`"
+_QLORA = "for 4-bit weights set `method.name: qlora`"
+_NOTHING = "remove it: it has no effect here"
+
+_EVALUATED = (
+    "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of "
+    "prompts answered"
+)
+
+# Keys that need a sentence of their own, or have no counterpart.
+_NOTES = {
+    "max_eval_samples": _EVALUATED,
+    "eval_samples": _EVALUATED,
+    "evaluate.num_samples": _EVALUATED,
+    "evaluate.max_samples": _EVALUATED,
+    "evaluate.limit": _EVALUATED,
+    "batch_size": _PER_GPU,
+    "train_batch_size": _PER_GPU,
+    "micro_batch_size": _PER_GPU,
+    "per_device_train_batch_size": _PER_GPU,
+    "per_device_batch_size": _PER_GPU,
+    "per_device_eval_batch_size": _EVAL_BATCH,
+    "eval_batch_size": _EVAL_BATCH,
+    "adapter": "the method is `method.name: lora` (or qlora, full); `method.adapter` is an adapter to continue from",
+    "load_in_4bit": _QLORA,
+    "quantization_bit": _QLORA,
+    "quant_config": _QLORA,
+    "bnb_4bit_quant_type": f"{_QLORA}, which is NF4",
+    "load_in_8bit": "an 8-bit base model is not supported: use `method.name: lora` (16-bit) or qlora (4-bit)",
+    "fp16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
+    "float16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
+    "tf32": _NOTHING,
+    **dict.fromkeys((*preferences.KEYS, "rl", "beta"), _NO_PREFERENCE),
+    "data_seed": "order, weights and dropout have one seed, `seed`",
+    "deepspeed": _DEEPSPEED,
+    "zero_stage": _DEEPSPEED,
+    "tensor_parallel_size": f"tensor parallelism {_STRATEGIES}",
+    "pipeline_model_parallel_size": f"pipeline parallelism {_STRATEGIES}",
+    "context_parallel_size": f"context parallelism {_STRATEGIES}",
+    "sequence_parallel_size": f"sequence parallelism {_STRATEGIES}",
+    "cp_size": f"context parallelism {_STRATEGIES}",
+    "report_to": _TRACKERS,
+    "use_wandb": _TRACKERS,
+    "wandb": _TRACKERS,
+    "wandb_project": _TRACKERS,
+    "wandb_entity": _TRACKERS,
+    "wandb_name": f"{_TRACKERS}; the run's name is `name`",
+    "wandb_watch": _TRACKERS,
+    "wandb_log_model": _TRACKERS,
+    "use_swanlab": _TRACKERS,
+    "mlflow_tracking_uri": _TRACKERS,
+    "trackio_project_name": _TRACKERS,
+    "logging_dir": "TensorBoard files are in the run's folder; `log.tensorboard: false` turns them off",
+    "attn_implementation": _ATTENTION,
+    "flash_attention": _ATTENTION,
+    "flash_attn": _ATTENTION,
+    "use_flash_attention_2": _ATTENTION,
+    "sdp_attention": _ATTENTION,
+    "xformers_attention": _ATTENTION,
+    "use_liger_kernel": _FUSED,
+    "liger_fused_linear_cross_entropy": _FUSED,
+    "plugins": f"there are no plugins; {_FUSED}",
+    "push_to_hub": _NO_HUB,
+    "push_dataset_to_hub": _NO_HUB,
+    "hub_model_id": _NO_HUB,
+    "hf_use_auth_token": "log in with `hf auth login`; run files contain no secrets",
+    "resume_from_checkpoint": _RESUME,
+    "auto_resume_from_checkpoints": _RESUME,
+    "overwrite_output_dir": "a run's folder is never overwritten; `--fresh` starts in a new one",
+    "special_tokens": "special tokens are those of the tokenizer; `model.new_tokens` adds more",
+    "group_by_length": "packing fills micro-batches evenly in any order, see `data.packing`",
+    "remove_unused_columns": _NOTHING,
+    "preprocessing_num_workers": "data is prepared on all cores; remove it",
+    "dataset_processes": "data is prepared on all cores; remove it",
+    "dataset_num_proc": "data is prepared on all cores; remove it",
+    "overwrite_cache": "the token cache is named by its content; remove it",
+    "ddp_find_unused_parameters": _NOTHING,
+    "local_rank": _NOTHING,
+    "device_map": "`parallel.strategy` decides where weights are placed; remove it",
+    "low_cpu_mem_usage": "weights are always read slice by slice; remove it",
+    "model_type": "it is taken from the model's config.json; remove it",
+    "tokenizer_type": "it is taken from the model's folder; remove it",
+    "strict": "unknown keys are always an error; remove it",
+    "do_train": "`manyhands train` trains; remove it",
+    "plot_loss": "the report contains the curves; remove it",
+    "debug": _NOTHING,
+}  # fmt: skip
+
+# By our key: values of other tools, or everyday words, and what they are here.
+VALUES = MappingProxyType(
+    {
+        "task": {
+            **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ppo", "grpo"), _NO_PREFERENCE),
+            **dict.fromkeys(("rm", "rl", "rlhf", "reward"), _NO_PREFERENCE),
+            **dict.fromkeys(("pt", "pretrain", "pretraining", "completion", "clm"), "write cpt for training on text"),
+            **dict.fromkeys(("chat", "instruct", "instruction", "finetune"), "write sft for training on conversations"),
+        },
+        "method.name": {
+            "dora": "write lora with dora: true",
+            "rslora": "write lora with rslora: true",
+            "loftq": "write qlora with init: loftq",
+            "freeze": "write patterns, with train or freeze",
+            "fft": "write full",
+            "oft": "OFT is not supported",
+            **dict.fromkeys(("dpo", "kto", "orpo"), _NO_PREFERENCE),
+        },
+        "model.dtype": {
+            **dict.fromkeys(("bf16", "bfloat"), "write bfloat16"),
+            **dict.fromkeys(("fp32", "float"), "write float32"),
+            **dict.fromkeys(("fp16", "float16", "half"), "float16 is not supported: use bfloat16, or float32"),
+            "fp8": "write bfloat16, with kernels.linear: fp8",
+        },
+        "optimizer.name": {
+            **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_32bit"), "write adamw"),
+            **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bits"), "write adamw_8bit"),
+            "paged_adamw_32bit": "write paged_adamw",
+            "adamw_torch_8bit": "write adamw_8bit, which is bitsandbytes'",
+        },
+        "schedule.name": {
+            "constant_with_warmup": "write constant, with warmup_ratio or warmup_steps",
+            "cosine_with_min_lr": "write cosine, with min_ratio",
+            "warmup_stable_decay": "write wsd",
+        },
+        "parallel.strategy": {
+            "none": "write single",
+            **dict.fromkeys(("fsdp2", "full_shard"), f"write fsdp, which shards {_SHARDED}"),
+            "deepspeed": f"write zero1, zero2 or zero3, or fsdp, which shards {_SHARDED}",
+            "hybrid_shard": "write hsdp",
+        },
+        "parallel.activation_checkpointing": {
+            **dict.fromkeys(("true", "True"), "write full"),
+            **dict.fromkeys(("false", "False"), "write none"),
+        },
+        "data.train_on": {
+            **dict.fromkeys(("inputs", "true", "everything"), "write all"),
+            **dict.fromkeys(("completion", "answer", "answers", "false"), "write assistant"),
+        },
+    }
+)  # fmt: skip
+
+KEYS = MappingProxyType({name: key for key, names in _SAME.items() for name in names.split()})
+NOTES = MappingProxyType(_NOTES)
+
+
+def find_key(path: str) -> str | None:
+    """Our key for another tool's, given with or without its section; None if it is none of theirs or has a note."""
+    return None if find_note(path) else _look_up(path, KEYS)
+
+
+def find_note(path: str) -> str | None:
+    """What to say about another tool's key that has no single counterpart."""
+    return _look_up(path, NOTES)
+
+
+def find_value(key: str, value: str) -> str | None:
+    """What to write for another tool's value of our key."""
+    return VALUES.get(key, {}).get(value.lower())
+
+
+def _look_up(path: str, table: Mapping[str, str]) -> str | None:
+    return table.get(path) or table.get(path.rsplit(".", 1)[-1])

@@ -1,0 +1,169 @@
+"""Which tool a run file was written for, and its translation.
+
+An importer is a module beside this one with
+
+- ``TOOL``: its name for messages; ``KEYS``: every key that the tool knows, dotted; ``OPEN``: keys whose mappings have
+  names of the user's own;
+- ``MARKS``: keys of which one at least is in every file of the tool and in no native file;
+- ``REFUSES_UNKNOWN``: whether the tool itself refuses keys that it does not know;
+- ``expand(source, context)``, where a file may include another one: the file with the other one's keys;
+- ``translate(t)``: gives every key of ``t.values`` an outcome (``Translator``).
+
+A new importer is one module, named here. ``FILES`` are run files, ``SETTINGS`` files that only say how to distribute
+one (``--accelerate-config``, ``--deepspeed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from manyhands.config.keys import table
+from manyhands.config.read import ParsedFile
+from manyhands.config.text import show
+from manyhands.core.errors import UserError
+from manyhands.importers import deepspeed, preferences
+from manyhands.importers.translation import ImportContext, Translation, Translator, flatten
+
+FILES = ("axolotl", "trl", "llamafactory", "llamafactory_v1", "sft_play", "synth_ai", "theworld")
+SETTINGS = ("accelerate", "deepspeed")
+ASKED = ("axolotl", "llamafactory", "trl")  # about an unknown key of a native file
+
+
+class Importer(Protocol):
+    """What a module of an importer has."""
+
+    TOOL: str
+    KEYS: frozenset[str]
+    MARKS: frozenset[str]
+    OPEN: frozenset[str]
+    REFUSES_UNKNOWN: bool
+
+    def translate(self, t: Translator) -> None: ...
+
+
+def load_importer(name: str) -> Importer:
+    """The module of an importer."""
+    return cast(Importer, import_module(f"manyhands.importers.{name}"))
+
+
+def recognize(mapping: Mapping[str, Any]) -> Importer | None:
+    """The tool whose keys the file has most of; None for a native run file."""
+    best, most = None, _count(mapping, frozenset(table()), frozenset(k for k, v in table().items() if v.takes_mapping))
+    for name in FILES:
+        importer = load_importer(name)
+        count = _count(mapping, importer.KEYS, importer.OPEN)
+        keys = {*mapping, *flatten(mapping, importer.OPEN)}
+        if count > most and keys & importer.MARKS:
+            best, most = importer, count
+    return best
+
+
+def refuse_settings(source: ParsedFile) -> None:
+    """Raises ``UserError`` for a file of ``SETTINGS`` in place of a run file."""
+    for name, option in (("accelerate", "--accelerate-config"), ("deepspeed", "--deepspeed")):
+        importer = load_importer(name)
+        if source.mapping and all(key in importer.KEYS for key in flatten(source.mapping, importer.OPEN)):
+            raise UserError(
+                f"this is a file of {importer.TOOL}",
+                where=source.where,
+                why="it says how a run is distributed, and not what is trained",
+                fix=f"give it beside a run file: manyhands train RUN.yaml {option} {source.where}",
+            )
+
+
+def translate(source: ParsedFile, importer: Importer, context: ImportContext) -> Translation:
+    """The file as a native mapping, with an outcome for every key. Raises ``UserError`` for a file of two tools."""
+    expand = getattr(importer, "expand", None)
+    source = source if expand is None else expand(source, context)
+    t = Translator(source, context, tool=importer.TOOL, known=importer.KEYS, open=importer.OPEN)
+    _refuse_mixed(t, importer)
+    importer.translate(t)
+    deepspeed.settle(t)
+    elsewhere = frozenset().union(*(load_importer(name).KEYS for name in FILES))
+    return t.finish(refuse_unknown=importer.REFUSES_UNKNOWN, elsewhere=elsewhere)
+
+
+def translate_settings(
+    source: ParsedFile, name: str, context: ImportContext, run: Mapping[str, Any] | None = None
+) -> Translation:
+    """A file of ``SETTINGS``. ``run``: the native mapping that it belongs to. Raises ``UserError`` if it is another
+    tool's.
+    """
+    importer = load_importer(name)
+    t = Translator(source, context, tool=importer.TOOL, known=importer.KEYS, open=importer.OPEN)
+    if not source.mapping.keys() & {key.partition(".")[0] for key in importer.KEYS}:
+        raise UserError(f"this is no {importer.TOOL} file: it has none of its keys", where=source.where)
+    _refuse_mixed(t, importer)
+    importer.translate(t)
+    deepspeed.settle(t, run)
+    return t.finish(refuse_unknown=importer.REFUSES_UNKNOWN)
+
+
+def describe_key(path: str, value: Any) -> str | None:
+    """What becomes of a key with a value that one of the tools in ``ASKED`` knows, with its section or without; None
+    where none of them does.
+    """
+    for name in ASKED:
+        importer = load_importer(name)
+        key = next((one for one in (path, path.rsplit(".", 1)[-1]) if one in importer.KEYS), None)
+        if key is None:
+            continue
+        mapping: dict[str, Any] = {}
+        *sections, leaf = key.split(".")
+        inner = mapping
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[leaf] = value
+        done = translate(ParsedFile(mapping, ""), importer, ImportContext(gpus=1))
+        outcome = next((outcome for outcome in done.outcomes if outcome.key == key), None)
+        if outcome is None or outcome.kind == "not_set":
+            continue
+        native = ", ".join(f"`{ours}: {show(given)}`" for ours, given in outcome.native.items())
+        here = f"here it is {native}" if native else outcome.why or "it has no effect here: remove it"
+        return f"a key of {importer.TOOL}: {here}"
+    return None
+
+
+# Native keys of which a run has one: an override of one replaces what a translation has set of the others.
+EXCLUSIVE = (
+    ("batch.samples", "batch.packs", "batch.loss_tokens"),
+    ("evaluate.every_steps", "evaluate.per_epoch"),
+    ("checkpoint.every_steps", "checkpoint.per_epoch", "checkpoint.keep_last"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+)
+
+
+def drop_replaced(mapping: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Removes what a translation has set and overrides of other keys replace."""
+    given = {override.partition("=")[0].removeprefix("--") for override in overrides}
+    for group in EXCLUSIVE:
+        if given & set(group):
+            for key in (key for key in group if key not in given):
+                section, _, leaf = key.partition(".")
+                mapping.get(section, {}).pop(leaf, None)
+
+
+def exclusive_with(key: str) -> frozenset[str]:
+    """The native keys of which a run has one, ``key`` among them."""
+    return frozenset({key}.union(*(group for group in EXCLUSIVE if key in group)))
+
+
+def _count(mapping: Mapping[str, Any], known: frozenset[str], open: frozenset[str]) -> int:
+    return sum(key in known for key in flatten(mapping, open))
+
+
+def _refuse_mixed(t: Translator, importer: Importer) -> None:
+    """Keys that this tool does not know and that mark files of another one, are our own, or of no kind of run here."""
+    for key in t.values:
+        if key in importer.KEYS:
+            continue
+        if key.rpartition(".")[2] in preferences.KEYS:
+            t.refuse(key, preferences.NOT_HERE)
+            continue
+        others = [other.TOOL for other in map(load_importer, FILES) if other is not importer and key in other.MARKS]
+        if "." in key and key in table():
+            others.append("manyhands")
+        if others:
+            t.refuse(key, f"a key of {others[0]}, in a file that is read as {t.tool}'s: keep to one tool's keys")
