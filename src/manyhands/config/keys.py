@@ -1,8 +1,5 @@
 """The schema as a flat table of dotted keys: what each key allows, and the explanations that people and editors read
-(one key, all keys, JSON schema, a commented run file).
-
-Keys and values that had another name before are one table, so that a run file of an earlier version is corrected from
-its error messages alone. They are refused, never read. Knows the schema only; reads no file.
+(one key, all keys, JSON schema, a commented run file). Reads no file.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -20,40 +16,6 @@ from pydantic_core import PydanticUndefined
 from manyhands.config.read import dump_yaml
 from manyhands.config.schema import RunConfig, Section, Source
 from manyhands.config.text import nearest_name, show
-
-RENAMED_KEYS = MappingProxyType(
-    {
-        "batch.rows": "batch.samples",
-        "batch.tokens": "batch.loss_tokens",
-        "batch.micro_rows": "batch.micro_samples",
-        "data.max_rows": "data.max_samples",
-        "data.template_arguments": "data.chat_template_kwargs",
-        "evaluate.samples": "evaluate.prompts",
-        "method.targets": "method.target_modules",
-        "model.masters": "model.master_dtype",
-        "parallel.recompute": "parallel.activation_checkpointing",
-        "parallel.reshard": "parallel.reshard_after_forward",
-        "parallel.shard_ranks": "parallel.shard_degree",
-    }
-)
-# Of one source in a list of sources (data.train).
-RENAMED_SOURCE_KEYS = MappingProxyType({"max_rows": "max_samples"})
-
-# By the key's new name: old value to new value.
-RENAMED_VALUES = MappingProxyType(
-    {
-        "data.too_long": {"refuse": "error"},
-        "kernels.attention": {"plain": "reference"},
-        "kernels.linear": {"plain": "compute_dtype"},
-        "kernels.lora": {"plain": "reference"},
-        "kernels.loss": {"plain": "reference"},
-        "kernels.nf4": {"plain": "reference"},
-        "kernels.optimizer": {"plain": "reference"},
-        "parallel.activation_checkpointing": {"block": "full"},
-        "parallel.strategy": {"one": "single", "hybrid": "hsdp"},
-        "stop.divergence": {"end": "fail"},
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -151,8 +113,6 @@ def source_table() -> dict[str, Key]:
 
 def hint_in_source(place: str, name: str) -> str:
     """What to write in place of an unknown key of the source at ``place``: a phrase that follows the key's name."""
-    if new := RENAMED_SOURCE_KEYS.get(name):
-        return f": renamed to `{place}.{new}`"
     if near := nearest_name(name, source_table()):
         return f": did you mean `{place}.{near}`? {source_table()[near].sentence}"
     return f"; a source has {', '.join(source_table())}"
@@ -164,8 +124,7 @@ def wrong_value(path: str, key: Key, value: Any, hint: str | None = None) -> str
     if isinstance(value, dict) and key.maps_to_text:
         no_text = [show(inner) for inner in value.values() if not isinstance(inner, str)]
         quote = f" Quote {', '.join(no_text)}." if no_text else ""
-    known = describe_renamed_value(path, value) or hint
-    return f"`{path}`: got {show(value)}{f' ({known})' if known else ''}, allowed: {key.allowed}.{quote} {key.sentence}"
+    return f"`{path}`: got {show(value)}{f' ({hint})' if hint else ''}, allowed: {key.allowed}.{quote} {key.sentence}"
 
 
 def _allowed(prop: dict[str, Any]) -> str:
@@ -290,20 +249,3 @@ def _scalar(value: Any) -> str:
     """One value in YAML's flow style, on one line, quoted if necessary."""
     text = dump_yaml(value, default_flow_style=True, width=10**9)
     return text.removesuffix("\n").removesuffix("\n...").strip()
-
-
-def describe_renamed_key(path: str, value: object = None) -> str | None:
-    """What an old key, or an entry of one, is called now: ``renamed to `batch.samples```. Its value too if that is
-    renamed."""
-    old = next((old for old in RENAMED_KEYS if f"{path}.".startswith(f"{old}.")), None)
-    if old is None:
-        return None
-    new = RENAMED_KEYS[old] + path.removeprefix(old)
-    new_value = RENAMED_VALUES.get(new, {}).get(value) if isinstance(value, str) else None
-    return f"renamed to `{new}`" + (f", and {value} to {new_value}" if new_value else "")
-
-
-def describe_renamed_value(path: str, value: object) -> str | None:
-    """What an old value of a key is called now: ``renamed to hsdp``."""
-    new = RENAMED_VALUES.get(path, {}).get(value) if isinstance(value, str) else None
-    return new and f"renamed to {new}"

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import difflib
 
-from manyhands.config.keys import RENAMED_KEYS, describe_renamed_key, sections, table
+from manyhands.config.keys import sections, table
 from manyhands.importers.names import find_key, find_note
 from manyhands.importers.recognize import describe_key
 
 
 def nearest(path: str) -> str | None:
-    """The key or section that an old name, another tool's name or a misspelled one means; None if none is similar.
+    """The key or section that another tool's name or a misspelled one means; None if none is similar.
 
     Similar is only what could be a typo: words that merely look alike mislead.
     """
     path = _normalize(path)
-    if path in RENAMED_KEYS:
-        return RENAMED_KEYS[path]
     if find_note(path):
         return None
     if theirs := find_key(path):
@@ -57,8 +55,6 @@ def _count_typos(first: str, second: str) -> int:
 def hint(path: str, value: object = None) -> str:
     """What to write in place of an unknown key (and its value): a phrase that follows the key's name."""
     path = _normalize(path)
-    if renamed := describe_renamed_key(path, value):
-        return f": {renamed}"
     if note := find_note(path):
         return f": {note}"
     is_theirs = not find_key(path) and all(key.rsplit(".", 1)[-1] != path.rsplit(".", 1)[-1] for key in table())

@@ -48,7 +48,9 @@ def translate(t: Translator) -> None:
     _map_training(t, packs)
     _refuse_features(t)
     _note_bystanders(t)
-    map_output(t, "output_dir")
+    if t.has("output_dir"):  # its last part is the run's name
+        folder, _, name = str(t.get("output_dir")).rstrip("/").rpartition("/")
+        t.map("output_dir", {"output.dir": folder or ".", "name": clean_name(name)})
 
 
 def _refuse_other_tasks(t: Translator) -> bool:
@@ -277,10 +279,3 @@ def _note_bystanders(t: Translator) -> None:
             t.ignore(key, why)
     for key in keys.OF_PREDICTION & t.values.keys():
         t.ignore(key, "only predictions read it")
-
-
-def map_output(t: Translator, key: str) -> None:
-    """The run's folder: its last part is the run's name."""
-    if t.has(key):
-        folder, _, name = str(t.get(key)).rstrip("/").rpartition("/")
-        t.map(key, {"output.dir": folder or ".", "name": clean_name(name)})

@@ -64,7 +64,7 @@ def map_method(t: Translator) -> None:
         t.map("finetuning_type", "method.name", "full")
     else:
         t.map("finetuning_type", "method.name", "patterns")
-        map_freeze(t, "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
+        _map_freeze(t)
     for key in ("finetuning_type", "quantization_bit"):
         t.no_op(key)
     if t.flag("pure_bf16") and kind == "lora":
@@ -161,17 +161,18 @@ def _map_adapter(t: Translator) -> None:
         t.no_op(key, "the adapter that is trained on has its own")
 
 
-def map_freeze(t: Translator, layers_key: str, modules_key: str, extra_key: str) -> None:
+def _map_freeze(t: Translator) -> None:
     """The last n layers, or the first ones if n is negative; all of them or some of their modules, and others."""
+    layers_key, modules_key = "freeze_trainable_layers", "freeze_trainable_modules"
     count = t.integer(layers_key, 2) or 0
     layers = f"layers[-{count}:]" if count > 0 else f"layers[:{-count}]"
     modules = split_names(t.get(modules_key, "all"))
     train = [layers if name == "all" else f"{layers}.{name}" for name in modules] if count else []
-    train += [f"*{name}*" for name in split_names(t.get(extra_key, ""))]
+    train += [f"*{name}*" for name in split_names(t.get("freeze_extra_modules", ""))]
     if not train:
         t.refuse(layers_key, "0 layers leave nothing to train: write how many of the last layers to train")
         return
-    for key in (layers_key, modules_key, extra_key):
+    for key in (layers_key, modules_key, "freeze_extra_modules"):
         t.map(key, "method.train", train)
     t.set_tool_default("method.train", train, f"{keys.TOOL}'s default: the last two layers")
 

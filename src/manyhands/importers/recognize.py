@@ -26,8 +26,9 @@ from manyhands.core.errors import UserError
 from manyhands.importers import deepspeed, preferences
 from manyhands.importers.translation import ImportContext, Translation, Translator, flatten
 
-FILES = ("axolotl", "trl", "llamafactory", "llamafactory_v1", "sft_play", "synth_ai", "theworld")
+FILES = ("axolotl", "trl", "llamafactory", "sft_play", "synth_ai", "theworld")
 SETTINGS = ("accelerate", "deepspeed")
+V1 = frozenset({"model_class", "dist_config", "quant_config", "peft_config", "batching_strategy", "sample_backend"})
 ASKED = ("axolotl", "llamafactory", "trl")  # about an unknown key of a native file
 
 
@@ -49,7 +50,15 @@ def load_importer(name: str) -> Importer:
 
 
 def recognize(mapping: Mapping[str, Any]) -> Importer | None:
-    """The tool whose keys the file has most of; None for a native run file."""
+    """The tool whose keys the file has most of; None for a native run file. Raises ``UserError`` for a file of
+    LLaMA-Factory's rewrite (``USE_V1=1``).
+    """
+    if "train_dataset" in mapping and mapping.keys() & V1:
+        raise UserError(
+            "this is a file of LLaMA-Factory v1, which is not read",
+            why="the rewrite of LLaMA-Factory is experimental",
+            fix="write the run as a file of `llamafactory-cli train`, or as one of ours: `manyhands init`",
+        )
     best, most = None, _count(mapping, frozenset(table()), frozenset(k for k, v in table().items() if v.takes_mapping))
     for name in FILES:
         importer = load_importer(name)
