@@ -28,6 +28,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "model.chat_template": model.chat_template,
     "model.new_tokens": model.new_tokens,
     "model.special_tokens": model.special_tokens,
+    "model.converters": model.converters,
     "model.trust_remote_code": model.trust_remote_code,
     "method.name": model.method,
     "method.parts": model.parts,

@@ -14,8 +14,9 @@ import pytest
 
 import manyhands as mh
 from manyhands.api.callbacks import name_object
+from manyhands.core.references import import_reference
 from manyhands.training.types import Evaluation, Hook, TrainState
-from manyhands.worker.hooks import find, read_hooks
+from manyhands.worker.hooks import read_hooks
 
 SOURCE = """
 from manyhands.training.types import Hook
@@ -42,12 +43,12 @@ def rank(is_first: bool = True) -> Any:
 
 
 def test_references(file: Path) -> None:
-    assert find("collections:Counter.most_common") is Counter.most_common
-    assert find(f"{file}:longest") is find(f"{file}:longest")
-    assert find(len) is len
+    assert import_reference("collections:Counter.most_common") is Counter.most_common
+    assert import_reference(f"{file}:longest") is import_reference(f"{file}:longest")
+    assert import_reference(len) is len
     for wrong in ("no_such_module:x", "collections:nothing", f"{file}:missing", "/none.py:x", "collections"):
         with pytest.raises(mh.UserError, match="cannot be imported"):
-            find(wrong)
+            import_reference(wrong)
 
 
 def test_files_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
@@ -55,14 +56,14 @@ def test_files_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "hooks.py").write_text(f"NAME = {folder!r}\n")
-        found.append(find(f"{tmp_path / folder / 'hooks.py'}:NAME"))
+        found.append(import_reference(f"{tmp_path / folder / 'hooks.py'}:NAME"))
     assert found == ["a", "b"]
 
 
 def test_names() -> None:
     assert name_object("a:b") == "a:b"
     assert name_object(Counter) == "collections:Counter"
-    assert find(name_object(json.dumps)) is json.dumps
+    assert import_reference(name_object(json.dumps)) is json.dumps
     with pytest.raises(mh.UserError, match="cannot be imported by the ranks") as error:
         name_object(lambda evaluation: 1)
     assert "a lambda has no name" in error.value.why

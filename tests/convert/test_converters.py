@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import manyhands.worker
-from manyhands.convert.build import CONVERTERS, make
+from manyhands.convert.build import make
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.errors import UserError
+from manyhands.planner.converters import CONVERTERS
 from tests.keys.lab import Lab, open_lab
 from tests.keys.work import forward
 from tests.support.tiny import tiny_plan, tiny_run
@@ -39,7 +40,7 @@ def test_a_converter_from_outside_is_named_by_the_plan_and_trained_with(
     seen.
     """
     keys = {"method.name": method, "stop.max_steps": 2}
-    plain, toy = lab.start(keys), lab.start(keys, converters=(TOY,))
+    plain, toy = lab.start(keys), lab.start({**keys, "model.converters": [TOY]})
     assert toy.plan.converters == (*plain.plan.converters, TOY)
     weights = [rank.model.get_submodule(LAYER).down_proj.weight.detach() for rank in (plain, toy)]
     assert torch.equal(weights[0] * FACTOR, weights[1])
@@ -54,24 +55,24 @@ def test_a_converter_from_outside_is_named_by_the_plan_and_trained_with(
     assert not torch.equal(next(p for p in toy.model.parameters() if p.requires_grad).detach(), weights[1])
 
 
-def test_a_converter_that_is_not_there_is_named() -> None:
-    context = Context(tiny_run("model"), tiny_plan("model"), torch.device("cpu"))
-    for spec in ("sparse", "tests.support.toy:Shift", "no.such:Thing", ":"):
-        with pytest.raises(UserError, match="no converter is called") as caught:
-            make(spec, context)
-        assert spec in str(caught.value) and "loftq" in caught.value.fix
-
-
-@pytest.mark.parametrize("body", ["import no_such_package_at_all", "from json import no_such_name"])
-def test_a_converter_that_cannot_be_imported_is_not_called_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
-) -> None:
-    (tmp_path / "broken_converter.py").write_text(f"{body}\nclass Thing: pass\n")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sparse", "no converter is called 'sparse'"),
+        ("tests.support.toy:Shift", "cannot be imported"),
+        ("no.such:Thing", "cannot be imported"),
+        (":", "cannot be imported"),
+        ("broken_converter:Thing", "'broken_converter:Thing' cannot be imported"),
+        ("json:dumps", "is not a converter"),
+        ("tests.support.toy:Finding", "is not a converter"),
+    ],
+)
+def test_what_is_no_converter_is_named(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_converter.py").write_text("from json import no_such_name\nclass Thing: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    context = Context(tiny_run("model"), tiny_plan("model"), torch.device("cpu"))
-    with pytest.raises(UserError, match="'broken_converter:Thing' cannot be imported") as caught:
-        make("broken_converter:Thing", context)
-    assert "no_such" in caught.value.why
+    with pytest.raises(UserError, match=words) as caught:
+        make(name, Context(tiny_run("model"), tiny_plan("model"), torch.device("cpu")))
+    assert name != "broken_converter:Thing" or "no_such_name" in caught.value.why
 
 
 def test_each_converter_is_a_class_of_its_own() -> None:
@@ -86,7 +87,7 @@ def test_each_converter_is_a_class_of_its_own() -> None:
 def test_features_that_a_plan_does_not_name_are_not_imported() -> None:
     code = (
         "import sys, manyhands.convert.build as b\n"
-        "print([p for p in b.CONVERTERS.values() if p.split(':')[0] in sys.modules])"
+        "print([s.place for s in b.CONVERTERS.values() if s.place.split(':')[0] in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (

@@ -170,7 +170,7 @@ def test_weights_are_coded_once_where_they_are_frozen() -> None:
     rows = sum(layer.out_features for layer in fp8_layers(lora).values())
     assert quantize_frozen(lora) == 2 * sizes + 4 * rows
     assert quantize_frozen(full) == 0
-    assert not any("coded" in name for name in lora.state_dict())
+    assert not any("quantized" in name for name in lora.state_dict())
 
 
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
@@ -205,12 +205,12 @@ def test_selective_recomputation_does_not_quantize_trained_weights_again() -> No
 @pytest.mark.distributed
 @pytest.mark.parametrize("method, recompute", [("full", False), ("full", True), ("lora", False)])
 def test_sharded_ranks_give_the_gradients_of_one(world: Ranks, method: str, recompute: bool) -> None:
-    """Weights are gathered and then coded: the same codes."""
+    """Weights are gathered and then quantized: the same codes."""
     model = fp8_model("qwen3", method)
     quantize_frozen(model)
     logits, expected = step(model, token_ids(2, 12))
     for found in world.run("tests.kernels.models:sharded_fp8_step", "qwen3", method, recompute, world_size=2):
-        assert found["coded_bytes"] == 0
+        assert found["quantized_bytes"] == 0
         np.testing.assert_allclose(found["logits"], logits.numpy(), rtol=1e-4, atol=1e-4)
         assert found["gradients"].keys() == expected.keys()
         for name, gradient in expected.items():
@@ -246,7 +246,7 @@ def test_the_gate_says_how_far_loss_and_gradient_move_and_leaves_nothing(method:
 def test_the_gate_refuses_codes_that_are_not_the_weights() -> None:
     model = in_fp8("llama", "lora")
     mlp: Any = model.get_submodule("model.layers.1.mlp")
-    mlp.coded["gate_proj"].scales.mul_(4)
+    mlp.quantized["gate_proj"].scales.mul_(4)
     with pytest.raises(UserError, match="not accurate enough") as refused:
         gate(model)
     assert "allowed are 5%, 34% and 6.2%" in refused.value.why and "kernels.linear: compute_dtype" in refused.value.fix

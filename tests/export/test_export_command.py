@@ -28,7 +28,8 @@ from manyhands.infer.__main__ import main as infer_main
 from manyhands.infer.load import find_parts, open_answerer
 from manyhands.launch.resume_rules import describe_run
 from manyhands.launch.run_folder import RunFolder
-from manyhands.planner.layout import ONLY_WHILE_TRAINING, change, choose_converters
+from manyhands.planner.converters import CONVERTERS, Case, choose_converters
+from manyhands.planner.layout import change
 from manyhands.planner.types import Plan
 from tests.export.tiny import adapt, make_model, save_source
 from tests.support import plans
@@ -88,7 +89,7 @@ def make_plan(config: RunConfig, source: Path) -> Plan:
         activation_checkpointing="full",
         compile=True,
         attention="varlen",
-        converters=choose_converters(config, device="cuda", attention="varlen"),
+        converters=choose_converters(Case(config, "cuda", "varlen")),
         batch_samples=8,
         num_steps=7,
         output_dtype="float32" if config.output.dtype == "auto" else config.output.dtype,
@@ -110,7 +111,7 @@ def test_whatever_trained_it_one_process_on_the_cpu_opens_it(tmp_path: Path) -> 
     layout = opened.layout
     assert (layout.device, layout.world_size, layout.strategy, layout.wrapper) == ("cpu", 1, "single", "none")
     assert (layout.compile, layout.activation_checkpointing, layout.offload) == (False, "none", "none")
-    assert opened.attention == "sdpa" and not set(opened.converters) & set(ONLY_WHILE_TRAINING)
+    assert opened.attention == "sdpa" and not any(CONVERTERS[name].only_while_training for name in opened.converters)
 
 
 def test_the_newest_checkpoint_of_a_full_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

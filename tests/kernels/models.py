@@ -97,10 +97,10 @@ def sharded_fp8_step(family: str, method: str, activation_checkpointing: bool) -
     for block in find_blocks(model).values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    coded_bytes = quantize_frozen(model)
+    quantized_bytes = quantize_frozen(model)
     logits, gradients = step(model, token_ids(2, 12))
     return {
-        "coded_bytes": coded_bytes,
+        "quantized_bytes": quantized_bytes,
         "logits": logits.numpy(),
         "gradients": {name: gather(gradient).numpy() for name, gradient in gradients.items()},
     }

@@ -125,12 +125,11 @@ class Lab:
         prepared.release()
         return prepared
 
-    def start(self, keys: Mapping[str, Any] = {}, converters: tuple[str, ...] = ()) -> RankContext:
-        """A rank with data, model and optimizer, before its first step; ``converters`` come after the plan's own."""
+    def start(self, keys: Mapping[str, Any] = {}) -> RankContext:
+        """A rank with data, model and optimizer, before its first step."""
         prepared = self.prepare(keys)
         rank = RankContext(terminal=io.StringIO())
         rank.config, rank.plan, rank.folder = prepared.config, prepared.plan, prepared.folder
-        rank.plan = rank.plan.model_copy(update={"converters": rank.plan.converters + converters})
         rank.world = World(0, 0, 1, torch.device("cpu"))
         stages.open_data(rank)
         stages.find_checkpoint(rank)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, dynamic_module_utils
 
+from manyhands.config.load import load_config
 from manyhands.convert.fp8 import fp8_layers
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.nf4 import nf4_layers
@@ -23,6 +24,7 @@ from manyhands.export.verify import verify
 from manyhands.worker import stages
 from manyhands.worker.context import RankContext
 from tests.keys.lab import Lab
+from tests.support import toy
 from tests.support.tiny import write_tiny_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -120,6 +122,27 @@ class MadeUpConfig(LlamaConfig):
 class MadeUpModel(LlamaForCausalLM):
     config_class = MadeUpConfig
 """
+
+
+def converters(lab: Lab) -> None:
+    """A class of the user's, in a module or a file next to the run file, changes the model; what is none is refused."""
+    down_proj = f"{toy.LAYER}.down_proj.weight"
+    plain, scaled = (
+        lab.start({"method.name": "full", "model.converters": names}).model.get_parameter(down_proj)
+        for names in ((), ["tests.support.toy:Scale"])
+    )
+    assert torch.equal(plain * toy.FACTOR, scaled)
+    folder = lab.new_path("with-code")
+    folder.mkdir()
+    (folder / "mine.py").write_text("from tests.support.toy import Scale\n")
+    (folder / "run.yaml").write_text("{model: {name: m, converters: ['mine.py:Scale']}, data: {train: x.jsonl}}")
+    (reference,) = load_config(folder / "run.yaml").model.converters
+    assert reference == f"{folder}/mine.py:Scale"
+    assert torch.equal(
+        lab.start({"method.name": "full", "model.converters": [reference]}).model.get_parameter(down_proj), scaled
+    )
+    with pytest.raises(UserError, match="is not a converter"):
+        lab.prepare({"model.converters": ["json:dumps"]})
 
 
 def trust_remote_code(lab: Lab) -> None:

@@ -12,7 +12,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.units import format_gib
 from manyhands.facts.types import Facts, GpuFacts
 from manyhands.planner.choices import fuses_optimizer
-from manyhands.planner.layout import choose_converters
+from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.search import NothingSmaller, plan
 from manyhands.planner.sentences import explain
 from manyhands.planner.smaller import LAYOUT_FIELDS
@@ -473,32 +473,29 @@ def test_absurd_values_are_warned_of(keys, said):
 def test_fast_kernels_are_tried_where_asked_and_else_on_gpus(device, method):
     def chosen(**kernels):
         keys = {f"kernels__{key}": value for key, value in kernels.items()}
-        return choose_converters(run_config(method__name=method, **keys), device=device, attention="varlen")
+        return choose_converters(Case(run_config(method__name=method, **keys), device, "varlen"))
 
     adapters, gpu = method != "full", device == "cuda"
     names = ("fused_modules", "attention_kernels", "fused_loss")
     assert [name in chosen() for name in names] == [adapters and gpu, True, gpu]
     assert ["fused_modules" in chosen(lora=asked) for asked in ("fused", "reference")] == [adapters, False]
     assert ["fused_loss" in chosen(loss=asked) for asked in ("fused", "reference")] == [True, False]
-    assert "attention_kernels" not in choose_converters(
-        run_config(method__name=method), device=device, attention="sdpa"
-    )
+    assert "attention_kernels" not in choose_converters(Case(run_config(method__name=method), device, "sdpa"))
     assert fuses_optimizer(run_config(method__name=method), device) == gpu
     assert not fuses_optimizer(run_config(method__name=method, kernels__optimizer="reference"), device)
 
 
 def test_converters_are_named_in_the_order_of_their_changes():
     def chosen(**keys):
-        return choose_converters(
-            run_config(**keys), device="cuda", attention="varlen", has_new_tokens=True, continues_adapter=True
-        )
+        case = Case(run_config(**keys), "cuda", "varlen", has_new_tokens=True, continues_adapter=True)
+        return choose_converters(case)
 
     assert chosen(method__name="qlora", method__init="loftq") == (
         *("nf4", "lora", "new_tokens", "adapter", "loftq"),
         *("fused_modules", "attention_kernels", "fused_loss"),
     )
     full = choose_converters(
-        run_config(method__name="full", kernels__linear="fp8"), device="cpu", attention="sdpa", has_towers=True
+        Case(run_config(method__name="full", kernels__linear="fp8"), "cpu", "sdpa", has_towers=True)
     )
     assert full == ("parts", "fp8", "fused_modules")
 

@@ -14,7 +14,7 @@ from manyhands.convert.build import build_on_meta, describe_new, load_weights, m
 from manyhands.convert.protocol import Context
 from manyhands.facts.model_config import text_part
 from manyhands.model.loss import LossModel
-from manyhands.planner.layout import choose_converters
+from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.types import Plan
 
 CPU = torch.device("cpu")
@@ -27,15 +27,15 @@ def with_converters(plan: Plan, config: RunConfig) -> Plan:
         return plan
     # As facts/model_config.py has it, but for what it refuses: some tests load mixtures of experts.
     model_config = json.loads((Path(plan.model_folder) / "config.json").read_text(encoding="utf-8"))
-    names = choose_converters(
+    case = Case(
         config,
-        device=plan.layout.device,
-        attention=plan.attention,
+        plan.layout.device,
+        plan.attention,
         has_towers=text_part(model_config) is not model_config,
         has_new_tokens=plan.new_tokens is not None,
         continues_adapter=plan.adapter is not None,
     )
-    return plan.model_copy(update={"converters": names})
+    return plan.model_copy(update={"converters": choose_converters(case)})
 
 
 def on_meta(

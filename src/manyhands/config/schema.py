@@ -84,6 +84,12 @@ class ModelSection(Section):
         description="Replaces special tokens of the tokenizer, such as {eos: <|im_end|>}: bos, eos (ends answers and "
         "texts), pad, unk. A token that the tokenizer lacks is added as those of new_tokens are.",
     )
+    converters: tuple[str, ...] = Field(
+        (),
+        description="Classes of your own that change the model, in this order: module:Class, or file.py:Class for a "
+        "file next to the run file. Each is a subclass of manyhands.convert.protocol.BaseConverter. Plans do not "
+        "estimate what they take.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code from the model's repository.")
 
 

@@ -1,12 +1,10 @@
 """Build the model that a plan names: on meta, changed by the plan's converters in their order, then filled.
 
-No feature is named here but in ``CONVERTERS``, which says where each one is, and in ``TESTS_WEIGHTS``. Must not know
-how parameters are sharded.
+No feature is named here: ``planner/converters.py`` lists them. Must not know how parameters are sharded.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,71 +12,39 @@ import torch
 from torch import nn
 
 from manyhands import families
-from manyhands.convert.protocol import Context, Converter
+from manyhands.convert.protocol import BaseConverter, Context, Converter
 from manyhands.core.errors import UserError
 from manyhands.core.holding import full_numel
+from manyhands.core.references import import_reference
 from manyhands.data.tasks import TASKS
 from manyhands.model.load import build_meta, layers_that_fill_themselves, materialize
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import hugging_face_model
+from manyhands.planner.converters import CONVERTERS
 from manyhands.planner.types import Plan
 
-# Name in a plan -> module and class, imported when a plan names it. A plan may also name ``module:Class`` itself.
-CONVERTERS = {
-    "parts": "manyhands.convert.parts:Parts",
-    "nf4": "manyhands.convert.nf4:Nf4Blocks",
-    "fp8_weights": "manyhands.convert.fp8:Fp8Weights",
-    "fp8": "manyhands.convert.fp8:Fp8Blocks",
-    "lora": "manyhands.convert.lora:Lora",
-    "patterns": "manyhands.convert.trainable:TrainedPatterns",
-    "new_tokens": "manyhands.convert.new_tokens:TrainedTokens",
-    "adapter": "manyhands.convert.adapter:StartingAdapter",
-    "loftq": "manyhands.convert.loftq:LoftQ",
-    "neftune": "manyhands.convert.neftune:Neftune",
-    "fused_modules": "manyhands.convert.fused_modules:FusedModules",
-    "attention_kernels": "manyhands.convert.attention_kernels:FastAttention",
-    "fused_loss": "manyhands.convert.fused_loss:FusedLoss",
-}
-TESTS_WEIGHTS = {"fp8"}  # of these the self-test's result depends on the weights
 
-
-def make(spec: str, context: Context) -> Converter:
-    """The converter that ``spec`` names: one of ``CONVERTERS``, or ``module:Class`` for a class that takes a
-    ``Context``.
-    """
-    path = CONVERTERS.get(spec, spec)
-    module_name, _, class_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name) if module_name else None
-    except ImportError as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{module_name}.".startswith(f"{missing}."):  # itself, or a package around it
-            raise _no_converter(spec, str(error)) from error
+def make(name: str, context: Context) -> Converter:
+    """The converter that a plan names: one of ``CONVERTERS``, or a class of the user's own. UserError."""
+    if name not in CONVERTERS and ":" not in name:
         raise UserError(
-            f"the converter {spec!r} cannot be imported",
+            f"no converter is called {name!r}",
             where="the plan's converters",
-            why=str(error),
-            fix="install what is missing, or correct the module",
-        ) from error
-    kind = getattr(module, class_name, None) if class_name else None
-    if kind is None:
-        raise _no_converter(spec, f"{module_name or 'no module'} has no class {class_name!r}")
-    converter: Converter = kind(context)
-    return converter
-
-
-def _no_converter(spec: str, why: str) -> UserError:
-    return UserError(
-        f"no converter is called {spec!r}",
-        where="the plan's converters",
-        why=why,
-        fix=f"name one of {', '.join(CONVERTERS)}, or a class as module:Class",
-    )
+            fix=f"name one of {', '.join(CONVERTERS)}, or a class as module:Class",
+        )
+    kind = import_reference(CONVERTERS[name].place if name in CONVERTERS else name)
+    if not isinstance(kind, type) or not issubclass(kind, BaseConverter):
+        raise UserError(
+            f"{name!r} is not a converter",
+            where="model.converters",
+            fix="name a subclass of manyhands.convert.protocol.BaseConverter",
+        )
+    return kind(context)
 
 
 def tests_weights(plan: Plan) -> bool:
     """Whether a self-test of the plan's converters, or of others than those known here, depends on the weights."""
-    return not set(plan.converters) <= CONVERTERS.keys() - TESTS_WEIGHTS
+    return any(name not in CONVERTERS or CONVERTERS[name].tests_weights for name in plan.converters)
 
 
 def make_all(context: Context) -> list[Converter]:

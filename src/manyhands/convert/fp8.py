@@ -47,7 +47,7 @@ class Fp8Linear(nn.Linear):
     """A linear layer whose matmuls are in fp8 while it is trained: x W^T, and backward dY W and dY^T X."""
 
     uses_fp8 = True  # the layer's own attribute is set by ``set_matmuls``
-    coded: QuantizedWeights | None = None  # its frozen weight, quantized once
+    quantized: QuantizedWeights | None = None  # its frozen weight, quantized once
 
     def __init__(self, base: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -69,7 +69,7 @@ class Fp8Linear(nn.Linear):
         """(..., i) -> (..., o)"""
         if not self.in_fp8:
             return F.linear(x, self.weight, self.bias)
-        return fp8_linears(x, [Layer((self.operand,), self.bias)], self.coded)[0]
+        return fp8_linears(x, [Layer((self.operand,), self.bias)], self.quantized)[0]
 
 
 class StoredFp8Linear(Fp8Linear):
@@ -102,7 +102,7 @@ class StoredFp8Linear(Fp8Linear):
         return self.weight_values
 
     @property
-    def coded(self) -> QuantizedWeights:  # type: ignore[override]
+    def quantized(self) -> QuantizedWeights:  # type: ignore[override]
         """Its own values, also where they are part of a group's: its operand alone has no scales."""
         return QuantizedWeights(self.weight_values.detach(), self.weight_scales.detach(), None)
 
@@ -193,9 +193,11 @@ def quantize_frozen(model: nn.Module) -> int:
     for module in model.modules():
         groups: list[tuple[Any, str, list[Any]]] = []
         if isinstance(module, (FusedAttention, FusedMlp)):
-            groups = [(module.coded, names[0], [getattr(module, name) for name in names]) for names in module.GROUPS]
+            groups = [
+                (module.quantized, names[0], [getattr(module, name) for name in names]) for names in module.GROUPS
+            ]
         elif isinstance(module, Fp8Linear) and id(module) not in grouped:
-            groups = [(module.__dict__, "coded", [module])]
+            groups = [(module.__dict__, "quantized", [module])]
         for holder, key, layers in groups:
             grouped.update(map(id, layers))
             if all(isinstance(layer, StoredFp8Linear) for layer in layers):
@@ -324,7 +326,7 @@ def _compare_layer(
         weight, pair = layer.weight, torch.zeros(2, dtype=torch.float64, device=inputs[0].device)
         for x in inputs[0].detach().flatten(0, -2).split(COMPARED_TOKENS):  # float64 of all would take gigabytes
             reference = F.linear(x, weight).double()
-            (result,) = fp8_linears(x, [Layer((layer.operand,))], layer.coded)
+            (result,) = fp8_linears(x, [Layer((layer.operand,))], layer.quantized)
             pair += torch.stack([(result.double() - reference).square().sum(), reference.square().sum()])
     errors[name] = errors[name] + pair if name in errors else pair
 

@@ -36,7 +36,7 @@ ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
 }  # transformers' -> ours
-FACTORS = ("lora_A", "lora_B")
+LORA_AB = ("lora_A", "lora_B")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class FusedAttention(nn.Module):
     def __init__(self, original: nn.Module, known: KnownModule) -> None:
         super().__init__()
         _take_over(self, original)
-        self.coded: dict[str, QuantizedWeights] = {}  # frozen weights in fp8, by the first name of their group
+        self.quantized: dict[str, QuantizedWeights] = {}  # frozen weights in fp8, by the first name of their group
         home = sys.modules[type(original).__module__]
         self._rotate: Callable[..., Any] = home.apply_rotary_pos_emb
         self._eager: Callable[..., Any] = home.eager_attention_forward
@@ -135,13 +135,13 @@ class FusedAttention(nn.Module):
         out, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **self._window, **kwargs
         )
-        (out,) = _compute(out.reshape(rows, length, -1), [self.o_proj], self.coded.get("o_proj"))
+        (out,) = _compute(out.reshape(rows, length, -1), [self.o_proj], self.quantized.get("o_proj"))
         return out, weights
 
     def _project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Queries, keys and values, (b, t, e) -> (b, t, heads * head_dim) of each."""
         if not self._merged:
-            return _compute(x, [self.q_proj, self.k_proj, self.v_proj], self.coded.get("q_proj"))
+            return _compute(x, [self.q_proj, self.k_proj, self.v_proj], self.quantized.get("q_proj"))
         (states,) = _compute(x, [self._modules[self._merged]], None)
         keys = self.config.num_key_value_heads * self.head_dim
         return states.split([states.shape[-1] - 2 * keys, keys, keys], dim=-1)
@@ -159,7 +159,7 @@ class FusedMlp(nn.Module):
     def __init__(self, original: nn.Module, known: KnownModule) -> None:
         super().__init__()
         _take_over(self, original)
-        self.coded: dict[str, QuantizedWeights] = {}
+        self.quantized: dict[str, QuantizedWeights] = {}
         self._activation = ACTIVATION_NAMES[_activation_name(original, known)]
         self._merged = known.merged
 
@@ -169,20 +169,22 @@ class FusedMlp(nn.Module):
             return lora_mlp(x, gate_layer, up_layer, layer_of(self.down_proj), self._activation)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         if getattr(gate, "in_fp8", False):
-            coded, coded_down = self.coded.get("gate_proj"), self.coded.get("down_proj")
-            return fp8_mlp(x, _weight_of(gate), _weight_of(up), _weight_of(down), self._activation, coded, coded_down)
+            quantized, quantized_down = self.quantized.get("gate_proj"), self.quantized.get("down_proj")
+            return fp8_mlp(
+                x, _weight_of(gate), _weight_of(up), _weight_of(down), self._activation, quantized, quantized_down
+            )
         if _is_adapted_alone(gate, up, down):
             return lora_mlp(x, layer_of(gate), layer_of(up), layer_of(down), self._activation)
         out: torch.Tensor = down(activate(gate(x), self._activation) * up(x))
         return out
 
 
-def _compute(x: torch.Tensor, children: list[Any], coded: QuantizedWeights | None) -> tuple[torch.Tensor, ...]:
+def _compute(x: torch.Tensor, children: list[Any], quantized: QuantizedWeights | None) -> tuple[torch.Tensor, ...]:
     """Outputs of layers on one input: in fp8 where they say so, or by low-rank layers. Layers in fp8 are plain one by
     one.
     """
     if getattr(children[0], "in_fp8", False):
-        return fp8_linears(x, [_weight_of(child) for child in children], coded)
+        return fp8_linears(x, [_weight_of(child) for child in children], quantized)
     if _is_adapted_alone(*children):
         return lora_linears(x, [layer_of(child) for child in children])
     return tuple(child(x) for child in children)
@@ -228,7 +230,7 @@ def _take_over(new: nn.Module, original: nn.Module) -> None:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, factor, None), nn.Module) for factor in FACTORS)
+    return all(isinstance(getattr(module, factor, None), nn.Module) for factor in LORA_AB)
 
 
 def _can_fuse(module: nn.Module) -> bool:
@@ -282,7 +284,7 @@ def _why_not_layer(module: Any) -> str:
     else:
         return "has a weight that is no parameter"
     known = {
-        id(piece) for piece in (*pieces, layer.bias, *(getattr(layer, factor).weight for factor in FACTORS if adapted))
+        id(piece) for piece in (*pieces, layer.bias, *(getattr(layer, factor).weight for factor in LORA_AB if adapted))
     }
     others = [name for name, parameter in layer.named_parameters() if id(parameter) not in known]
     if others:

@@ -20,7 +20,7 @@ from manyhands.model.multimodal import OUTER_PARTS, Images, takes_images
 from manyhands.model.structure import leave_out_towers
 
 
-class Parts(BaseConverter):
+class ModalityParts(BaseConverter):
     """Vision tower, projector and language model, each left out, frozen or trained."""
 
     def __init__(self, context: Context) -> None:

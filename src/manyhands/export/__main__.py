@@ -257,7 +257,8 @@ def explain_removed(checkpoint: Path) -> Iterator[None]:
 
 def plan_one_process(plan: Plan, config: RunConfig) -> Plan:
     """The run's plan for this process alone, on the CPU, with the base model where it lies now."""
-    from manyhands.planner.layout import ONLY_WHILE_TRAINING, change, mesh_of
+    from manyhands.planner.converters import CONVERTERS
+    from manyhands.planner.layout import change, mesh_of
 
     folder = plan.model_folder
     if not Path(folder).is_dir():
@@ -275,7 +276,9 @@ def plan_one_process(plan: Plan, config: RunConfig) -> Plan:
         activation_checkpointing="none",
         lighter_layers=0,
     )
-    converters = tuple(name for name in plan.converters if name not in ONLY_WHILE_TRAINING)
+    converters = tuple(
+        name for name in plan.converters if name not in CONVERTERS or not CONVERTERS[name].only_while_training
+    )
     return plan.model_copy(
         update={"layout": layout, "attention": "sdpa", "converters": converters, "model_folder": folder}
     )

@@ -251,6 +251,12 @@ def resolve_paths(mapping: dict[str, Any], folder: Path) -> None:
             _resolve_path(keys, leaf, folder, must_be_folder=path == "model.name")
     for holder, place in list_paths(mapping):
         _resolve_path(holder, place, folder)
+    converters = keys.get("converters") if isinstance(keys := mapping.get("model"), dict) else None
+    if isinstance(converters, list):
+        for index, reference in enumerate(converters):
+            file, _, name = str(reference).rpartition(":")
+            if file.endswith(".py") and (folder / file).is_file():
+                converters[index] = f"{os.path.normpath(folder / file)}:{name}"
 
 
 def _resolve_path(holder: Any, place: Any, folder: Path, must_be_folder: bool = False) -> None:

@@ -1,6 +1,5 @@
-"""How a run is laid out over processes, and which converters change its model: decided once by the plan, carried in
-estimate input, candidate and plan, and executed by ``engine/apply.py`` and ``convert/build.py``, which derive nothing
-again. Plain frozen values; knows no torch and no model.
+"""How a run is laid out over processes: decided once by the plan, carried in estimate input, candidate and plan, and
+executed by ``engine/apply.py``, which derives nothing again. Plain frozen values; knows no torch and no model.
 
 A *rank* is one process of the run. A *data-parallel rank* is a group of ranks that trains samples of its own: the ranks
 that differ in no coordinate of the mesh but those of ``context``, ``expert`` and ``tensor``.
@@ -11,8 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
-
-from manyhands.config.schema import RunConfig
 
 Device = Literal["cuda", "cpu"]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
@@ -235,44 +232,3 @@ def change(layout: Layout, **changes: Any) -> Layout:
     return lay_out(
         **{name: value for name, value in (values | changes).items() if name not in ("wrapper", "compute_copy")}
     )
-
-
-# How a run is carried out, and first values: not needed where a trained checkpoint is opened.
-ONLY_WHILE_TRAINING = (
-    *("fp8_weights", "fp8", "adapter", "loftq", "neftune", "fused_modules", "attention_kernels", "fused_loss"),
-)
-
-
-def choose_converters(
-    config: RunConfig,
-    *,
-    device: Literal["cuda", "cpu"],
-    attention: str,
-    has_towers: bool = False,
-    has_new_tokens: bool = False,
-    continues_adapter: bool = False,
-) -> tuple[str, ...]:
-    """The names, in order. ``kernels.*: auto`` tries fast paths on GPUs; each passes a check there before it runs.
-
-    ``attention``: the plan's. ``continues_adapter``: the run starts from the values of an adapter.
-    """
-    asked, method = config.kernels, config.method
-    gpu, adapters, fp8 = device == "cuda", method.trains_adapters, asked.linear == "fp8"
-    whole = config.parallel.strategy != "zero3"  # whose weights are there while their own module computes, no longer
-    fuses = asked.lora == "fused" or (asked.lora == "auto" and gpu and whole)
-    wanted = {
-        "parts": has_towers,
-        "nf4": method.name == "qlora",
-        "fp8_weights": config.model.frozen_dtype == "fp8",
-        "fp8": fp8,
-        "lora": adapters,
-        "patterns": method.name == "patterns",
-        "new_tokens": has_new_tokens and adapters,
-        "adapter": continues_adapter,
-        "loftq": method.name == "qlora" and method.init == "loftq",
-        "neftune": method.neftune_alpha > 0,
-        "fused_modules": fuses if adapters else fp8 and method.name == "full",
-        "attention_kernels": asked.attention == "auto" and attention == "varlen",
-        "fused_loss": asked.loss == "fused" or (asked.loss == "auto" and gpu and whole),
-    }
-    return tuple(name for name, is_wanted in wanted.items() if is_wanted)

@@ -26,6 +26,7 @@ from manyhands.planner.candidates import (
 from manyhands.planner.checks import check_disk, estimate_disk, explain_samples, nothing_fits, warn_of_values
 from manyhands.planner.choices import Decisions, decide, fuses_optimizer
 from manyhands.planner.clock import estimate_time, explain_links, make_clock
+from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.efficiency import with_efficiency
 from manyhands.planner.estimate_input import (
     EstimateInput,
@@ -37,7 +38,7 @@ from manyhands.planner.estimate_input import (
 from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
 from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
 from manyhands.planner.host_memory import Saving, choose_saving
-from manyhands.planner.layout import DTYPE_BYTES, choose_converters, lay_out, mesh_of
+from manyhands.planner.layout import DTYPE_BYTES, lay_out, mesh_of
 from manyhands.planner.parts import explain_images, price_images, rate_parts
 from manyhands.planner.settle import settle
 from manyhands.planner.smaller import NothingSmaller as NothingSmaller
@@ -278,14 +279,15 @@ def _fuses_modules(converters: tuple[str, ...], model_type: str) -> bool:
 
 
 def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, ...]:
-    return choose_converters(
+    case = Case(
         config,
-        device=made.device,
-        attention=made.attention,
+        made.device,
+        made.attention,
         has_towers=facts.model.is_multimodal,
         has_new_tokens=facts.new_tokens is not None,
         continues_adapter=facts.adapter is not None,
     )
+    return choose_converters(case)
 
 
 def _explain(
