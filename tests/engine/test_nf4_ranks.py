@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.nf4 import gather_weight, nf4_layers
+from manyhands.convert.nf4 import nf4_layers
 from tests.engine.nf4_ranks import SHAPES, Unit, nf4_bytes, write_merged
 from tests.engine.test_layouts import RAGGED, assert_equal_step, documents, merged
 from tests.support.adapters import load_adapter_state
@@ -137,7 +137,7 @@ def test_the_merged_model_is_the_dequantised_weight_with_the_update(world: Ranks
     load_adapter_state(model, random_adapter(model))
     name, layer = next(iter(nf4_layers(model).items()))
     update = layer.scaling * layer.lora_B.weight.double() @ layer.lora_A.weight.double()
-    assert torch.equal(one[f"{name}.weight"], (gather_weight(layer).double() + update).float())
+    assert torch.equal(one[f"{name}.weight"], (layer.gather_weight().double() + update).float())
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "single", dtype=torch.float32)
     ids = torch.arange(30)[None]
     with torch.no_grad():

@@ -17,9 +17,10 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import full_numel
 from manyhands.core.references import import_reference
 from manyhands.data.tasks import TASKS
-from manyhands.model.load import build_meta, layers_that_fill_themselves, materialize
+from manyhands.model.load import build_meta, materialize
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import hugging_face_model
+from manyhands.model.weights import quantized_layers
 from manyhands.planner.converters import CONVERTERS
 from manyhands.planner.types import Plan
 
@@ -86,7 +87,7 @@ def describe_new(converters: Sequence[Converter], reported: set[str]) -> list[st
 
 def count_parameters(model: nn.Module) -> int:
     """Parameters of the model; those that hold a weight in another form count as that weight."""
-    layers = layers_that_fill_themselves(model)
+    layers = quantized_layers(model)
     pieces = {f"{name}.{piece}" for name, layer in layers.items() for piece in layer.weight_pieces}
     others = sum(full_numel(parameter) for name, parameter in model.named_parameters() if name not in pieces)
     return others + sum(layer.in_features * layer.out_features for layer in layers.values())

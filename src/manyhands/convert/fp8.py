@@ -41,6 +41,7 @@ from manyhands.kernels.fp8 import (
 from manyhands.kernels.fp8.ops import quantize_stacked
 from manyhands.kernels.lora import Layer
 from manyhands.model.structure import block_linears, find_blocks
+from manyhands.model.weights import Storage
 
 
 class Fp8Linear(nn.Linear):
@@ -78,7 +79,8 @@ class StoredFp8Linear(Fp8Linear):
     ``weight`` is no parameter here but the dequantized weight in the compute dtype, computed at each access.
     """
 
-    weight_pieces = ("weight_values", "weight_scales")  # what loading asks: model.load.FillsItself
+    storage: Storage = "fp8"
+    weight_pieces = ("weight_values", "weight_scales")  # model.weights.QuantizedLayer
     weight_values: nn.Parameter  # (o, i), e4m3
     weight_scales: nn.Parameter  # (o, 1), float32
 
@@ -119,6 +121,9 @@ class StoredFp8Linear(Fp8Linear):
         values, scales = quantize_stacked([weight[:].to(device, self.weight_dtype)])
         self.weight_values.copy_(values)
         self.weight_scales.copy_(scales)
+
+    def gather_weight(self) -> torch.Tensor:
+        return self.weight
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.lora import LoraNf4Linear, adapted_layers
+from manyhands.convert.lora import adapted_layers
+from manyhands.convert.nf4 import Nf4Linear
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.core.collective_errors import this_rank
 from manyhands.core.holding import fill_from, gather
@@ -45,13 +46,13 @@ class LowRank(NamedTuple):
     residual: torch.Tensor
 
 
-def nf4_adapters(model: torch.nn.Module) -> dict[str, LoraNf4Linear]:
+def nf4_adapters(model: torch.nn.Module) -> dict[str, Any]:
     """The adapted layers that are held in NF4, by name."""
-    return {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, LoraNf4Linear)}
+    return {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, Nf4Linear)}
 
 
 def quantization_error(
-    layer: LoraNf4Linear, codes: torch.Tensor, statistics: torch.Tensor, weight: torch.Tensor, device: torch.device
+    layer: Any, codes: torch.Tensor, statistics: torch.Tensor, weight: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """W - NF4(W) (o, i), float32 on ``device``, of the gathered NF4 pieces and the weight as its file has it.
 
@@ -82,7 +83,7 @@ def best_low_rank(matrix: torch.Tensor, rank: int, generator: torch.Generator) -
     return LowRank(b, a, square, square - values[:rank].square().sum())
 
 
-def set_lora_weights(layer: LoraNf4Linear, b: torch.Tensor, a: torch.Tensor) -> None:
+def set_lora_weights(layer: Any, b: torch.Tensor, a: torch.Tensor) -> None:
     """Initialize ``layer`` to s B A = ``b a``, each rank its part. A collective where A and B are sharded.
 
     Dimensions that a small weight leaves over keep their drawn rows of A beside zeros in B, so that they train.
@@ -146,7 +147,7 @@ def initialize_with_loftq(model: Any, plan: Plan, config: RunConfig, device: tor
     return 1 - residual / square if square else 0.0
 
 
-def _receive(layer: LoraNf4Linear, own: torch.Tensor | None, source: int, device: torch.device) -> tuple[float, float]:
+def _receive(layer: Any, own: torch.Tensor | None, source: int, device: torch.device) -> tuple[float, float]:
     """Copy what rank ``source`` has computed into ``layer``; the two squared norms of ``LowRank``."""
     num_out, num_in = layer.out_features, layer.in_features
     size = min(layer.lora_A.out_features, num_out, num_in)

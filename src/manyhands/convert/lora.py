@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,7 @@ from torch import nn
 
 from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection
-from manyhands.convert.fp8 import Fp8Linear, StoredFp8Linear
 from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
-from manyhands.convert.nf4 import Nf4Linear, gather_weight
 from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.trainable import find_modules_to_save, inside, train_fully
 from manyhands.core.errors import UserError
@@ -30,6 +29,7 @@ from manyhands.core.holding import fill_from, full_shape, is_full, local
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator
 from manyhands.model.structure import block_linears, find_blocks
+from manyhands.model.weights import QuantizedLayer
 
 MIN_REACH = 0.9  # share of the blocks' matrix elements that all-linear must adapt
 
@@ -46,7 +46,7 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, method: MethodSection) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
+        self.__dict__ |= {name: value for name, value in vars(base).items() if not name.startswith("_")}
         for name, parameter in base._parameters.items():  # the weight, or what holds its values, and the bias
             self.register_parameter(name, parameter)
         rank, self.dropout = method.rank, method.dropout
@@ -89,29 +89,10 @@ class LoraLinear(nn.Linear):
         return square.clamp(min=torch.finfo(a.dtype).tiny).sqrt()
 
 
-class LoraNf4Linear(LoraLinear, Nf4Linear):
-    """The same beside a weight in NF4, whose matmul ``Nf4Linear.forward`` computes."""
-
-
-class LoraFp8Linear(LoraLinear, Fp8Linear):
-    """The same beside a weight whose matmul ``Fp8Linear.forward`` computes in fp8."""
-
-
-class LoraStoredFp8Linear(LoraLinear, StoredFp8Linear):
-    """The same beside a weight that is kept in fp8 alone."""
-
-    def __init__(self, base: nn.Linear, method: MethodSection) -> None:
-        super().__init__(base, method)
-        self.weight_dtype = base.weight.dtype
-
-
-def adapted_kind(linear: nn.Linear) -> type[LoraLinear]:
-    """The class of the adapted layer that replaces ``linear``."""
-    if isinstance(linear, Nf4Linear):
-        return LoraNf4Linear
-    if isinstance(linear, StoredFp8Linear):
-        return LoraStoredFp8Linear
-    return LoraFp8Linear if isinstance(linear, Fp8Linear) else LoraLinear
+@cache
+def lora_class(kind: type[nn.Linear]) -> type[LoraLinear]:
+    """The class of the layers that adapt those of ``kind``, whose ``forward`` multiplies with the frozen weight."""
+    return LoraLinear if kind is nn.Linear else type(f"Lora{kind.__name__}", (LoraLinear, kind), {})
 
 
 def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: Iterable[int] = ()) -> list[str]:
@@ -133,7 +114,7 @@ def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: It
     add_token_rows(model, token_ids)
     for name in targets:
         parent, _, child = name.rpartition(".")
-        adapted = adapted_kind(candidates[name])(candidates[name], method)
+        adapted = lora_class(type(candidates[name]))(candidates[name], method)
         adapted.train(candidates[name].training)
         setattr(model.get_submodule(parent), child, adapted)
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -222,8 +203,9 @@ def _fill_magnitudes(layer: LoraLinear, magnitudes: nn.Parameter) -> None:
     """Lengths of the weight's rows. FSDP2 cuts a weight and its magnitudes alike, by rows, so each rank has what it
     needs.
     """
-    if isinstance(layer, Nf4Linear) or is_full(layer.weight):
-        weight = gather_weight(layer) if isinstance(layer, Nf4Linear) else layer.weight
+    is_quantized = isinstance(layer, QuantizedLayer)
+    if is_quantized or is_full(layer.weight):
+        weight = layer.gather_weight() if is_quantized else layer.weight
         fill_from(magnitudes, torch.linalg.vector_norm(weight, dim=1, dtype=magnitudes.dtype))
     else:
         own = local(layer.weight)

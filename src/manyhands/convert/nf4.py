@@ -56,6 +56,7 @@ from manyhands.kernels.nf4 import (
 )
 from manyhands.kernels.operators import operator
 from manyhands.model.structure import block_linears
+from manyhands.model.weights import Storage
 
 CHUNK_VALUES = 2**22  # quantized at once: on a CPU bitsandbytes takes some 20 bytes a value meanwhile
 
@@ -72,13 +73,14 @@ class Nf4Linear(nn.Linear):
     Its bias stays as it is. ``weight`` is no parameter here but the dequantized weight, computed at each access.
     """
 
-    weight_pieces = ("weight_codes", "weight_statistics")  # what loading asks: model.load.FillsItself
+    weight_pieces = ("weight_codes", "weight_statistics")  # model.weights.QuantizedLayer
     weight_codes: nn.Parameter
     weight_statistics: nn.Parameter
 
     def __init__(self, base: nn.Linear, double_quant: bool = True) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
+        self.storage: Storage = "nf4" if double_quant else "nf4_single"
         dtype, device = base.weight.dtype, base.weight.device
         statistics_bytes = STATISTICS_BYTES if double_quant else FLOAT_STATISTICS_BYTES
         for name, num_bytes in (("weight_codes", CODE_BYTES), ("weight_statistics", statistics_bytes)):
@@ -106,6 +108,10 @@ class Nf4Linear(nn.Linear):
         if codes.is_meta:
             return torch.empty(shape, dtype=codes.dtype, device="meta")
         return dequantize(codes.detach(), self.weight_statistics.detach(), shape, codes.dtype)
+
+    def gather_weight(self) -> torch.Tensor:
+        shape, codes = (self.out_features, self.in_features), gather(self.weight_codes)
+        return dequantize(codes, gather(self.weight_statistics), shape, codes.dtype)
 
     @torch.no_grad()
     def fill(self, weight: Rows | StoredNf4) -> None:
@@ -348,22 +354,6 @@ def round_to_nf4(model: nn.Module, double_quant: bool = True) -> None:
 def nf4_layers(model: nn.Module) -> dict[str, Nf4Linear]:
     """The layers in NF4 by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
-
-
-def nf4_weights(model: nn.Module) -> dict[str, Nf4Linear]:
-    """The layers in NF4 by the name that their weight has in files."""
-    return {f"{name}.weight": layer for name, layer in nf4_layers(model).items()}
-
-
-def stored_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that hold weights in NF4, and that no file of a model knows."""
-    return {f"{name}.{kind}" for name in nf4_layers(model) for kind in Nf4Linear.weight_pieces}
-
-
-def gather_weight(layer: Nf4Linear) -> torch.Tensor:
-    """The full weight (o, i), dequantized. A collective where it is sharded."""
-    shape, codes = (layer.out_features, layer.in_features), gather(layer.weight_codes)
-    return dequantize(codes, gather(layer.weight_statistics), shape, codes.dtype)
 
 
 class Nf4Blocks(BaseConverter):

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from manyhands.config.patterns import EMBEDDING_NAMES, HEAD_NAMES, expand, matches, reaches
 from manyhands.config.schema import MethodSection
-from manyhands.convert.nf4 import Nf4Linear
 from manyhands.convert.protocol import BaseConverter
 from manyhands.core.errors import UserError
 from manyhands.model.structure import find_blocks, text_parameters
+from manyhands.model.weights import quantized_layers
 
 
 def train_by_pattern(model: nn.Module, method: MethodSection, token_ids: Iterable[int] = ()) -> list[str]:
@@ -165,15 +165,14 @@ def inside(name: str, modules: Iterable[str]) -> bool:
 def train_fully(model: nn.Module, names: Collection[str]) -> None:
     """Make the parameters of the modules ``names`` trained masters, in float32 (float64 if they are).
 
-    UserError for a layer in NF4, which has no weight to train.
+    UserError for a quantized layer, which has no weight to train.
     """
-    in_nf4 = [name for name, module in model.named_modules() if isinstance(module, Nf4Linear) and inside(name, names)]
-    if in_nf4:
+    if quantized := [name for name in quantized_layers(model) if inside(name, names)]:
         raise UserError(
-            "layers in 4 bits cannot be fully trained",
+            "quantized layers cannot be fully trained",
             where="method.modules_to_save",
             fix="leave them out, so that adapters train beside them, or use method.name=lora",
-            details=in_nf4[:20],
+            details=quantized[:20],
         )
     train_parameters(model, {id(p) for name in names for p in model.get_submodule(name).parameters()})
 

@@ -21,7 +21,6 @@ from manyhands.convert.adapter import (
     tied_names,
     whole_parts,
 )
-from manyhands.convert.fp8 import StoredFp8Linear
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.new_tokens import token_indices
 from manyhands.convert.trainable import fully_trained_modules, inside
@@ -31,10 +30,11 @@ from manyhands.core.holding import reshard
 from manyhands.export.card import changes_tokenizer, name_on_hub
 from manyhands.export.files import begin_folder, commit_folder, write_tensors, write_tokenizer
 from manyhands.export.record import CARD
-from manyhands.export.reference import KindOfBase, Reference, describe_tensor
+from manyhands.export.reference import Reference, describe_tensor
 from manyhands.export.tensors import narrow, refuse_beyond
 from manyhands.facts.adapter import BASE_FILES, BESIDE_NF4, CONFIG, QUANTIZED_BASE, WEIGHTS, nf4_options
 from manyhands.model.structure import left_out, text_modules
+from manyhands.model.weights import quantized_layers
 
 
 def export_adapter(
@@ -77,9 +77,14 @@ def export_adapter(
         partial = begin_folder(folder, replace=replace)
         own = asked is not None and changes_tokenizer(asked)
         tokens = write_tokenizer(source, partial, asked) if own and source is not None else {}
-        base = _kind_of_base(model, method)
+        storages = [layer.storage for layer in quantized_layers(model).values()]
         reference = Reference(
-            kind="adapter", dtype=dtype, tensors=described, base=base, tokens=tokens, seconds=tuple(seconds)
+            kind="adapter",
+            dtype=dtype,
+            tensors=described,
+            base=storages[0] if storages else "unquantized",
+            tokens=tokens,
+            seconds=tuple(seconds),
         )
         if reference_path is not None:
             reference.write(reference_path)
@@ -94,12 +99,6 @@ def export_adapter(
         return reference
 
     return run_on_rank_0(write)
-
-
-def _kind_of_base(model: nn.Module, method: MethodSection) -> KindOfBase:
-    if method.name == "qlora":
-        return "nf4" if method.double_quant else "nf4_single"
-    return "fp8" if any(isinstance(module, StoredFp8Linear) for module in model.modules()) else "unquantized"
 
 
 def _sort_metadata(path: Path) -> None:

@@ -16,10 +16,11 @@ from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import write_atomically
 from manyhands.core.progress import advance
 from manyhands.export.files import write_tensors
+from manyhands.model.weights import Storage
 
 Kind = Literal["model", "adapter"]
 
-KindOfBase = Literal["unquantized", "nf4", "nf4_single", "fp8"]
+KindOfBase = Literal["unquantized"] | Storage
 
 
 class _Part(BaseModel):

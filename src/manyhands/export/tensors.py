@@ -16,7 +16,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from manyhands.convert.adapter import added_parameters
 from manyhands.convert.lora import LoraLinear, adapted_layers
 from manyhands.convert.new_tokens import IDS, ROWS, token_modules
-from manyhands.convert.nf4 import gather_weight, nf4_layers, nf4_weights, stored_names
 from manyhands.core.errors import UserError
 from manyhands.core.holding import full_numel, gather, reshard
 from manyhands.core.progress import advance
@@ -30,6 +29,7 @@ from manyhands.model.source import (
     read_stored,
     revert,
 )
+from manyhands.model.weights import quantized_layers
 
 MAX_NAMED = 20
 
@@ -164,7 +164,7 @@ def _count(shape: tuple[int, ...]) -> int:
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, tied ones once under their first name, what adapters added left out.
 
-    A weight in NF4 stands on meta under its own name: ``iterate_whole`` dequantizes it.
+    A quantized weight stands on meta under its own name: ``iterate_whole`` dequantizes it.
     """
     reshard(model)
     added = added_parameters(model)
@@ -179,17 +179,16 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _with_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same with a weight on meta in the place of what holds it in NF4."""
-    names = {f"{name}.weight_codes": (f"{name}.weight", layer) for name, layer in nf4_layers(model).items()}
-    held = stored_names(model)
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if name in names:
-            weight, layer = names[name]
-            found[weight] = torch.empty(layer.out_features, layer.in_features, dtype=tensor.dtype, device="meta")
-        elif name not in held:
-            found[name] = tensor
-    return found
+    """The same with a weight on meta in the place of the first piece that holds it in another form."""
+    weights: dict[str, torch.Tensor | None] = {}
+    names: dict[str, str] = {}
+    for name, layer in quantized_layers(model).items():
+        first, *others = (f"{name}.{piece}" for piece in layer.weight_pieces)
+        shape = layer.out_features, layer.in_features
+        names[first] = f"{name}.weight"
+        weights |= {first: torch.empty(shape, dtype=layer.weight_dtype, device="meta")} | dict.fromkeys(others)
+    found = {names.get(name, name): weights.get(name, tensor) for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype, beyond: dict[str, float]) -> torch.Tensor:
@@ -237,9 +236,9 @@ def iterate_whole(
     """
     beyond = {} if beyond is None else beyond
     layers, tokens = (adapted_layers(model), token_modules(model)) if merge else ({}, {})
-    quantized = nf4_weights(model)
+    quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
     for name, tensor in saved_tensors(model).items():
-        whole = gather_weight(quantized[name]) if name in quantized else gather(tensor)
+        whole = quantized[name].gather_weight() if name in quantized else gather(tensor)
         layer = layers.get(name.removesuffix(".weight"))
         if layer is not None:
             whole = _merge(layer, whole)

@@ -3,7 +3,7 @@ seed.
 
 The model is made on meta, may be changed and sharded there, and is materialized once its parameters know where they are
 held. Names and shapes are compared before a weight is read. Must not know how parameters came to be sharded, nor which
-features changed the model: a changed layer says itself what loading has to know of it (``FillsItself``,
+features changed the model: a changed layer says itself what loading has to know of it (``QuantizedLayer``,
 ``UNSTORED``).
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,27 +29,13 @@ from manyhands.model.multimodal import choose_attention, takes_images
 from manyhands.model.resize_embeddings import Resized, rows_by_token
 from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
 from manyhands.model.structure import auto_class, hugging_face_model, is_multimodal
+from manyhands.model.weights import QuantizedLayer, quantized_layers
 from manyhands.planner.types import Plan
 
 MARK = "_is_hf_initialized"  # transformers' initialization skips tensors with this attribute
 UNSTORED = "unstored_parameters"
 """The attribute by which a module names parameters, its own or its children's, that no file of the model holds. They
 are left alone here; whoever added them fills them once the weights are there."""
-
-
-@runtime_checkable
-class FillsItself(Protocol):
-    """A linear layer that holds its weight in another form (quantized, say) and makes that from the weight itself."""
-
-    in_features: int
-    out_features: int
-    weight_pieces: tuple[str, ...]  # its parameters that hold the weight
-    weight_dtype: torch.dtype  # of the weight itself, in which it is drawn
-
-    def fill(self, weight: Any) -> None:
-        """Take ``weight`` (o, i), a tensor or a safetensors slice, of which each rank reads its part, or a
-        ``StoredNf4``. Every rank calls this.
-        """
 
 
 def build_meta(plan: Plan, config: RunConfig, report: Callable[[str], object] = lambda _: None) -> nn.Module:
@@ -205,7 +191,7 @@ def loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A weight held in another form is there on meta under its own name; tied tensors are there under each of theirs.
     """
-    layers = layers_that_fill_themselves(model)
+    layers = quantized_layers(model)
     left = unstored_parameters(model).union(
         f"{name}.{piece}" for name, x in layers.items() for piece in x.weight_pieces
     )
@@ -213,11 +199,6 @@ def loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, layer in layers.items():
         found[f"{name}.weight"] = torch.empty(layer.out_features, layer.in_features, device="meta")
     return found
-
-
-def layers_that_fill_themselves(model: nn.Module) -> dict[str, FillsItself]:
-    """Layers that hold their weight in another form, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, FillsItself)}
 
 
 def unstored_parameters(model: nn.Module) -> set[str]:
@@ -285,7 +266,7 @@ class _Filling:
 
     def __init__(self, model: nn.Module, new_tokens: NewTokens | None) -> None:
         self.targets, self.new_tokens = model.state_dict(keep_vars=True), new_tokens
-        self.layers = {f"{name}.weight": layer for name, layer in layers_that_fill_themselves(model).items()}
+        self.layers = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
         self.resized = rows_by_token(model) if new_tokens is not None else set()
         self.filled: set[int] = set()
 
@@ -341,7 +322,7 @@ def initialize_randomly(model: Any, seed: int, device: torch.device, skip: Colle
         drawn = draw_module(name, module, owner, own, seed, device)
         for key in own.keys() - _pieces_of(module):
             fill_from(own[key], drawn.get_parameter(key))
-        if isinstance(module, FillsItself):
+        if isinstance(module, QuantizedLayer):
             module.fill(drawn.get_parameter("weight").to(own[module.weight_pieces[0]].device))
         advance()
 
@@ -365,7 +346,7 @@ def draw_module(
     name: str, module: nn.Module, owner: Any, own: Mapping[str, torch.Tensor], seed: int, device: torch.device
 ) -> nn.Module:
     """``module`` alone with full, new values of its ``own`` parameters on ``device`` by its ``owner``'s rule; in the
-    place of a layer that fills itself an ``nn.Linear``.
+    place of a layer that is quantized an ``nn.Linear``.
     """
     drawn = _with_zeros(module, own, device)
     devices = [device] if device.type == "cuda" else []
@@ -376,7 +357,7 @@ def draw_module(
 
 
 def _pieces_of(module: nn.Module) -> set[str]:
-    return set(module.weight_pieces) if isinstance(module, FillsItself) else set()
+    return set(module.weight_pieces) if isinstance(module, QuantizedLayer) else set()
 
 
 def _with_zeros(module: nn.Module, own: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
@@ -388,7 +369,7 @@ def _with_zeros(module: nn.Module, own: Mapping[str, torch.Tensor], device: torc
     # in the dtype of the masters, where an engine holds those beside the weights that compute
     full = {key: zeros(full_shape(p), local(p).dtype) for key, p in own.items() if key not in _pieces_of(module)}
     copied: nn.Module
-    if isinstance(module, FillsItself):
+    if isinstance(module, QuantizedLayer):
         shape = (module.out_features, module.in_features)
         copied = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
         full["weight"] = zeros(shape, module.weight_dtype)
