@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp
+from manyhands.convert.grouped import Grouped, hold, sides_of
 from manyhands.convert.protocol import BaseConverter, Finding, TrainedModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import is_full, local
@@ -71,6 +72,12 @@ class Fp8Linear(nn.Linear):
         if not self.in_fp8:
             return F.linear(x, self.weight, self.bias)
         return fp8_linears(x, [Layer((self.operand,), self.bias)], self.quantized)[0]
+
+    def multiply_in_fp8(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
+        """With these rows of the weight: those of a group (``convert/grouped.py``)."""
+        held = self.quantized
+        held = None if held is None else QuantizedWeights(held.values[rows], held.scales[rows], None)
+        return fp8_linears(x, [Layer((self.operand[rows],))], held)[0]
 
 
 class StoredFp8Linear(Fp8Linear):
@@ -130,7 +137,7 @@ class StoredFp8Linear(Fp8Linear):
 def round_to_fp8(model: nn.Module) -> None:
     """Give the blocks' linear layers the values that ``StoredFp8Linear`` keeps of them, in place and in their dtype."""
     for linear in block_linears(model).values():
-        if has_features(linear.in_features, linear.out_features):
+        if has_features(*sides_of(linear)):
             held = StoredFp8Linear(linear)
             held.fill(linear.weight.detach())
             linear.weight.copy_(held.weight)
@@ -143,9 +150,9 @@ def store_in_fp8(model: nn.Module) -> list[str]:
     """
     stored = []
     for name, linear in block_linears(model).items():
-        if has_features(linear.in_features, linear.out_features):
+        if has_features(*sides_of(linear)):
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, StoredFp8Linear(linear).train(linear.training))
+            setattr(model.get_submodule(parent), child, hold(linear, StoredFp8Linear))
             stored.append(name)
     return stored
 
@@ -158,12 +165,12 @@ def use_fp8(model: nn.Module) -> tuple[list[str], list[str]]:
     """
     swapped, left = [], []
     for name, linear in block_linears(model).items():
-        if not has_features(linear.in_features, linear.out_features):
+        if not has_features(*sides_of(linear)):
             left.append(name)
             continue
         if not isinstance(linear, Fp8Linear):
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Fp8Linear(linear).train(linear.training))
+            setattr(model.get_submodule(parent), child, hold(linear, Fp8Linear))
         swapped.append(name)
     if not swapped:
         raise UserError(
@@ -201,7 +208,7 @@ def quantize_frozen(model: nn.Module) -> int:
             groups = [
                 (module.quantized, names[0], [getattr(module, name) for name in names]) for names in module.GROUPS
             ]
-        elif isinstance(module, Fp8Linear) and id(module) not in grouped:
+        elif isinstance(module, Fp8Linear) and id(module) not in grouped and not isinstance(module, Grouped):
             groups = [(module.__dict__, "quantized", [module])]
         for holder, key, layers in groups:
             grouped.update(map(id, layers))

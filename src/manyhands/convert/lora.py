@@ -12,8 +12,9 @@ A and s = alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023, https:/
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import nn
 
 from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection
+from manyhands.convert.grouped import Grouped, grouped_matmul
 from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
 from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.trainable import find_modules_to_save, inside, train_fully
@@ -46,14 +48,15 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, method: MethodSection) -> None:
         nn.Module.__init__(self)
-        self.__dict__ |= {name: value for name, value in vars(base).items() if not name.startswith("_")}
+        vars(self).update((name, value) for name, value in vars(base).items() if not name.startswith("_"))
         for name, parameter in base._parameters.items():  # the weight, or what holds its values, and the bias
             self.register_parameter(name, parameter)
         rank, self.dropout = method.rank, method.dropout
         self.scaling = method.alpha / (math.sqrt(rank) if method.rslora else rank)
         dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
         device = base.weight.device
-        self.lora_A = nn.Linear(base.in_features, rank, bias=False, device=device, dtype=dtype)
+        num_groups = getattr(base, "num_groups", 1)
+        self.lora_A = nn.Linear(base.in_features, num_groups * rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False, device=device, dtype=dtype)
         lengths = nn.Parameter(torch.empty(base.out_features, device=device, dtype=dtype)) if method.dora else None
         self.register_parameter("lora_magnitude_vector", lengths)
@@ -75,6 +78,10 @@ class LoraLinear(nn.Linear):
             out = scale * (base + update) + (1 - scale) * offset
         return out.to(x.dtype)
 
+    def merge(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """W + s B A"""
+        return weight + self.scaling * (b @ a)
+
     @torch.no_grad()
     def row_lengths(self) -> torch.Tensor:
         """Lengths of the rows of W + s B A, (o) in A's dtype; a constant to the backward pass (section 4.3 of
@@ -89,10 +96,43 @@ class LoraLinear(nn.Linear):
         return square.clamp(min=torch.finfo(a.dtype).tiny).sqrt()
 
 
+class LoraGrouped(LoraLinear):
+    """A stack of them: A (g r, i), B (g o, r) and magnitudes (g o), one group above the other."""
+
+    num_groups: int
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """(n, i) -> (n, o)"""
+        drops = self.dropout > 0 and self.training
+        dropped = F.dropout(x, self.dropout) if drops else x
+        low = grouped_matmul(dropped, self._split(self.lora_A.weight.to(x.dtype)), ends) * self.scaling
+        update = grouped_matmul(low, self._split(self.lora_B.weight.to(x.dtype)), ends)
+        multiply: Callable[..., torch.Tensor] = super(LoraLinear, self).forward
+        base = multiply(x, ends)
+        if self.lora_magnitude_vector is None:
+            return base + update
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        scale = self._split(self.lora_magnitude_vector / self.row_lengths()).repeat_interleave(counts, 0)
+        return (base + (scale - 1) * (multiply(dropped, ends) if drops else base) + scale * update).to(x.dtype)
+
+    @torch.no_grad()
+    def row_lengths(self) -> torch.Tensor:
+        a, b = self.lora_A.weight, self.lora_B.weight
+        lengths = torch.linalg.vector_norm(self.merge(self.weight.to(a.dtype), a, b), dim=1)
+        return lengths.clamp(min=torch.finfo(a.dtype).tiny)
+
+    def merge(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return weight + self.scaling * (self._split(b) @ self._split(a)).flatten(0, 1)
+
+    def _split(self, stacked: torch.Tensor) -> torch.Tensor:
+        return stacked.unflatten(0, (self.num_groups, -1))
+
+
 @cache
-def lora_class(kind: type[nn.Linear]) -> type[LoraLinear]:
+def lora_class(kind: Any) -> type[LoraLinear]:
     """The class of the layers that adapt those of ``kind``, whose ``forward`` multiplies with the frozen weight."""
-    return LoraLinear if kind is nn.Linear else type(f"Lora{kind.__name__}", (LoraLinear, kind), {})
+    adapted = LoraGrouped if issubclass(kind, Grouped) else LoraLinear
+    return LoraLinear if kind is nn.Linear else type(f"Lora{kind.__name__}", (adapted, kind), {})
 
 
 def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: Iterable[int] = ()) -> list[str]:
@@ -114,7 +154,8 @@ def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: It
     add_token_rows(model, token_ids)
     for name in targets:
         parent, _, child = name.rpartition(".")
-        adapted = lora_class(type(candidates[name]))(candidates[name], method)
+        kind: Any = type(candidates[name])
+        adapted = lora_class(kind)(candidates[name], method)
         adapted.train(candidates[name].training)
         setattr(model.get_submodule(parent), child, adapted)
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -203,9 +244,8 @@ def _fill_magnitudes(layer: LoraLinear, magnitudes: nn.Parameter) -> None:
     """Lengths of the weight's rows. FSDP2 cuts a weight and its magnitudes alike, by rows, so each rank has what it
     needs.
     """
-    is_quantized = isinstance(layer, QuantizedLayer)
-    if is_quantized or is_full(layer.weight):
-        weight = layer.gather_weight() if is_quantized else layer.weight
+    if isinstance(layer, QuantizedLayer) or is_full(layer.weight):
+        weight = layer.gather_weight() if isinstance(layer, QuantizedLayer) else layer.weight
         fill_from(magnitudes, torch.linalg.vector_norm(weight, dim=1, dtype=magnitudes.dtype))
     else:
         own = local(layer.weight)

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from manyhands.convert.grouped import hold
 from manyhands.convert.protocol import BaseConverter, Context
 from manyhands.convert.stored_nf4 import find_quantized, take_stored
 from manyhands.core.errors import UserError
@@ -337,7 +338,7 @@ def quantize_blocks(model: nn.Module, double_quant: bool = True, names: Collecti
     linears = {name: x for name, x in block_linears(model).items() if names is None or name in names}
     for name, linear in linears.items():
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Nf4Linear(linear, double_quant).train(linear.training))
+        setattr(model.get_submodule(parent), child, hold(linear, Nf4Linear, double_quant))
     return list(linears)
 
 

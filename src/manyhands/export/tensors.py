@@ -254,7 +254,7 @@ def iterate_whole(
 def _merge(layer: LoraLinear, weight: torch.Tensor) -> torch.Tensor:
     """W + s B A in float64; with DoRA its rows have the trained lengths. A collective where the layer is sharded."""
     a, b = gather(layer.lora_A.weight).double(), gather(layer.lora_B.weight).double()
-    merged = weight.double() + layer.scaling * (b @ a)
+    merged = layer.merge(weight.double(), a, b)
     if layer.lora_magnitude_vector is not None:
         lengths = torch.linalg.vector_norm(merged, dim=1).clamp(min=torch.finfo(torch.float32).tiny)
         merged *= (gather(layer.lora_magnitude_vector).double() / lengths)[:, None]
