@@ -11,10 +11,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from manyhands.config.load import load_config
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, dynamic_module_utils
 
-from manyhands.config.load import load_config
 from manyhands.convert.fp8 import fp8_layers
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.nf4 import nf4_layers

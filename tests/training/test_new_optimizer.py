@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.importers.load import config_from_mapping
-from manyhands.optim.registry import OPTIMIZERS
+from manyhands.optim.registry import OPTIMIZERS, names_in
 from tests.keys.lab import Lab, open_lab
 from tests.support.ranks import Ranks
 from tests.training import signed
@@ -53,6 +53,10 @@ def test_names_are_those_of_the_registry() -> None:
             {"name": "r", "model": {"name": "m"}, "data": {"train": "d"}, "optimizer": {"name": "sign"}}
         )
     assert all(f"`{name}`" in str(caught.value) for name in OPTIMIZERS if name != "signed")
+
+
+def test_tools_name_it_as_its_entry_says() -> None:
+    assert names_in("transformers")["signed_momentum"] == ("signed", "")
 
 
 @pytest.mark.distributed

@@ -19,8 +19,9 @@ from manyhands.importers.axolotl_data import limit_stream, map_data
 from manyhands.importers.axolotl_model import map_images, map_method, map_model
 from manyhands.importers.axolotl_parallel import count_mesh, map_precision, map_sharding
 from manyhands.importers.names import find_key
-from manyhands.importers.transformers import OPTIMIZERS, choose_optimizer, map_neftune
+from manyhands.importers.transformers import choose_optimizer, map_neftune
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator, clean_name
+from manyhands.optim.registry import names_in
 
 TOOL = "Axolotl"
 REFUSES_UNKNOWN = False
@@ -30,11 +31,6 @@ KEYS, OPEN = keys.KEYS, keys.OPEN
 LIKENESS = 0.8  # of a misspelt key to the one that is meant
 EPOCHS_UNBOUNDED = 1_000_000  # `max_steps` alone ends a run
 KEPT_CHECKPOINTS = 4
-_OPTIMIZERS = {
-    **OPTIMIZERS,
-    "ao_adamw_8bit": OPTIMIZERS["adamw_torch_8bit"],
-    "ao_adamw_4bit": OPTIMIZERS["adamw_torch_4bit"],
-}
 
 
 def translate(t: Translator) -> None:
@@ -165,7 +161,7 @@ def _map_optimizer(t: Translator) -> None:
             t.map(key, f"optimizer.{native}", number, why)
     if t.number("weight_decay") and not t.has("adapter"):
         t.map("weight_decay", "optimizer.decay_embeddings", True)
-    choose_optimizer(t, "optimizer", _OPTIMIZERS, "adamw_torch_fused")
+    choose_optimizer(t, "optimizer", names_in("transformers", "axolotl"), "adamw_torch_fused")
     if t.has("neftune_noise_alpha") and t.has("noisy_embedding_alpha"):
         t.contradict("noisy_embedding_alpha", "it is the older name of `neftune_noise_alpha`: keep one")
     for key in ("neftune_noise_alpha", "noisy_embedding_alpha"):

@@ -18,6 +18,7 @@ from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.config.text import show
 from manyhands.core.units import count_of
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator, check_product, names
+from manyhands.optim.registry import OPTIMIZERS, names_in
 
 TOOL = "DeepSpeed"
 REFUSES_UNKNOWN = False
@@ -107,7 +108,6 @@ OPEN = names(
     zero_optimization.super_offload compile.kwargs
     """
 )
-OPTIMIZERS: Mapping[str, str] = {"adamw": "adamw", "adam": "adamw", "muon": "muon"}
 SCHEDULES: Mapping[str, str] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
@@ -295,8 +295,9 @@ def find_obstacle(mapping: Mapping[str, Any], stage: int) -> str:
     def value(section: str, key: str) -> Any:
         return mapping.get(section, {}).get(key)
 
+    optimizer = OPTIMIZERS.get(value("optimizer", "name"))
     obstacles = {
-        "optimizer.name": value("optimizer", "name") not in (None, "adamw"),
+        "optimizer.name": optimizer is not None and not optimizer.takes_partitions,
         "model.dtype": value("model", "dtype") == "float64",
         "model.master_dtype": value("model", "master_dtype") == "bfloat16",
         "kernels.linear": value("kernels", "linear") == "fp8",
@@ -384,8 +385,8 @@ def map_batch(t: Translator) -> None:
 def _map_optimizer(t: Translator) -> None:
     kind = t.get("optimizer.type")
     if kind is not None:
-        ours = OPTIMIZERS.get(str(kind).lower())
-        if ours is None:
+        ours, _ = names_in("deepspeed").get(str(kind).lower(), ("", ""))
+        if not ours:
             t.refuse("optimizer.type", f"{show(kind)} is not available: write AdamW, or remove the section")
         else:
             t.map("optimizer.type", "optimizer.name", ours)

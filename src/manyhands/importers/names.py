@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from manyhands.importers import preferences
+from manyhands.optim.registry import names_in
 
 # Our key, and what other tools call it.
 _SAME = {
@@ -225,10 +226,8 @@ VALUES = MappingProxyType(
             "fp8": "write bfloat16, with kernels.linear: fp8",
         },
         "optimizer.name": {
-            **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_32bit"), "write adamw"),
-            **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bits"), "write adamw_8bit"),
-            "paged_adamw_32bit": "write paged_adamw",
-            "adamw_torch_8bit": "write adamw_8bit, which is bitsandbytes'",
+            theirs: f"write {ours}" + (f": {note}" if note else "")
+            for theirs, (ours, note) in names_in("transformers", "others").items()
         },
         "schedule.name": {
             "constant_with_warmup": "write constant, with warmup_ratio or warmup_steps",

@@ -15,19 +15,7 @@ from manyhands.core.units import count_of
 from manyhands.importers.deepspeed import map_deepspeed
 from manyhands.importers.fsdp import fsdp_keys, fsdp_options, map_fsdp
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator, names
-
-OPTIMIZERS: Mapping[str, tuple[str, str]] = {
-    # their name: ours, and what is said where it is not the same
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"), ("adamw", "")),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), ("adamw_8bit", "")),
-    "paged_adamw_32bit": ("paged_adamw", ""),
-    "paged_adamw": ("paged_adamw", ""),
-    "paged_adamw_8bit": ("paged_adamw_8bit", ""),
-    "adamw_torch_8bit": ("adamw_8bit", "8-bit states are bitsandbytes' here, torchao's there"),
-    "adamw_torch_4bit": ("adamw_8bit", "there are no 4-bit optimizer states: 8-bit ones"),
-    "adafactor": ("adafactor", ""),
-    "muon": ("muon", ""),
-}  # fmt: skip
+from manyhands.optim.registry import names_in
 
 SCHEDULES: Mapping[str, str] = {
     "cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
@@ -345,7 +333,7 @@ def map_optimizer(t: Translator) -> None:
         t.map("adafactor", "optimizer.name", "adafactor")
         t.no_op("optim", "`adafactor` takes precedence")
     elif t.has("optim"):
-        choose_optimizer(t, "optim", OPTIMIZERS)
+        choose_optimizer(t, "optim", names_in("transformers"))
     t.no_op("adafactor")
     if t.number("weight_decay"):
         t.set_tool_default("optimizer.decay_embeddings", True, "transformers decays embeddings too")
