@@ -22,7 +22,7 @@ from manyhands.convert.lora import LoraLinear
 from manyhands.convert.nf4 import Nf4Linear
 from manyhands.core.seeds import named_generator
 from manyhands.export.adapter import export_adapter
-from manyhands.infer.load import Found, load_model
+from manyhands.infer.load import ModelLocation, load_model
 from tests.support.layouts import build
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
@@ -155,7 +155,7 @@ def test_an_opened_adapter_computes_what_was_trained(folder: str, tmp_path: Path
         config = tiny_run(folder, "qlora", init=init)
         model = begun(folder)[0].eval()
         export_adapter(tmp_path / init, model, config.method, folder, rank=0)
-        opened = load_model(Found(Path(folder), tmp_path / init))
+        opened = load_model(ModelLocation(Path(folder), tmp_path / init))
         with torch.no_grad():
             expected, found = (each(ids, use_cache=False).logits for each in (model, opened))
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4) == (init == "loftq")

@@ -25,7 +25,7 @@ from manyhands.export.reference import Reference
 from manyhands.export.verify import dequantize_as_one_row, verify
 from manyhands.facts.safetensors import read_header
 from manyhands.facts.stored_nf4 import find_stored_nf4
-from manyhands.infer.load import Found, load_model
+from manyhands.infer.load import ModelLocation, load_model
 from tests.keys.lab import Lab, open_lab
 
 functional = pytest.importorskip("bitsandbytes").functional
@@ -101,7 +101,7 @@ def test_a_model_quantized_here_and_one_stored_so_train_alike(lab: Lab) -> None:
     found = verify(stored.folder / "adapter", reference, base=folder, probe_path=probe)
     assert found.findings == [] and any("logits of" in note for note in found.notes)
     with torch.no_grad():
-        answers = load_model(Found(folder, stored.folder / "adapter"))(IDS).logits
+        answers = load_model(ModelLocation(folder, stored.folder / "adapter"))(IDS).logits
         trained = stored.rank.model.eval()(IDS, use_cache=False).logits
     torch.testing.assert_close(answers, trained, rtol=1e-4, atol=1e-4)
 

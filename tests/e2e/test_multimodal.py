@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from manyhands.cli.main import app
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
-from manyhands.infer.load import Found, load_model, open_answerer
+from manyhands.infer.load import ModelLocation, load_model, open_answerer
 from tests.e2e.runs import Place, Run, Spec
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.vision import processor_of, write_tiny_vision
@@ -157,7 +157,9 @@ def test_peft_puts_the_adapter_on_the_text_alone(ran: Place, strategy: str) -> N
     adapted = {name for name, _ in model.named_parameters() if "lora_" in name}
     assert len(adapted) == 2 * 3 * 7 and all(".language_model." in name for name in adapted)
     merged: Any = AutoModelForCausalLM.from_pretrained(run.folder / "merged", dtype=torch.float32).eval()
-    ours: Any = load_model(Found(ran.folder / "gemma", run.folder / "adapter"))  # as `manyhands generate` opens it
+    ours: Any = load_model(
+        ModelLocation(ran.folder / "gemma", run.folder / "adapter")
+    )  # as `manyhands generate` opens it
     with torch.no_grad():
         expected = merged(input_ids=IDS).logits
         for opened in (model, ours.cpu()):

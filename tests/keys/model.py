@@ -11,7 +11,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from manyhands.config.load import load_config
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, dynamic_module_utils
 
@@ -21,6 +20,7 @@ from manyhands.convert.nf4 import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
+from manyhands.importers.load import load_config
 from manyhands.worker import stages
 from manyhands.worker.context import RankContext
 from tests.keys.lab import Lab

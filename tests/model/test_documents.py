@@ -11,7 +11,7 @@ from torch import nn
 
 from manyhands.core.errors import UserError
 from manyhands.infer.decode import Completion, complete
-from manyhands.infer.load import Found, load_model
+from manyhands.infer.load import ModelLocation, load_model
 from manyhands.infer.settings import GenerationSettings
 from manyhands.model import loss as loss_module
 from manyhands.model.checks import check_batches, pack_documents, pad_documents
@@ -67,7 +67,7 @@ def test_answers_do_not_depend_on_earlier_prompts(family: str, kind: str, tmp_pa
         return complete(model, tokenizer, [ids[0].tolist() for ids in prompts], settings, ())
 
     def opened() -> nn.Module:
-        return load_model(Found(tmp_path), "cpu")
+        return load_model(ModelLocation(tmp_path), "cpu")
 
     first, longer = documents((60, 90))
     model = opened()
