@@ -15,8 +15,8 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data.batches import collate
-from manyhands.data.image_open import FetchedImages
-from manyhands.data.image_processor import family_of, open_processor
+from manyhands.data.image_open import FetchedImages, open_processor
+from manyhands.data.image_processor import family_of
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from tests.data.test_images import draw, image, open_store, shape, text, turns

@@ -17,10 +17,12 @@ from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork, rotary_positions
 from manyhands.data.image_files import PixelBounds, decode
-from manyhands.data.image_processor import cut, family_of, open_processor
+from manyhands.data.image_open import open_processor
+from manyhands.data.image_processor import family_of
 from manyhands.data.prepare import prepare
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import from_streams
+from manyhands.families.images.sized import cut
 from tests.support import other_vision
 from tests.support.vision import FAMILIES, LIKE_THEM, processor_of, write_tiny_processor
 

@@ -267,7 +267,7 @@ def processor_of(folder: Path, family: str) -> Any:
     tokenizer = load_tokenizer(folder)
     if family == "smolvlm":
         module.num2words = str  # of videos alone
-    image_processor = ImageProcessor(folder, layout)._processor
+    image_processor = ImageProcessor(folder, layout).own
     more = {"video_processor": SimpleNamespace(**_NO_VIDEO)} if "video_processor" in kind.get_attributes() else {}
     kind = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     parts = {"image_processor": image_processor, "tokenizer": tokenizer, **more}

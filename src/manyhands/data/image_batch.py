@@ -2,7 +2,7 @@
 features that are kept of them. Knows no torch but through the family's image processor, which loads once in a process
 and where the first image is prepared, and no tower.
 
-In a run with images every batch has (I: images of all documents, U: units, see ``families.ImageLayout``):
+In a run with images every batch has (I: images of all documents, U: units, see ``families.images.ImageKind``):
 
 | name | |
 |---|---|
@@ -39,15 +39,11 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
 from manyhands.data.image_cache import Entries, ImageCache
 from manyhands.data.image_files import DECODING, BadImage, PixelBounds, content_of, decode, name_of, read_bytes
+from manyhands.data.image_open import open_processor
 from manyhands.data.image_places import place_images, read_tower_sizes
-from manyhands.data.image_processor import (
-    PIXELS,
-    PROCESSOR_FILES,
-    family_of,
-    open_processor,
-    processor_digest,
-)
+from manyhands.data.image_processor import PROCESSOR_FILES, family_of, processor_digest
 from manyhands.data.streams import PACKED_BY, Sample, StoredImage, from_streams
+from manyhands.families.images import PIXELS
 
 PIXEL_TABLE, PIXEL_REPEATS = "pixel_table", "pixel_repeats"
 Arrays = dict[str, Any]
@@ -145,11 +141,11 @@ class ImageBatcher:
 
     def _alone(self, images: Sequence[StoredImage]) -> bool:
         """Whether each is prepared as the only image of its sample: few processors look at how many there are."""
-        return len(images) == 1 or self.layout.layout != "anyres"
+        return len(images) == 1 or not self.layout.kind.depends_on_others
 
     def prepare(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:
         """The entries of one image, kept or made. Raises UserError where it is not what was stored."""
-        alone = alone or self.layout.layout != "anyres"  # no other processor looks at how many there are
+        alone = alone or not self.layout.kind.depends_on_others
         return self._cache.get(image.content + bytes([alone]), lambda: self._make(image, alone))
 
     def _make(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:
@@ -176,14 +172,11 @@ class ImageBatcher:
             batch[name] = np.concatenate([blank, *parts])
             counts = [sum(len(image[name]) for image in images) for images in documents]
             batch[f"cu_{name}"] = np.cumsum([0, *counts], dtype=np.int32)
-        if any(entry.item == "document" for entry in self.layout.entries):
-            batch["batch_num_images"] = np.array([len(images) for images in documents], dtype=np.int64)
-        return batch | {PIXEL_TABLE: self.processor.table, PIXEL_REPEATS: self._repeats}
-
-    @property
-    def _repeats(self) -> int:
-        """How often each patch is repeated in time; 0 where items are squares, not vectors."""
-        return self.processor.repeats if self.layout.layout == "patches" else 0
+        for entry in self.layout.entries:
+            if entry.item == "document":
+                batch[entry.name] = np.array([len(images) for images in documents], dtype=np.int64)
+        repeats = self.layout.kind.repeats(self.processor.values)
+        return batch | {PIXEL_TABLE: self.processor.table, PIXEL_REPEATS: repeats}
 
     @cached_property
     def tower(self) -> dict[str, int]:

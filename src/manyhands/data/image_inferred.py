@@ -8,7 +8,6 @@ size, nothing beside them reaches the model, and pixels are bytes that a table t
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import numpy as np
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
-from manyhands.data.image_processor import NO_FLOATS, PIXELS, ImageProcessor
+from manyhands.data.image_processor import NO_FLOATS, ImageProcessor, find_class
 from manyhands.data.tokenizer import load_tokenizer
-from manyhands.families import ImageLayout, ImageShape
+from manyhands.families import ImageLayout
+from manyhands.families.images import PIXELS, ImageShape, stack_squares
 
 SIZES = ((48, 64), (64, 48), (200, 61))  # (height, width) of the drawn images
 IGNORED = ("attention_mask", "input_ids")
@@ -54,9 +54,9 @@ class InferredProcessor(ImageProcessor):
     def _placeholder(self) -> str:
         return str(getattr(self._whole, "image_placeholder_token", None) or self._whole.image_token)
 
-    def _run(self, pixels: np.ndarray, alone: bool) -> dict[str, Any]:
+    def run(self, pixels: np.ndarray, alone: bool) -> dict[str, Any]:
         made, _ = self._process(pixels, **NO_FLOATS)
-        return {PIXELS: _stack(made[PIXELS]).astype(np.uint8)}
+        return {PIXELS: _stack(made[PIXELS])}
 
     def _process(self, pixels: np.ndarray, **changes: Any) -> tuple[dict[str, Any], str]:
         """The processor's entries of one image, and what it writes in its place."""
@@ -67,19 +67,19 @@ class InferredProcessor(ImageProcessor):
 
     def _open_whole(self) -> Any:
         """The processor around the image processor. Its other parts, such as that of videos, are never asked."""
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as BY_TYPE
 
         told = read_object(self.folder / "processor_config.json")
         kind = str(read_object(self.folder / "config.json").get("model_type"))
-        name = PROCESSOR_MAPPING_NAMES.get(kind)
+        name = BY_TYPE.get(kind)
         if not name:
             raise self._unfit(f"transformers has no processor for models of type {kind}")
-        base = _find_class(name)
+        base = find_class(name, [kind for kind, found in BY_TYPE.items() if found == name], "processing")
         whole = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None})
         takes = inspect.signature(base.__init__).parameters
         values = {key: value for key, value in told.items() if key in takes}
         parts = dict.fromkeys(base.get_attributes()) | {
-            "image_processor": self._processor,
+            "image_processor": self.own,
             "tokenizer": self._tokenizer,
         }
         return whole(**{**values, **parts})
@@ -95,7 +95,7 @@ class InferredProcessor(ImageProcessor):
                 raise self._unfit(f"its processor makes {', '.join(sorted(more))} beside {PIXELS}")
             if words["token"] not in text:
                 raise self._unfit(f"its processor does not write {words['token']} in place of {words['placeholder']}")
-            floats, squares = _stack(made[PIXELS]), self._run(pixels, True)[PIXELS]
+            floats, squares = _stack(made[PIXELS]), stack_squares(self.run(pixels, True))
             shapes.add(squares.shape[1:])
             channel = np.arange(3)[:, None, None]
             if squares.ndim != 4 or squares.shape[1] != 3 or not np.array_equal(self.table[channel, squares], floats):
@@ -118,18 +118,3 @@ def _stack(pixels: Any) -> np.ndarray:
     """Squares (n, 3, H, W) of one image."""
     values = np.stack([np.asarray(square) for square in pixels])
     return values.reshape(-1, *values.shape[-3:])
-
-
-def _find_class(name: str) -> Any:
-    """A processor's class, by its own module: transformers' attributes of modules are lazy, and need not exist."""
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as BY_TYPE
-
-    for kind in (kind for kind, found in BY_TYPE.items() if found == name):
-        home = kind.replace("-", "_")
-        try:
-            module = import_module(f"transformers.models.{home}.processing_{home}")
-        except ModuleNotFoundError:  # a model type that uses another's
-            continue
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise ValueError(f"transformers has no {name}")

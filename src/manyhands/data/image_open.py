@@ -36,12 +36,15 @@ from manyhands.data.image_files import (
     name_of,
     read_bytes,
 )
-from manyhands.data.image_processor import family_of, open_processor
+from manyhands.data.image_inferred import InferredProcessor
+from manyhands.data.image_processor import ImageProcessor, family_of
 from manyhands.data.image_rows import ImageRef
 from manyhands.data.streams import StoredImage
+from manyhands.families import ImageLayout
 
 MAX_KNOWN = 65_536  # images that several rows may name, which are decoded once
 MAX_COPIES_BYTES = 16 << 30  # on disk, by all processes
+TRIED_SIZE = (336, 448)  # height and width in pixels of an image that every processor takes
 MAX_FAILED = 65_536  # addresses that gave no image, which each process remembers
 
 
@@ -51,6 +54,23 @@ class OpenedImage:
 
     stored: StoredImage
     text: str
+
+
+def open_processor(model_folder: str | Path, layout: ImageLayout) -> ImageProcessor:
+    """The processor of the model in a folder. Raises UserError where it cannot be used."""
+    try:
+        processor = (InferredProcessor if layout.inferred else ImageProcessor)(model_folder, layout)
+        processor.shape_of(TRIED_SIZE)
+        return processor
+    except UserError:
+        raise
+    except Exception as error:  # values that its class has taken as they are
+        raise UserError(
+            "the image processor cannot be used",
+            where=str(model_folder),
+            why=f"an image of {TRIED_SIZE[1]} x {TRIED_SIZE[0]} pixels ends in {type(error).__name__}: {error}",
+            fix="compare the values of preprocessor_config.json with those of the original model",
+        ) from error
 
 
 class ImageOpener:

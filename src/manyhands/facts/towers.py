@@ -55,7 +55,7 @@ def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
     block = max(blocks.values(), key=lambda block: sum(map(math.prod, block.values())), default={})
     linears = {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in block.items() if len(shape) == 2}
     hidden = min((min(shape) for shape in linears.values()), default=_size(vision, "embed_dim", "hidden_size"))
-    patches = family.images is None or not family.images.counts_patches
+    patches = family.images is None or not family.images.kind.counts_patches
     side = _first(vision.get("image_size")) or 0
     patch = _first(vision.get("patch_size")) or _patch_in_files(parts["vision"]) or 14
     num_patches = max(1, side // patch) ** 2 if patches else 1

@@ -27,7 +27,7 @@ class Nf4Facts(Fact):
 
 class TowerFacts(Fact):
     """Dimensions of a vision tower and its projector. A unit is a patch, or a square of ``patches_per_unit`` patches
-    (``families.ImageLayout``).
+    (``families.images.ImageKind``).
     """
 
     num_parameters: int  # of the tower
@@ -120,7 +120,7 @@ class DataFacts(Fact):
     as_given: bool = False  # samples keep their order, also in packs
     num_images: int = 0  # of the training samples, each once
     num_validation_images: int = 0
-    max_image_units: int = 0  # of one sample; units are patches or tiles, by family (``families.ImageLayout``)
+    max_image_units: int = 0  # of one sample; units are patches or tiles, by family (``families.images.ImageKind``)
     max_units_per_token: float = 0.0  # of one sample: units of its images over all its tokens; 0: not known
     mean_image_units: float = 0.0  # of a sample of an epoch, those without images included
     max_image_tokens: int = 0  # of one sample: placeholders that become features

@@ -15,9 +15,7 @@ from manyhands.families.family import (
     IMAGE_TOKEN_FIELDS,
     Config,
     Family,
-    ImageEntry,
     ImageLayout,
-    ImageShape,
     KnownModule,
     block_shapes,
     head_dim,
@@ -31,9 +29,7 @@ from manyhands.families.refused import IMAGES_REFUSED
 __all__ = [
     "IMAGES_REFUSED",
     "Family",
-    "ImageEntry",
     "ImageLayout",
-    "ImageShape",
     "KnownModule",
     "block_shapes",
     "find",
@@ -54,7 +50,8 @@ UNKNOWN = Family(name="unknown", model_types=())
 
 
 def _read_files() -> tuple[Family, ...]:
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("family", "refused"))
+    others = ("family", "images", "refused")
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in others)
     return tuple(family for name in names for family in import_module(f"{__name__}.{name}").FAMILIES)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from manyhands.core.terms import LossTerm
+from manyhands.families.images import ImageEntry, ImageKind, ImageShape
 
 Config = Mapping[str, Any]
 """The fields of a config.json; of a multimodal model those of its text."""
@@ -39,45 +40,15 @@ class KnownModule:
     merged: str = ""  # the layer that holds q, k and v, or gate and up
 
 
-@dataclass(frozen=True)
-class ImageEntry:
-    """An input of the model's forward pass that images become. In a batch the items of all images of all documents are
-    end to end: ``(items, *item_shape)``, None where checkpoint or image decide.
-    """
-
-    name: str  # the forward pass's own
-    item: Literal["image", "unit", "document"]  # what one item is; a unit is a patch or a tile (see ``ImageLayout``)
-    item_shape: tuple[int | None, ...] = ()
-    dtype: str = "int64"
-
-
-@dataclass(frozen=True)
-class ImageShape:
-    """What a family's image processor makes of an image; (height, width) throughout."""
-
-    size: tuple[int, int]  # of the image
-    units: int
-    unit_size: tuple[int, int]
-    grid: tuple[int, int] = (0, 0)  # of patches, or of tiles beside the whole image
-    alone: bool = True  # no other image is in the sample
-
-
 Expand = Callable[[ImageShape, Mapping[str, Any]], str]
 """From an image's shape and the processor's values (``words``, ``fields``, those of the image processor)."""
 
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """How a family's images reach its model.
+    """How a family's images reach its model: their kind, what stands for them in the text, and what its tower needs."""
 
-    ``patches``: an image is as many patches as its size gives, each a vector; ``images``: each image (or crop) is one
-    square; ``tiles``: each is divided into some squares of one size; ``anyres``: likewise, and the text part needs the
-    size of the whole; ``sizes``: each keeps its own size, as patches row by row, which the forward pass wants as whole
-    images. A unit, in which the work of a tower is counted, is a patch of the first and the last, else a square.
-    """
-
-    layout: Literal["patches", "images", "tiles", "anyres", "sizes"]
-    entries: tuple[ImageEntry, ...]
+    kind: ImageKind
     expand: Expand  # what the processor writes in place of an image's placeholder
     words: Mapping[str, str]  # names of the tokens in it, as the tokenizer has them, and their usual spelling
     placeholder: str = "image_token"  # which of ``words`` chat templates write for an image
@@ -89,7 +60,6 @@ class ImageLayout:
     mrope: bool = False  # positions of text have three axes: entry ``rope_positions`` (3, 1, T)
     grid_inputs: tuple[str, ...] = ()  # what the tower takes if it is given, and else finds by its grids, waiting
     reads_grids: bool = False  # the tower works with the grids themselves too, on the device
-    leading_axis: bool = False  # the forward pass wants one more axis before its squares
     bidirectional: bool = False  # the tokens of an image attend to each other in both directions
     inferred: bool = False  # from the model's own files: its processor writes and cuts, and the loaded model is checked
     # the first module with weights in a projector that averages patches before: what goes in there is the smaller
@@ -97,16 +67,12 @@ class ImageLayout:
     keeps_features: bool = True  # where features leave the tower was tried: they may be kept (``data.cache_features``)
 
     @property
-    def counts_patches(self) -> bool:
-        """Whether a unit is a patch; else it is a square."""
-        return self.layout in ("patches", "sizes")
+    def entries(self) -> tuple[ImageEntry, ...]:
+        return self.kind.entries
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(entry.name for entry in self.entries)
-
-
-SQUARES = ImageEntry("pixel_values", "unit", (3, None, None), "float32")
 
 
 def expand_by_its_own(image: ImageShape, processor: Mapping[str, Any]) -> str:
@@ -126,7 +92,7 @@ def infer_images(config: Config) -> ImageLayout | None:
         return None
     words = {"placeholder": "", "token": ""}
     return ImageLayout(
-        "tiles", (SQUARES,), expand_by_its_own, words, "placeholder", "token", token_field=named[0], inferred=True
+        ImageKind(), expand_by_its_own, words, "placeholder", "token", token_field=named[0], inferred=True
     )
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.families.family import SQUARES, Family, ImageLayout, ImageShape, KnownModule
+from manyhands.families.family import Family, ImageLayout, KnownModule
 from manyhands.families.gemma2 import NORMS
+from manyhands.families.images import ImageKind, ImageShape
 
 GEMMA3_TEXT = Family(
     name="Gemma 3",
@@ -35,8 +36,7 @@ def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
 
 
 IMAGES = ImageLayout(
-    "images",
-    (SQUARES,),
+    ImageKind(),
     _expand,
     {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     placeholder="boi_token",

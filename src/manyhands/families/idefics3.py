@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.families.family import SQUARES, Family, ImageLayout, ImageShape
+from manyhands.families.family import Family, ImageLayout
+from manyhands.families.images import PIXELS, ImageKind, ImageShape
 
 
 def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
@@ -17,6 +18,13 @@ def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
     return f"{tiles}{newline}{around}{processor['global_image_token']}{features}{around}"
 
 
+class TilesOfOneSample(ImageKind):
+    """Tiles are (1, tiles, 3, H, W) in the forward pass."""
+
+    def inputs(self, entries: dict[str, Any]) -> dict[str, Any]:
+        return entries | {PIXELS: entries[PIXELS][None]}
+
+
 IDEFICS3 = Family(
     name="Idefics 3",
     model_types=("idefics3", "smolvlm"),
@@ -24,8 +32,7 @@ IDEFICS3 = Family(
     towers=("model.vision_model",),
     projectors=("model.connector",),
     images=ImageLayout(
-        "tiles",  # (1, tiles, 3, H, W) in the forward pass
-        (SQUARES,),
+        TilesOfOneSample(),
         _expand,
         {
             "image_token": "<image>",
@@ -34,7 +41,6 @@ IDEFICS3 = Family(
         },
         fields={"image_seq_len": 169},
         arguments=lambda _: {"return_row_col_info": True},
-        leading_axis=True,
     ),
 )
 

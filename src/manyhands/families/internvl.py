@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.families.family import SQUARES, Family, ImageLayout, ImageShape
+from manyhands.families.family import Family, ImageLayout
+from manyhands.families.images import ImageKind, ImageShape
 
 
 def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
@@ -18,8 +19,7 @@ INTERNVL = Family(
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
     images=ImageLayout(
-        "tiles",
-        (SQUARES,),
+        ImageKind(),
         _expand,
         {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"},
         placeholder="context_image_token",

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.families.family import SQUARES, Family, ImageEntry, ImageLayout, ImageShape
+from manyhands.families.family import Family, ImageLayout
+from manyhands.families.images import AnyRes, ImageEntry, ImageKind, ImageShape
 
 
 def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
@@ -67,6 +68,16 @@ def _choose_canvas(size: tuple[int, int], canvases: list[list[int]]) -> tuple[in
     return best[0], best[1]
 
 
+class CountedAnyRes(AnyRes):
+    """The forward pass takes the number of images of each document: of several each is one square."""
+
+    entries = (*AnyRes.entries, ImageEntry("batch_num_images", "document"))
+
+    def smallest(self, config: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
+        shape, _ = ImageKind.smallest(self, config)
+        return shape, {"image_sizes": [shape[-2:]], "batch_num_images": [2]}
+
+
 LLAVA = Family(
     name="LLaVA",
     model_types=("llava",),
@@ -74,8 +85,7 @@ LLAVA = Family(
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
     images=ImageLayout(
-        "images",
-        (SQUARES,),
+        ImageKind(),
         _expand,
         {"image_token": "<image>"},
         token_field="image_token_index",
@@ -88,10 +98,8 @@ LLAVA_NEXT = Family(
     packs=True,
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
-    # The tiles of all images are end to end, the whole image first.
     images=ImageLayout(
-        "anyres",
-        (SQUARES, ImageEntry("image_sizes", "image", (2,))),
+        AnyRes(),
         _expand_next,
         {"image_token": "<image>"},
         token_field="image_token_index",
@@ -104,10 +112,8 @@ LLAVA_ONEVISION = Family(
     packs=True,
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
-    # The tiles of all images are end to end, the whole image first; a document of several images has one tile of each.
     images=ImageLayout(
-        "anyres",
-        (SQUARES, ImageEntry("image_sizes", "image", (2,)), ImageEntry("batch_num_images", "document")),
+        CountedAnyRes(),
         _expand_onevision,
         {"image_token": "<image>"},
         token_field="image_token_index",

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.families.family import Family, ImageEntry, ImageLayout, ImageShape, KnownModule
+from manyhands.families.family import Family, ImageLayout, KnownModule
+from manyhands.families.images import ImageShape, Sized
 
 
 def _count_merged(image: ImageShape, processor: Mapping[str, Any]) -> tuple[int, int]:
@@ -21,8 +22,6 @@ def _expand_plainly(image: ImageShape, processor: Mapping[str, Any]) -> str:
     rows, columns = _count_merged(image, processor)
     return processor["image_token"] * (rows * columns)
 
-
-PATCHES = (ImageEntry("pixel_values", "unit", (3, None, None), "float32"), ImageEntry("image_sizes", "image", (2,)))
 
 MISTRAL = Family(
     name="Mistral",
@@ -54,8 +53,7 @@ MISTRAL3 = Family(
     towers=("model.vision_tower",),
     projectors=("model.multi_modal_projector",),
     images=ImageLayout(
-        "sizes",
-        PATCHES,
+        Sized(),
         _expand,
         {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
         token_field="image_token_index",
@@ -70,8 +68,7 @@ LIGHTON_OCR = Family(
     towers=("model.vision_encoder",),
     projectors=("model.vision_projection",),
     images=ImageLayout(
-        "sizes",
-        PATCHES,
+        Sized(),
         _expand_plainly,
         {"image_token": "<|image_pad|>"},
         fields={"patch_size": 14, "spatial_merge_size": 2},

@@ -4,17 +4,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from manyhands.families.family import Family, ImageEntry, ImageLayout, ImageShape, KnownModule
+from manyhands.families.family import Family, ImageLayout, KnownModule
+from manyhands.families.images import ImageShape, Patches
 
 
 def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
     return processor["image_token"] * (image.units // processor["merge_size"] ** 2)
 
 
-# One image is a grid of (1, rows, columns) patches; a patch is one vector, in the order (channel, time, row, column).
 QWEN_IMAGES = ImageLayout(
-    "patches",
-    (ImageEntry("pixel_values", "unit", (None,), "float32"), ImageEntry("image_grid_thw", "image", (3,))),
+    Patches(),
     _expand,
     {"image_token": "<|image_pad|>"},
     mrope=True,

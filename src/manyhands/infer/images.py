@@ -25,6 +25,7 @@ from manyhands.data.image_rows import parts_of, place_images, read_column
 from manyhands.data.messages import RowRefused
 from manyhands.data.render import Text, put_images
 from manyhands.data.streams import StoredImage
+from manyhands.families.images import PIXELS
 
 Message = dict[str, Any]
 
@@ -102,17 +103,13 @@ def image_inputs(
     import torch
 
     from manyhands.data.batches import scale_pixels, to_tensors
-    from manyhands.model.multimodal import KINDS_OF_TOKENS, join_patches
+    from manyhands.model.multimodal import KINDS_OF_TOKENS
 
     layout = batcher.layout
     arrays = batcher.join([[batcher.prepare(image, len(images) == 1) for image in images]])
     batch = scale_pixels(to_tensors(arrays, model.device))
     found = {name: batch[name] for name in layout.names}
-    found["pixel_values"] = found["pixel_values"].to(model.dtype)
-    if layout.leading_axis:
-        found["pixel_values"] = found["pixel_values"][None]
-    if layout.layout == "sizes":  # the model's own forward pass wants whole images
-        found["pixel_values"] = join_patches(found["pixel_values"], batch["image_sizes"])
+    found = layout.kind.inputs(found | {PIXELS: found[PIXELS].to(model.dtype)})
     takes = inspect.signature(model.forward).parameters
     kinds = (torch.tensor([list(ids)], device=model.device) == batcher.token_id).long()
     return found | {name: kinds for name in KINDS_OF_TOKENS if name in takes}

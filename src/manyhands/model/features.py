@@ -9,14 +9,13 @@ changes a run. Knows no files but by ``data/image_batch.py``, and no ranks.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import queue
 import threading
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +23,7 @@ from torch import nn
 
 from manyhands import families
 from manyhands.data.image_batch import KEPT, KEPT_ROWS, KEPT_SHAPES, NAMED, FeatureFiles, NamedImage
-
-if TYPE_CHECKING:
-    from manyhands.model.multimodal import Images
+from manyhands.model.multimodal import Images
 
 NUM_AHEAD = 8  # images whose features wait to be written
 # What of a configuration decides how patches become features, beside vision_config.
@@ -63,14 +60,9 @@ class KeptFeatures:
         if not self._projectors:
             return arrays[0], arrays[1:]
         made = [_project(*pair, values) for pair, values in zip(self._projectors, arrays, strict=True)]
-        if self._images.layout.layout != "anyres":
-            return made[-1].flatten(0, -2), [part.flatten(0, -2) for part in made[:-1]]
-        pack, config = self._base.pack_image_features, self._base.config
-        ways = ("vision_aspect_ratio", "vision_feature_select_strategy")  # of which a family takes one
-        chosen = {name: getattr(config, name) for name in ways if name in inspect.signature(pack).parameters}
-        squares = made[-1].split(list(rows))
-        packed, _ = pack(squares, batch["image_sizes"], image_newline=self._base.image_newline, **chosen)
-        return torch.cat(list(packed)), []
+        parts = self._images.layout.kind.merge(self._base, made[-1], rows, batch)
+        features = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return features, [part.flatten(0, -2) for part in made[:-1]]
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -108,7 +100,7 @@ class KeptFeatures:
             inner.register_forward_pre_hook(lambda _, args, number=number: taken.update({number: args[0]}))
             for number, (_, inner) in enumerate(self._projectors)
         ]
-        numbered = self._images.layout.layout == "patches"  # a tower may have its own order, and put it right behind
+        numbered = self._images.layout.kind.reorders_patches
         if numbered:
             hooks += [module.register_forward_hook(_number_rows) for module, _ in self._projectors]
         try:

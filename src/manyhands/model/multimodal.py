@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,8 +28,8 @@ from manyhands.data.image_batch import FEATURE_ENTRIES, KEPT, NAMED
 from manyhands.data.image_places import GRID_ENTRIES, PLACES, ROWS, find_rows, grid_inputs, tower_sizes
 from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
+from manyhands.families.images import PIXELS
 from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, attention_kwargs, count_positions
-from manyhands.model.features import KeptFeatures
 from manyhands.model.structure import find_tower_blocks, text_parameters
 from manyhands.model.towers import embed_by_matmul, use_varlen
 from manyhands.planner.types import Plan
@@ -89,6 +88,17 @@ def unused_parameters(model: Any, names: Mapping[str, str]) -> set[str]:
     return {name for name in above | after if names[name] == "vision"}
 
 
+class KeptSource(Protocol):
+    """Features of images that are computed once: ``model/features.py``."""
+
+    num_computed: int  # images since the start
+    num_read: int  # micro-batches whose features were all there
+
+    def features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
+
+    def close(self) -> None: ...
+
+
 class Images:
     """How the images of a batch reach the decoder of ``model``, a transformers model with its tower in memory.
 
@@ -111,7 +121,7 @@ class Images:
             check_structure(model)
         self.token_id = int(getattr(model.config, self.layout.token_field))
         self.always_runs = False
-        self.kept: KeptFeatures | None = None
+        self.kept: KeptSource | None = None
         self._trained: list[tuple[nn.Module, str]] | None = None
         self._small: dict[str, Any] | None = None
         self._outer = outer_parameters(model, family)
@@ -199,12 +209,8 @@ class Images:
         """The images; ``on_device``: also what the host reads of them."""
         inputs = {name: batch[name] for name in self.layout.names}
         if on_device:
-            inputs = {name: value.to(inputs["pixel_values"].device) for name, value in inputs.items()}
-        if self.layout.leading_axis:
-            inputs["pixel_values"] = inputs["pixel_values"][None]
-        if self.layout.layout == "sizes":
-            inputs["pixel_values"] = join_patches(inputs["pixel_values"], inputs["image_sizes"])
-        return inputs
+            inputs = {name: value.to(inputs[PIXELS].device) for name, value in inputs.items()}
+        return self.layout.kind.inputs(inputs)
 
     def _features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         if self.kept is not None and (NAMED in batch or KEPT in batch):
@@ -218,12 +224,13 @@ class Images:
         What follows from the grids alone is taken from the batch. Where it is not there, transformers works it out on
         the device and waits for it. Sizes of whole images are read by the host alone.
         """
-        if self._is_one_token(model.config, batch):
+        kind, merge = self.layout.kind, int(getattr(model.config, "spatial_merge_size", 1))
+        if kind.fails_on_one_token and len(batch[PIXELS]) == merge**2:
             twice = {name: torch.cat([batch[name]] * 2) for name in self.layout.names}
             features, deeper = self.features(model, {**batch, **twice})
             return features[:1], deeper
         known = {name: batch[name] for name in GRID_ENTRIES if name in batch}
-        by_host = self.layout.layout in ("anyres", "sizes") or (known and not self.layout.reads_grids)
+        by_host = kind.reads_sizes or (known and not self.layout.reads_grids)
         inputs = self._inputs(batch, on_device=not by_host) | known
         found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
         features = found.pooler_output
@@ -231,11 +238,6 @@ class Images:
         return torch.cat([part.flatten(0, -2) for part in parts]), list(
             getattr(found, "deepstack_features", None) or ()
         )
-
-    def _is_one_token(self, config: Any, batch: Mapping[str, Any]) -> bool:
-        """Whether all images together are one token, whose axis transformers' models of images of any size drop."""
-        merge = int(getattr(config, "spatial_merge_size", 1))
-        return self.layout.layout == "sizes" and len(batch["pixel_values"]) == merge**2
 
     def _zero_of_all_weights(self, model: Any, device: torch.device) -> torch.Tensor:
         """A zero that depends on every trained weight of tower and projector, so that a micro-batch without images
@@ -258,33 +260,12 @@ class Images:
             return entries
         grids = entries["image_grid_thw"].numpy()
         found = grid_inputs(self.layout.grid_inputs, grids, tower_sizes(config.vision_config))
-        return entries | _to_tensors(found, entries["pixel_values"].device)
+        return entries | _to_tensors(found, entries[PIXELS].device)
 
     def smallest(self, config: Any, device: torch.device) -> dict[str, torch.Tensor]:
         """The entries of one small image; those that the host reads are on the CPU."""
-        vision = config.vision_config
-        if self.layout.layout == "patches":
-            merge = vision.spatial_merge_size
-            size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
-            grid = torch.tensor([[1, merge, merge]])
-            return {"pixel_values": torch.ones(merge**2, size, device=device), "image_grid_thw": grid}
-        if self.layout.layout == "sizes":
-            merge, patch = getattr(config, "spatial_merge_size", 1), vision.patch_size
-            # two tokens wide: transformers' model drops the axis of an only one
-            patches = torch.ones(2 * merge**2, 3, patch, patch, device=device)
-            return {"pixel_values": patches, "image_sizes": torch.tensor([[merge * patch, 2 * merge * patch]])}
-        side = vision.image_size[0] if isinstance(vision.image_size, list | tuple) else vision.image_size
-        if self.layout.layout != "anyres":
-            return {"pixel_values": torch.ones(1, 3, side, side, device=device)}
-        if "batch_num_images" in self.layout.names:  # of a document with several images, which have one square each
-            sizes, counts = torch.tensor([[side, side]]), torch.tensor([2])
-            squares = torch.ones(1, 3, side, side, device=device)
-            return {"pixel_values": squares, "image_sizes": sizes, "batch_num_images": counts}
-        height, width = min(
-            config.image_grid_pinpoints, key=math.prod
-        )  # as large as this canvas: itself, and its tiles
-        squares = torch.ones(1 + (height // side) * (width // side), 3, side, side, device=device)
-        return {"pixel_values": squares, "image_sizes": torch.tensor([[height, width]])}
+        shape, others = self.layout.kind.smallest(config)
+        return {PIXELS: torch.ones(shape, device=device)} | {n: torch.tensor(value) for n, value in others.items()}
 
 
 def _add_at(own: Any, hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -295,20 +276,6 @@ def _add_at(own: Any, hidden: torch.Tensor, places: torch.Tensor, features: torc
         return own(hidden, places, features)  # type: ignore[no-any-return]
     flat = hidden.flatten(0, 1)
     return flat.index_copy(0, places, flat[places] + features.to(flat.dtype)).view_as(hidden)
-
-
-def join_patches(patches: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Images (images, 3, H, W), padded with zeros to the largest, of their patches (n, 3, p, p), row by row, and
-    their ``sizes`` (images, 2)."""
-    listed, side = sizes.tolist(), patches.shape[-1]
-    joined = patches.new_zeros(len(listed), 3, max(height for height, _ in listed), max(width for _, width in listed))
-    begin = 0
-    for image, (height, width) in zip(joined, listed, strict=True):
-        rows, columns = height // side, width // side
-        part = patches[begin : begin + rows * columns].view(rows, columns, 3, side, side)
-        image[:, :height, :width] = part.permute(2, 0, 3, 1, 4).reshape(3, height, width)
-        begin += rows * columns
-    return joined
 
 
 def _check_count(model: Any, found: int, expected: int) -> None:

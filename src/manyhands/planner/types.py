@@ -152,7 +152,7 @@ class Plan(Part):
     # of a model of text and images: vision, projector, language; a language model is trained by its method, whatever
     # that is. {} for a text model
     parts: dict[str, PartState] = {}
-    image_unit_cost: float = 0.0  # tokens of text that take as long as one unit of an image (``families.ImageLayout``)
+    image_unit_cost: float = 0.0  # tokens of text that take as long as one unit of an image (``families.images``)
     keeps_features: bool = False  # of images, once a frozen tower has computed them: in data.cache
     rated_parts: dict[str, tuple[str, ...]] = {}  # those with a learning rate of their own: patterns of their weights
     target_modules: tuple[str, ...] | None = None  # of adapters; none: all linear layers of the blocks

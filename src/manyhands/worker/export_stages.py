@@ -150,7 +150,7 @@ def _row_with_images(rank: RankContext) -> int | None:
         return None
     images, tokens = rank.loss_model.images, rank.store.train.image_tokens
     shown = counts > 0
-    if images is not None and tokens is not None and images.layout.layout == "sizes":
+    if images is not None and tokens is not None and images.layout.kind.fails_on_one_token:
         shown = tokens > 1  # transformers' own forward pass takes no only image of one token
     found = np.flatnonzero(shown[:MAX_LOOKED_AT] & (lengths[:MAX_LOOKED_AT] <= MAX_IMAGE_PROBE))
     return int(found[0]) if len(found) else None
