@@ -107,7 +107,7 @@ unmeasured() {
     local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder /tmp/survive --every 60 --budget 515"
     # losses are equal bit for bit with that key alone
     measure survive-1b 530 $survive --shape llama1b --steps 40 --seconds 240 --parts undisturbed,kills kernels.deterministic=true
-    measure survive-3b 530 $survive --shape llama3b --samples 4 --steps 40 --seconds 180 --parts undisturbed,snapshots,kills
+    measure survive-3b 530 $survive --shape llama3b --samples 4 --steps 40 --seconds 180 --parts undisturbed,kills
     measure survive-saved 300 $survive --shape llama1b --steps 130 --save-every 60 --parts undisturbed,checkpoint
     measure kept 200 python3 -m benchmarks.foresight measure --output "$results/foresight.jsonl" --budget 190 --kept \
         --case qwen06b,lora,1x16x4096,mix,activation_checkpointing=none
@@ -118,13 +118,13 @@ unmeasured() {
     measure layouts 560 python3 -m benchmarks.layouts measure --output "$results/layouts.jsonl" --have "$root"/benchmarks/results/h200-*.jsonl --budget 540
 }
 
-survive() {  # a checkpoint of 3B full takes 39 GB of the disk, of 8B full 96 GB; snapshots twice that of host memory
+survive() {  # a checkpoint of 3B full takes 39 GB of the disk, of 8B full 96 GB
     local survive="python3 -m benchmarks.survive --output $results/survive.jsonl --folder ${SURVIVE_FOLDER:-/tmp/survive} --every 60 --budget 515"
-    local kills="--parts undisturbed,snapshots,kills --undisturbed-steps 90 --seconds 180"
+    local kills="--parts undisturbed,kills --undisturbed-steps 90 --seconds 180"
     measure 8b-lora-x2 530 $survive --gpus 2 --shape llama8b --method lora --steps 40 --save-every 15 --seconds 180
     measure 3b-full-x2 530 $survive --gpus 2 --shape llama3b --steps 40 $kills
     measure 8b-full-x4 530 $survive --gpus 4 --shape llama8b --samples 16 --steps 30 --warm 12 --seconds 190 --parts undisturbed,kills \
-        kernels.deterministic=true  # their first snapshot comes after a minute or two
+        kernels.deterministic=true
     measure 8b-full-x4-saved 530 $survive --gpus 4 --shape llama8b --samples 16 --steps 150 --save-every 70 --parts undisturbed,checkpoint
     measure 3b-full-x4-resized 530 $survive --gpus 4 --shape llama3b --samples 16 --steps 45 --parts undisturbed,resize
 }

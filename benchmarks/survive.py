@@ -1,5 +1,4 @@
-"""What saving and faults cost a run: checkpoints, a snapshot in memory after every step, SIGKILL of ranks, and other
-numbers of GPUs on the way.
+"""What saving and faults cost a run: checkpoints, SIGKILL of ranks, and other numbers of GPUs on the way.
 
     python -m benchmarks.survive --shape llama1b --gpus 1 --output rows.jsonl
     python -m benchmarks.survive --shape tiny --gpus 2 --length 64 --steps 60 --every 20 --seconds 40      # on a CPU
@@ -9,10 +8,9 @@ equal steps compare bit for bit. It is ended by SIGKILL when enough is measured,
 
 - ``undisturbed``: saves nothing while it trains. The others are compared with it.
 - ``checkpoint``: saves every ``--save-every`` steps, as ``checkpoint.asynchronous`` does by default.
-- ``snapshots``: ``checkpoint.every_step_in_memory``.
-- ``kills``: a rank that is drawn is killed early in each ``--every`` seconds, for ``--seconds``; with snapshots, and a
-  checkpoint each five minutes. How many steps are lost, how long it takes until another step is done,
-  where the seconds go, and the rate beside the undisturbed one.
+- ``kills``: a rank that is drawn is killed early in each ``--every`` seconds, for ``--seconds``, once the first of the
+  checkpoints each ``--save-every`` steps is there. How many steps are lost, how long it takes until another step is
+  done, where the seconds go, and the rate beside the undisturbed one.
 - ``resize``: from all GPUs to half of them and back, each time stopped by the file STOP.
 """
 
@@ -38,7 +36,6 @@ import psutil
 import torch
 
 from benchmarks.survive_figures import (
-    MINUTES_BETWEEN_SAVES,
     Course,
     Entered,
     Kill,
@@ -46,7 +43,6 @@ from benchmarks.survive_figures import (
     compare,
     course_of,
     medians,
-    percent_slower,
     rate_after,
     recoveries,
     speed,
@@ -69,7 +65,6 @@ BETWEEN_KILLS = 3  # steps
 SETTLE_S = 60.0  # for processes to be gone after SIGKILL: those of large models take seconds
 END_S = 30.0  # of --budget, for the last run to end and its row to be written
 MANY_STEPS = 10**6  # no part ends by itself
-SNAPSHOTS = "checkpoint.every_step_in_memory=true"
 KEEP_LAST = "checkpoint.keep_last=1"  # of large models few find room on a disk
 
 
@@ -234,18 +229,13 @@ class Survival:
             run.end()
         return {"save_every": every, **stalls(run.rows(), self.options.warm, every), **self.about(run)}
 
-    def snapshots(self) -> dict[str, Any]:
-        run = self.train("snapshots", SNAPSHOTS)
-        found = speed(run.rows(), self.options.warm)
-        return found | self.beside_undisturbed(found) | self.about(run)
-
     def kills(self) -> dict[str, Any]:
         options = self.options
-        keys = (SNAPSHOTS, f"checkpoint.every_minutes={MINUTES_BETWEEN_SAVES}", KEEP_LAST, "launch.restarts=1000")
+        keys = (f"checkpoint.every_steps={options.save_every}", KEEP_LAST, "launch.restarts=1000")
         run, failed = self.start("kills", *keys), {}
         try:
             run.reach(options.warm)
-            run.follow(lambda: self.shared["device"] == "cpu" or says_snapshots(run))
+            run.follow(lambda: bool(saved_steps(run)))
             begin, left = time.time(), self.deadline - time.monotonic()  # a row is written whatever the budget
             seconds = min(options.seconds, left - 1.0)
             for offset, rank in choose_kills(options.gpus, options.every, seconds, options.seed):
@@ -326,9 +316,6 @@ class Survival:
             )
         return LiveRun(folder, process, output, num_ranks, self.options.limit_s, self.deadline)
 
-    def beside_undisturbed(self, found: dict[str, Any]) -> dict[str, Any]:
-        return percent_slower(found, self.undisturbed_speed) if self.undisturbed_speed else {}
-
     def about(self, run: LiveRun) -> dict[str, Any]:
         """Losses beside those of the parts before, and what the plan of the run has decided."""
         course, plan = course_of(run.rows()), run.folder.read_plan()
@@ -338,12 +325,6 @@ class Survival:
         decided = {name: getattr(plan.layout, name) for name in of_layout}
         last = max(course, default=None)
         return {"last_step": last, **compared, **decided, "async_checkpoints": plan.async_checkpoints}
-
-
-def says_snapshots(run: LiveRun) -> bool:
-    """Whether rank 0 on GPUs has said that there are some, or none: their memory is pinned first."""
-    log = run.folder.log(0)
-    return log.exists() and "snapshots in memory" in log.read_text(encoding="utf-8", errors="replace")
 
 
 def saved_steps(run: LiveRun) -> list[int]:
@@ -367,7 +348,7 @@ def write_place(options: argparse.Namespace, work: BenchRow) -> tuple[Path, Path
     return file, runs
 
 
-PARTS = ("undisturbed", "checkpoint", "snapshots", "kills", "resize")
+PARTS = ("undisturbed", "checkpoint", "kills", "resize")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -384,7 +365,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--undisturbed-steps", type=int, default=0, help="of undisturbed, if more: as far as kills are to be compared"
     )
     parser.add_argument("--warm", type=int, default=5, help="first steps that no figure contains")
-    parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints of the part checkpoint")
+    parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints of the parts that save")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the part kills, from its first steps on")
     parser.add_argument("--limit-s", type=float, default=400.0, help="without a step, after which a run is given up")

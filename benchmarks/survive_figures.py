@@ -44,7 +44,6 @@ class Recovery:
     rank: int
     lost_steps: int  # done again, the one in flight included
     from_step: int | None
-    in_memory: bool
     seconds: float
     stages: dict[str, float] = field(default_factory=dict)
 
@@ -73,13 +72,6 @@ def speed(rows: Rows, warm: int) -> dict[str, Any]:
         "step_s_min_max": [round(min(seconds), 5), round(max(seconds), 5)],
         "tokens_per_s": round(num_tokens / sum(seconds), 1),
     }
-
-
-def percent_slower(found: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
-    """Two results of ``speed``, by the median step and by all tokens; below 0: faster."""
-    by_median = found["step_s"] / before["step_s"] - 1
-    by_tokens = 1 - found["tokens_per_s"] / before["tokens_per_s"]
-    return {"cost_percent_median": round(100 * by_median, 3), "cost_percent_tokens": round(100 * by_tokens, 3)}
 
 
 def stalls(rows: Rows, warm: int, every: int) -> dict[str, Any]:
@@ -148,7 +140,7 @@ def recoveries(kills: Sequence[Kill], restarts: Rows, entered: Sequence[Entered]
         if restart is None or done is None:
             continue
         stages = split(kill, restart, [one for one in entered if restart["time"] < one.at < done["time"]], done)
-        of_restart = (restart["lost_steps"], restart["from_step"], restart["in_memory"])
+        of_restart = (restart["lost_steps"], restart["from_step"])
         found.append(Recovery(kill.rank, *of_restart, round(done["time"] - kill.at, 3), stages))
     return found
 
@@ -157,8 +149,7 @@ def split(
     kill: Kill, restart: Mapping[str, Any], entered: Sequence[Entered], done: Mapping[str, Any]
 ) -> dict[str, float]:
     """Seconds of a recovery: until all ranks have ended, until the restart was decided, the wait before it, until rank
-    0 has started Python or a process that stood by is rank 0 (where it still imports, that is waited for), each of its
-    stages, and in ``train`` what comes before the first step, and that step.
+    0 has started Python, each of its stages, and in ``train`` what comes before the first step, and that step.
     """
     gone = min(kill.gone or restart["time"], restart["time"])
     begun = restart["time"] + restart["wait_s"]

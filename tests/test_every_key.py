@@ -145,7 +145,6 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "checkpoint.every_minutes": left.checkpoint_minutes,
     "checkpoint.asynchronous": left.asynchronous,
     "checkpoint.copy_to": left.copy_to,
-    "checkpoint.every_step_in_memory": left.every_step_in_memory,
     "checkpoint.keep_last": left.keep_last,
     "checkpoint.keep_best": left.keep_best,
     "log.every_steps": left.log_every,

@@ -145,31 +145,6 @@ def test_without_node_0_the_others_go_on_at_the_next(place: Place, bed: Bed, fat
     assert run.losses() == pytest.approx(place.run(f"{name}-alone").losses(), rel=1e-5)
 
 
-@pytest.mark.timeout(1800)
-def test_a_machine_that_dies_and_comes_back_empty_gets_its_state_from_the_others_memory(place: Place, bed: Bed) -> None:
-    """Nothing is on the disk before the end: what it held of the shards is in the memory of the other node alone."""
-    name, limit_s = "came-back", 600
-    mark = place.folder / name
-    die = f"mark = pathlib.Path({str(mark)!r})\nif not mark.exists():\n    mark.touch()\n"
-    die += "    os.kill(os.getppid(), 9)\n    os.kill(os.getpid(), 9)"
-    keys = ("parallel.strategy=fsdp", "checkpoint.every_steps=0", "checkpoint.every_step_in_memory=true")
-    keys += ("launch.restarts=3",)
-    plant = NO_VERIFY | at_step(7, die, rank=1)
-    first, second = (start(place, bed, name, *keys, rank=rank, plant=plant) for rank in range(2))
-    assert second.wait(limit_s) != 0
-    again = start(place, bed, name, *keys, rank=1, plant=plant)
-    assert [first.wait(limit_s), again.wait(limit_s)] == [0, 0], f"{first.text}\n=====\n{again.text}"
-    assert "error: " not in first.text and "in host memory, if every rank has it" in first.text, first.text
-    [resumed] = [line for line in first.text.splitlines() if line.startswith("resumed after step")]
-    assert resumed.endswith("from host memory"), first.text
-    assert "were fetched from another node's memory" in again.text, again.text
-    run = place.run(name)
-    assert len(run.steps_saved()) == 1
-    alone = place.train("one-machine", "--gpus", "2", "parallel.strategy=fsdp", plant=NO_VERIFY)
-    assert alone.code == 0, alone.output
-    assert run.losses() == place.run("one-machine").losses()
-
-
 def planned_ranks(run: Run, number: int) -> int:
     return Plan.model_validate(run.read(f"plans/{number:03}.json")).layout.world_size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.checkpoint.tensors import checkpoint_tensors
 from manyhands.config.schema import StopSection
 from manyhands.core.world import World
 from manyhands.engine.native import NativeEngine
@@ -121,43 +119,6 @@ def test_copies_under_way_end_before_another_state_is_loaded(tmp_path: Path) -> 
     engine.load(tmp_path / "step-1")
     run(engine, 1, 2)
     assert seen == [True] and not (weight == 7).all()
-
-
-def test_what_goes_beside_the_backward_pass_is_called_once_as_it_begins() -> None:
-    engine, seen = make_native(OPTIMIZERS["SGD"]), []
-    assert isinstance(engine, NativeEngine)
-    run(engine, 0, 1)
-    weight = next(engine.model.parameters())
-    before = weight.detach().clone()
-    engine.before_update(lambda: seen.append("update"))
-    engine.before_backward(lambda: seen.append((weight.grad is None, torch.equal(weight, before))))
-    assert not seen
-    run(engine, 1, 3)
-    assert seen == [(True, True), "update"]
-
-
-def test_what_is_saved_is_looked_for_again_only_where_its_tensors_are_others(tmp_path: Path) -> None:
-    engine = make_native(OPTIMIZERS["AdamW"])
-    assert isinstance(engine, NativeEngine)
-    before = engine.checkpoint_tensors()
-    assert not any(name.startswith("optim.") for name in before), "there are no states before the first step"
-    run(engine, 0, 1)
-    first = engine.checkpoint_tensors()
-    assert first.keys() > before.keys()
-    engine.save(tmp_path / "step-1", {"step": 1})
-    run(engine, 1, 2)
-    second = engine.checkpoint_tensors()
-    assert second is first
-    found = checkpoint_tensors(engine.model, engine.optimizer)
-    fresh = {name: tensor.clone() for name, tensor in found.items()}
-    assert second.keys() == fresh.keys() and all(torch.equal(second[name], fresh[name]) for name in fresh)
-    states, gone = weakref.ref(first["optim.exp_avg." + next(iter(before)).removeprefix("model.")]), weakref.ref(first)
-    del first, second, found
-    engine.load(tmp_path / "step-1")
-    assert gone() is None and states() is None, "those before are held no longer"
-    loaded = engine.checkpoint_tensors()
-    run(engine, 1, 2)
-    assert all(torch.equal(loaded[name], fresh[name]) for name in loaded if name.startswith("model."))
 
 
 def test_both_engines_evaluate_alike() -> None:

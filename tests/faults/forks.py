@@ -10,7 +10,6 @@ import gc
 import importlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,10 +23,7 @@ import psutil
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from manyhands.launch import standby as launching_standby
-from manyhands.launch.run_folder import RunFolder
 from manyhands.worker import __main__ as worker
-from manyhands.worker import standby
 
 Plants = Mapping[str, str]  # code, by the module that it is added to
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -70,9 +66,7 @@ class Fork:
         folder: Path | None = None,
         output: Path | None = None,
         plants: Plants | None = None,
-        channel: int | None = None,
     ) -> None:
-        """``channel``: a file that stays open, of a process that leads no session of its own yet."""
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -82,7 +76,7 @@ class Fork:
             return
         code = 1
         try:
-            _leave_parent(dict(environment), folder, output, channel)
+            _leave_parent(dict(environment), folder, output)
             for name, source in (plants or {}).items():
                 exec(source, importlib.import_module(name).__dict__)
             code = call()
@@ -102,10 +96,6 @@ class Fork:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    @property
-    def is_gone(self) -> bool:
-        return self.poll() is not None
-
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
@@ -120,10 +110,9 @@ class Fork:
         return code
 
 
-def _leave_parent(environment: dict[str, str], folder: Path | None, output: Path | None, channel: int | None) -> None:
+def _leave_parent(environment: dict[str, str], folder: Path | None, output: Path | None) -> None:
     gc.freeze()  # what the parent has open is not closed by what it leaves here
-    if channel is None:
-        os.setsid()
+    os.setsid()
     if os.getppid() == _PREPARED:  # of a matrix that is ended nothing goes on
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.set_wakeup_fd(-1)
@@ -139,8 +128,7 @@ def _leave_parent(environment: dict[str, str], folder: Path | None, output: Path
         for number in (1, 2):
             os.dup2(file, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for low, high in ((3, 4096),) if channel is None else ((3, channel), (channel + 1, 4096)):
-        os.closerange(low, high)
+    os.closerange(3, 4096)
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     for stream in (sys.stdout, sys.stderr):
         assert stream is not None
@@ -157,42 +145,20 @@ def run_worker(arguments: Sequence[str]) -> Callable[[], int]:
     return call
 
 
-def run_standby(channel: int, launcher: int, folder: Path) -> Callable[[], int]:
-    """``python -m manyhands.worker.standby CHANNEL LAUNCHER FOLDER``."""
-
-    def call() -> int:
-        sys.argv, sys.modules["__main__"] = ["manyhands.worker"], worker
-        standby.main(channel, launcher, folder)
-        return 0
-
-    return call
-
-
 def run_launcher(
     module: ModuleType, call: Callable[[], Any], plants: Plants, *, forks_ranks: bool
 ) -> Callable[[], int]:
-    """``call``, whose ranks are forks with ``plants`` where torch's agent or ``launch/standby.py`` would start them, if
-    ``forks_ranks``.
-    """
+    """``call``, whose ranks are forks with ``plants`` where torch's agent would start them, if ``forks_ranks``."""
 
     def popen(self: SubprocessHandler, command: Sequence[str], environment: Mapping[str, str]) -> Any:
         name, arguments = command[command.index("-m") + 1], command[command.index("-m") + 2 :]
         assert name == "manyhands.worker", command
         return Fork(run_worker(arguments), environment=environment, plants=plants)
 
-    def start_standby(environment: Mapping[str, str], folder: RunFolder) -> Any:
-        ours, theirs = socket.socketpair()
-        launcher = os.getpid()
-        with theirs:
-            become = run_standby(theirs.fileno(), launcher, folder.path)
-            process: Any = Fork(become, environment=environment, plants=plants, channel=theirs.fileno())
-        return launching_standby._Standby(process, ours, environment)
-
     def launch() -> int:
         sys.argv, sys.modules["__main__"] = [module.__name__], module
         if forks_ranks:
             SubprocessHandler._popen = popen  # type: ignore[method-assign]
-            launching_standby._start = start_standby
         return call() or 0
 
     return launch

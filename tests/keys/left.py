@@ -5,7 +5,6 @@ behind.
 from __future__ import annotations
 
 import functools
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from safetensors import safe_open
 
 from manyhands.checkpoint.staging import Staging
 from manyhands.core.remote import RemoteError, RemoteFolder
-from manyhands.core.segments import SEGMENTS, Segment
 from manyhands.launch import prepare
 from manyhands.metrics import trackers
 from manyhands.metrics.trackers import TrackerRun
@@ -28,7 +26,6 @@ from manyhands.worker import stages, training
 from manyhands.worker.context import RankContext
 from tests.keys.lab import Lab, make_rows
 from tests.metrics.test_trackers import Recorded
-from tests.support.segments import open_segments
 
 
 def name(lab: Lab) -> None:
@@ -163,48 +160,6 @@ def copy_to(lab: Lab) -> None:
 
 def said(rank: RankContext) -> str:
     return rank.terminal.getvalue()  # type: ignore[attr-defined]
-
-
-def every_step_in_memory(lab: Lab) -> None:
-    """What outlives the ranks has the last two steps, the newest of them the run's last."""
-    found = []
-    for asked in (False, True):
-        with open_segments(1) as segments, pytest.MonkeyPatch.context() as patch:
-            assert segments is not None
-            patch.setenv(SEGMENTS, segments.environment[SEGMENTS])
-            lab.run({"checkpoint.every_step_in_memory": asked})
-            found.append(sorted(Segment(segments.paths[0]).committed()))
-    assert found == [[], [4, 5]]
-    _resume_before_a_best_that_was_not_saved(lab)
-
-
-def _resume_before_a_best_that_was_not_saved(lab: Lab) -> None:
-    """As if ranks had ended while the fourth step, the best, was being saved: it is saved then, and the fifth is
-    trained again.
-    """
-    keys = {"checkpoint.every_step_in_memory": True, "checkpoint.keep_best": True, "evaluate.every_steps": 1}
-    measure = training.evaluate
-
-    def scripted(*arguments: Any, **options: Any) -> Evaluation:
-        state = arguments[3]
-        return replace(measure(*arguments, **options), loss=0.5 if state.step == 4 else 2.0)
-
-    with open_segments(1) as segments, pytest.MonkeyPatch.context() as patch:
-        assert segments is not None
-        patch.setenv(SEGMENTS, segments.environment[SEGMENTS])
-        patch.setattr(training, "evaluate", scripted)
-        rank = lab.start(keys)
-        losses = lab.train(rank).losses
-        for folder in rank.folder.checkpoints.glob("step-*"):
-            shutil.rmtree(folder)
-        rank.snapshots = None  # a process of its own
-        stages.find_checkpoint(rank)
-        stages.build_model(rank)
-        stages.resume(rank)
-        assert rank.state.step == 4 and rank.state.best_step == 4
-        again = lab.train(rank)
-    assert again.checkpoints() == [4, 5] and again.losses == losses
-    assert "the snapshot of step 5 is not used: step 4, the best, had not been saved" in said(rank)
 
 
 def keep_last(lab: Lab) -> None:

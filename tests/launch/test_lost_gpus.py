@@ -185,17 +185,3 @@ def test_where_fewer_are_not_allowed_the_error_names_the_gpu_and_how_to_allow_th
         find_lost(gpus(), fault("x", rank=0), make_config(**{"launch.min_gpus": 3}), None)
     machine["driver"] = {}
     assert find_lost(gpus(), fault("x", rank=0), make_config(), None) is None
-
-
-@pytest.mark.parametrize(("vendor", "several", "waits"), [("nvidia", True, 0), ("nvidia", False, 2), ("amd", True, 2)])
-def test_ranks_of_before_are_waited_for_where_nothing_can_start_beside_them(
-    vendor: str, several: bool, waits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver is asked before any rank has ended: later its answer may take seconds."""
-    asked, waited, ending = [], [], [object()]
-    monkeypatch.setattr("manyhands.facts.health.allow_several_processes", lambda uuids: asked.append(uuids) or several)
-    monkeypatch.setattr(lost_gpus, "await_end", waited.append)
-    launched = gpus(vendor)
-    for processes in ([], ending):
-        launched.await_end(processes)
-    assert len(waited) == waits and asked == [UUIDS] * (vendor == "nvidia")

@@ -4,7 +4,6 @@ error that would only come again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import os
@@ -14,17 +13,15 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.core.files import read_json, read_rows, write_json
-from manyhands.core.segments import RankSegments, Segment
 from manyhands.facts.types import GpuFacts
 from manyhands.launch import restarts as restarts_module
 from manyhands.launch import start
-from manyhands.launch.environment import ATTEMPT, ENDING
+from manyhands.launch.environment import ATTEMPT
 from manyhands.launch.heartbeat import Beat, Heartbeat, read_beats
 from manyhands.launch.lost_gpus import LaunchGpus
 from manyhands.launch.prepare import Prepared
@@ -101,31 +98,14 @@ def test_none_are_made_where_none_are_wanted(tmp_path: Path) -> None:
     assert refused.value is error and not error.details
 
 
-def test_a_snapshot_is_announced_as_what_this_machine_has(tmp_path: Path) -> None:
-    folder, segments = RunFolder(tmp_path), RankSegments(0)
-    segments.newest_step = lambda: 6  # type: ignore[method-assign]
+def test_on_fewer_gpus_attempts_count_from_one_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
     save(folder, 4)
-    reach(folder, 7)
-    restarts = Restarts(folder, limit=3, segments=segments)
-    made = str(restarts.decide(killed()))
-    assert "restarting from step 6 in host memory, if every rank has it, 1 step lost" in made
-    reach(folder, 8)
-    assert "if every rank has it, in 1 s, 2 steps lost (attempt 2 of 3)" in str(restarts.decide(killed()))
-
-
-def test_on_fewer_gpus_shards_in_memory_are_of_no_use_and_attempts_count_anew(tmp_path: Path) -> None:
-    folder, segments = RunFolder(tmp_path), RankSegments(1)
-    with contextlib.closing(segments), contextlib.closing(Segment(segments.paths[0])) as segment:
-        segment.make_room(100)
-        segment.commit(segment.oldest(), 6, 10)
-        save(folder, 4)
-        restarts = Restarts(folder, limit=1, segments=segments)
-        assert restarts.decide(killed()).from_step == 6
-        made = restarts.decide(killed(), "GPU 1 (H100) is lost: it does not answer", memory=False)
-        assert (made.from_step, made.in_memory, made.attempt) == (4, False, 1)
-        assert "(SIGKILL) in stage 'train'; GPU 1 (H100) is lost: it does not answer; restarting from" in str(made)
-        segments.clear()
-        assert segments.newest_step() is None
+    restarts = Restarts(folder, limit=1)
+    restarts.decide(killed())
+    made = restarts.decide(killed(), "GPU 1 (H100) is lost: it does not answer")
+    assert (made.from_step, made.attempt) == (4, 1)
+    assert "(SIGKILL) in stage 'train'; GPU 1 (H100) is lost: it does not answer; restarting from" in str(made)
 
 
 def test_steps_that_are_done_again_are_counted_from_the_newest_that_any_rank_has_begun(tmp_path: Path) -> None:
@@ -192,28 +172,10 @@ def test_a_killed_rank_is_started_again_and_both_say_so_in_one_line(launch, capf
     assert folder.read_status()["restarts"] == 1
 
 
-def test_ranks_know_the_attempt_and_what_may_still_hold_memory(launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start.Standbys, "list_ending", lambda self: [SimpleNamespace(pid=7), SimpleNamespace(pid=8)])
-    monkeypatch.setattr(LaunchGpus, "await_end", lambda gpus, ending: None)
+def test_ranks_know_the_attempt(launch) -> None:
     code, _, folder = launch("environment", "kill once")
     seen = read_json(folder.path / "environment-0.json")
-    assert code == 0 and (seen[ATTEMPT], seen[ENDING]) == ("2", "7 8") and ATTEMPT not in os.environ
-
-
-def test_a_signal_while_memory_is_waited_for_ends_the_run(launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed rank may give its memory back for a minute."""
-    waits: list[object] = []
-
-    def wait(gpus: LaunchGpus, ending: object) -> None:
-        waits.append(ending)
-        if len(waits) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
-
-    monkeypatch.setattr(LaunchGpus, "await_end", wait)
-    code, log, folder = launch("wait unless killed once", "kill once")
-    assert code == 130 and folder.read_status()["state"] == "interrupted"
-    assert "SIGINT: the run has ended, nothing was saved yet; the same command starts it again" in log
+    assert code == 0 and seen[ATTEMPT] == "2" and ATTEMPT not in os.environ
 
 
 def test_a_signal_while_fewer_gpus_are_planned_for_ends_the_run(launch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,31 +49,6 @@ def test_weights_are_cast_to_the_masters_dtype_while_loading(tmp_path: Path) -> 
         assert torch.equal(model(IDS, use_cache=False).logits, reference(IDS, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("init", ["pretrained", "random"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])  # the second's embeddings are its head too
-def test_what_a_snapshot_brings_is_not_read_before(tiny_folders: dict[str, Path], family: str, init: str) -> None:
-    """Buffers that no file holds are there all the same, and what is not trained."""
-    folder = tiny_folders[family]
-    plan, config = tiny_plan(folder), tiny_run(folder)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"init": init})})
-    whole = load_model(plan, config)
-    loss_model, load = on_meta(plan, config, resumes=True, restores=True)
-    model = loss_model.model
-    model.model.norm.weight.requires_grad_(False)
-    model.to_empty(device=CPU)
-    model.tie_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    load(model, CPU)
-    for name, parameter in model.named_parameters():
-        expected = torch.full_like(parameter, torch.nan) if parameter.requires_grad else whole.get_parameter(name)
-        assert torch.equal(parameter.nan_to_num(-7.0), expected.nan_to_num(-7.0)), name
-    assert sum(not p.requires_grad for p in model.parameters()) == 1
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, whole.get_buffer(name)), name
-
-
 def test_frozen_weights_keep_their_dtype_and_adapters_have_masters(tiny_folders: dict[str, Path]) -> None:
     model = load(tiny_folders["qwen3"], "lora", frozen_dtype="bfloat16", compute_dtype="bfloat16")
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}

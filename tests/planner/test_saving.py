@@ -10,7 +10,7 @@ from manyhands.checkpoint.staging import Staging
 from manyhands.core.errors import UserError
 from manyhands.planner.search import plan
 from tests.keys.lab import Lab, open_lab
-from tests.planner.examples import GIB, data_facts, facts, llama_8b, on_nodes, run_config
+from tests.planner.examples import GIB, data_facts, facts, llama_8b, run_config
 from tests.support.plans import explain_why
 
 ONE = llama_8b().num_parameters
@@ -33,24 +33,6 @@ def test_each_rank_stages_its_share_of_masters_and_moments():
     assert made.memory.host_terms == {"staging": 12 * ONE // 4} and made.memory.host_limit == int(0.9 * 500 * GIB) // 4
     (text,) = writing(made)
     assert text == "by another process while training continues, through 22.4 GiB of host memory per rank"
-
-
-def test_snapshots_of_every_step_take_two_copies_of_masters_and_moments():
-    made = planned(checkpoint__every_step_in_memory=True)
-    assert made.memory.host_terms["snapshots"] == pytest.approx(2 * 12 * ONE // 4, abs=8)
-    assert made.memory.total == planned().memory.total
-    with pytest.raises(UserError, match="memory"):
-        planned(host_gib=60, checkpoint__every_step_in_memory=True)
-
-
-def test_copies_of_another_nodes_snapshots_take_as_much_again():
-    config = run_config(method__name="full", parallel__strategy="fsdp", checkpoint__every_step_in_memory=True)
-    given = facts(llama_8b(), gpus=4, host_bytes=2000 * GIB, data=LONG)
-    one, two = (plan(config, on_nodes(given, *hosts)).memory.host_terms["snapshots"] for hosts in ([4], [4, 4]))
-    assert one == pytest.approx(2 * 12 * ONE // 4, abs=16) and two == pytest.approx(4 * 12 * ONE // 8, abs=16)
-    replicas = run_config(checkpoint__every_step_in_memory=True)  # each node has all of it
-    one, two = (plan(replicas, on_nodes(given, *hosts)).memory.host_terms["snapshots"] for hosts in ([4], [4, 4]))
-    assert one == two > 0
 
 
 def test_replicas_share_a_checkpoint_by_tensors():

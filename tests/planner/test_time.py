@@ -257,20 +257,6 @@ def test_gpus_of_a_machine_share_its_host_memory():
     assert eight - two == pytest.approx(4 * half.num_trained * (1 / 13.5e9 - 1 / RATES.pcie))
 
 
-def test_a_snapshot_takes_what_the_passes_do_not_hide():
-    """12 bytes a parameter, over the ranks that share them; it begins with the first backward pass."""
-    kept = change_input(FULL, device="cuda", snapshots=True, strategy="fsdp", world_size=4)
-    copied = 12 * kept.num_trained / 4 / RATES.pcie
-    assert time.snapshots(asked(kept), 0.3) == pytest.approx(copied - 0.2, abs=1e-6)
-    assert time.snapshots(asked(kept, MICRO, MICRO), 0.3) == pytest.approx(copied - 0.25, abs=1e-6)
-    assert time.snapshots(asked(kept, num_local=8), 0.0) == pytest.approx(copied * RATES.pcie / 27e9)
-    assert time.snapshots(asked(kept), 1.0) == time.snapshots(asked(change_input(kept, snapshots=False)), 0.0) == 0.0
-    replicas = change_input(kept, strategy="ddp")  # one of them copies all of it
-    assert time.snapshots(asked(replicas, num_local=8), 0.0) == pytest.approx(4 * copied)
-    step = [time.estimate_step(asked(setup)) for setup in (kept, change_input(kept, snapshots=False))]
-    assert step[0]["snapshots"] == 0.0 and step[0] == step[1], "8,192 tokens a rank hide it"
-
-
 def test_weights_in_host_memory_are_updated_beside_the_backward_pass_where_nothing_needs_all_gradients_first():
     """Clipping does, and so does a second micro-batch, whose gradients are added."""
     narrow = change_input(FULL, offload="all", device="cuda", master_dtype="bfloat16", accumulates=False)

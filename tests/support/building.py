@@ -44,11 +44,10 @@ def on_meta(
     report: Callable[[str], object] = lambda _: None,
     *,
     resumes: bool = False,
-    restores: bool = False,
     device: torch.device = CPU,
 ) -> tuple[LossModel, Load]:
     """The model of ``plan`` on meta with its loss around it, to train on ``device``, and what gives it its weights."""
-    context = Context(config, with_converters(plan, config), device, resumes, restores)
+    context = Context(config, with_converters(plan, config), device, resumes)
     converters = make_all(context)
     loss_model = build_on_meta(context, converters, report)
     for line in describe_new(converters, set()):

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes.functional as kernels
@@ -19,12 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from manyhands.checkpoint import load_checkpoint, save_checkpoint
-from manyhands.checkpoint.tensors import checkpoint_tensors
 from manyhands.config.schema import OptimizerSection
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, gather
 from manyhands.core.seeds import named_generator
-from manyhands.engine.native import NativeEngine
 from manyhands.optim.adamw_8bit import MOMENTS, blocks_in
 from manyhands.training.optimizer import make_optimizer, set_learning_rate
 
@@ -102,23 +99,6 @@ def run(keys: dict[str, Any], kind: str, num_steps: int = 4) -> dict[str, torch.
         for step in range(num_steps):
             take_step(net, optimizer, step)
         return whole(net)
-
-
-def follow_state(keys: dict[str, Any], kind: str) -> list[bool]:
-    """After each of four steps whether what an engine has found to save before is what it would find anew, and at the
-    end whether it has looked but once since the second one.
-    """
-    with cpu_kernels():
-        net, optimizer = build(OptimizerSection(**keys), kind)
-        engine: Any = SimpleNamespace(model=net, optimizer=optimizer, _state=None)
-        found, right = [], []
-        for step in range(4):
-            take_step(net, optimizer, step)
-            found.append(NativeEngine.checkpoint_tensors(engine))
-            fresh = checkpoint_tensors(net, optimizer).parts
-            right.append(all(torch.equal(fresh[name], part) for name, part in found[-1].parts.items()))
-            right.append(fresh.keys() == found[-1].keys())
-        return [*right, found[1] is found[2] is found[3]]
 
 
 def save(keys: dict[str, Any], kind: str, folder: Path) -> dict[str, torch.Tensor]:

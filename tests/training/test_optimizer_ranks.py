@@ -50,15 +50,6 @@ def test_shards_and_copies_end_at_the_weights_of_one_process(name: str, world: R
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_a_snapshot_copies_is_what_the_optimizer_has_now(name: str, world: Ranks) -> None:
-    """An engine looks for it once, as long as model and optimizer keep their tensors."""
-    keys = OPTIMIZERS[name]
-    assert all(optimizer_ranks.follow_state(keys, "single"))
-    for found in world.run(f"{TASK}follow_state", keys, "fsdp", world_size=2):
-        assert all(found)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resumed_run_goes_on_to_the_same_bits(name: str, world: Ranks, tmp_path: Path) -> None:
     keys = OPTIMIZERS[name]
     wanted = optimizer_ranks.save(keys, "single", tmp_path / "single")

@@ -7,10 +7,8 @@ pieces' boundaries, which count from the memory's begin.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
-import mmap
 import threading
 import time
 from collections.abc import Sequence
@@ -20,24 +18,19 @@ import torch
 
 ALIGNMENT = 64  # bytes; of each tensor in pinned memory, for every dtype
 PIECE = 128 * 2**20  # bytes, a multiple of a page: about 30 ms
-BOUNCE_BYTES = 64 * 2**20
 PORTABLE = 1  # cudaHostRegisterPortable
 MADV_POPULATE_WRITE, MADV_COLLAPSE = 23, 25  # Linux's
-MAP_THREADS = 8
 MAP_BYTES = 8 * 2**20  # mapped at once beside the training
 HUGE_THREADS = 4  # one copies 2 GB/s into huge pages
-_TURN = threading.Lock()  # so that one memory is not registered in the pauses of another
 
 
-def pin(memory: torch.Tensor, device: torch.device, hurry: threading.Event | None = None) -> int:
+def pin(memory: torch.Tensor, device: torch.device, hurry: threading.Event) -> int:
     """Registers ``memory`` of shape (bytes,). Returns CUDA's error, after which nothing of it is registered; 0 if there
-    is none. With ``hurry``, there is a pause after each piece, as long as the piece took, until that is set.
+    is none. After each piece there is a pause, as long as the piece took, until ``hurry`` is set.
 
     In a thread of its own: a failed call leaves CUDA's last error set in its thread, where the next kernel would seem
     to have failed. Pages are mapped before: CUDA would do so one by one.
     """
-    if hurry is None:
-        map_pages(memory)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_register_pieces, memory, device, hurry).result()
 
@@ -48,20 +41,17 @@ def unpin(memory: torch.Tensor, device: torch.device) -> None:
         _unregister(piece, device)
 
 
-def _register_pieces(memory: torch.Tensor, device: torch.device, hurry: threading.Event | None) -> int:
+def _register_pieces(memory: torch.Tensor, device: torch.device, hurry: threading.Event) -> int:
     pieces = memory.split(PIECE)
     for index, piece in enumerate(pieces):
-        with contextlib.nullcontext() if hurry is None or hurry.is_set() else _TURN:
-            if hurry is not None:
-                map_beside(piece, hurry)
-            begin = time.monotonic()
-            status = _register(piece, device)
-            if status:
-                for registered in pieces[:index]:
-                    _unregister(registered, device)
-                return status
-            if hurry is not None:
-                hurry.wait(time.monotonic() - begin)
+        map_beside(piece, hurry)
+        begin = time.monotonic()
+        status = _register(piece, device)
+        if status:
+            for registered in pieces[:index]:
+                _unregister(registered, device)
+            return status
+        hurry.wait(time.monotonic() - begin)
     return 0
 
 
@@ -75,20 +65,10 @@ def _unregister(piece: torch.Tensor, device: torch.device) -> None:
         torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
 
 
-def map_pages(memory: torch.Tensor) -> None:
-    """Maps all pages of host memory, with several threads. Where the kernel cannot (before Linux 5.14), nothing is
-    done.
-    """
-    stretch = -(-memory.nbytes // (MAP_THREADS * mmap.PAGESIZE)) * mmap.PAGESIZE
-    with ThreadPoolExecutor(MAP_THREADS) as threads:
-        for part in memory.split(max(stretch, mmap.PAGESIZE)):
-            threads.submit(_advise, part)
-
-
 def map_beside(memory: torch.Tensor, hurry: threading.Event) -> None:
-    """The same beside the training, a little at a time and with pauses until ``hurry`` is set; then in huge pages,
-    where the kernel has them (from Linux 6.1 on). Of 8 GiB of these a killed process takes 0.16 s to give back, in
-    pages of 4 KiB 0.66 s; and they are registered in half of the time (an H100's host).
+    """Maps all pages beside the training, a little at a time and with pauses until ``hurry`` is set; then in huge
+    pages, where the kernel has them (from Linux 6.1 on). Of 8 GiB of these a killed process takes 0.16 s to give back,
+    in pages of 4 KiB 0.66 s; and they are registered in half of the time (an H100's host).
 
     Until a call returns, whatever else in the process maps or frees memory waits, a launch of a kernel among it:
     8 s for 6 GiB mapped by two threads at once, 55 ms in parts of 16 MiB (two CPU cores). Huge pages are no such call.
@@ -130,30 +110,3 @@ def cut(tensor: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
     copy that is made on the current stream where it is not contiguous.
     """
     return (tensor,) if len(lengths) == 1 else tensor.reshape(-1).split(lengths)
-
-
-class BounceBuffers:
-    """Two page-locked buffers by which memory that is not pinned is copied to the current GPU: one is filled while the
-    other one is copied.
-    """
-
-    def __init__(self) -> None:
-        is_pinned = torch.cuda.is_available()
-        self._buffers = [torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in range(2)]
-        self._turns = itertools.cycle((0, 1))
-
-    def copy(self, to: torch.Tensor, part: torch.Tensor) -> None:
-        """Both of one shape and dtype, ``part`` contiguous; it may change when this returns, and ``to`` is whole for
-        what follows on the current stream.
-        """
-        whole, length = to.contiguous(), BOUNCE_BYTES // to.element_size()
-        for target, source in zip(whole.view(-1).split(length), part.view(-1).split(length), strict=True):
-            turn = next(self._turns)
-            self._copied[turn].synchronize()
-            buffer = self._buffers[turn][: source.nbytes].view(source.dtype)
-            buffer.copy_(source)
-            target.copy_(buffer, non_blocking=True)
-            self._copied[turn].record()
-        if whole is not to:
-            to.copy_(whole)

@@ -7,6 +7,7 @@ run beside the training. Nothing else of the rank is seen by the writing process
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ import torch
 from manyhands.checkpoint import shard_writer
 from manyhands.checkpoint.pinning import align, cut, lengths_in_pieces, pin, unpin
 from manyhands.checkpoint.shards import ShardFile
-from manyhands.core.segments import map_shared
 
 Spans = Mapping[str, Sequence[tuple[int, int]]]  # of each file's pieces in the memory: (start, bytes)
+
+HUGE_PAGE = 2**21  # bytes
+_MAP_FIXED = 0x10  # Linux's
 
 
 class NoRoom(Exception):
@@ -137,6 +141,29 @@ class Staging:
         self._buffer = None  # the mapping goes with the last tensor that shares it
         self._memory = None
         os.close(self._fd)
+
+
+def map_shared(fd: int, num_bytes: int) -> memoryview:
+    """A nameless file's memory, mapped at a multiple of ``HUGE_PAGE``, without which the kernel cannot give it huge
+    pages. Unmapped when the last view of it is gone.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+    def map_at(address: int | None, size: int, *flags: int) -> int:
+        found = int(libc.mmap(address, size, *flags, 0) or 0)
+        if found == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return found
+
+    room = map_at(None, num_bytes + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    begin = -(-room // HUGE_PAGE) * HUGE_PAGE
+    map_at(begin, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    memory = (ctypes.c_char * num_bytes).from_address(begin)
+    weakref.finalize(memory, libc.munmap, room, num_bytes + HUGE_PAGE).atexit = False  # others may still use it then
+    return memoryview(memory).cast("B")
 
 
 def place(files: Sequence[ShardFile]) -> dict[str, list[tuple[int, int]]]:

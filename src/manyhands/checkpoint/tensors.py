@@ -9,7 +9,6 @@ distributed checkpoint (DCP) takes: plain tensors and DTensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from manyhands.checkpoint.manifest import TensorEntry
-from manyhands.core.holding import local, reshard
+from manyhands.core.holding import reshard
 from manyhands.core.progress import advance
 
 MODEL, OPTIMIZER, STEP = "model.", "optim.", "step"
@@ -46,25 +45,16 @@ class ConvertsState(Protocol):
         ...
 
 
-class StateTensors(dict[str, torch.Tensor]):
-    """The flat dict; its tensors share memory with the model's and the optimizer's."""
-
-    @cached_property
-    def parts(self) -> dict[str, torch.Tensor]:
-        """This rank's, detached, sharing that memory."""
-        return {name: local(tensor) for name, tensor in self.items()}
-
-
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that are trained, by name; a tied one once, under its first name. Those of FSDP2 as shards."""
     reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> StateTensors:
+def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
     """What is to be saved. ValueError for a nameless parameter."""
     trained = trained_parameters(model)
-    tensors = StateTensors({MODEL + name: _saved_form(parameter) for name, parameter in trained.items()})
+    tensors = {MODEL + name: _saved_form(parameter) for name, parameter in trained.items()}
     if optimizer is None:
         return tensors
     known = {id(parameter) for parameter in trained.values()}

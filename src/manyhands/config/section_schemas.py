@@ -118,14 +118,6 @@ class CheckpointSection(Section):
         description="URL of a folder to copy each checkpoint to, under the run's name, once it is complete: s3://, "
         "gs://, az://, file://, or whatever else fsspec opens. A start without a local checkpoint resumes from there.",
     )
-    every_step_in_memory: bool = Field(
-        False,
-        description="Also keep weights and optimizer states of the last two steps in host memory, from which ranks "
-        "that `manyhands train` starts again after a fault resume: the step in flight is lost and no more. Takes "
-        "twice a checkpoint's size of each machine's memory, or of all machines' where weights are sharded over them. "
-        "Then each node also keeps copies of another's, which takes as much again: if one is lost, the others wait "
-        "until it is started again, and it gets its copies.",
-    )
     keep_last: PositiveInt | Literal["all"] = Field(
         2, description="Number of newest checkpoints to keep; all: every one."
     )

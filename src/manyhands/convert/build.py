@@ -22,7 +22,6 @@ from manyhands.model.loss import LossModel
 from manyhands.model.structure import hugging_face_model
 from manyhands.model.weights import quantized_layers
 from manyhands.planner.converters import CONVERTERS
-from manyhands.planner.types import Plan
 
 
 def make(name: str, context: Context) -> Converter:
@@ -41,11 +40,6 @@ def make(name: str, context: Context) -> Converter:
             fix="name a subclass of manyhands.convert.protocol.BaseConverter",
         )
     return kind(context)
-
-
-def tests_weights(plan: Plan) -> bool:
-    """Whether a self-test of the plan's converters, or of others than those known here, depends on the weights."""
-    return any(name not in CONVERTERS or CONVERTERS[name].tests_weights for name in plan.converters)
 
 
 def make_all(context: Context) -> list[Converter]:
@@ -71,9 +65,7 @@ def load_weights(context: Context, converters: Sequence[Converter], module: nn.M
     """Give ``module``, the loss model or the transformers model, memory on ``device`` and its weights; then converters
     fill what no file holds.
     """
-    named = hugging_face_model(module).named_parameters(remove_duplicate=False) if context.restores else ()
-    skip = {name for name, parameter in named if parameter.requires_grad}
-    materialize(module, context.plan, context.config, device, draw_on=context.device, skip=skip)
+    materialize(module, context.plan, context.config, device, draw_on=context.device)
     for converter in converters:
         converter.after_load(hugging_face_model(module))
 

@@ -24,15 +24,13 @@ from manyhands.planner.types import Plan, method_of
 class Context:
     """What a converter may know of the run. ``device`` is where the model computes.
 
-    ``resumes``: a checkpoint will be loaded over whatever values ``after_load`` leaves. ``restores``: over all that is
-    trained, before anything computes with it.
+    ``resumes``: a checkpoint will be loaded over whatever values ``after_load`` leaves.
     """
 
     config: RunConfig
     plan: Plan
     device: torch.device
     resumes: bool = False
-    restores: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

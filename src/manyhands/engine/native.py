@@ -4,7 +4,6 @@ the worker asks beside it (``worker.context.RunEngine``).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
-from manyhands.checkpoint.tensors import StateTensors, checkpoint_tensors
+from manyhands.checkpoint.tensors import checkpoint_tensors
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import local
 from manyhands.core.limits import UPDATE_SLICE
@@ -128,8 +127,6 @@ class NativeEngine(RankEngine):
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
         self._backward_update: BackwardUpdate | None = None
         self._norm: torch.Tensor | None = None  # of the gradients that are there
-        self._state: tuple[list[Any], StateTensors] | None = None  # what was found last, and of which tensors
-        self._before_backward: list[Callable[[], None]] = []
         self._before_update: list[Callable[[], None]] = []
         self._reduce_every = reduce_every
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
@@ -185,7 +182,6 @@ class NativeEngine(RankEngine):
         false). What earlier micro-batches gave is summed in float32, whatever dtype it came in. Optional parts that the
         step does not reach have zeros from every rank: these are dropped, so that no weight moves or decays.
         """
-        _call_all(self._before_backward)
         for parameter in self._narrow:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.float()
@@ -283,21 +279,9 @@ class NativeEngine(RankEngine):
             manifest_extra=manifest_extra,
         )
 
-    def checkpoint_tensors(self) -> StateTensors:
-        """What ``save`` saves, sharing memory with the model and the optimizer: the next ``step`` changes it. The same
-        object while model and optimizer hold the same tensors: a lookup takes 30 ms for 8B on four GPUs.
-        """
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        held = [each for p in parameters for each in (p, *self.optimizer.state.get(p, {}).values())]
-        if self._state is None or not _are_same(held, self._state[0]):
-            self._state = held, checkpoint_tensors(self.model, self.optimizer)
-        return self._state[1]
-
-    def before_backward(self, call: Callable[[], None]) -> None:
-        """``call`` is called once, when the next backward pass begins, while the device still computes the forward
-        pass.
-        """
-        self._before_backward.append(call)
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """What ``save`` saves, sharing memory with the model and the optimizer: the next ``step`` changes it."""
+        return checkpoint_tensors(self.model, self.optimizer)
 
     def before_update(self, call: Callable[[], None]) -> None:
         """``call`` is called once, by the next ``step`` or ``load``, before it changes anything."""
@@ -313,7 +297,6 @@ class NativeEngine(RankEngine):
     ) -> dict[str, Any]:
         """Loads what ``save`` wrote, from any number of ranks, in place; returns the saved state. Collective."""
         self._end_copies()
-        self._state = None  # else the old ones would be held beside the new ones
         return load_checkpoint(folder, self.model, self.optimizer, is_checked=is_checked, report=report)
 
     def _free_gathered(self) -> None:
@@ -321,10 +304,6 @@ class NativeEngine(RankEngine):
         # them in place of the shards.
         for unit in self._units:
             unit.reshard()
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _call_all(calls: list[Callable[[], None]]) -> None:

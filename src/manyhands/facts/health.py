@@ -155,26 +155,6 @@ def find_lost(uuids: Sequence[str]) -> dict[str, str]:
             pynvml.nvmlShutdown()
 
 
-def allow_several_processes(uuids: Sequence[str]) -> bool:
-    """Whether each of NVIDIA's GPUs takes more than one process at a time (its compute mode); False where one does not
-    say.
-    """
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return False
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        return all(pynvml.nvmlDeviceGetComputeMode(handle) == pynvml.NVML_COMPUTEMODE_DEFAULT for handle in handles)
-    except pynvml.NVMLError:
-        return False
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-
-
 def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuHealth:
     def ask(name: str, *arguments: Any) -> Any:
         """None where this GPU, driver or version of the library does not answer."""

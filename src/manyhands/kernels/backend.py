@@ -1,15 +1,11 @@
-"""Whether an operation runs in Triton or in torch, and why not in Triton; what a device is; what tests of kernels have
-found. Knows no operation.
-"""
+"""Whether an operation runs in Triton or in torch, and why not in Triton; what a device is. Knows no operation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,55 +28,6 @@ class Backend:
 
     name: str
     reason: str = ""
-
-
-class Choice(Protocol):
-    """Which of several kernels runs, and why not a faster one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-
-
-C = TypeVar("C", bound=Choice)
-_FOUND: dict[str, list[str]] = {}  # name and reason, by function and arguments
-_OFFERED: dict[str, list[str]] = {}  # by an earlier process
-
-
-def cached_choice(kind: Callable[[str, str], C]) -> Callable[[Callable[..., C]], Callable[..., C]]:
-    """For a function that tests kernels on a device: once for its arguments in this process, and not where an earlier
-    process has (``adopt_choices``). ``kind`` makes a choice of a name and a reason.
-    """
-
-    def decorate(choose: Callable[..., C]) -> Callable[..., C]:
-        @wraps(choose)
-        def chosen(*arguments: Any) -> C:
-            key = f"{choose.__module__}.{choose.__qualname__}{arguments}"
-            if key not in _FOUND:
-                found = choose(*arguments)
-                _FOUND[key] = [found.name, found.reason]
-            return kind(*_FOUND[key])
-
-        return chosen
-
-    return decorate
-
-
-def list_choices() -> dict[str, list[str]]:
-    """What this process has found so far, as JSON takes it."""
-    return dict(_FOUND)
-
-
-def offer_choices(found: Mapping[str, list[str]]) -> None:
-    """What another process has found, for ``adopt_choices``."""
-    _OFFERED.update(found)
-
-
-def adopt_choices() -> None:
-    """Takes over what was offered: it was found on the same device, by the same versions with the same settings."""
-    for key, (name, reason) in _OFFERED.items():
-        _FOUND.setdefault(key, [name, reason])
 
 
 def triton_or(fallback: str, device: torch.device, module: str, find_fault: Callable[[ModuleType], str]) -> Backend:

@@ -286,13 +286,7 @@ def _check(launcher: Launcher) -> Launcher:
 LAUNCHER_PID = "MANYHANDS_LAUNCHER_PID"
 PLACES = "MANYHANDS_PLACES"  # of several nodes: where model, adapter and samples are on this one, as JSON
 ATTEMPT = "MANYHANDS_ATTEMPT"  # of our launcher to run these ranks, counted from 1
-ENDING = "MANYHANDS_ENDING"  # processes of the attempt before that may still give memory back, separated by spaces
 MAX_GPU_THREADS = 8  # a GPU rank computes little on the host; more threads only disturb its neighbors
-
-
-def ending_processes() -> list[int]:
-    """Of the attempt before: what may still give memory back."""
-    return [int(pid) for pid in os.environ.get(ENDING, "").split()]
 
 
 def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -328,25 +322,6 @@ def choose_threads(plan: Plan, launcher: Launcher) -> int:
     text = text if is_users else plan.environment.get("OMP_NUM_THREADS", text)
     first = text.split(",")[0].strip()  # of nested regions each has its own
     return int(first) if first.isdecimal() and int(first) else 1
-
-
-def rank_environment(rank: int, local: range, world_size: int, node: int, num_nodes: int) -> dict[str, str]:
-    """This process's environment with what torch's agent adds for a rank, but for what it sets anew in each attempt:
-    addresses and ``TORCHELASTIC_*``. ``local``: the ranks of this machine.
-    """
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank - local.start),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(len(local)),
-        "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(num_nodes),
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "ROLE_NAME": "default_role",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from manyhands.facts import health
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import GpuFacts
 from manyhands.facts.xids import SEVERITY, Xid, XidListener
-from manyhands.launch.rank_process import RankProcess, await_end
 from manyhands.launch.watch import raise_when_stopped
 from manyhands.planner.hardware import how_to_go_on
 from manyhands.planner.types import Plan
@@ -55,7 +54,6 @@ class LaunchGpus:
     strikes: Counter[int] = field(default_factory=Counter)
     latest: int | None = None  # rank of the latest fault
     step: int | None = None  # of the newest checkpoint by then
-    shares: bool | None = None  # whether each GPU takes several processes at a time, once that was asked
 
     @staticmethod
     def of(plan: Plan) -> LaunchGpus:
@@ -143,15 +141,6 @@ class LaunchGpus:
     def _entry(self, rank: int, visible: str | None) -> str:
         """By which a list of visible devices names it."""
         return self.gpus[rank].uuid or (visible.split(",")[rank].strip() if visible else str(rank))
-
-    def await_end(self, ending: Sequence[RankProcess]) -> None:
-        """Returns once the next ranks can start beside ``ending``, which have ended and still give memory back: at
-        once, and they wait for what they need, unless a GPU takes one process at a time or is not NVIDIA's.
-        """
-        if self.shares is None:  # before the first attempt: while a process ends, the driver answers late
-            self.shares = bool(self.uuids) and health.allow_several_processes(self.uuids)
-        if not self.shares:
-            await_end(ending)
 
     def _ask_driver(self) -> Mapping[str, str]:
         """What it says of GPUs that are lost, by UUID. A driver that hangs is not waited for."""

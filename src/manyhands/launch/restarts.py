@@ -17,7 +17,6 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.segments import RankSegments
 from manyhands.launch.address import Address
 from manyhands.launch.heartbeat import read_beats
 from manyhands.launch.nodes import FIX_OF_LOST, MISSING, UNREACHABLE
@@ -41,7 +40,6 @@ class Restart:
     from_step: int | None  # what the next attempt resumes from; None: from the start
     attempt: int
     of: int
-    in_memory: bool = False  # from_step is a snapshot's, on this machine; the ranks look for one that all have
     begun: int | None = None  # the newest that any rank has begun
     lost: str = ""  # devices that are lost, and what is left: another plan follows
 
@@ -56,15 +54,14 @@ class Restart:
 
     def __str__(self) -> str:
         begin = "from the start" if self.from_step is None else f"from step {self.from_step}"
-        begin += " in host memory, if every rank has it" if self.in_memory else ""
-        begin += f"{',' * self.in_memory} in {self.wait_s:g} s" if self.wait_s else ""
+        begin += f" in {self.wait_s:g} s" if self.wait_s else ""
         lost = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
         cause = f"{self.cause}; {self.lost}" if self.lost else self.cause
         return f"{cause}; restarting {begin}, {lost} (attempt {self.attempt} of {self.of})"
 
     def to_json(self) -> dict[str, Any]:
         fields = {"cause": self.cause, "step": self.step, "from_step": self.from_step, "lost_steps": self.lost_steps}
-        fields |= {"in_memory": self.in_memory} | ({"lost": self.lost} if self.lost else {})
+        fields |= {"lost": self.lost} if self.lost else {}
         return {"time": time.time(), **fields, "attempt": self.attempt, "of": self.of, "wait_s": self.wait_s}
 
 
@@ -76,21 +73,18 @@ class Restarts:
 
     folder: RunFolder
     limit: int
-    segments: RankSegments | None = None  # snapshots in memory, of this machine's ranks
     num_in_a_row: int = 0
     from_step: int | None = None  # of the latest restart
     seen: set[tuple[str, int | None]] = field(default_factory=set)
 
-    def decide(self, error: UserError, lost: str = "", *, memory: bool = True) -> Restart:
+    def decide(self, error: UserError, lost: str = "") -> Restart:
         """The restart after the fault ``error``. Raises it, with what was tried, where another attempt is pointless:
         the same error came at the same step as before, or there were too many in a row. Where devices are ``lost`` the
-        next attempt is on others, so that neither counts. ``memory``: snapshots can be read by the next attempt.
+        next attempt is on others, so that neither counts.
         """
         if not self.limit:
             raise error
-        saved = self.folder.newest_step()
-        kept = self.segments.newest_step() if self.segments is not None and memory else None
-        newest, in_memory = (kept, True) if kept is not None and kept > (saved or 0) else (saved, False)
+        newest = self.folder.newest_step()
         step, begun = _read_steps(self.folder)
         step = newest if step is None else step
         fault = re.sub(r"\d+", "#", error.what), step
@@ -107,7 +101,7 @@ class Restarts:
             raise with_finding(error, f"{tried} (launch.restarts = {self.limit})")
         self.seen.add(fault)
         self.num_in_a_row, self.from_step = self.num_in_a_row + 1, newest
-        return Restart(error.what, step, newest, self.num_in_a_row, self.limit, in_memory, begun, lost)
+        return Restart(error.what, step, newest, self.num_in_a_row, self.limit, begun, lost)
 
 
 def _read_steps(folder: RunFolder) -> tuple[int | None, int | None]:

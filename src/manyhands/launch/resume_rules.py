@@ -48,7 +48,6 @@ MAY_DIFFER = (
     "guards.*",
     "parallel.*",
     "launch.*",
-    "checkpoint.every_step_in_memory",
     "batch.micro_samples",
     "batch.micro_tokens",
     "batch.accumulation",

@@ -103,15 +103,6 @@ class RunFolder:
         return self.ranks / f"reserve-{rank}"
 
     @property
-    def modules(self) -> Path:
-        """Names of what a rank had imported after its first step (``standby.write_modules``)."""
-        return self.ranks / "modules.json"
-
-    def kernels(self, rank: int) -> Path:
-        """Which kernels a rank's tests had chosen after its first step, for the process that stands by for it."""
-        return self.ranks / f"kernels-{rank}.json"
-
-    @property
     def stop_reason(self) -> Path:
         """Why the process that started this launch has asked it to end (``ask_to_end``)."""
         return self.ranks / "stop-reason.txt"

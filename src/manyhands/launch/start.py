@@ -6,9 +6,8 @@ import contextlib
 import functools
 import io
 import os
-import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -19,10 +18,9 @@ from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
 from manyhands.importers.load import LoadedRun
 from manyhands.importers.report import summarize
-from manyhands.launch.environment import ATTEMPT, ENDING, detect_launcher, refuse_alone
+from manyhands.launch.environment import ATTEMPT, detect_launcher, refuse_alone
 from manyhands.launch.folder_lock import FolderLock, take_over
 from manyhands.launch.lost_gpus import DriverReports, LaunchGpus, Lost, find_lost, restored_environment
-from manyhands.launch.neighbors import NodeMemory, copying
 from manyhands.launch.nodes import Hello, host_name
 from manyhands.launch.prepare import Prepared, plan_fewer, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.restarts import (
@@ -37,7 +35,6 @@ from manyhands.launch.restarts import (
 )
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.slurm import block_save_signal, refuse_outside_step
-from manyhands.launch.standby import Standbys
 from manyhands.launch.start_nodes import Joined, joined
 from manyhands.launch.watch import Stopped, wait_unless_asked
 from manyhands.launch.workers import report_end, run_workers
@@ -79,8 +76,6 @@ def start(
                     origin, place, fresh=fresh, dry_run=dry_run, num_left=lasting.num_left, take_lock=lasting.take_lock
                 ) as found:
                     return _carry_out(found, dry_run, beside if place.node == 0 else None, arguments, lasting)
-            except NodeLost:
-                pass
             except NodesLeft as found_left:
                 origin, place = lasting.go_on(origin, place, found_left.left)
             except UserError as error:  # a node that is lost has not come back
@@ -101,10 +96,6 @@ def start(
         return _carry_out(Joined(prepared, None), dry_run, beside, arguments, lasting)
 
 
-class NodeLost(Exception):
-    """Another node is lost, and what it held of the run is in the memory of the others: all come together again."""
-
-
 class Lasting:
     """What stays from one attempt of a launch to the next. ``num_ranks``: of each node, once one is lost; ``num_left``:
     of all that are left, once they go on without it; ``name``: the run's, which a fresh start chooses. ``lock``: that
@@ -112,8 +103,6 @@ class Lasting:
     """
 
     def __init__(self) -> None:
-        self.memory = NodeMemory()
-        self.standbys = Standbys()
         self.restarts: Restarts | None = None
         self.num_ranks: tuple[int, ...] | None = None
         self.num_left: int | None = None
@@ -148,10 +137,9 @@ class Lasting:
         return sum(self.num_ranks[node] for node in left) >= least
 
     def go_on(self, origin: LoadedRun, place: Place, left: Sequence[int]) -> tuple[LoadedRun, Place | None]:
-        """The run and this node's place in it, on the nodes ``left`` alone. Snapshots in memory are another world's."""
+        """The run and this node's place in it, on the nodes ``left`` alone."""
         assert self.num_ranks is not None
         num_ranks = tuple(self.num_ranks[node] for node in left)
-        self.memory.close()
         self.num_ranks, self.num_left = num_ranks, sum(num_ranks)
         among = place_among(place, left, self.hellos)
         self.takes_over = self.takes_over or 0 not in left
@@ -173,8 +161,6 @@ class Lasting:
         return lock
 
     def close(self) -> None:
-        self.standbys.close()
-        self.memory.close()
         if self.lock is not None:
             self.lock.release()
 
@@ -209,23 +195,16 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: S
 
 
 def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
-    """Runs the workers, with memory of theirs that outlives them where the run asks for it. NodeLost where that holds
-    what a lost node had, else NodesLeft where ``launch.min_gpus`` allows to go on without that node.
-    """
+    """Runs the workers. NodesLeft where a node is lost and ``launch.min_gpus`` allows to go on without it."""
     prepared, team = found.prepared, found.team
-    if prepared.config.checkpoint.every_step_in_memory and prepared.config.launch.restarts > 0:
-        num_local = prepared.plan.layout.world_size if team is None else len(team.ranks)
-        lasting.memory.open(num_local, 0 if team is None else team.num_before)
-    lasting.standbys.for_restarts = prepared.config.launch.restarts > 0
     if lasting.restarts is None:
         lasting.restarts = Restarts(prepared.folder, prepared.config.launch.restarts)
-    lasting.restarts.segments = lasting.memory.own
     try:
         with restored_environment():
             plan = prepared.plan
             gpus = LaunchGpus.of(plan) if team is None else LaunchGpus.of_node(plan, len(team.ranks))
             with XidListener(gpus.uuids) as listener:
-                return _launch_and_restart(found, arguments, lasting, lasting.restarts, gpus, listener)
+                return _launch_and_restart(found, arguments, lasting.restarts, gpus, listener)
     except Stopped as stopped:  # while the plan of another attempt was made
         leads = team is None or team.node == 0
         report = functools.partial(_report, folder=prepared.folder) if leads else print
@@ -233,13 +212,11 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
     except UserError as error:
         if team is None or not team.channel.lost or team.was_asked:
             raise
-        waits = lasting.memory.kept is not None
-        left = [] if waits else team.agree_on_left(prepared.config.launch.min_gpus)
-        if not waits and not left:
+        left = team.agree_on_left(prepared.config.launch.min_gpus)
+        if not left:
             raise
         lasting.lose(found)
-        lost = "" if waits else f"the run goes on with {len(left)} of {team.num_nodes} nodes"
-        restart = lasting.restarts.decide(error, lost, memory=waits)
+        restart = lasting.restarts.decide(error, f"the run goes on with {len(left)} of {team.num_nodes} nodes")
         if team.node == 0:
             prepared.folder.add_restart(restart.to_json())
             _report(str(restart), prepared.folder)
@@ -249,15 +226,12 @@ def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
         received = wait_unless_asked(restart.wait_s)
         if received is not None:
             return report_end(prepared.folder, received, print, team.node == 0)
-        if waits:
-            raise NodeLost from error
         raise NodesLeft(left) from error
 
 
 def _launch_and_restart(
     found: Joined,
     arguments: Sequence[str],
-    lasting: Lasting,
     restarts: Restarts,
     gpus: LaunchGpus,
     listener: XidListener,
@@ -271,12 +245,20 @@ def _launch_and_restart(
     num_smaller = attempt = 0
     while True:
         attempt += 1
-        ending = lasting.standbys.list_ending()
-        asked = wait_unless_asked(functools.partial(gpus.await_end, ending))
-        driver = _collect_reports(found, gpus, listener)
-        added = {ATTEMPT: str(attempt), ENDING: " ".join(str(process.pid) for process in ending)}
+        team, prepared = found.team, found.prepared
+        of_node = () if team is None else (team.ranks.start, host_name())
+        driver = DriverReports(listener, gpus.gpus, *of_node)
         try:
-            return _run_attempt(found, arguments, lasting, report, driver, asked, added)
+            return run_workers(
+                folder,
+                prepared.plan,
+                timeout_s=prepared.config.parallel.timeout_s,
+                report=report,
+                team=team,
+                arguments=arguments,
+                environment={ATTEMPT: str(attempt)},
+                driver=driver,
+            )
         except UserError as error:
             if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS and restarts.limit:
                 num_smaller += 1
@@ -284,8 +266,8 @@ def _launch_and_restart(
             elif error.kind == FAULT:
                 step = folder.newest_step()
                 alone = found.team is None and restarts.limit > 0
-                lost = find_lost(gpus, error, found.prepared.config, step, driver.xids) if alone else None
-                restart = _decide(found, error, restarts, lost)
+                lost = find_lost(gpus, error, prepared.config, step, driver.xids) if alone else None
+                restart = found.agree_on_restart(functools.partial(restarts.decide, error, str(lost or "")))
                 if leads:
                     _keep(str(error), folder)
                     folder.add_restart(restart.to_json())
@@ -301,55 +283,12 @@ def _launch_and_restart(
                 raise
 
 
-def _decide(found: Joined, error: UserError, restarts: Restarts, lost: Lost | None) -> Restart:
-    if lost is None:
-        return found.agree_on_restart(lambda: restarts.decide(error))
-    copies = found.prepared.plan.layout.holds_copies
-    restart = restarts.decide(error, str(lost), memory=copies)
-    if not copies and restarts.segments is not None:  # parts of what is left would be missing
-        restarts.segments.clear()
-    return restart
-
-
 def _plan_fewer(found: Joined, lost: Lost, report: Callable[[str], None]) -> Joined:
     lost.gpus.hide(lost.why)
     found = replace(found, prepared=plan_fewer(found.prepared, lost.num_left))
     why = [sentence_of(reason) for reason in found.prepared.plan.why if reason.code in ("strategy", "batch")]
     report(f"plan {found.prepared.plan.number}: {'; '.join(why)}")
     return found
-
-
-def _collect_reports(found: Joined, gpus: LaunchGpus, listener: XidListener) -> DriverReports:
-    team = found.team
-    return DriverReports(listener, gpus.gpus, *(() if team is None else (team.ranks.start, host_name())))
-
-
-def _run_attempt(
-    found: Joined,
-    arguments: Sequence[str],
-    lasting: Lasting,
-    report: Callable[[str], None],
-    driver: DriverReports,
-    asked: signal.Signals | None,
-    added: Mapping[str, str],
-) -> int:
-    plan, team, memory = found.prepared.plan, found.team, lasting.memory
-    environment = {**added, **(memory.own.environment if memory.own is not None else {})}
-    with contextlib.ExitStack() as beside:
-        if team is not None and found.prepared.config.checkpoint.every_step_in_memory:
-            environment |= beside.enter_context(copying(memory, team, not plan.layout.holds_copies, report))
-        return run_workers(
-            found.prepared.folder,
-            plan,
-            timeout_s=found.prepared.config.parallel.timeout_s,
-            report=report,
-            team=team,
-            arguments=arguments,
-            environment=environment,
-            driver=driver,
-            standbys=lasting.standbys,
-            asked=asked,
-        )
 
 
 def _plan_smaller(found: Joined, error: UserError, report: Callable[[str], None]) -> Joined:

@@ -139,11 +139,6 @@ class Team:
         port = self._store.port if self._store is not None else None
         return host, self.channel.gather(f"start {self.attempt}", port)[0]
 
-    @property
-    def num_before(self) -> int:
-        """Ranks of the node before this one, in a ring."""
-        return len(self._ranks[(self.node - 1) % self.num_nodes])
-
     # What the watch asks.
 
     def name_rank(self, rank: int) -> str:

@@ -408,14 +408,11 @@ def hearing_signals(act: Callable[[signal.Signals], object]) -> Iterator[None]:
         os.close(read)
 
 
-def wait_unless_asked(wait: float | Callable[[], object]) -> signal.Signals | None:
-    """Sleeps for ``wait`` seconds, or calls it; returns early with the signal that asks this process to end."""
+def wait_unless_asked(seconds: float) -> signal.Signals | None:
+    """Sleeps; returns early with the signal that asks this process to end."""
     try:
         with raise_when_asked(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if callable(wait):
-                wait()
-            else:
-                time.sleep(wait)
+            time.sleep(seconds)
     except StopRequested as asked:
         return asked.signal
     return None

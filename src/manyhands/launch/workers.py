@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_TERMINATED, FAULT, UserError
 from manyhands.launch.address import LOCAL_HOST, Address, network_environment
 from manyhands.launch.agent import agent_config, open_store
-from manyhands.launch.environment import launcher_environment, rank_environment
+from manyhands.launch.environment import launcher_environment
 from manyhands.launch.failure import FoundCause, find_cause
 from manyhands.launch.heartbeat import this_host
 from manyhands.launch.lost_gpus import DriverReports
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.standby import Standbys
 from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.watch import StopRequested, Watch, end_all, hearing_signals, raise_when_asked, worker_pids
 from manyhands.planner.types import Plan
@@ -57,26 +56,20 @@ def run_workers(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] = NOTHING,
     driver: DriverReports | None = None,
-    standbys: Standbys | None = None,
-    asked: signal.Signals | None = None,
 ) -> int:
     """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them runs
-    any more when it returns, however it ends; with ``standbys`` those that were killed may still give memory back.
+    any more when it returns, however it ends.
 
     Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
     SLURM's SIGUSR1, unless the run was finished by then: a crash after that is a warning. ``timeout_s``: a rank that
     others wait for, or a node of ``team`` that is silent, is ended after so long without progress. UserError: the
     first cause of a failure on any node, with what the driver reports of GPUs (``driver``), or a MASTER_PORT in use.
-    ``standbys``: where the processes of ranks come from, if they are there. ``asked``: a signal that has come before;
-    no worker is started, and other nodes are told.
     """
     world_size, leads = plan.layout.world_size, team is None or team.node == 0
     port = choose_port() if team is None else 0
     if leads:
         folder.clear_ranks()
         folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
-    if standbys is not None and module == WORKER and asked is None:
-        _start_before_agent(folder, plan, team, environment, standbys)
     store = None  # of this launch alone: it is there as long as it is referred to
     if team is None:
         store = open_store(LOCAL_HOST, port)
@@ -87,8 +80,8 @@ def run_workers(
         place = Rendezvous(team.node, team.num_nodes, len(team.ranks), str(address), name, timeout_s)
     try:
         command = (module, *arguments)
-        with hearing_signals(_Notice(report, team, is_said=asked is not None).hear):
-            ending = _run_and_watch(folder, plan, place, timeout_s, command, team, environment, standbys, asked)
+        with hearing_signals(_Notice(report, team).hear):
+            ending = _run_and_watch(folder, plan, place, timeout_s, command, team, environment)
     finally:
         del store
     if driver is not None:
@@ -115,8 +108,8 @@ def run_workers(
 class _Notice:
     """Says at once that a signal has come, as the ranks answer it after their step; and passes it on to other nodes."""
 
-    def __init__(self, report: Callable[[str], None], team: Team | None, *, is_said: bool) -> None:
-        self._report, self._team, self._is_said = report, team, is_said
+    def __init__(self, report: Callable[[str], None], team: Team | None) -> None:
+        self._report, self._team, self._is_said = report, team, False
 
     def hear(self, number: signal.Signals) -> None:
         is_first = not self._is_said if self._team is None else self._team.pass_on(number)
@@ -127,23 +120,6 @@ class _Notice:
             self._report(f"{number.name}: {what}; {again} ends them at once, without saving")
 
 
-def _start_before_agent(
-    folder: RunFolder, plan: Plan, team: Team | None, environment: Mapping[str, str], standbys: Standbys
-) -> None:
-    """Starts this node's ranks early. Before the nodes meet: node 0 imports torch for that."""
-    world_size = plan.layout.world_size
-    local, node, num_nodes = (range(world_size), 0, 1) if team is None else (team.ranks, team.node, team.num_nodes)
-    with launcher_environment(plan, len(local), _of_node(team, environment)):
-        environments = [rank_environment(rank, local, world_size, node, num_nodes) for rank in local]
-        standbys.start_before_agent(folder, environments)
-
-
-def _of_node(team: Team | None, environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Variables of this node and attempt."""
-    network = network_environment(LOCAL_HOST) if team is None else team.environment
-    return {**network, **environment}
-
-
 def _run_and_watch(
     folder: RunFolder,
     plan: Plan,
@@ -152,21 +128,17 @@ def _run_and_watch(
     command: Sequence[str],
     team: Team | None,
     environment: Mapping[str, str],
-    standbys: Standbys | None,
-    asked: signal.Signals | None,
 ) -> LaunchEnd:
     local = None if team is None else team.ranks
+    network = network_environment(LOCAL_HOST) if team is None else team.environment
     try:
         with (
-            launcher_environment(plan, place.num_local, _of_node(team, environment)),
+            launcher_environment(plan, place.num_local, {**network, **environment}),
             _passing_on_notice(),
             raise_when_asked(*_SIGNALS),
             Watch(folder, plan.layout.world_size, timeout_s, local, team) as watch,
             team.watching(watch) if team is not None else contextlib.nullcontext(),
-            standbys.serving(folder, watch.local_ranks) if standbys is not None else contextlib.nullcontext(),
         ):
-            if asked is not None:
-                signal.raise_signal(asked)
             return _run_agent(folder, place, command, watch)
     except StopRequested as stop:  # before the agent has taken the signal over: no worker was started
         return LaunchEnd(stop.signal)

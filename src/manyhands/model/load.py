@@ -10,7 +10,7 @@ features changed the model: a changed layer says itself what loading has to know
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +133,9 @@ def materialize(
     config: RunConfig,
     device: torch.device,
     draw_on: torch.device | None = None,
-    skip: Collection[str] = (),
 ) -> None:
     """Give a meta model memory on ``device`` and its weights; what no file holds is left for converters to fill.
-    ``draw_on``: where random weights are drawn, if not there. Parameters named in ``skip`` get memory only.
+    ``draw_on``: where random weights are drawn, if not there.
 
     ``model`` is the Hugging Face model or the ``LossModel`` around it: whichever is the root of the sharding.
     Parameters may be held in parts (``core/holding.py``). Raises ``UserError`` before reading if names or shapes in
@@ -150,9 +149,9 @@ def materialize(
         inner.tie_weights()  # a plain to_empty unties
     rebuild_buffers(inner)
     if checkpoint is not None:
-        read_weights(inner, checkpoint, plan.new_tokens, skip)
+        read_weights(inner, checkpoint, plan.new_tokens)
     else:
-        initialize_randomly(inner, config.seed, draw_on or device, skip)
+        initialize_randomly(inner, config.seed, draw_on or device)
 
 
 @torch.no_grad()
@@ -239,19 +238,16 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
 
 
 @torch.no_grad()
-def read_weights(
-    model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None, skip: Collection[str] = ()
-) -> None:
-    """Copy this rank's slice of every stored tensor not in ``skip``, file by file, cast to the parameter's dtype.
+def read_weights(model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None) -> None:
+    """Copy this rank's slice of every stored tensor, file by file, cast to the parameter's dtype.
 
     What transformers converts is read in full, one conversion at a time. Layers that fill themselves do so one after
     the other, on all ranks together: a rank holds its slice of one weight at a time.
     """
     filling = _Filling(model, new_tokens)
-    plain = {name: stored for name, stored in checkpoint.plain.items() if name not in skip}
-    for path in sorted({stored.file for stored in plain.values()}):
+    for path in sorted({stored.file for stored in checkpoint.plain.values()}):
         with open_weights(path) as file:
-            for name, stored in plain.items():
+            for name, stored in checkpoint.plain.items():
                 if stored.file == path and stored.nf4 is not None:
                     filling.fill(name, stored.nf4)
                 elif stored.file == path:
@@ -300,8 +296,8 @@ class _Filling:
 
 
 @torch.no_grad()
-def initialize_randomly(model: Any, seed: int, device: torch.device, skip: Collection[str] = ()) -> None:
-    """New weights, except those in ``skip``, by the family's own rule, drawn from (seed, name): the same for any
+def initialize_randomly(model: Any, seed: int, device: torch.device) -> None:
+    """New weights by the family's own rule, drawn from (seed, name): the same for any
     sharding and number of processes.
 
     The full parameters of one module at a time are made on ``device``, initialized and cut to this rank's part. CPU and
@@ -309,7 +305,7 @@ def initialize_randomly(model: Any, seed: int, device: torch.device, skip: Colle
     there; and a CPU draws 8 billion values in a minute.
     """
     seen: set[int] = set()
-    unstored = unstored_parameters(model).union(skip)
+    unstored = unstored_parameters(model)
     for name, module, owner in with_owners(model):
         own = {
             key: p

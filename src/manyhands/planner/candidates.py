@@ -56,7 +56,7 @@ class Limits:
         terms = estimate_terms(asked)
         margin = margin_of(asked)
         memory = MemoryEstimate(terms=terms, limit=self.device, margin=margin)
-        if self.host is not None and (asked.offloads or asked.snapshots):
+        if self.host is not None and asked.offloads:
             host, kept = estimate_host_terms(asked, terms), keep_on_device(asked, terms)
             memory = MemoryEstimate(terms=kept, limit=self.device, margin=margin, host_terms=host, host_limit=self.host)
         step_s = sum(self.clock.terms(asked).values()) if self.clock is not None else None

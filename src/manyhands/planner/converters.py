@@ -45,13 +45,12 @@ class Case:
 @dataclass(frozen=True)
 class ConverterSpec:
     """``place``: its ``module:Class``. ``only_while_training``: how a run is carried out, or first values, which
-    nothing needs where a trained checkpoint is opened. ``tests_weights``: its self-test's result depends on them.
+    nothing needs where a trained checkpoint is opened.
     """
 
     place: str
     applies: Callable[[Case], bool]
     only_while_training: bool = False
-    tests_weights: bool = False
 
 
 # In the order in which they change the model.
@@ -67,7 +66,6 @@ CONVERTERS = {
         "manyhands.convert.fp8:Fp8Blocks",
         lambda case: case.kernels.linear == "fp8",
         only_while_training=True,
-        tests_weights=True,
     ),
     "lora": ConverterSpec("manyhands.convert.lora:Lora", lambda case: case.method.trains_adapters),
     "patterns": ConverterSpec(

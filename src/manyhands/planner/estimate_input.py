@@ -100,8 +100,6 @@ class EstimateInput:
     row_length: int | None = None  # tokens of every sample, where they have one length
     adapter_dora: bool = False
     images: ImageInput | None = None  # of a model whose tower is loaded
-    snapshots: bool = False  # of every step, in host memory
-    copies_snapshots: bool = False  # those of another node are kept here, too
     needs_all_gradients: bool = True  # before the update: to clip them, or to skip it
     fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
 
@@ -240,20 +238,6 @@ class EstimateInput:
     def streams_update(self) -> bool:
         """Masters in bfloat16 of which something is in host memory: a GPU updates them, a slice at a time."""
         return self.layout.offload != "none" and self.layout.master_dtype == "bfloat16"
-
-    def snapshot_bytes(self, optimizer: int) -> int:
-        """Of one snapshot after every step: a rank's masters and its states, ``optimizer`` bytes of them. Replicas take
-        one a machine: the same for the rank that does. 0 where there are none.
-        """
-        masters = self.num_trained * self.master_bytes // self.num_shards
-        return masters + optimizer if self.snapshots and not self.layout.zero_stage else 0
-
-    def kept_snapshot_bytes(self, optimizer: int) -> int:
-        """Of all that a rank keeps: two, and as many of a rank of another node where these are copied. Those of
-        replicas are not.
-        """
-        num_kept = 4 if self.copies_snapshots and not self.layout.holds_copies else 2
-        return num_kept * self.snapshot_bytes(optimizer)
 
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"

@@ -48,7 +48,7 @@ def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, in
         host["checkpoint"] = terms["optimizer"]
     if s.layout.offload_activations:
         host["activations"] = int(PINNED * moved_bytes(s))
-    return host | ({"snapshots": s.kept_snapshot_bytes(terms["optimizer"])} if s.snapshots else {})
+    return host
 
 
 def pinned(s: EstimateInput, value_bytes: int) -> float:

@@ -68,8 +68,6 @@ def estimate_terms(setup: EstimateInput) -> dict[str, int]:
     every = [standing | moment | {"pools": unused(setup, standing | moment)} for moment in moments]
     terms = max(every, key=lambda terms: sum(terms.values()) - gradients_on_host(setup, terms))
     terms["overhead"] = overhead(setup)
-    if setup.layout.device == "cpu":
-        terms["snapshots"] = setup.kept_snapshot_bytes(terms["optimizer"])
     return terms
 
 

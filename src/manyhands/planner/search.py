@@ -36,7 +36,7 @@ from manyhands.planner.estimate_input import (
     with_towers,
 )
 from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
-from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
+from manyhands.planner.hardware import choose_environment, ranks_per_machine
 from manyhands.planner.host_memory import Saving, choose_saving
 from manyhands.planner.layout import DTYPE_BYTES, lay_out, mesh_of
 from manyhands.planner.parts import explain_images, price_images, rate_parts
@@ -262,8 +262,6 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
         row_length=facts.data.max_length if has_one_length(facts.data) else None,
         adapter_dora=config.method.dora,
-        snapshots=config.checkpoint.every_step_in_memory,
-        copies_snapshots=config.checkpoint.every_step_in_memory and (count_nodes(facts) or 1) > 1,
         images=describe_images(made.parts, facts.model, facts.data),
         needs_all_gradients=config.optimizer.max_grad_norm > 0
         or "skip" in (config.guards.nonfinite, config.guards.spike),

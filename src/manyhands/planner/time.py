@@ -23,7 +23,6 @@ from manyhands.planner.elementwise import moved_values, num_kernels
 from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.host_memory import fetched_alone
 from manyhands.planner.layout import Checkpointing
-from manyhands.planner.memory import optimizer as optimizer_states
 from manyhands.planner.rates import Fitted, GpuRates
 from manyhands.planner.towers import reading_s, towers_s
 from manyhands.planner.work import MeanStep, Micro
@@ -83,7 +82,6 @@ def estimate_step(s: TimeInput) -> dict[str, float]:
     compute = sum(terms.values()) - terms["optimizer"]
     terms["communication"] = communication(s, compute)
     terms["offload"] = offload(s, compute)
-    terms["snapshots"] = snapshots(s, sum(terms.values()) - terms["optimizer"])
     device = sum(terms.values())
     hidden = device if s.estimate.layout.device == "cuda" else 0.0
     terms["host"] = max(0.0, host(s) - hidden) + waiting(s, terms["optimizer"])
@@ -302,18 +300,6 @@ def offload(s: TimeInput, compute: float) -> float:
     leaving = e.num_trained * 3 * e.master_bytes if updates_in_backward(s) else leaving
     seconds = (micro * 2 * moved_bytes(e) + reductions * leaving + fetched) / s.rates.pcie
     return alone / s.rates.pcie + max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
-
-
-def snapshots(s: TimeInput, passes: float) -> float:
-    """What the copy of masters and states to host memory takes beyond the forward and backward passes (``passes``
-    seconds), a first forward pass left out: it begins with the first backward pass, and the update waits for it.
-    """
-    e = s.estimate
-    if e.layout.device != "cuda":
-        return 0.0
-    num_copying = 1 if e.layout.holds_copies else s.num_local
-    rate = min(s.rates.pcie, HOST_COPIES_BYTES_S / num_copying)
-    return max(0.0, e.snapshot_bytes(optimizer_states(e)) / rate - passes * (1 - 1 / (3 * max(1.0, s.work.num_micro))))
 
 
 def host(s: TimeInput) -> float:

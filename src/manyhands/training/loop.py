@@ -96,14 +96,11 @@ def train(loop: Loop) -> TrainState:
         is_asked_to_stop = any(report.interrupted for report in reports)
         if _is_due(loop) and not is_asked_to_stop:
             _evaluate(loop)
-        paused_s = time.monotonic() - pause
         for hook in loop.hooks:
-            pause = time.monotonic()
             hook.between_steps(state)
-            paused_s += 0.0 if hook.is_part_of_step else time.monotonic() - pause
         if is_asked_to_stop:
             raise Interrupted
-        begin = end + paused_s  # evaluations and checkpoints belong to no step; all else does
+        begin = end + time.monotonic() - pause  # evaluations and checkpoints belong to no step; all else does
     if state.evaluated_step != state.step:
         _evaluate(loop)
     for hook in loop.hooks:

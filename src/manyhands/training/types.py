@@ -204,8 +204,6 @@ class Hook:
     def after_checkpoint(self, state: TrainState, folder: Path) -> None:
         """``folder`` holds a complete checkpoint."""
 
-    is_part_of_step = False  # whether what ``between_steps`` takes is part of the next step's seconds
-
     def between_steps(self, state: TrainState) -> None:
         """After everything that belongs to a step, its evaluation included: the moment for a checkpoint."""
 

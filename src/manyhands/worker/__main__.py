@@ -9,7 +9,6 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
 
 from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.files import explain_full_disk, is_disk_full
@@ -99,16 +98,11 @@ def main(argv: list[str]) -> int:
         return EXIT_FAILED
 
 
-def run_and_exit(argv: list[str]) -> NoReturn:
-    """Ends this process with the exit code of its rank."""
+if __name__ == "__main__":
     print_safely()
-    code = main(argv)
+    code = main(sys.argv[1:])
     with contextlib.suppress(OSError):  # the log's disk may be full
         sys.stdout.flush()
         sys.stderr.flush()
     # Not sys.exit: after a failure other ranks may never answer the collectives that a clean shutdown waits for.
     os._exit(code)
-
-
-if __name__ == "__main__":
-    run_and_exit(sys.argv[1:])

@@ -47,8 +47,6 @@ class CheckpointHook(Hook):
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
         self.saved_at = rank.state.step if rank.state.step else -1
-        if rank.snapshot is not None and rank.snapshot.step == rank.state.step:
-            self.saved_at = -1  # in memory alone
         self.saved_elapsed_s = rank.state.elapsed_s
         self.pending: Pending | None = None
         self.engine = rank.engine if isinstance(rank.engine, StagesCheckpoints) else None
@@ -74,23 +72,14 @@ class CheckpointHook(Hook):
         elif min(statuses) >= Status.WRITTEN:
             self.pending.save.know_all_written()
 
-    def before_training(self, state: TrainState) -> None:
-        """What a snapshot has is in memory alone: where its checkpoint had not been completed, it is written now."""
-        if state.step and self._is_due(state):
-            self.save(state)
-
     def between_steps(self, state: TrainState) -> None:
         if self._is_due(state):
             self.save(state)
-        elif self.saver is not None and self.engine is not None and not self.saver.has_asked and self._may_pin():
+        elif self.saver is not None and self.engine is not None and not self.saver.has_asked:
             self.saver.make_room(self.engine.checkpoint_tensors())  # the optimizer's states are there now
 
     def after_training(self, state: TrainState) -> None:
         self.save_and_wait(state)
-
-    def _may_pin(self) -> bool:
-        """Memory of snapshots is pinned first: they begin as soon as it is, and the first checkpoint is due later."""
-        return self.rank.snapshots is None or self.rank.snapshots.is_ready
 
     def _is_due(self, state: TrainState) -> bool:
         plan, section = self.rank.plan, self.rank.config.checkpoint

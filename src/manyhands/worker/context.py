@@ -13,8 +13,6 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 
 import torch
 
-from manyhands.checkpoint.in_memory import Snapshot, SnapshotWriter
-from manyhands.checkpoint.tensors import StateTensors
 from manyhands.config.schema import RunConfig
 from manyhands.convert.protocol import Converter
 from manyhands.core.world import World
@@ -69,14 +67,8 @@ class RunEngine(Engine, Protocol):
 class StagesCheckpoints(Protocol):
     """An engine whose state can be saved while it trains on."""
 
-    def checkpoint_tensors(self) -> StateTensors:
-        """What ``save`` saves, sharing memory with the model and the optimizer; one object while these keep theirs."""
-        ...
-
-    def before_backward(self, call: Callable[[], None]) -> None:
-        """``call`` is called once, when the next backward pass begins: the device has a forward pass to compute then,
-        so that it does not wait for what the host does.
-        """
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """What ``save`` saves, sharing memory with the model and the optimizer."""
         ...
 
     def before_update(self, call: Callable[[], None]) -> None:
@@ -111,8 +103,6 @@ class RankContext:
     features: FeatureWork | None = None  # of images, that are kept, once the model is there
     # model
     checkpoint: Path | None = None  # the newest, which the run resumes from
-    snapshot: Snapshot | None = None  # of a later step, in memory, which it resumes from instead
-    snapshots: SnapshotWriter | None = None  # what keeps them on this rank, from one rollback to the next
     converters: Sequence[Converter] = ()
     loss_model: LossModel = None  # type: ignore[assignment]
     engine: RunEngine = None  # type: ignore[assignment]

@@ -18,15 +18,11 @@ from manyhands.data.store import SampleSet
 from manyhands.planner.layout import Layout
 from manyhands.worker.batches import shape_of
 from manyhands.worker.context import RankContext
-from manyhands.worker.stages import await_room
 
 
 def try_largest(rank: RankContext) -> None:
-    """On GPUs, by torch's own engine; every rank takes part. Not where a snapshot in memory shows that the same plan
-    has trained in this launch.
-    """
-    await_room(rank, rank.plan.memory.total)
-    if rank.world.device.type == "cuda" and not rank.plan.layout.zero_stage and rank.snapshot is None:
+    """On GPUs, by torch's own engine; every rank takes part."""
+    if rank.world.device.type == "cuda" and not rank.plan.layout.zero_stage:
         run_largest(rank)
 
 

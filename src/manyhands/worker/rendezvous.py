@@ -30,7 +30,6 @@ from manyhands.launch.environment import (
     accelerate_settings,
     apply_variables,
     choose_threads,
-    ending_processes,
     localize,
     refuse_silent_single,
     set_worker_environment,
@@ -38,7 +37,6 @@ from manyhands.launch.environment import (
 from manyhands.launch.heartbeat import this_host
 from manyhands.launch.nodes import NodeGroup
 from manyhands.launch.prepare import prepare_run, summarize_start
-from manyhands.launch.rank_process import await_memory
 from manyhands.launch.resume_rules import folder_of
 from manyhands.launch.run_file import load_for_start
 from manyhands.launch.run_folder import RunFolder
@@ -289,18 +287,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
             fix="start at most one process a GPU, or widen CUDA_VISIBLE_DEVICES",
         )
     device = torch.device("cuda", local_rank)
-    await_memory(ending_processes(), 1, lambda: _can_use(device), lambda: None)
     torch.cuda.set_device(device)
     return device
-
-
-def _can_use(device: torch.device) -> bool:
-    """Whether the GPU has room for this process's CUDA context, hundreds of MiB that a killed rank may still hold."""
-    try:
-        torch.cuda.set_device(device)
-    except RuntimeError:  # the caller tries again after the wait, and then raises it
-        return False
-    return True
 
 
 def form_group(store: dist.Store, launcher: Launcher, device: torch.device, timeout_s: float) -> World:

@@ -4,7 +4,6 @@ resumed.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import torch
 
 from manyhands.checkpoint.load import find_sound
 from manyhands.checkpoint.manifest import clean_leftovers
-from manyhands.convert.build import build_on_meta, count_parameters, describe_new, load_weights, make_all, tests_weights
+from manyhands.convert.build import build_on_meta, count_parameters, describe_new, load_weights, make_all
 from manyhands.convert.protocol import Context
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.holding import full_numel
 from manyhands.core.limits import FEATURES_FOLDER
-from manyhands.core.segments import COPIED
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import FeatureFiles, FeatureWork, digest_of_pixels
@@ -29,9 +27,6 @@ from manyhands.data.streams import Sample, cut_to_loss
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
-from manyhands.kernels.backend import adopt_choices
-from manyhands.launch.environment import ending_processes
-from manyhands.launch.rank_process import await_memory
 from manyhands.launch.resume_rules import refuse_other_checkpoint
 from manyhands.model.checks import check_batches, check_loss, check_packing, check_padding, foreign_errors
 from manyhands.model.features import KeptFeatures, digest_of_weights
@@ -39,9 +34,7 @@ from manyhands.model.image_checks import ProbeImages, check_images
 from manyhands.training.types import TrainState
 from manyhands.worker.batches import images_of, shape_of
 from manyhands.worker.context import RankContext
-from manyhands.worker.snapshots import find_snapshot
 
-STANDING = ("weights", "optimizer", "overhead")  # terms of the planned memory that are there before the first step
 PROBE_TOKENS = 2048  # of the micro-batch for self-tests, which run uncompiled and keep every activation
 
 
@@ -86,20 +79,14 @@ def find_checkpoint(rank: RankContext) -> None:
     rank.checkpoint = find_sound(checkpoints, rank.print)
     if (found := rank.checkpoint) is not None:
         run_on_rank_0(lambda: refuse_other_checkpoint(found, rank.config, rank.folder))
-    find_snapshot(rank)
 
 
 def build_model(rank: RankContext) -> None:
     """The model on meta, changed by the plan's converters; weights onto their shards; the optimizer."""
     plan, config, world = rank.plan, rank.config, rank.world
-    await_room(rank, sum(plan.memory.terms.get(name, 0) for name in STANDING))
     if config.kernels.deterministic:
         use_deterministic_kernels()
-    resumes = rank.checkpoint is not None or rank.snapshot is not None
-    if has_passed_checks(rank):
-        adopt_choices()  # of the rank whose place this one takes
-    restores = has_passed_checks(rank) and plan.layout.trains_everything
-    context = Context(config, plan, world.device, resumes=resumes, restores=restores)
+    context = Context(config, plan, world.device, resumes=rank.checkpoint is not None)
     converters = rank.converters = make_all(context)
     reported: set[str] = set()
     rank.loss_model = build_on_meta(context, converters, rank.print)
@@ -119,19 +106,6 @@ def build_model(rank: RankContext) -> None:
     keep_features(rank)
 
 
-def await_room(rank: RankContext, needed: int) -> None:
-    """After a restart: waits until ``needed`` bytes are free on the GPU or already reserved by this rank, or until the
-    ranks of the previous attempt have released all of their memory, which takes seconds.
-    """
-    device = rank.world.device
-    if device.type == "cuda":
-
-        def read_free() -> int:
-            return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-        await_memory(ending_processes(), needed, read_free, rank.beat)
-
-
 def use_deterministic_kernels() -> None:
     """For this process, before kernels are chosen: what has none that sums in a fixed order raises RuntimeError."""
     torch.use_deterministic_algorithms(True)
@@ -149,19 +123,8 @@ def keep_features(rank: RankContext) -> None:
     images.kept = KeptFeatures(images, rank.model, FeatureFiles(rank.features))
 
 
-def has_passed_checks(rank: RankContext) -> bool:
-    """Whether an attempt of this launch has trained by this plan on this machine: it has left a snapshot in memory. Not
-    where another node's copy may have come here, or where a test changes with the weights.
-    """
-    is_the_plan = rank.plan.cause not in ("resize", "out_of_memory")
-    is_here = rank.snapshot is not None and COPIED not in os.environ
-    return is_here and is_the_plan and not tests_weights(rank.plan)
-
-
 def check_model(rank: RankContext) -> None:
     """Fast paths are compared with the loaded model itself, before the first step of a launch."""
-    if has_passed_checks(rank):
-        return
     with foreign_errors(rank.loss_model):
         check_loss(rank.engine, rank.loss_model, rank.world.device)
         check_rows = check_packing if rank.plan.packing else check_padding
@@ -196,10 +159,7 @@ def check_model(rank: RankContext) -> None:
 
 def resume(rank: RankContext) -> None:
     """From the newest complete checkpoint, on whatever number of ranks there is now."""
-    if rank.snapshot is not None:
-        rank.state = TrainState(**rank.snapshot.restore(rank.model, rank.engine.optimizer))
-        rank.print(f"resumed after step {rank.state.step} from host memory")
-    elif rank.checkpoint is not None:
+    if rank.checkpoint is not None:
         rank.state = TrainState(**rank.engine.load(rank.checkpoint, is_checked=True, report=rank.print))
         rank.print(f"resumed after step {rank.state.step} from {rank.checkpoint.name}")
 

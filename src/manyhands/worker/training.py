@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,11 +12,7 @@ import torch
 
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import UserError
-from manyhands.core.files import write_json
 from manyhands.core.holding import local
-from manyhands.kernels.backend import list_choices
-from manyhands.launch.environment import LAUNCHER_PID
-from manyhands.launch.standby import write_modules
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Meter, Outcome, Sink
@@ -31,7 +26,6 @@ from manyhands.worker.checkpoints import CheckpointHook, follows
 from manyhands.worker.context import RankContext
 from manyhands.worker.guards import make_guard, make_replicas, roll_back
 from manyhands.worker.prompts import answer_prompts, choose_prompts
-from manyhands.worker.snapshots import SnapshotHook
 
 SAMPLED = 4096  # values of each parameter, to see whether any has changed
 LOOK_S = 1.0  # between two looks for the file STOP, which may be on a network's file system
@@ -138,7 +132,6 @@ def _make_loop(rank: RankContext, sinks: Sequence[Sink], checkpoints: Checkpoint
             DivergenceGuard(config.stop, rank.print),
             StragglerHook(rank.print, rank.measured.setdefault("slow", []).append),
             checkpoints,
-            SnapshotHook(rank),
         ],
         evaluate=make_evaluate(rank),
         evaluate_after=functools.partial(follows, rank, plan.evaluate_every, plan.evaluate_per_epoch),
@@ -232,22 +225,13 @@ def record_step_starts(rank: RankContext, works: Iterable[StepWork]) -> Iterator
 
 
 class BeatHook(Hook):
-    """Tells the launcher's watch that this rank goes forward; and after its first step what it has imported and which
-    kernels it has chosen, for the processes that stand by.
-    """
+    """Tells the launcher's watch that this rank goes forward."""
 
     def __init__(self, rank: RankContext) -> None:
         self.rank = rank
-        self.has_stepped = False
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         self.rank.beat(state.step)
-        if not self.has_stepped and LAUNCHER_PID in os.environ:
-            with contextlib.suppress(OSError):  # a full disk: restarts are slower
-                write_json(self.rank.folder.kernels(self.rank.world.rank), list_choices())
-                if self.rank.world.local_rank == 0:
-                    write_modules(self.rank.folder)
-        self.has_stepped = True
 
 
 class DeviceHook(Hook):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from manyhands.kernels.adamw.reference import Update, update_reference
-from manyhands.kernels.backend import Backend, beyond_bound, cached_choice, triton_or
+from manyhands.kernels.backend import Backend, beyond_bound, triton_or
 
 BACKENDS = ("triton", "eager")
 
 
-@cached_choice(Backend)
+@cache
 def choose_backend(device: torch.device) -> Backend:
     """Triton where it can be imported and agrees with the reference on ``device``; else torch, with the reason."""
     return triton_or(

@@ -11,11 +11,11 @@ Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from manyhands.kernels.attention.reference import ALLOWED, error_ratio
-from manyhands.kernels.backend import cached_choice
 
 ORDER = ("cudnn", "flash")
 PROBE_ROWS, PROBE_LENGTH = 2, 200
@@ -48,7 +48,7 @@ def attend_dense(
     return out[0]  # type: ignore[no-any-return]
 
 
-@cached_choice(DenseAttention)
+@cache
 def choose_dense(device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int) -> DenseAttention:
     """The first of ``ORDER`` that runs here and whose output and gradients are as near to float32 as the
     reference's are.

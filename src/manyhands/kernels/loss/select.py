@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
-from manyhands.kernels.backend import Backend, beyond_bound, cached_choice, triton_or
+from manyhands.kernels.backend import Backend, beyond_bound, triton_or
 from manyhands.kernels.loss.reference import softmax_part, softmax_rows
 
 BACKENDS = ("triton", "compile", "eager")
 
 
-@cached_choice(Backend)
+@cache
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Triton where it can be imported and agrees with the reference on ``device``; else torch, with the reason."""
     if device.type == "cuda" and dtype == torch.float64:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 import torch
 
-from manyhands.kernels.backend import Backend, cached_choice, triton_or
+from manyhands.kernels.backend import Backend, triton_or
 from manyhands.kernels.nf4.reference import Dequantize, count_unlike, dequantize_reference, kernel_dtype
 
 
@@ -40,7 +41,7 @@ def use(backend: Backend, dtype: torch.dtype) -> None:
         _chosen.pop(kernel_dtype(dtype), None)
 
 
-@cached_choice(Backend)
+@cache
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Triton where it can be imported and gives bitsandbytes' bits on ``device``, else bitsandbytes, with the
     reason.
