@@ -92,8 +92,31 @@ def test_an_adapter_that_differs_is_named_with_both_digests(tmp_path: Path, monk
     assert [places["adapter_folder"] for _, places in same] == [str(tmp_path / "a")] * 2
 
 
+def test_the_slowest_link_counts_and_none_where_a_driver_does_not_state_it(tmp_path: Path, monkeypatch):
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "4: ACTIVE"), ("mlx5_2", "1: DOWN")):
+        port = tmp_path / "sys/class/infiniband" / name / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text("400 Gb/sec (4X NDR)")
+    addresses = {"eth0": [SimpleNamespace(address="10.0.0.1")], "eth1": [SimpleNamespace(address="10.0.0.2")]}
+    speeds = {"eth0": 25_000, "eth1": 10_000}
+    monkeypatch.setattr(preflight.psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(
+        preflight.psutil, "net_if_stats", lambda: {name: SimpleNamespace(speed=speed) for name, speed in speeds.items()}
+    )
+
+    def read(*roots: Path) -> set[float | None]:
+        found = on_all(2, lambda node: preflight.read_link(node, ["10.0.0.1", "10.0.0.2"], roots[node.node]))
+        return {figure and figure.value for figure in found}
+
+    empty = tmp_path / "empty"
+    assert read(tmp_path, tmp_path) == {100.0} and read(empty, empty) == read(tmp_path, empty) == {1.25}
+    speeds["eth1"] = 0  # as of virtual cards
+    assert read(empty, empty) == {None}
+
+
 def test_a_fresh_run_takes_a_name_under_which_there_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preflight, "measure_links", lambda *_: None)
+    monkeypatch.setattr(preflight, "read_link", lambda *_: None)
     monkeypatch.setattr(preflight, "find_places", lambda *_: (None, {}))
     (tmp_path / "run.json").write_text("{}")
     store = tmp_path / "store"

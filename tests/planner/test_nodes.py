@@ -65,7 +65,7 @@ def test_the_run_files_number_of_nodes_must_be_there():
 
 
 def with_link(given: Facts, gb_s: float) -> Facts:
-    return given.model_copy(update={"node_link": Figure(value=gb_s, source="measured over TCP, gpu01 to gpu02")})
+    return given.model_copy(update={"node_link": Figure(value=gb_s, source="the drivers of network adapters")})
 
 
 def test_a_copy_a_node_is_chosen_across_a_slow_link_and_the_arithmetic_is_shown():
@@ -79,7 +79,7 @@ def test_a_copy_a_node_is_chosen_across_a_slow_link_and_the_arithmetic_is_shown(
     assert ways["hsdp"]["bytes"] == pytest.approx(gradients, rel=1e-3)
     assert ways["hsdp"]["seconds"] == pytest.approx(gradients / 1e9, rel=1e-3)
     assert ways["fsdp"]["bytes"] > 1.4 * ways["hsdp"]["bytes"]
-    assert "1 GB/s (measured over TCP, gpu01 to gpu02); a step sends" in explain(links)
+    assert "1 GB/s (the drivers of network adapters); a step sends" in explain(links)
 
 
 def test_links_are_not_mentioned_on_one_node():

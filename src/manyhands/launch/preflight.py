@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
@@ -19,8 +22,8 @@ from manyhands.data.summary import PreparedData
 from manyhands.facts.adapter import CONFIG, WEIGHTS, find_adapter
 from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import differing_files, identify_files
-from manyhands.facts.types import AdapterFacts, HostFacts
-from manyhands.launch.links import measure_links
+from manyhands.facts.types import AdapterFacts, Figure, HostFacts
+from manyhands.launch.address import address_among
 from manyhands.launch.nodes import Exchange, NodeGroup
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name, is_taken
 
@@ -211,6 +214,24 @@ def find_places(exchange: Exchange, config: RunConfig, report: Report) -> tuple[
     return data, places
 
 
+def read_link(exchange: Exchange, addresses: Sequence[str | None], root: Path = Path("/")) -> Figure | None:
+    """GB/s from one node to another, of the slowest, as drivers state it: all active InfiniBand and RoCE ports of a
+    machine together, else the network card that has its address. None where one does not state it.
+    """
+    speed = 0.0
+    for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
+        with contextlib.suppress(OSError):
+            rate = re.match(r"[\d.]+", (port / "rate").read_text())
+            if rate is not None and "ACTIVE" in (port / "state").read_text():
+                speed += float(rate[0]) / 8
+    own, cards = addresses[exchange.node] or address_among(addresses), psutil.net_if_stats()
+    if not speed and own is not None:
+        named = [name for name, found in psutil.net_if_addrs().items() if own in {each.address for each in found}]
+        speed = max((cards[name].speed / 8000 for name in named if name in cards), default=0.0)  # of Mbit/s
+    speeds = exchange.gather("links", speed)
+    return Figure(value=min(speeds), source="the drivers of network adapters") if min(speeds) > 0 else None
+
+
 def find_group(
     exchange: Exchange,
     config: RunConfig,
@@ -231,7 +252,7 @@ def find_group(
     config = config.model_copy(update={"name": name})
     if state == "finished":
         return config, None
-    link = measure_links(exchange, addresses, report)
+    link = read_link(exchange, addresses)
     data, places = find_places(exchange, config, report)
     return config, NodeGroup(hosts, num_ranks, data, places, link)
 
