@@ -141,6 +141,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "evaluate.prompts": left.prompts,
     "evaluate.max_new_tokens": left.max_new_tokens,
     "checkpoint.every_steps": left.checkpoint_every,
+    "checkpoint.hours_between_faults": left.hours_between_faults,
     "checkpoint.per_epoch": left.checkpoints_per_epoch,
     "checkpoint.every_minutes": left.checkpoint_minutes,
     "checkpoint.asynchronous": left.asynchronous,

@@ -19,6 +19,7 @@ from manyhands.core.remote import RemoteError, RemoteFolder
 from manyhands.launch import prepare
 from manyhands.metrics import trackers
 from manyhands.metrics.trackers import TrackerRun
+from manyhands.planner.search import plan
 from manyhands.training.types import Evaluation, TrainState
 from manyhands.worker import checkpoints as worker_checkpoints
 from manyhands.worker import prompts as worker_prompts
@@ -26,6 +27,7 @@ from manyhands.worker import stages, training
 from manyhands.worker.context import RankContext
 from tests.keys.lab import Lab, make_rows
 from tests.metrics.test_trackers import Recorded
+from tests.planner.examples import GIB, data_facts, facts, llama_8b, run_config
 
 
 def name(lab: Lab) -> None:
@@ -106,6 +108,16 @@ def max_new_tokens(lab: Lab) -> None:
 def checkpoint_every(lab: Lab) -> None:
     assert lab.run({"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}).checkpoints() == [2, 4, 5]
     assert lab.base.checkpoints() == [5]
+
+
+def hours_between_faults(lab: Lab) -> None:
+    """Where the seconds of a step are known, as they are not in the lab."""
+    given = facts(
+        llama_8b(), gpus=4, host_bytes=500 * GIB, data=data_facts(num_samples=50_000, mean=3000, longest=4096)
+    )
+    keys = {"method__name": "full", "checkpoint__hours_between_faults": 6.0}
+    rare, often = (plan(run_config(**asked), given) for asked in ({"method__name": "full"}, keys))
+    assert often.checkpoint_every == pytest.approx(rare.checkpoint_every / 2, rel=0.02)
 
 
 def checkpoint_minutes(lab: Lab) -> None:

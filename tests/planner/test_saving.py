@@ -18,9 +18,8 @@ LONG = data_facts(num_samples=5000, mean=3000, longest=4096)
 
 
 def planned(host_gib: int = 500, gpus: int = 4, **keys):
-    return plan(
-        run_config(method__name="full", **keys), facts(llama_8b(), gpus=gpus, host_bytes=host_gib * GIB, data=LONG)
-    )
+    config = run_config(method__name="full", **{"checkpoint__every_steps": 16} | keys)
+    return plan(config, facts(llama_8b(), gpus=gpus, host_bytes=host_gib * GIB, data=LONG))
 
 
 def writing(made) -> list[str]:

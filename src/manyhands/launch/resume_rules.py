@@ -54,6 +54,7 @@ MAY_DIFFER = (
     "log.*",
     "checkpoint.asynchronous",
     "checkpoint.every_steps",
+    "checkpoint.hours_between_faults",
     "checkpoint.per_epoch",
     "checkpoint.every_minutes",
     "checkpoint.keep_last",

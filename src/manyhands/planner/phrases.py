@@ -51,6 +51,21 @@ def describe_spacing(v: Values) -> str:
     return "after every step" if steps == 1 else f"every {steps:,} steps"
 
 
+def describe_checkpoints(v: Values) -> str:
+    """How far apart they are, what they cost and what a fault costs."""
+    spacing = describe_spacing(v)
+    if "seconds" not in v:
+        return f"{spacing}, ten a run: the seconds of a step are not known" if v.get("auto") else spacing
+    fault = f"{format_duration(v['lost_s'])} of work and {format_duration(v['restart_s'])} to restart"
+    if not v["every"] and not v["per_epoch"]:
+        return f"{spacing}; a fault costs {fault} on average"
+    share = v["cost_s"] / (v["seconds"] + v["cost_s"])
+    return (
+        f"{spacing}, {format_duration(v['seconds'])}; each takes {v['cost_s']:.2g} s, {share:.2%} of the time; a "
+        f"fault, assumed each {v['hours']:.3g} h, costs {fault}: {v['goodput']:.2%} of the time is kept"
+    )
+
+
 def describe_saving(v: Values) -> str:
     if v["how"] == "beside":
         return f"by another process while training continues, through {format_gib(v['bytes'])} of host memory per rank"

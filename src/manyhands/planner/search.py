@@ -23,6 +23,7 @@ from manyhands.planner.candidates import (
     memory_limits,
     with_reason,
 )
+from manyhands.planner.checkpoint_interval import space_checkpoints
 from manyhands.planner.checks import check_disk, estimate_disk, explain_samples, nothing_fits, warn_of_values
 from manyhands.planner.choices import Decisions, decide, fuses_optimizer
 from manyhands.planner.clock import estimate_time, explain_links, make_clock
@@ -36,15 +37,25 @@ from manyhands.planner.estimate_input import (
     with_towers,
 )
 from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
-from manyhands.planner.hardware import choose_environment, ranks_per_machine
-from manyhands.planner.host_memory import Saving, choose_saving
+from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
+from manyhands.planner.host_memory import Saving, choose_saving, staging
 from manyhands.planner.layout import DTYPE_BYTES, lay_out, mesh_of
 from manyhands.planner.parts import explain_images, price_images, rate_parts
 from manyhands.planner.settle import settle
 from manyhands.planner.smaller import NothingSmaller as NothingSmaller
 from manyhands.planner.smaller import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.planner.steps import Steps, count_steps
-from manyhands.planner.types import Candidate, Cause, DiskEstimate, MemoryFound, Plan, RanOut, Reason, reason
+from manyhands.planner.types import (
+    Candidate,
+    Cause,
+    DiskEstimate,
+    MemoryFound,
+    Plan,
+    RanOut,
+    Reason,
+    TimeEstimate,
+    reason,
+)
 
 
 @dataclass(frozen=True)
@@ -104,10 +115,18 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchAsked) -> Plan:
     config, why_settled = settle(config, facts)  # from here on no `auto`
     made = decide(config, facts)
     found = _search(config, facts, made, launch)
-    steps, asked = found.steps, found.asked
-    disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output], found.features)
-    saving = choose_saving(config, asked, found.chosen.memory, disk, steps, found.limits.host)
-    time = estimate_time(found.limits.clock, asked, facts, steps, disk, beside=saving.is_async)
+    asked = found.asked
+
+    def price(steps: Steps) -> tuple[DiskEstimate, Saving, TimeEstimate | None]:
+        disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output], found.features)
+        saving = choose_saving(config, asked, found.chosen.memory, disk, steps, found.limits.host)
+        return disk, saving, estimate_time(found.limits.clock, asked, facts, steps, disk, beside=saving.is_async)
+
+    disk, saving, time = price(found.steps)
+    staged = staging(asked, disk.checkpoint_bytes) if saving.is_async else None
+    steps = space_checkpoints(config, found.steps, time, staged, count_nodes(facts) or 1)
+    disk, saving, time = price(steps)
+    found = replace(found, steps=steps)
     zero = found.chosen.layout.zero_stage > 0
     environment = choose_environment(
         made.device, facts.host, found.limits.num_local, zero=zero, deterministic=config.kernels.deterministic

@@ -8,6 +8,7 @@ from manyhands.core.units import count_of, describe_counts, describe_ranks, form
 from manyhands.planner.fact_sentences import IMAGE_SENTENCES, MACHINE_SENTENCES
 from manyhands.planner.phrases import (
     Values,
+    describe_checkpoints,
     describe_disk,
     describe_layout,
     describe_limit,
@@ -338,7 +339,7 @@ SENTENCES: dict[Code, tuple[str, Callable[[Values], str]]] = {
     "warmup": ("warm-up", _warmup),
     "longer": ("longer", _longer),
     "evaluation": ("evaluation", _evaluation),
-    "checkpoints": ("checkpoints", describe_spacing),
+    "checkpoints": ("checkpoints", describe_checkpoints),
     "saving": ("checkpoint writing", describe_saving),
     "early_end": (
         "end",
