@@ -98,7 +98,7 @@ def _join(piece: str, content: str = "message.content") -> str:
 
 
 def _quote(text: str) -> str:
-    return "'" + text.replace("'", "\\'").replace("\n", "\\n") + "'"
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 
 def _pieces(
