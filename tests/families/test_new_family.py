@@ -109,7 +109,7 @@ def test_a_toy_family_is_read_planned_and_trained(folder: Path) -> None:
     lines: list[str] = []
     facts = gather_facts(config, report=lines.append)
     assert facts.model.tied_embeddings and facts.model.head_dim == 16 and facts.model.num_layers == NUM_LAYERS
-    assert facts.model.packs and "measured" in facts.model.packing_reason and not any("probe" in line for line in lines)
+    assert facts.model.packs and "verified" in facts.model.packing_reason and not any("probe" in line for line in lines)
     plan = make_plan(config, facts)
     engine = build(plan, config)
     kinds = [type(module) for module in engine.model.modules()]
