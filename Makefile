@@ -9,7 +9,7 @@
 # make memory-check                       planned beside used memory of each GPU; CONFIG= a run file or a run's folder
 # make gpu-info | setup-accelerate        the GPUs of this machine | what a start would use; ASK=1 asks
 # make tensorboard                        curves of runs/; LOGDIR=runs/NAME for one run, PORT=6006
-# make test | test-all                    the fast tests | all of them
+# make test | test-ci | test-all          the fast tests | those of CI | all of them
 # make test-device | test-gpu             tests of several ranks | tests that need a GPU, with the installed python3
 # make check | fmt                        format, lint, types, layers, documentation | fixes what can be fixed
 # make docs                               the documentation site, in build/site; links are checked
@@ -50,7 +50,7 @@ READS.tensorboard += LOGDIR CONFIG
 READS.setup-accelerate := ASK
 READS.equality := ARGS
 READS.faults := ARGS
-$(foreach target,test test-all test-device test-gpu,$(eval READS.$(target) := PYTEST_ARGS))
+$(foreach target,test test-ci test-all test-device test-gpu,$(eval READS.$(target) := PYTEST_ARGS))
 ALWAYS_READ := MANYHANDS_% BOOTSTRAP HF_HOME HF_% CUDA_VISIBLE_DEVICES NCCL_% OMP_NUM_THREADS SHELL MAKE%
 
 # Nothing that is written on the command line is ignored; make's own calls of itself inherit what was meant for others.
@@ -81,9 +81,9 @@ SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder 
 SMOLLM2 := .venv/smollm2
 export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(abspath $(SMOLLM2)))
 # Otherwise each process of torch uses all cores; the worker sets its number from the plan.
-test test-all equality faults: export OMP_NUM_THREADS ?= 1
+test test-ci test-all equality faults: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help $(RUNS) $(OF_A_RUN) setup-accelerate test test-all test-device test-gpu check fmt docs wheel equality \
+.PHONY: help $(RUNS) $(OF_A_RUN) setup-accelerate test test-ci test-all test-device test-gpu check fmt docs wheel equality \
 	gpu-info tensorboard clean
 
 help:
@@ -149,9 +149,10 @@ setup-accelerate: $(READY)
 test: $(READY)
 	@$(PYTHON) -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not real and not gpu" $(PYTEST_ARGS)
 
-test-all: $(READY)
+test-ci: WITHOUT := -m "not nightly"
+test-all test-ci: $(READY)
 	@test -s $(SMOLLM2)/model.safetensors || $(PYTHON) -m manyhands.demo.model $(SMOLLM2)
-	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(SIDE_BY_SIDE) $(WITHOUT) $(PYTEST_ARGS)
 
 # For a machine without a network: uses the installed python3. Missing packages may be supplied as .device/site.txz.
 test-device test-gpu: export OMP_NUM_THREADS := 1
