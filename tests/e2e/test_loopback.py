@@ -32,7 +32,7 @@ class Listeners:
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def _look(self) -> None:
-        while not self._ended.wait(0.05):
+        while not self._ended.wait(0.3):
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     for each in process.net_connections("tcp"):
@@ -68,6 +68,7 @@ def test_manyhands_train(num_ranks: int, master_port: bool, place: Place, listen
     listeners.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_python_api(num_ranks: int, place: Place, listeners: Listeners) -> None:
     ended = place.call("-c", SCRIPT, f"loopback-python-{num_ranks}", str(num_ranks), plant=NO_VERIFY)
@@ -75,12 +76,14 @@ def test_the_python_api(num_ranks: int, place: Place, listeners: Listeners) -> N
     listeners.check()
 
 
+@pytest.mark.slow
 def test_ranks_of_srun_on_one_node(place: Place, listeners: Listeners) -> None:
     ends = place.by_srun("name=loopback-srun", *SHORT, plant=NO_VERIFY)
     assert [end.code for end in ends] == [0, 0], ends
     listeners.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("master", ["127.0.0.1", "localhost", "vm.example"])
 def test_ranks_started_by_hand(master: str, place: Place, listeners: Listeners) -> None:
     """Of one machine, by whatever name MASTER_ADDR calls it."""
@@ -104,6 +107,7 @@ def test_ranks_started_by_hand(master: str, place: Place, listeners: Listeners) 
     listeners.check()
 
 
+@pytest.mark.slow
 def test_two_launchers_on_one_machine(place: Place, listeners: Listeners) -> None:
     """A rendezvous on the loopback is one machine: the launchers' channel, torch's store and gloo listen there."""
     rendezvous = f"127.0.0.1:{free_port()}"
@@ -119,6 +123,7 @@ def test_two_launchers_on_one_machine(place: Place, listeners: Listeners) -> Non
     listeners.check()
 
 
+@pytest.mark.slow
 def test_prove(place: Place, listeners: Listeners) -> None:
     layouts = ("--layouts", "single:1,ddp:2", "--steps", "2", "method.dropout=0")
     ended = place.call("-m", "manyhands", "prove", "run.yaml", *layouts, limit_s=2 * WAIT_S)
@@ -126,6 +131,7 @@ def test_prove(place: Place, listeners: Listeners) -> None:
     listeners.check()
 
 
+@pytest.mark.slow
 def test_eval_and_generate_in_several_processes(whole: object, place: Place, listeners: Listeners) -> None:
     (place.folder / "prompts.jsonl").write_text('{"prompt": "alpha"}\n{"prompt": "beta"}\n')
     for command in (

@@ -62,6 +62,7 @@ def script(place: Place) -> str:
     return "script.py"
 
 
+@pytest.mark.slow
 def test_from_python_as_from_the_command(
     place: Place, whole: tuple[Ended, Run], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def draw_rows(folder: Path) -> Path:
     return folder / "chat.json"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llava_pretrain_full", pytest.param("llava_pretrain_full_gradchkpt", marks=pytest.mark.slow)]
 )
@@ -70,6 +71,7 @@ def test_sft_plays_files_are_planned(place: Path, name: str) -> None:
     assert "[train] Auto-calculated batch size" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason="needs DeepSpeed")
 def test_sft_plays_pair_of_qlora_and_stage_3_is_sharded_by_fsdp(place: Path) -> None:
     files = ("CONFIG=configs/run_bnb.yaml", "DEEPSPEED_CONFIG=configs/deepspeed_custom.json")
