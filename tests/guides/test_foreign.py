@@ -42,9 +42,7 @@ def draw_rows(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["llava_pretrain_full", pytest.param("llava_pretrain_full_gradchkpt", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["llava_pretrain_full", "llava_pretrain_full_gradchkpt"])
 def test_theworlds_first_command_asks_the_hub_and_trains_rows_that_are_given(
     name: str, place: Path, tmp_path: Path
 ) -> None:

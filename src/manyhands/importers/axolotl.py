@@ -14,6 +14,7 @@ import math
 
 from manyhands.config.text import show
 from manyhands.importers import axolotl_keys as keys
+from manyhands.importers import trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.axolotl_data import limit_stream, map_data
 from manyhands.importers.axolotl_model import map_images, map_method, map_model
@@ -365,10 +366,10 @@ def _map_trackers(t: Translator) -> None:
             continue
         if t.flag(switch) or t.has(project):
             asked[switch if t.flag(switch) else project] = [tracker]
-    projects = {tracker: project for tracker, (_, project) in keys.TRACKERS.items() if tracker in hf.SINKS}
-    hf.map_trackers(t, asked, projects)
-    opened = [tracker for trackers in asked.values() for tracker in trackers]
-    hf.map_tracker_options(t, opened, keys.TRACKER_OPTIONS)
+    projects = {tracker: project for tracker, (_, project) in keys.TRACKERS.items() if tracker in trackers.SINKS}
+    trackers.map_trackers(t, asked, projects)
+    opened = [tracker for named in asked.values() for tracker in named]
+    trackers.map_tracker_options(t, opened, keys.TRACKER_OPTIONS)
     for key in keys.OF_TRACKERS & t.values.keys():
         t.no_op(key, f"only {key.removeprefix('use_').partition('_')[0]} reads it" if t.get(key) else "")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from manyhands.importers import transformers as hf
+from manyhands.importers import trackers
 from manyhands.importers.translation import names
 
 # Without effect on what is trained, or true here by construction.
@@ -65,7 +65,7 @@ TRACKERS = MappingProxyType(
 )
 TRACKER_OPTIONS = MappingProxyType(
     {
-        **hf.TRACKER_OPTIONS,
+        **trackers.TRACKER_OPTIONS,
         "wandb_mode": "W&B takes it from the variable WANDB_MODE",
         "mlflow_tracking_uri": "MLflow takes it from the variable MLFLOW_TRACKING_URI",
         "mlflow_run_name": "a tracker's run is named as the run is",

@@ -17,6 +17,7 @@ from typing import Any
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.config.text import show
 from manyhands.core.units import count_of
+from manyhands.importers.trackers import map_trackers
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator, check_product, names
 from manyhands.optim.registry import OPTIMIZERS, names_in
 
@@ -113,8 +114,6 @@ SCHEDULES: Mapping[str, str] = {"WarmupLR": "constant", "WarmupDecayLR": "linear
 
 def _map_monitor(t: Translator, key: str) -> None:
     """A tracker that DeepSpeed itself writes to; its project is called deepspeed unless the file names another."""
-    from manyhands.importers.transformers import map_trackers  # which imports this module
-
     options = t.get(key)
     if isinstance(options, Mapping) and options.get("enabled"):
         map_trackers(t, {key: [key]}, {}, {"wandb": options.get("project") or "deepspeed"})

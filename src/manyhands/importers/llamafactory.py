@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manyhands.config.text import nearest_name, show
 from manyhands.importers import llamafactory_keys as keys
-from manyhands.importers import preferences
+from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.llamafactory_data import Sources, Wanted, make_sources, read_info
 from manyhands.importers.llamafactory_method import map_images, map_method, map_model
@@ -271,7 +271,7 @@ def _note_bystanders(t: Translator) -> None:
     hf.note_so(t, keys.SO)
     for key in keys.OF_PREFERENCES & t.values.keys():
         t.ignore(key, "only preferences and rewards are trained by it, and `stage` is another")
-    hf.map_trackers(t, {"use_swanlab": ["swanlab"] * t.flag("use_swanlab")}, {})
+    trackers.map_trackers(t, {"use_swanlab": ["swanlab"] * t.flag("use_swanlab")}, {})
     for key, why in keys.IGNORED.items():
         if t.get(key) in (None, False):
             t.no_op(key)

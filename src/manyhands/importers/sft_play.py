@@ -13,7 +13,7 @@ from typing import Any
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.config.text import show
 from manyhands.core.errors import UserError
-from manyhands.importers import preferences
+from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.deepspeed import find_file, map_deepspeed
 from manyhands.importers.names import find_value
@@ -297,7 +297,7 @@ def _map_rest(t: Translator) -> None:
     t.no_op("logging.log_interval", "`train.logging_steps` decides")
     t.ignore("run_name", "the run is named after `train.output_dir`")
     backend = t.get("logging.backend")
-    hf.map_trackers(t, {"logging.backend": [] if backend in (None, "none") else [str(backend)]}, {})
+    trackers.map_trackers(t, {"logging.backend": [] if backend in (None, "none") else [str(backend)]}, {})
     if t.has("train.output_dir"):
         folder, _, name = str(t.get("train.output_dir")).rstrip("/").rpartition("/")
         t.map("train.output_dir", {"output.dir": folder or ".", "name": clean_name(name)})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.text import show
+from manyhands.importers import trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.translation import Translator, clean_name, names
 
@@ -230,8 +231,8 @@ def _map_intervals(t: Translator) -> None:
         t.no_op("eval_steps", "`do_eval` is false")
     t.only("resume_from_checkpoint", (None, False, "latest"), "a run resumes from its own newest checkpoint")
     opened = ["wandb"] * t.flag("log_to_wandb")
-    hf.map_trackers(t, {"log_to_wandb": opened}, {"wandb": "wandb_project"})
-    hf.map_tracker_options(t, opened)
+    trackers.map_trackers(t, {"log_to_wandb": opened}, {"wandb": "wandb_project"})
+    trackers.map_tracker_options(t, opened)
     for key in UPLOADS:
         if t.get(key) in (None, False):
             t.no_op(key)

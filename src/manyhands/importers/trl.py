@@ -13,7 +13,7 @@ from typing import Any
 
 from manyhands.config.keys import table
 from manyhands.config.text import show
-from manyhands.importers import preferences
+from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.images import row_has_images, split_projector, takes_images
 from manyhands.importers.translation import Translator, clean_name, names
@@ -122,7 +122,7 @@ def _map_model(t: Translator) -> None:
 def _read_environment(t: Translator) -> None:
     """``env``: variables by which trackers name their projects are read, no other one."""
     given = t.get("env", {})
-    readable = {variable for _, variable in hf.SINKS.values()}
+    readable = {variable for _, variable in trackers.SINKS.values()}
     if isinstance(given, Mapping) and readable.issuperset(given):
         t.context = replace(t.context, variables={**t.context.variables, **{key: str(given[key]) for key in given}})
         t.no_op("env", "trackers read it")
