@@ -116,8 +116,8 @@ def judge(path: Path, name: str, gpus: str, work: Path) -> Row | None:
     stops = [outcome for outcome in done.outcomes if outcome.kind in STOPS]
     if stops:
         outside = next((outcome for outcome in stops if OUT_OF_SCOPE.search(outcome.why)), None)
-        outcome, outcome = ("out of scope", outside) if outside else ("refused", _foremost(stops))
-        return Row(tool, name, outcome, f"{outcome.key.split('.')[0].split('[')[0]}: {outcome.why}", keys=num_keys)
+        verdict, stop = ("out of scope", outside) if outside else ("refused", _foremost(stops))
+        return Row(tool, name, verdict, f"{stop.key.split('.')[0].split('[')[0]}: {stop.why}", keys=num_keys)
     substituted = tuple(outcome.key for outcome in done.outcomes if outcome.kind == "substituted")
     try:
         plan_it(done, work, gpus)
