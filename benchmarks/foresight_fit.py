@@ -118,7 +118,8 @@ def rebuild(row: dict[str, Any], calibration: dict[str, Any] | None) -> Measured
         model = model.model_copy(update={"num_windowed_layers": model.num_layers - model.num_layers // 6})
     if set(MLP_OUTPUT_NORMS) & set(families.find(model.model_type).norms):  # a fact that older rows do not have
         model = model.model_copy(update={"norms_mlp_output": True})
-    given.pop("snapshots", None)  # false in all rows: snapshots in memory are gone
+    for gone in ("snapshots", "copies_snapshots"):  # false in all rows
+        given.pop(gone, None)
     layout = given.pop("layout")
     attention = given.pop("attention")
     trained = given.pop("partially_trained")
