@@ -133,7 +133,7 @@ def test_tools_that_are_not_there_are_named(tmp_path: Path, llama_cpp: Path, mon
     for path, kind, text, fix in (
         (None, "q8_0", "llama.cpp's converter is not on PATH", "--llama-cpp"),
         (tmp_path / "nowhere", "q8_0", "llama.cpp's converter is not there", "git clone"),
-        (llama_cpp, "q9", "'q9' is no type", "q4_k_m"),
+        (llama_cpp, "q9", "'q9' is not a supported GGUF type", "q4_k_m"),
         (llama_cpp, "q4_k_m", "q4_k_m needs llama-quantize", "cmake --build"),
     ):
         with pytest.raises(UserError, match=text) as error:

@@ -54,7 +54,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_measured_family_starts_no_process(tmp_path: Path, answers: list[Any]) -> None:
     facts = judge(tmp_path, "qwen3", layer_types=["full_attention", "sliding_attention"])
-    assert facts.packs and "measured" in facts.packing_reason and not (tmp_path / "cache").exists()
+    assert facts.packs and "verified" in facts.packing_reason and not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "qwen3_next"])
