@@ -15,7 +15,7 @@ from tests.planner.examples import GIB, facts, llama_8b, run_config
 
 def disk_of(free: int | None = None, **keys):
     given = facts(llama_8b(), gpus=8).model_copy(update={"free_disk_bytes": free})
-    return plan(run_config(**keys), given).disk
+    return plan(run_config(**{"checkpoint__every_steps": 5} | keys), given).disk
 
 
 def test_checkpoints_hold_masters_and_moments_and_the_result_the_model():
