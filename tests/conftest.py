@@ -21,7 +21,7 @@ NIGHTLY = (
     *("e2e/test_multimodal.py", "guides/test_blocks.py", "guides/test_foreign.py", "engine/test_graph_cache.py"),
     *("e2e/test_multimodal_families.py", "e2e/test_nodes.py", "e2e/test_ropes.py", "engine/test_deepspeed.py"),
     *("engine/test_image_layouts.py", "data/test_images.py", "model/test_images.py", "importers/test_every_value.py"),
-    "submit/test_cluster.py",
+    *("submit/test_cluster.py", "api/test_guide.py", "api/test_examples.py"),
 )
 # Workers that tests start import the package from the sources, also where it is not installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
