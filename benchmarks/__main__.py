@@ -4,7 +4,7 @@
     python -m benchmarks ROW --smallest                       # the smallest memory instead, see ``smallest.py``
 
 Each side of a row (ours, TRL, Unsloth) is a process group of its own with a limit of ten minutes, so that one that
-hangs costs only itself. A row is measured when one run has all its sides: what is missing is measured anew together
+hangs costs only itself. A row is measured when one run has all its sides: what is missing is measured again together
 with the others.
 """
 

@@ -2,7 +2,7 @@
 
 A projector is trained between a frozen tower of 6 million weights (8 blocks of 256, images of 224 x 224 pixels in 256
 patches, 16 tokens each) and a frozen language model of 4 blocks of 256. Three runs over the same drawn images: without
-features, with them, and with them once more, when all are there from the run before. Losses of the last two are the
+features, with them, and again when all are there from the run before. Losses of the last two are the
 same to the bit; of the first two their largest relative deviation is printed.
 """
 

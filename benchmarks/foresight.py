@@ -1,7 +1,7 @@
 """The plan's memory and time beside what runs take: cases measured on this machine, one row each.
 
     python -m benchmarks.foresight measure --output rows.jsonl --budget 540 [--have FILE ...]   # as many as fit in time
-    python -m benchmarks.foresight fit ROWS ... [--check] [--write]     # today's estimates of them; constants anew
+    python -m benchmarks.foresight fit ROWS ... [--check] [--write]     # today's estimates of them; refits constants
     python -m benchmarks.foresight report ROWS ...                      # docs/planner-accuracy.md
     python -m benchmarks.foresight list
 
@@ -75,7 +75,7 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the cases")
     fitting = commands.add_parser(
-        "fit", help="estimate measured cases anew, and fit the constants of planner/time.toml"
+        "fit", help="estimate measured cases again, and fit the constants of planner/time.toml"
     )
     fitting.add_argument("rows", type=Path, nargs="+")
     fitting.add_argument("--check", action="store_true", help="fit nothing: only say how good the estimates are")
@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     measure.add_argument("--only", type=int, nargs="+", help="cases of these numbers of GPUs alone")
     measure.add_argument("--case", nargs="+", choices=sorted(BY_NAME), metavar="CASE", help="these cases alone")
     measure.add_argument("--calibrate", action="store_true", help="first, half a minute: what the GPUs sustain")
-    measure.add_argument("--kept", action="store_true", help="also what is kept for the backward pass; compiles anew")
+    measure.add_argument("--kept", action="store_true", help="also what is kept for the backward pass; compiles again")
     measure.add_argument("--alone", action="store_true", help="never two cases side by side")
     return parser.parse_args()
 

@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=sorted(BY_NAME), required=True)
     parser.add_argument("--staged", action="store_true", help="prepare, read variables from standard input, run")
-    parser.add_argument("--kept", action="store_true", help="also what is kept for the backward pass; compiles anew")
+    parser.add_argument("--kept", action="store_true", help="also what is kept for the backward pass; compiles again")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-foresight")
     asked = parser.parse_args()
     case = BY_NAME[asked.case]

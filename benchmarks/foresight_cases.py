@@ -1,8 +1,7 @@
 """The configurations on which the plan's memory and time are compared with what a run takes. No torch.
 
 Every shape is either fitted to or held out: the constants of ``planner/time.toml`` and the margins of the memory
-estimate see the first kind alone, and what ``docs/planner-accuracy.md`` says of the plan's accuracy is said of the
-second.
+estimate are fitted to the first kind alone; ``docs/planner-accuracy.md`` states the plan's accuracy on the second.
 """
 
 from __future__ import annotations

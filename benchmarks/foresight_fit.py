@@ -1,4 +1,4 @@
-"""From measured rows of ``benchmarks.foresight`` to estimates made anew, to fitted constants, and to a table.
+"""From measured rows of ``benchmarks.foresight`` to today's estimates, to fitted constants, and to a table.
 
 Every row holds what the estimates are functions of, so that today's estimate is compared with any run measured before.
 """
@@ -56,7 +56,7 @@ INTRODUCTION = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: what was estimated anew, and what it took. ``time`` has no rates yet: they depend on what is fitted."""
+    """One run: today's estimate, and what it took. ``time`` has no rates yet: they depend on what is fitted."""
 
     row: dict[str, Any]
     estimate: EstimateInput

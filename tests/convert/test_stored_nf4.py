@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from manyhands.convert import stored_nf4
-from manyhands.convert.nf4 import Nf4Linear, nf4_layers
+from manyhands.convert.nf4 import Nf4Linear
 from manyhands.convert.stored_nf4 import take_stored
 from manyhands.core.errors import UserError
 from manyhands.export.__main__ import compute_probe
@@ -26,6 +26,7 @@ from manyhands.export.verify import dequantize_as_one_row, verify
 from manyhands.facts.safetensors import read_header
 from manyhands.facts.stored_nf4 import find_stored_nf4
 from manyhands.infer.load import ModelLocation, load_model
+from manyhands.model.weights import quantized_layers
 from tests.keys.lab import Lab, open_lab
 
 functional = pytest.importorskip("bitsandbytes").functional
@@ -72,7 +73,7 @@ def test_bytes_weights_logits_and_loss_are_those_of_the_files(lab: Lab, double: 
     folder = quantize(lab.folder / "model", lab.new_path("nf4"), double=double, dtype=of_torch)
     rank = lab.start({"model.name": str(folder), "method.name": "qlora", "model.dtype": dtype})
     theirs = reopen(folder, of_torch)
-    layers = nf4_layers(rank.model)
+    layers = quantized_layers(rank.model)
     assert len(layers) == 7
     for name, layer in layers.items():
         stored = theirs.get_submodule(name).weight
@@ -119,7 +120,7 @@ def test_dora_beside_weights_that_had_bfloat16_is_verified(lab: Lab) -> None:
 def test_layers_that_the_files_keep_in_16_bits_stay_so(lab: Lab) -> None:
     folder = quantize(lab.folder / "model", lab.new_path("nf4"), llm_int8_skip_modules=["lm_head", "v_proj", "up_proj"])
     rank = lab.start({"model.name": str(folder), "method.name": "qlora"})
-    in_4_bits = {name.rpartition(".")[2] for name in nf4_layers(rank.model)}
+    in_4_bits = {name.rpartition(".")[2] for name in quantized_layers(rank.model)}
     assert in_4_bits == {"q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"}
     source = load_file(lab.folder / "model" / "model.safetensors")
     v_proj = Q_PROJ.replace("q_proj", "v_proj")

@@ -153,11 +153,6 @@ def checkpoint_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:06d}"
 
 
-def step_of(folder: Path) -> int:
-    """Of a checkpoint's folder."""
-    return int(folder.name.removeprefix("step-"))
-
-
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints as (step, folder), oldest first."""
     if not checkpoints.is_dir():

@@ -134,8 +134,8 @@ class DataSection(Section):
     )
     order: Literal["shuffled", "as_given"] = Field(
         "shuffled",
-        description="Order of the samples: shuffled by the seed, anew in each epoch, or as given in every epoch, one "
-        "source after another.",
+        description="Order of the samples: shuffled by the seed, differently in each epoch, or as given in each, "
+        "one source after another.",
     )
     packing: bool | Auto = Field(
         "auto",

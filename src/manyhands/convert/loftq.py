@@ -98,7 +98,7 @@ def set_lora_weights(layer: Any, b: torch.Tensor, a: torch.Tensor) -> None:
 
 
 def weight_reader(model: Any, plan: Plan, config: RunConfig, device: torch.device) -> Callable[[str], torch.Tensor]:
-    """A function from a layer's name to its full weight (o, i), read from the files or drawn anew, as the model was
+    """A function from a layer's name to its full weight (o, i), read from the files or drawn again, as the model was
     filled.
     """
     if config.model.init == "random":

@@ -352,11 +352,6 @@ def round_to_nf4(model: nn.Module, double_quant: bool = True) -> None:
         linear.weight.copy_(held.weight)
 
 
-def nf4_layers(model: nn.Module) -> dict[str, Nf4Linear]:
-    """The layers in NF4 by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
-
-
 class Nf4Blocks(BaseConverter):
     """Weights of the blocks' linear layers in NF4, and what dequantizes them in this process."""
 

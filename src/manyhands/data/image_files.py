@@ -208,7 +208,7 @@ def is_animated(raw: bytes) -> bool:
 def find_changed(store: Path) -> str | None:
     """The name of an image that the store refers to and that is another now, or is gone; None where there is none.
 
-    Files that are older than the store are not read: what training reads is compared with the store once more."""
+    Files that are older than the store are not read: what training reads is compared with the store again."""
     items = store / f"{IMAGES.name}.bin"
     if not items.is_file():
         return None

@@ -31,7 +31,7 @@ def select_visible(visible: str | None, uuids: Sequence[str]) -> list[int]:
 def select_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:
     """Indices into ``uuids``, in HIP's order, of what the variables leave.
 
-    ROCR_VISIBLE_DEVICES is applied first, by the runtime; HIP numbers what it leaves anew, and applies
+    ROCR_VISIBLE_DEVICES is applied first, by the runtime; HIP renumbers what it leaves, and applies
     GPU_DEVICE_ORDINAL and then HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES where that is not set. UserError where
     torch and HIP would read them differently, or where one names GPUs that an earlier one took away.
     """
@@ -61,7 +61,7 @@ def select_amd(environ: Mapping[str, str], uuids: Sequence[str]) -> list[int]:
             raise UserError(
                 f"{name} names GPU {beyond[0]}, but only {len(chosen)} are left by then",
                 where=where,
-                why=f"what an earlier variable leaves is numbered anew, here from 0 to {len(chosen) - 1}",
+                why=f"what an earlier variable leaves is renumbered, here from 0 to {len(chosen) - 1}",
                 fix="unset one of them, or count from 0 again in the second",
             )
         chosen = [chosen[index] for index in left]

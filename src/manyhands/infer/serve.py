@@ -379,7 +379,7 @@ def check_fields(given: Mapping[str, Any], acting: Collection[str]) -> None:
 
 
 def read_settings(given: Mapping[str, Any], defaults: GenerationSettings) -> tuple[GenerationSettings, int]:
-    """The settings of a request over those of the server, and the number that seeds it: anew for each request that
+    """The settings of a request over those of the server, and the number that seeds it: a new one for each request that
     names no seed, so that those can share a batch.
     """
     values = defaults.to_json()

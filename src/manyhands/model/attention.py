@@ -204,7 +204,7 @@ def attend_varlen(
 
     ``row_length``: every document has this length, but for padding at the end of the batch, which gets zeros where it
     is too short for one more. ``image_rows``: queries of an image see
-    all of it, which a window bounds on the left alone; their rows are computed anew. Raises ``AttentionRefused`` where
+    all of it, which a window bounds on the left alone; their rows are computed again. Raises ``AttentionRefused`` where
     an argument would be ignored or the documents' lengths did not arrive.
     """
     _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)

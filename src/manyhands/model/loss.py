@@ -293,7 +293,7 @@ class _Identity(nn.Module):
 
 
 def _head_view(model: Any) -> Any:
-    """The model without its base. Shares the head's module, has no state of its own, and is made anew for each use."""
+    """The model without its base. Shares the head's module, has no state of its own, and is created for each use."""
     view = copy.copy(model)
     view._modules = dict(model._modules)
     view._modules[model.base_model_prefix] = _Identity(getattr(model, model.base_model_prefix))

@@ -1,4 +1,4 @@
-"""How far apart checkpoints are, from what one costs and how often a fault is assumed; and what a fault then costs.
+"""The interval between checkpoints, from what one costs and the assumed time between faults, and what a fault costs.
 
 The cost of a checkpoint and the work that a fault loses balance at Young's interval, ``sqrt(2 C M)`` for a checkpoint
 that costs ``C`` seconds and a mean of ``M`` seconds between faults (J. W. Young, "A first order approximation to the
@@ -16,7 +16,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.planner.steps import Steps
 from manyhands.planner.types import TimeEstimate, reason
 
-# A checkpoint beside the training holds it up for a moment: 0.28 s in all for 24 GB of each of four H100s, 14 ms for
+# A checkpoint in the background stalls training for a moment: 0.28 s in all for 24 GB of each of four H100s, 14 ms for
 # 15 GB of one (docs/results.md).
 STAGED_BYTES_S = 24e9 / 0.28  # a rank
 MIN_STALL_S = 0.05
@@ -35,7 +35,7 @@ def best_interval(cost_s: float, between_faults_s: float) -> float:
 def goodput(interval_s: float, cost_s: float, between_faults_s: float, restart_s: float) -> float:
     """Share of a long run's time that goes into steps which no fault undoes, by Daly's complete model: faults come at
     random, also while a checkpoint is written or the run restarts. ``restart_s``: from a fault to the next step; for a
-    checkpoint beside the training also the seconds until it exists, as a fault before that goes back to the last one.
+    checkpoint in the background also the seconds until it exists, because an earlier fault resumes from the one before.
     """
     per_interval = math.expm1((interval_s + cost_s) / between_faults_s) * math.exp(restart_s / between_faults_s)
     return interval_s / (between_faults_s * per_interval)
@@ -46,7 +46,7 @@ def space_checkpoints(
 ) -> Steps:
     """``steps`` with the interval that ``checkpoint.every_steps: auto`` means and what it costs; ``auto`` stays ten
     checkpoints a run where the seconds of a step are not known (``time`` is None). ``staged_bytes``: of a rank, where
-    checkpoints are written beside the training, else None.
+    checkpoints are written in the background, else None.
     """
     is_auto = config.checkpoint.every_steps == "auto" and not steps.checkpoint_per_epoch
     values: dict[str, Any] = {"every": steps.checkpoint_every, "per_epoch": steps.checkpoint_per_epoch, "auto": is_auto}

@@ -14,7 +14,7 @@ from manyhands.planner.types import Reason, reason
 
 HASH_SEED = "42"  # of Python's sets of strings: the same order in every process and launch
 # As launch scripts for AMD's GPUs set them: scratch memory of kernels stays with its queue (no pause to give it back
-# and take it anew), copies go by the copy engines (the default), RCCL gets fine-grained memory over PCIe.
+# and take it again), copies go by the copy engines (the default), RCCL gets fine-grained memory over PCIe.
 AMD_ENVIRONMENT = {"HSA_NO_SCRATCH_RECLAIM": "1", "HSA_ENABLE_SDMA": "1", "HSA_FORCE_FINE_GRAIN_PCIE": "1"}
 
 

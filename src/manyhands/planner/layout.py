@@ -227,7 +227,7 @@ def lay_out(**values: Any) -> Layout:
 
 
 def change(layout: Layout, **changes: Any) -> Layout:
-    """The same layout but for ``changes``; what follows from them is decided anew."""
+    """The same layout but for ``changes``; what follows from them is decided again."""
     values = {part.name: getattr(layout, part.name) for part in fields(layout)}
     return lay_out(
         **{name: value for name, value in (values | changes).items() if name not in ("wrapper", "compute_copy")}

@@ -229,7 +229,7 @@ def dequantization(s: TimeInput) -> float:
     if e.nf4_blocks:
         values = sum(out * into for out, into in e.model.block_linear_shapes.values())
         return passes * e.model.num_layers * values * (0.5 + e.compute_bytes) / s.rates.memory
-    if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized anew in each pass
+    if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized again in each pass
         values = sum(out * into for out, into in e.model.block_linear_shapes.values())
         return passes * e.model.num_layers * values * (e.compute_bytes + 1) / s.rates.memory
     return 0.0

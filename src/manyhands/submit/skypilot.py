@@ -79,7 +79,7 @@ def _refuse_divided(job: ClusterJob, buckets: dict[str, str]) -> None:
 
 
 def _command(job: ClusterJob) -> str:
-    """torchrun on every machine. The limit is of one start: a job that is started again has it anew."""
+    """torchrun on every machine. The limit is of one start: a restarted job gets the full limit again."""
     limit = "" if job.time_limit_s is None else f"timeout --kill-after={GRACE_S} {job.time_limit_s} "
     return " \\\n  ".join(
         (

@@ -35,7 +35,7 @@ def attend_dense(
     """Causal attention of (b, h, t, d) over (b, g, t, d) -> (b, h, t, d). ``name`` is one of ``choose_dense``'s.
 
     By torch's operators and not ``F.scaled_dot_product_attention`` within ``sdpa_kernel``: torch.compile keeps no graph
-    with that on the disk, and every start would trace the backward pass anew.
+    with that on the disk, and every start would trace the backward pass again.
     """
     aten = torch.ops.aten
     if name == "cudnn":
