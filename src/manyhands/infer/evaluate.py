@@ -9,7 +9,6 @@ a sample trains.
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from manyhands.core.errors import UserError
+from manyhands.core.terms import LANGUAGE_MODEL
 from manyhands.core.text import report_aside
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
@@ -139,8 +139,9 @@ def measure(
 
 def _fill_losses(scores: Scores, metrics: Sequence[str], total: Sequence[float]) -> None:
     loss, weight, correct, num_labels = total
-    mean = loss / weight
-    values = {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "accuracy": correct / num_labels}
+    means = {LANGUAGE_MODEL.name: loss / weight, "correct": correct / num_labels}
+    figures = {metric.name: metric.figure(means[metric.of]) for metric in LANGUAGE_MODEL.metrics}
+    values = {"loss": means[LANGUAGE_MODEL.name]} | figures
     scores.values |= {name: value for name, value in values.items() if name in metrics}
     scores.num_loss_tokens = int(num_labels)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import regex
 
 from manyhands.core.errors import UserError
+from manyhands.core.terms import LANGUAGE_MODEL
 
 MATCH_S = 1.0  # of one text; a pattern with nested repeats may never end
 WORD = re.compile(r"[a-z0-9]+")
@@ -133,7 +134,7 @@ def _harmonic(common: int, num_left: int, num_right: int) -> float:
 
 
 TextMetric = Callable[[str, str], float]
-LOSS_METRICS = ("loss", "perplexity", "accuracy")
+LOSS_METRICS = ("loss", *(metric.name for metric in LANGUAGE_MODEL.metrics))
 TEXT_METRICS: dict[str, TextMetric] = {
     "exact_match": exact_match,
     "f1": f1,
