@@ -1,7 +1,7 @@
 """Declarations of loss terms and of the metrics that belong to them.
 
 A task, a family (``Family.terms``) or a converter (``on_loss``) declares a term; step, evaluation, sinks and reports
-loop over what is declared and know no name. Imports no torch.
+loop over what is declared and know no name. Imports neither torch nor numpy: the command line names the metrics.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_EXPONENT = 700.0  # exp of more is beyond float64
 _METRICS: dict[str, Metric] = {}  # declared in this process, by name: rows of files hold names alone
