@@ -11,11 +11,12 @@ from torch import nn
 from manyhands.config.schema import MethodSection
 from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.lora import apply_lora
-from manyhands.convert.nf4 import nf4_layers, quantize_blocks
+from manyhands.convert.nf4 import quantize_blocks
 from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.facts.model import read_model_facts
 from manyhands.families import known_modules
+from manyhands.model.weights import quantized_layers
 from manyhands.planner.activations import kept_bytes_per_token, linear_bytes_per_token
 from manyhands.planner.layout import Checkpointing
 from tests.planner.test_memory import FULL
@@ -55,7 +56,7 @@ def put_in_nf4(model: nn.Module) -> None:
     pytest.importorskip("bitsandbytes")
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     quantize_blocks(model)
-    for name, layer in nf4_layers(model).items():
+    for name, layer in quantized_layers(model).items():
         layer.fill(weights[f"{name}.weight"])
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from manyhands.config.schema import RunConfig
-from manyhands.convert.nf4 import nf4_layers
+from manyhands.model.weights import quantized_layers
 from tests.engine.nf4_ranks import SHAPES, Unit, nf4_bytes, write_merged
 from tests.engine.test_layouts import RAGGED, assert_equal_step, documents, merged
 from tests.support.adapters import load_adapter_state
@@ -85,7 +85,7 @@ def test_weights_are_those_of_a_model_that_transformers_quantises(folder: str) -
         folder, dtype=torch.bfloat16, quantization_config=options, device_map={"": "cpu"}
     )
     ours = build(tiny_plan(folder, compute_dtype="bfloat16", frozen_dtype="bfloat16"), tiny_run(folder, "qlora")).model
-    layers = nf4_layers(ours)
+    layers = quantized_layers(ours)
     assert len(layers) == 7 * 3
     for name, layer in layers.items():
         held = layer.weight_codes.view(torch.uint8).view(-1)
@@ -135,7 +135,7 @@ def test_the_merged_model_is_the_dequantised_weight_with_the_update(world: Ranks
     assert all(torch.equal(one[name], two[name]) for name in one)
     model = build(plan, config).model
     load_adapter_state(model, random_adapter(model))
-    name, layer = next(iter(nf4_layers(model).items()))
+    name, layer = next(iter(quantized_layers(model).items()))
     update = layer.scaling * layer.lora_B.weight.double() @ layer.lora_A.weight.double()
     assert torch.equal(one[f"{name}.weight"], (layer.gather_weight().double() + update).float())
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "single", dtype=torch.float32)

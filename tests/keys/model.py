@@ -16,11 +16,11 @@ from transformers import AutoTokenizer, dynamic_module_utils
 
 from manyhands.convert.fp8 import fp8_layers
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.nf4 import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.importers.load import load_config
+from manyhands.model.weights import quantized_layers
 from manyhands.worker import stages
 from manyhands.worker.context import RankContext
 from tests.keys.lab import Lab
@@ -185,7 +185,7 @@ def method(lab: Lab) -> None:
     assert all(p.requires_grad for p in patterns.parameters())
     qlora = lab.start({"method.name": "qlora"})
     assert (
-        sorted(nf4_layers(qlora.model))
+        sorted(quantized_layers(qlora.model))
         == sorted(adapted_layers(qlora.model))
         == sorted(adapted_layers(lab.base.rank.model))
     )
@@ -326,7 +326,7 @@ def double_quant(lab: Lab) -> None:
         for asked, one in ran.items()
     }
     assert row_bytes == {True: 264, False: 1024}
-    num_rows = sum(len(layer.weight_codes) for layer in nf4_layers(ran[True].rank.model).values())
+    num_rows = sum(len(layer.weight_codes) for layer in quantized_layers(ran[True].rank.model).values())
     planned = {asked: one.rank.plan.memory.terms["weights"] for asked, one in ran.items()}
     assert planned[False] - planned[True] == num_rows * (1024 - 264)
     assert ran[True].losses[0] != ran[False].losses[0]

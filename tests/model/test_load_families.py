@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.nf4 import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.loss import LossModel
 from manyhands.model.probe import Single
 from manyhands.model.structure import find_blocks, left_out
+from manyhands.model.weights import quantized_layers
 from tests.support.building import load_model, on_meta
 from tests.support.families import LEAK, MEASURED
 from tests.support.multimodal import write_tiny_multimodal
@@ -82,7 +82,7 @@ def test_a_multimodal_model_is_loaded_without_its_tower(tmp_path: Path, method: 
     assert not any("vision" in name or "projector" in name for name, _ in model.named_parameters())
     assert len(find_blocks(model)) == 3 and all(".language_model.layers." in name for name in find_blocks(model))
     if method == "qlora":
-        assert len(nf4_layers(model)) == len(adapted_layers(model)) == 3 * 7
+        assert len(quantized_layers(model)) == len(adapted_layers(model)) == 3 * 7
         return
     assert_loaded_alike(
         model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manyhands.convert.lora import adapted_layers
-from manyhands.convert.nf4 import nf4_layers
 from manyhands.core.errors import UserError
 from manyhands.facts.model import TEXT_TENSOR, read_model_facts
 from manyhands.families import find, measured_types
@@ -22,6 +21,7 @@ from manyhands.model.load import build_meta
 from manyhands.model.loss import IGNORED, LossModel
 from manyhands.model.probe import Single, probe
 from manyhands.model.structure import LeftOut, auto_class_of, find_blocks, is_left_out, leave_out_towers, left_out
+from manyhands.model.weights import quantized_layers
 from tests.model.test_load_families import CPU, assert_loaded_alike, load
 from tests.support.building import on_meta
 from tests.support.multimodal import LEAK, TRAINED, write_tiny_multimodal
@@ -96,7 +96,7 @@ def test_adapters_and_nf4_reach_the_text_alone(tmp_path: Path, family: str) -> N
     inside = [
         name for name, _ in model.named_modules() if any(name.startswith(f"{block}.") for block in find_blocks(model))
     ]
-    assert nf4_layers(model) and adapted_layers(model).keys() == nf4_layers(model).keys() <= set(inside)
+    assert quantized_layers(model) and adapted_layers(model).keys() == quantized_layers(model).keys() <= set(inside)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
