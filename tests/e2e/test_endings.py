@@ -108,9 +108,9 @@ def test_a_peer_that_never_comes_is_named_in_bounded_time(place: Place) -> None:
     command = ("-m", "manyhands.worker", "run.yaml", "name=alone", "parallel.timeout_s=3")
     alone = place.call(*command, environment=by_hand(free_port()))
     assert alone.code == 1 and alone.seconds < 40
-    assert "error: 1 of 2 ranks never came: 1" in alone.output and "waited 3 s (parallel.timeout_s)" in alone.output, (
-        alone.output
-    )
+    assert (
+        "error: 1 of 2 ranks did not join: 1" in alone.output and "waited 3 s (parallel.timeout_s)" in alone.output
+    ), alone.output
     assert "Traceback" not in alone.output and not place.run("alone").folder.exists()
 
 

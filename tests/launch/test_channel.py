@@ -18,15 +18,15 @@ from manyhands.launch import channel as channel_module
 from manyhands.launch import secret
 from manyhands.launch.address import Address, is_loopback, knock, open_listener
 from manyhands.launch.channel import SILENT, Channel
-from manyhands.launch.nodes import LATER, check_hello
+from manyhands.launch.nodes import LATER, check_node
 from manyhands.launch.restarts import Place
 from manyhands.launch.secret import SECRET_FILE, SHARED_FILE, prove, read_secret
 from manyhands.launch.start_nodes import failing_together
 from manyhands.launch.team import open_channel
 from tests.launch.builders import make_config
+from tests.launch.channels import LONG_S, at_once
 
 QUICK_S = 0.3  # for what is to run out
-LONG_S = 60.0  # for what is not
 SECRET = b"known to the nodes"
 
 
@@ -51,7 +51,7 @@ class Meeting:
 
     def come(self, mine: dict[str, Any], timeout_s: float = LONG_S, silence_s: float = LONG_S) -> Channel:
         channel = Channel(mine["node"], mine["nodes"], mine, silence_s=silence_s, secret=SECRET)
-        channel.admit = check_hello
+        channel.admit = check_node
         self.channels.append(channel)
         if mine["node"] == 0:
             channel.listen(self.address)
@@ -60,9 +60,9 @@ class Meeting:
         channel.wait_for_all(timeout_s)
         return channel
 
-    def all_come(self, *hellos: dict[str, Any], **limits: float) -> list[Channel | str]:
+    def all_come(self, *infos: dict[str, Any], **limits: float) -> list[Channel | str]:
         """Each launcher's channel, or its error as text."""
-        return at_once(*(lambda mine=mine: self.come(mine, **limits) for mine in hellos))
+        return at_once(*(lambda mine=mine: self.come(mine, **limits) for mine in infos))
 
 
 @pytest.fixture
@@ -71,24 +71,6 @@ def meeting() -> Iterator[Meeting]:
     yield made
     for channel in made.channels:
         channel.close()
-
-
-def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """Results, or errors as text, of what runs side by side."""
-    results: list[Any] = [None] * len(works)
-
-    def run(number: int) -> None:
-        try:
-            results[number] = works[number]()
-        except UserError as error:
-            results[number] = str(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG_S)
-    return results
 
 
 def until(true: Callable[[], Any]) -> None:

@@ -17,11 +17,12 @@ from manyhands.core.remote import RemoteFolder
 from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.launch import preflight
 from manyhands.launch.address import Address, interface_of, own_address
+from manyhands.launch.channel import Channel
 from manyhands.launch.environment import localize, refuse_alone
 from manyhands.launch.nodes import count_ranks, digest_of_code, read_versions
 from manyhands.launch.restarts import Place
 from tests.launch.builders import make_config, make_plan
-from tests.launch.fake_nodes import Node, on_all
+from tests.launch.channels import on_all
 
 GPU = GpuFacts(index=0, name="H200", memory_bytes=1, free_bytes=1)
 
@@ -53,7 +54,7 @@ def test_work_is_done_once_for_each_disk_and_the_others_find_it(tmp_path: Path):
     disks = [tmp_path / name for name in ("a", "a", "b", "a")]
     made: list[tuple[int, bool]] = []
 
-    def work(node: Node) -> None:
+    def work(node: Channel) -> None:
         result = disks[node.node] / "result"
         made.append((node.node, result.exists()))
         result.parent.mkdir(exist_ok=True)
@@ -123,7 +124,7 @@ def test_a_fresh_run_takes_a_name_under_which_there_are_no_copies(tmp_path: Path
     RemoteFolder(f"file://{store}/demo").put(tmp_path / "run.json", "run.json")
     config = make_config(**{"output.dir": str(tmp_path / "runs"), "checkpoint.copy_to": f"file://{store}"})
 
-    def name_of(node: Node, fresh: bool) -> str:
+    def name_of(node: Channel, fresh: bool) -> str:
         return preflight.find_group(node, config, (), (), (), fresh=fresh, report=lambda _: None)[0].name
 
     assert on_all(2, lambda node: name_of(node, fresh=True)) == ["demo-2"] * 2

@@ -29,7 +29,7 @@ class Channel:
     def __init__(self, node: int, given: dict[str, Any]) -> None:
         self.node, self.num_nodes, self.names = node, 2, ["gpu0", "gpu1"]
         self.local_host = self.address = "127.0.0.1"
-        self.hellos = {number: {"address": None, "host": f"gpu{number}"} for number in range(2)}
+        self.infos = {number: {"address": None, "host": f"gpu{number}"} for number in range(2)}
         self.given, self.failed = given, []
         self.lost, self.trouble = {}, None
         self.beats: dict[int, Any] = {}

@@ -29,7 +29,7 @@ from manyhands.launch.environment import Launcher, detect_launcher
 from manyhands.launch.resume_rules import identify_rows
 from manyhands.launch.run_folder import RunFolder
 from manyhands.metrics.sinks import JsonlSink, Outcome
-from manyhands.worker.rendezvous import PREPARE_TIMEOUT_S, FirstRankFailed, from_first_rank, open_store
+from manyhands.worker.rendezvous import PREPARE_TIMEOUT_S, FirstRankFailed, broadcast_from_rank0, open_store
 from manyhands.worker.run import run_rank
 from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
 
@@ -89,7 +89,7 @@ def run_on_first_rank(launcher: Launcher, work: Callable[[], object]) -> None:
         return ""
 
     try:
-        from_first_rank(_open_store(launcher), launcher.rank, "work", run, PREPARE_TIMEOUT_S)
+        broadcast_from_rank0(_open_store(launcher), launcher.rank, "work", run, PREPARE_TIMEOUT_S)
     except FirstRankFailed:
         time.sleep(HEAD_START_S)
         raise PeerError("rank 0 has failed; its own message says why") from None

@@ -53,16 +53,16 @@ class Channel:
     thread.
     """
 
-    def __init__(self, node: int, num_nodes: int, hello: Message, *, silence_s: float, secret: bytes) -> None:
+    def __init__(self, node: int, num_nodes: int, info: Message, *, silence_s: float, secret: bytes) -> None:
         self.node, self.num_nodes, self.silence_s, self._secret = node, num_nodes, silence_s, secret
-        self.hellos: dict[int, Message] = {node: hello}
+        self.infos: dict[int, Message] = {node: info}
         self.trouble: UserError | None = None
         self.lost: dict[int, UserError] = {}
         self.beats: dict[int, Any] = {}
         self.beat_fields: Callable[[], Any] = lambda: None
         self.handlers: dict[str, Callable[[Message], None]] = {}
         self.on_trouble: Callable[[UserError], None] = lambda error: None
-        self.admit: Callable[[dict[int, Message], Message], UserError | None] = lambda known, hello: None
+        self.admit: Callable[[dict[int, Message], Message], UserError | None] = lambda known, info: None
         self._links: list[Link] = []
         self._left: set[int] = set()
         self._values: dict[str, dict[int, Any]] = {}
@@ -81,7 +81,7 @@ class Channel:
 
     @property
     def names(self) -> list[str]:
-        return [str(self.hellos.get(node, {}).get("host", f"node {node}")) for node in range(self.num_nodes)]
+        return [str(self.infos.get(node, {}).get("host", f"node {node}")) for node in range(self.num_nodes)]
 
     @property
     def local_host(self) -> str | None:
@@ -94,26 +94,29 @@ class Channel:
     @property
     def address(self) -> str | None:
         """At which the other nodes reach this one: the loopback's only where all are one machine. None: not known."""
-        addresses = [hello.get("address") for hello in self.hellos.values()]
-        return self.hellos[self.node].get("address") or address_among(addresses) or self.local_host
+        addresses = [info.get("address") for info in self.infos.values()]
+        return self.infos[self.node].get("address") or address_among(addresses) or self.local_host
 
     def describe(self, node: int) -> str:
-        return f"node {node} ({self.names[node]})" if node in self.hellos else f"node {node}"
+        return f"node {node} ({self.names[node]})" if node in self.infos else f"node {node}"
 
     # Coming together.
 
-    def listen(self, address: Address) -> None:
-        """On node 0. UserError where the port is in use, the name cannot be resolved, or another machine is node 0."""
+    def listen(self, address: Address) -> int:
+        """On node 0; returns the port, a free one for port 0. UserError where it is in use, the name cannot be
+        resolved, or another machine is node 0.
+        """
         self._listener = open_listener(address, self.num_nodes + 8)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread.start()
         if not is_own(address):  # a service's address that leads here, or another machine's
             threading.Thread(target=self._look_for_another, args=(address,), name="node-0", daemon=True).start()
+        return int(self._listener.getsockname()[1])
 
     def _look_for_another(self, address: Address) -> None:
         while not self._complete and not self.is_closed and self.trouble is None:
-            answer = ask(address, {"kind": "hello", "node": 0, "hello": self.hellos[0]}, self._secret)
+            answer = ask(address, {"kind": "hello", "node": 0, "hello": self.infos[0]}, self._secret)
             if "error" in answer:
                 with self._lock:
                     self._have_trouble(UserError.from_json(answer["error"]))
@@ -122,7 +125,7 @@ class Channel:
     def connect(self, address: Address, timeout_s: float, report: Callable[[str], object] = lambda line: None) -> None:
         """On any other node. UserError where node 0 does not answer in time."""
         try:
-            hello = {"kind": "hello", "node": self.node, "hello": self.hellos[self.node]}
+            hello = {"kind": "hello", "node": self.node, "hello": self.infos[self.node]}
             connection = open_connection(address, hello, self._secret, timeout_s + ANSWER_S, report)
         except OSError as error:
             raise explain_unreachable(self.describe(self.node), str(address), timeout_s, error) from error
@@ -143,9 +146,9 @@ class Channel:
                     break
                 self._lock.wait(deadline - time.monotonic())
             if self._complete:
-                return [self.hellos[node] for node in range(self.num_nodes)]
-            missing = [node for node in range(self.num_nodes) if node not in self.hellos]
-            there = ", ".join(self.describe(node) for node in sorted(self.hellos))
+                return [self.infos[node] for node in range(self.num_nodes)]
+            missing = [node for node in range(self.num_nodes) if node not in self.infos]
+            there = ", ".join(self.describe(node) for node in sorted(self.infos))
         error = explain_missing(missing, self.num_nodes, there, timeout_s)
         self.fail(error)
         raise error
@@ -340,7 +343,7 @@ class Channel:
         if kind != "hello" or type(node) is not int or node != message["hello"]["node"]:
             raise ValueError("no hello")
         message["hello"]["host"] = clean_name(message["hello"]["host"])
-        if message["hello"] == self.hellos[0]:
+        if message["hello"] == self.infos[0]:
             link.add({"kind": "self"})
             return
         self._num_come += 1
@@ -348,7 +351,7 @@ class Channel:
         error = None if self._complete else self.trouble  # of one that came before
         if self._complete and node in self.lost.keys() | self._left:
             error = explain_ending(self.describe(node), self.describe(0))
-        error = error or self.admit(self.hellos, message["hello"])
+        error = error or self.admit(self.infos, message["hello"])
         if error is not None:
             link.add({"kind": "trouble", "node": 0, "error": error.to_json()})
             link.node = -1  # heard until it ends, and no part of the run
@@ -358,10 +361,10 @@ class Channel:
             return
         link.node = node
         link.add({"kind": "beat", "node": 0, "fields": None})  # at once: by its answer a node 0 is known
-        self.hellos[node] = message["hello"]  # which all others get from here
-        if len(self.hellos) == self.num_nodes:
+        self.infos[node] = message["hello"]  # which all others get from here
+        if len(self.infos) == self.num_nodes:
             self._complete = True
-            self._relay({"kind": "welcome", "node": 0, "to": None, "hellos": list(self.hellos.items())})
+            self._relay({"kind": "welcome", "node": 0, "to": None, "infos": list(self.infos.items())})
 
     def _relay(self, message: Message) -> None:
         """To whom it is meant; by way of node 0 from any other."""
@@ -383,7 +386,7 @@ class Channel:
             if message.get("to") not in (None, 0):
                 return
         if kind == "welcome":
-            self.hellos = {int(number): hello for number, hello in message["hellos"]}
+            self.infos = {int(number): hello for number, hello in message["infos"]}
             self._complete = True
         elif kind == "gathered":
             self._gathered[message["key"]] = {int(n): value for n, value in message["values"].items()}

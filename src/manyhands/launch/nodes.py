@@ -1,5 +1,5 @@
 """The nodes of a run: what each says of itself before anything is planned, what must be the same on all, what they are
-together. Knows no torch and no sockets: ``Exchange`` is the launchers' channel, or the store under another launcher.
+together. Knows no torch and no sockets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import manyhands
 from manyhands.config.schema import RunConfig
@@ -29,27 +29,7 @@ FIX_OF_LOST = "see what became of that machine or process; the same command on e
 MISSING = "missing"  # UserError.kind where nodes have not come; ``data`` has their numbers
 UNREACHABLE = "unreachable"  # UserError.kind where node 0 has not answered
 LATER = "later"  # UserError.kind of a node that is to come again soon
-Hello = dict[str, Any]
-
-
-class Exchange(Protocol):
-    """What nodes do together: all call the same methods in the same order."""
-
-    node: int
-    num_nodes: int
-
-    @property
-    def names(self) -> list[str]:
-        """Host names, by node."""
-        ...
-
-    def gather(self, key: str, value: Any) -> list[Any]:
-        """The JSON values of all nodes, in their order. Raises the UserError that another node has failed with."""
-        ...
-
-    def fail(self, error: UserError) -> None:
-        """Every other node ends with this error."""
-        ...
+NodeInfo = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,7 +47,7 @@ class NodeGroup:
         return sum(self.num_ranks)
 
 
-def say_hello(config: RunConfig, node: int, num_nodes: int, host: HostFacts, address: str | None) -> Hello:
+def describe_node(config: RunConfig, node: int, num_nodes: int, host: HostFacts, address: str | None) -> NodeInfo:
     """What a node says of itself, as JSON."""
     return {
         "claim": secrets.token_hex(8),  # no two starts say the same
@@ -82,7 +62,7 @@ def say_hello(config: RunConfig, node: int, num_nodes: int, host: HostFacts, add
     }
 
 
-def check_hello(known: Mapping[int, Hello], new: Hello) -> UserError | None:
+def check_node(known: Mapping[int, NodeInfo], new: NodeInfo) -> UserError | None:
     """Why a node cannot be one of those that are known; None if it can."""
     first = known[min(known)]
     mine, its = f"node {first['node']} ({first['host']})", f"node {new['node']} ({new['host']})"
@@ -180,14 +160,14 @@ def explain_ending(node: str, first: str) -> UserError:
     )
 
 
-def check_hellos(hellos: Sequence[Hello]) -> None:
+def check_nodes(infos: Sequence[NodeInfo]) -> None:
     """UserError unless these are the nodes of one run."""
-    known: dict[int, Hello] = {}
-    for hello in hellos:
-        error = check_hello(known, hello) if known else None
+    known: dict[int, NodeInfo] = {}
+    for info in infos:
+        error = check_node(known, info) if known else None
         if error is not None:
             raise error
-        known[hello["node"]] = hello
+        known[info["node"]] = info
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,8 @@ from manyhands.facts.hub import locate_model
 from manyhands.facts.identity import differing_files, identify_files
 from manyhands.facts.types import AdapterFacts, Figure, HostFacts
 from manyhands.launch.address import address_among
-from manyhands.launch.nodes import Exchange, NodeGroup
+from manyhands.launch.channel import Channel
+from manyhands.launch.nodes import NodeGroup
 from manyhands.launch.resume_rules import find_run, folder_of, fresh_name, is_taken
 
 SEEN_S = 10.0  # a network file system may show a new file so much later
@@ -34,28 +35,28 @@ Report = Callable[[str], Any]
 Made = TypeVar("Made")
 
 
-def refuse_own_disks(exchange: Exchange, config: RunConfig) -> None:
+def refuse_own_disks(channel: Channel, config: RunConfig) -> None:
     """UserError unless output.dir is one folder for all nodes: a checkpoint has a shard of every rank."""
     folder = Path(config.output.dir).expanduser()
     made = _missing_folders(folder)
-    leaders = find_leaders(exchange, "output", folder)
+    leaders = find_leaders(channel, "output", folder)
     apart = [node for node, leader in enumerate(leaders) if leader != 0]
     if apart:
-        names = exchange.names
+        names = channel.names
         with contextlib.suppress(OSError):  # another node's files may be there
             for path in made:
                 path.rmdir()
         raise UserError(
             f"output.dir is not shared: {', '.join(names[node] for node in apart)} "
             f"{'does' if len(apart) == 1 else 'do'} not see what {names[0]} writes there",
-            where=f"output.dir: {config.output.dir} ({folder.absolute()} on {names[exchange.node]})",
+            where=f"output.dir: {config.output.dir} ({folder.absolute()} on {names[channel.node]})",
             why="a checkpoint has a shard of every rank, and resuming or exporting it reads all of them",
             fix="set output.dir to a folder that all nodes mount (NFS, Lustre, FSx, ...); "
             "model and data.cache may be on each node's own disk",
         )
 
 
-def find_leaders(exchange: Exchange, key: str, folder: Path, *, required: bool = True) -> list[int]:
+def find_leaders(channel: Channel, key: str, folder: Path, *, required: bool = True) -> list[int]:
     """For each node the first one that has the same ``folder``: each writes a file there and looks for the others'.
 
     UserError where a node cannot write there; unless it is ``required``: then that node is the first of its own.
@@ -69,15 +70,15 @@ def find_leaders(exchange: Exchange, key: str, folder: Path, *, required: bool =
         written = False
         if required:
             raise UserError(
-                f"{exchange.names[exchange.node]} cannot write into a folder of the run",
+                f"{channel.names[channel.node]} cannot write into a folder of the run",
                 where=str(folder),
                 why=error.strerror or str(error),
                 fix="correct its permissions on that machine, or name another folder",
             ) from error
     try:
-        tokens = exchange.gather(f"{key} token", own.name if written else None)
+        tokens = channel.gather(f"{key} token", own.name if written else None)
         seen = _look_for(folder, tokens)
-        leaders = exchange.gather(f"{key} seen", seen)
+        leaders = channel.gather(f"{key} seen", seen)
     finally:
         own.unlink(missing_ok=True)
     # Sharing is mutual: a node of another group sees none of these files.
@@ -113,15 +114,15 @@ def _is_network(folder: Path) -> bool:
     return kind not in ("ext4", "ext3", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ramfs")
 
 
-def in_turn(exchange: Exchange, key: str, folder: Path, work: Callable[[], Made], *, required: bool = True) -> Made:
+def in_turn(channel: Channel, key: str, folder: Path, work: Callable[[], Made], *, required: bool = True) -> Made:
     """``work()`` on every node, first on one of those that share ``folder``: the others find its result there."""
-    leads = find_leaders(exchange, key, folder, required=required)[exchange.node] == exchange.node
+    leads = find_leaders(channel, key, folder, required=required)[channel.node] == channel.node
     first = [work()] if leads else []
-    exchange.gather(f"{key} made", True)
+    channel.gather(f"{key} made", True)
     return first[0] if leads else work()
 
 
-def find_model(exchange: Exchange, config: RunConfig, report: Report) -> Path:
+def find_model(channel: Channel, config: RunConfig, report: Report) -> Path:
     """This node's folder of the model, fetched once for those that share a cache. UserError where its files differ
     between nodes, or it is not on one of them.
     """
@@ -129,7 +130,7 @@ def find_model(exchange: Exchange, config: RunConfig, report: Report) -> Path:
 
     model = config.model
     folder = in_turn(
-        exchange,
+        channel,
         "hub cache",
         Path(HF_HUB_CACHE),
         lambda: locate_model(
@@ -141,14 +142,14 @@ def find_model(exchange: Exchange, config: RunConfig, report: Report) -> Path:
         ),
         required=False,  # a cache that others have filled may be read-only
     )
-    found = exchange.gather("model", identify_files(folder, config, report))
-    where = f"model.name: {model.name} ({folder} on {exchange.names[exchange.node]})"
+    found = channel.gather("model", identify_files(folder, config, report))
+    where = f"model.name: {model.name} ({folder} on {channel.names[channel.node]})"
     fix = "put the same files on every machine (model.revision pins a commit of the hub)"
-    refuse_other_files(exchange, found, "model", where, fix)
+    refuse_other_files(channel, found, "model", where, fix)
     return folder
 
 
-def find_same_adapter(exchange: Exchange, config: RunConfig, report: Report) -> AdapterFacts | None:
+def find_same_adapter(channel: Channel, config: RunConfig, report: Report) -> AdapterFacts | None:
     """The adapter whose training the run continues, if any. UserError where its files differ between nodes: each rank
     reads its own part of them, or all of them, here.
     """
@@ -162,17 +163,17 @@ def find_same_adapter(exchange: Exchange, config: RunConfig, report: Report) -> 
         raise UserError("the adapter's files cannot be read", where=adapter.folder, why=str(error)) from error
     where = f"method.adapter: {config.method.adapter}"
     refuse_other_files(
-        exchange, exchange.gather("adapter", digests), "adapter", where, "put the same files on every machine"
+        channel, channel.gather("adapter", digests), "adapter", where, "put the same files on every machine"
     )
     return adapter
 
 
-def refuse_other_files(exchange: Exchange, found: Sequence[Mapping[str, str]], what: str, where: str, fix: str) -> None:
+def refuse_other_files(channel: Channel, found: Sequence[Mapping[str, str]], what: str, where: str, fix: str) -> None:
     """UserError where the files of ``what``, by digest, are not on every node those of node 0."""
     for node, files in enumerate(found):
         changed = differing_files(found[0], files)
         if changed:
-            first, other = exchange.names[0], exchange.names[node]
+            first, other = channel.names[0], channel.names[node]
             raise UserError(
                 f"the {what} on {other} is not the one on {first}",
                 where=where,
@@ -182,19 +183,19 @@ def refuse_other_files(exchange: Exchange, found: Sequence[Mapping[str, str]], w
             )
 
 
-def prepare_data(exchange: Exchange, config: RunConfig, folder: Path, report: Report) -> PreparedData:
+def prepare_data(channel: Channel, config: RunConfig, folder: Path, report: Report) -> PreparedData:
     """The prepared samples on this node: made once for those that share data.cache. UserError where they differ."""
     from manyhands.data.prepare import prepare
 
     cache = Path(config.data.cache).expanduser()
-    data = in_turn(exchange, "data cache", cache, lambda: prepare(config, folder, report))
-    found = exchange.gather("data", [data.digest, data.content])
+    data = in_turn(channel, "data cache", cache, lambda: prepare(config, folder, report))
+    found = channel.gather("data", [data.digest, data.content])
     for node, names in enumerate(found):
         if names != found[0]:
-            first, other = exchange.names[0], exchange.names[node]
+            first, other = channel.names[0], channel.names[node]
             raise UserError(
                 f"the data on {other} is not the data on {first}",
-                where=f"data.train, as {exchange.names[exchange.node]} sees it",
+                where=f"data.train, as {channel.names[channel.node]} sees it",
                 why=f"the samples made of it differ: {found[0][0][:12]} on {first}, {names[0][:12]} on {other}"
                 if names[0] != found[0][0]
                 else "equal files gave other tokens",
@@ -203,18 +204,18 @@ def prepare_data(exchange: Exchange, config: RunConfig, folder: Path, report: Re
     return data
 
 
-def find_places(exchange: Exchange, config: RunConfig, report: Report) -> tuple[PreparedData, dict[str, str]]:
+def find_places(channel: Channel, config: RunConfig, report: Report) -> tuple[PreparedData, dict[str, str]]:
     """Model, adapter and samples on this node, the same by content on all, and where they are here."""
-    folder = find_model(exchange, config, report)
-    adapter = find_same_adapter(exchange, config, report)
-    data = prepare_data(exchange, config, folder, report)
+    folder = find_model(channel, config, report)
+    adapter = find_same_adapter(channel, config, report)
+    data = prepare_data(channel, config, folder, report)
     places = {"model_folder": str(folder), "data_folder": data.folder}
     if adapter is not None:
         places["adapter_folder"] = adapter.folder
     return data, places
 
 
-def read_link(exchange: Exchange, addresses: Sequence[str | None], root: Path = Path("/")) -> Figure | None:
+def read_link(channel: Channel, addresses: Sequence[str | None], root: Path = Path("/")) -> Figure | None:
     """GB/s from one node to another, of the slowest, as drivers state it: all active InfiniBand and RoCE ports of a
     machine together, else the network card that has its address. None where one does not state it.
     """
@@ -224,16 +225,16 @@ def read_link(exchange: Exchange, addresses: Sequence[str | None], root: Path = 
             rate = re.match(r"[\d.]+", (port / "rate").read_text())
             if rate is not None and "ACTIVE" in (port / "state").read_text():
                 speed += float(rate[0]) / 8
-    own, cards = addresses[exchange.node] or address_among(addresses), psutil.net_if_stats()
+    own, cards = addresses[channel.node] or address_among(addresses), psutil.net_if_stats()
     if not speed and own is not None:
         named = [name for name, found in psutil.net_if_addrs().items() if own in {each.address for each in found}]
         speed = max((cards[name].speed / 8000 for name in named if name in cards), default=0.0)  # of Mbit/s
-    speeds = exchange.gather("links", speed)
+    speeds = channel.gather("links", speed)
     return Figure(value=min(speeds), source="the drivers of network adapters") if min(speeds) > 0 else None
 
 
 def find_group(
-    exchange: Exchange,
+    channel: Channel,
     config: RunConfig,
     hosts: tuple[HostFacts, ...],
     num_ranks: tuple[int, ...],
@@ -243,17 +244,17 @@ def find_group(
     report: Report,
 ) -> tuple[RunConfig, NodeGroup | None]:
     """All that nodes find out together; the run, under another name if ``fresh``, and None where it is finished."""
-    refuse_own_disks(exchange, config)
+    refuse_own_disks(channel, config)
     found = None
-    if exchange.node == 0:
+    if channel.node == 0:
         config = fresh_name(config, is_taken) if fresh else config
         found = [config.name, find_run(folder_of(config), config)]
-    name, state = exchange.gather("run", found)[0]
+    name, state = channel.gather("run", found)[0]
     config = config.model_copy(update={"name": name})
     if state == "finished":
         return config, None
-    link = read_link(exchange, addresses)
-    data, places = find_places(exchange, config, report)
+    link = read_link(channel, addresses)
+    data, places = find_places(channel, config, report)
     return config, NodeGroup(hosts, num_ranks, data, places, link)
 
 

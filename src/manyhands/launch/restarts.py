@@ -149,18 +149,18 @@ def nodes_there(error: UserError, place: Place) -> list[int]:
     return [node for node in range(place.num_nodes) if node not in missing] if place.node not in missing else []
 
 
-def place_among(place: Place, left: Sequence[int], hellos: Mapping[int, Mapping[str, Any]]) -> Place | None:
+def place_among(place: Place, left: Sequence[int], infos: Mapping[int, Mapping[str, Any]]) -> Place | None:
     """This node's among those that are left, the first of which is node 0 of them; None where it is the only one."""
     if len(left) == 1:
         return None
-    return Place(left.index(place.node), len(left), rendezvous_of(place, left, hellos), place.words, place.by_srun)
+    return Place(left.index(place.node), len(left), rendezvous_of(place, left, infos), place.words, place.by_srun)
 
 
-def rendezvous_of(place: Place, left: Sequence[int], hellos: Mapping[int, Mapping[str, Any]]) -> Address:
+def rendezvous_of(place: Place, left: Sequence[int], infos: Mapping[int, Mapping[str, Any]]) -> Address:
     """Where the nodes that are left come together: at node 0, or without it at the first of them, on the same port."""
     if 0 in left:
         return place.rendezvous
-    first = hellos[left[0]]
+    first = infos[left[0]]
     return Address(first.get("address") or str(first["host"]), place.rendezvous.port)
 
 
@@ -198,20 +198,20 @@ def scale_gpus(asked: Any, num_nodes: int, num_left: int) -> Any:
 
 
 def how_to_go_on_without(
-    place: Place, hellos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any, least: int | None
+    place: Place, infos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any, least: int | None
 ) -> str:
     """``UserError.fix`` of a node that is lost: wait for it, or the commands of ``commands_to_go_on``."""
-    commands = commands_to_go_on(place, hellos, left, asked, least)
+    commands = commands_to_go_on(place, infos, left, asked, least)
     return "\n    ".join([f"{FIX_OF_LOST}; to go on without what is lost, run:", *commands])
 
 
 def commands_to_go_on(
-    place: Place, hellos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any, least: int | None = None
+    place: Place, infos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any, least: int | None = None
 ) -> list[str]:
     """What starts the run again on the nodes ``left``, a line for each; from a step of SLURM one for all. ``asked``:
-    ``parallel.gpus``; ``least``: ``launch.min_gpus``; ``hellos``: what each node has said of itself.
+    ``parallel.gpus``; ``least``: ``launch.min_gpus``; ``infos``: what each node has said of itself.
     """
-    words, names = list(place.words), {node: str(hello["host"]) for node, hello in hellos.items()}
+    words, names = list(place.words), {node: str(info["host"]) for node, info in infos.items()}
     if asked != "auto":
         words = _without(words, _OF_THE_NUMBER)
         fewer = scale_gpus(asked, place.num_nodes, len(left))
@@ -219,11 +219,11 @@ def commands_to_go_on(
         if least is not None and least > fewer:  # which would be refused
             words = [*_without(words, ("launch.min_gpus",)), f"launch.min_gpus={fewer}"]
     if place.by_srun:
-        lost = ",".join(names[node] for node in sorted(hellos) if node not in left)
+        lost = ",".join(names[node] for node in sorted(infos) if node not in left)
         return [shlex.join(["srun", f"--nodes={len(left)}", "--ntasks-per-node=1", f"--exclude={lost}", *words])]
     if len(left) == 1:
         return [f"on {names[left[0]]}: {shlex.join([*words, '--nodes', '1'])}"]
-    first, found = rendezvous_of(place, left, hellos), []
+    first, found = rendezvous_of(place, left, infos), []
     for number, node in enumerate(left[:MAX_COMMANDS]):
         options = ["--nodes", str(len(left)), "--node-rank", str(number), "--rendezvous", str(first)]
         found.append(f"on {names[node]}: {shlex.join([*words, *options])}")

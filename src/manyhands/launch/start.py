@@ -21,7 +21,7 @@ from manyhands.importers.report import summarize
 from manyhands.launch.environment import ATTEMPT, detect_launcher, refuse_alone
 from manyhands.launch.folder_lock import FolderLock, take_over
 from manyhands.launch.lost_gpus import DriverReports, LaunchGpus, Lost, find_lost, restored_environment
-from manyhands.launch.nodes import Hello, host_name
+from manyhands.launch.nodes import NodeInfo, host_name
 from manyhands.launch.prepare import Prepared, plan_fewer, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.restarts import (
     NodesLeft,
@@ -106,7 +106,7 @@ class Lasting:
         self.restarts: Restarts | None = None
         self.num_ranks: tuple[int, ...] | None = None
         self.num_left: int | None = None
-        self.hellos: dict[int, Hello] = {}
+        self.infos: dict[int, NodeInfo] = {}
         self.name = ""
         self.lock: FolderLock | None = None
         self.takes_over = False
@@ -115,15 +115,15 @@ class Lasting:
 
     def lose(self, found: Joined) -> None:
         assert found.team is not None
-        self.num_ranks, self.hellos = found.team.group.num_ranks, found.team.channel.hellos
+        self.num_ranks, self.infos = found.team.group.num_ranks, found.team.channel.infos
         self.name, self.timeout_s = found.prepared.config.name, found.prepared.config.parallel.timeout_s
         self.lock = found.prepared.lock
 
     def explain(self, error: UserError, config: RunConfig, place: Place, left: Sequence[int]) -> UserError:
         """``error``, with the commands that go on with the nodes ``left`` where one that was lost has not come back."""
-        if self.hellos and left:
+        if self.infos and left:
             asked, least = config.parallel.gpus, config.launch.min_gpus
-            error.fix = how_to_go_on_without(place, self.hellos, left, asked, least)
+            error.fix = how_to_go_on_without(place, self.infos, left, asked, least)
         return error
 
     def resumed(self, origin: LoadedRun) -> LoadedRun:
@@ -141,9 +141,9 @@ class Lasting:
         assert self.num_ranks is not None
         num_ranks = tuple(self.num_ranks[node] for node in left)
         self.num_ranks, self.num_left = num_ranks, sum(num_ranks)
-        among = place_among(place, left, self.hellos)
+        among = place_among(place, left, self.infos)
         self.takes_over = self.takes_over or 0 not in left
-        self.hellos = {number: self.hellos[node] for number, node in enumerate(left)}
+        self.infos = {number: self.infos[node] for number, node in enumerate(left)}
         config = config_for(origin.config, place.num_nodes, len(left))
         return replace(origin, config=config), among
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -81,10 +82,10 @@ def joined(
         report(f"note: {note}")
     with raise_when_stopped():
         report(f"node {place.node} of {place.num_nodes}: waiting for the others at {place.rendezvous}")
-        channel, hellos = open_channel(config, place)
+        channel, infos = open_channel(config, place)
     try:
         with failing_together(channel):
-            hosts = tuple(HostFacts.model_validate(hello["facts"]) for hello in hellos)
+            hosts = tuple(HostFacts.model_validate(info["facts"]) for info in infos)
             if place.node == 0:
                 report(f"{place.num_nodes} nodes: {', '.join(channel.names)}")
             origin = replace(origin, config=config)
@@ -100,8 +101,14 @@ def failing_together(channel: Channel) -> Iterator[None]:
     it is busy with: preparing data may take hours.
     """
     host = channel.names[channel.node]
+    is_main = threading.current_thread() is threading.main_thread()  # else the next gather raises the error
+
+    def end(error: UserError) -> None:
+        if is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     try:
-        with raise_when_stopped(), channel.when_in_trouble(lambda error: os.kill(os.getpid(), signal.SIGTERM)):
+        with raise_when_stopped(), channel.when_in_trouble(end):
             yield
     except UserError as error:
         if channel.trouble is None:
@@ -125,7 +132,7 @@ def _prepare(
 ) -> Joined:
     config = origin.config
     num_ranks = count_ranks(config, hosts)
-    addresses = [channel.hellos[node]["address"] for node in range(channel.num_nodes)]
+    addresses = [channel.infos[node]["address"] for node in range(channel.num_nodes)]
     config, group = find_group(channel, config, hosts, num_ranks, addresses, fresh=fresh, report=report)
     if group is None:
         folder = folder_of(config)

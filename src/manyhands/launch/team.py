@@ -25,10 +25,10 @@ from manyhands.launch.failure import ENDED_BY_OTHERS, FoundCause
 from manyhands.launch.nodes import (
     LATER,
     NodeGroup,
-    check_hello,
+    check_node,
+    describe_node,
     explain_unopened,
     host_name,
-    say_hello,
 )
 from manyhands.launch.restarts import Place, how_to_go_on_without
 from manyhands.launch.secret import read_secret
@@ -55,15 +55,17 @@ class LaunchEnd:
 def open_channel(
     config: RunConfig, place: Place, report: Callable[[str], object] = print
 ) -> tuple[Channel, list[dict[str, Any]]]:
-    """Comes together with the other nodes; their hellos. UserError where one is missing, or is not of this run."""
+    """Connects to the other nodes; returns what each has sent of itself. UserError where one is missing, or is not of
+    this run.
+    """
     timeout_s, rendezvous = float(config.parallel.timeout_s), place.rendezvous
     secret = read_secret(Path(config.output.dir))
     host = read_host_facts().model_copy(update={"name": host_name()})
-    hello = say_hello(config, place.node, place.num_nodes, host, own_address(rendezvous.host, rendezvous.port))
+    info = describe_node(config, place.node, place.num_nodes, host, own_address(rendezvous.host, rendezvous.port))
     deadline, was_early = time.monotonic() + timeout_s, False
     while True:
-        channel = Channel(place.node, place.num_nodes, hello, silence_s=timeout_s, secret=secret)
-        channel.admit = check_hello
+        channel = Channel(place.node, place.num_nodes, info, silence_s=timeout_s, secret=secret)
+        channel.admit = check_node
         try:
             if place.node == 0:
                 channel.listen(rendezvous)
@@ -228,7 +230,7 @@ class Team:
 
     def _say_how_to_go_on(self) -> None:
         """In the error of each node that is lost: the commands that do without."""
-        fix = how_to_go_on_without(self.place, self.channel.hellos, self.left, self.asked, self.least)
+        fix = how_to_go_on_without(self.place, self.channel.infos, self.left, self.asked, self.least)
         for error in self.channel.lost.values():
             error.fix = fix
 

@@ -1,6 +1,6 @@
 """Before there is a process group, over the store: what rank 0 makes and every rank gets; and of several nodes under
 another launcher (torchrun, accelerate, srun), which ranks share a machine, and what the first rank of each finds out
-with those of the others, before rank 0 plans.
+with those of the others, over a channel as between our own launchers, before rank 0 plans.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import contextlib
 import json
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,13 +19,15 @@ from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import HostFacts
 from manyhands.importers.load import LoadedRun
-from manyhands.launch.address import LOCAL_HOST, address_among, network_environment, own_address
+from manyhands.launch.address import LOCAL_HOST, Address, address_among, network_environment, own_address
+from manyhands.launch.channel import Channel
 from manyhands.launch.environment import Launcher, apply_variables
 from manyhands.launch.heartbeat import this_host
-from manyhands.launch.nodes import NodeGroup, check_hellos, clean_name, explain_lost, host_name, say_hello
-from manyhands.launch.preflight import explain_unexpected, find_group, named
+from manyhands.launch.nodes import UNREACHABLE, NodeGroup, check_nodes, clean_name, describe_node, host_name
+from manyhands.launch.preflight import find_group
+from manyhands.launch.secret import new_nonce
+from manyhands.launch.start_nodes import failing_together
 
-ALIVE_S = 2.0
 POLL_S = 0.2
 FAILED = "nodes/failed"
 _NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID")  # of torchrun and accelerate, of srun
@@ -87,115 +87,54 @@ def find_group_over_store(
     *,
     fresh: bool,
     report: Callable[[str], None],
+    timeout_s: float,
 ) -> tuple[LoadedRun, NodeGroup | None]:
     """On the first rank of each node: the run, and all nodes with this one's samples; None where the run is finished.
 
     UserError, the same on each, where one of them cannot take part.
     """
-    exchange = StoreExchange(store, nodes)
-    with exchange.failing_together():
+    with contextlib.closing(_open_channel(store, launcher, nodes, timeout_s)) as channel, failing_together(channel):
         loaded = load()
         config, _ = apply_variables(loaded.config)
-        exchange.silence_s = config.parallel.timeout_s
+        channel.silence_s = config.parallel.timeout_s
         host = read_host_facts().model_copy(update={"name": nodes.names[nodes.node]})
-        hello = say_hello(config, nodes.node, nodes.num_nodes, host, nodes.addresses[nodes.node])
-        with exchange.staying_alive(launcher):
-            hellos = exchange.gather("hello", hello)
-            check_hellos(hellos)
-            hosts = tuple(HostFacts.model_validate(fields["facts"]) for fields in hellos)
-            num_ranks = tuple(len(ranks) for ranks in nodes.ranks)
-            config, group = find_group(exchange, config, hosts, num_ranks, nodes.addresses, fresh=fresh, report=report)
+        infos = channel.gather(
+            "node", describe_node(config, nodes.node, nodes.num_nodes, host, nodes.addresses[nodes.node])
+        )
+        check_nodes(infos)
+        hosts = tuple(HostFacts.model_validate(info["facts"]) for info in infos)
+        num_ranks = tuple(len(ranks) for ranks in nodes.ranks)
+        config, group = find_group(channel, config, hosts, num_ranks, nodes.addresses, fresh=fresh, report=report)
     store.set(f"places/{nodes.node}", json.dumps(group.places if group is not None else {}))
     return replace(loaded, config=config), group
 
 
-class StoreExchange:
-    """``launch.nodes.Exchange`` over torch's store, between the first ranks of the nodes."""
-
-    def __init__(self, store: dist.Store, nodes: NodeMap, silence_s: float = 600.0) -> None:
-        self.store, self.nodes, self.silence_s = store, nodes, silence_s
-        self.node, self.num_nodes = nodes.node, nodes.num_nodes
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.nodes.names)
-
-    def gather(self, key: str, value: Any) -> list[Any]:
-        with served_by_first_rank():
-            self.store.set(f"nodes/{key}/{self.node}", json.dumps(value))
-            return [self._wait_for(key, node) for node in range(self.num_nodes)]
-
-    def fail(self, error: UserError) -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            self.store.set(FAILED, error.to_json())
-
-    def _wait_for(self, key: str, node: int) -> Any:
-        """UserError where another node has failed, or this one is not heard any more."""
-        alive, changed = "", time.monotonic()
-        while not self.store.check([f"nodes/{key}/{node}"]):
-            raise_failure(self.store)
-            now = self.store.get(f"alive/{node}").decode() if self.store.check([f"alive/{node}"]) else ""
-            if now != alive:
-                alive, changed = now, time.monotonic()
-            if time.monotonic() - changed > self.silence_s:
-                lost, here = (f"node {number} ({self.names[number]})" for number in (node, self.node))
-                raise explain_lost(lost, here, f"nothing was heard from it for {self.silence_s:g} s")
-            time.sleep(POLL_S)
-        return json.loads(self.store.get(f"nodes/{key}/{node}"))
-
-    @contextlib.contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Within, an error of this node is everyone's."""
-        try:
-            yield
-        except UserError as error:
-            if not isinstance(error, OthersFailed):
-                self.fail(named(error, self.names[self.node]))
-            raise
-        except Exception as error:
-            self.fail(explain_unexpected(error, self.names[self.node]))
-            raise
-
-    @contextlib.contextmanager
-    def staying_alive(self, launcher: Launcher) -> Iterator[None]:
-        """Within, a thread counts, by a connection of its own: preparing data may take hours, and the store does not
-        say who has died.
-        """
-        done = threading.Event()
-
-        def count() -> None:
-            with contextlib.suppress(dist.DistError, RuntimeError):
-                store = self.store
-                if launcher.world_size > 1 and isinstance(store, dist.PrefixStore):
-                    store = _own_connection(store)
-                while not done.wait(ALIVE_S):
-                    store.add(f"alive/{self.node}", 1)
-
-        thread = threading.Thread(target=count, name="alive", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-
-
-def _own_connection(store: dist.PrefixStore) -> dist.Store:
-    """The same keys by another connection: a call that waits holds the one that it uses."""
+def _open_channel(store: dist.Store, launcher: Launcher, nodes: NodeMap, timeout_s: float) -> Channel:
+    """Between the first ranks of the nodes. The store carries only its port and its secret: a call of the store hangs
+    without a limit while a link is cut.
+    """
+    mine = {"node": nodes.node, "host": nodes.names[nodes.node], "address": nodes.addresses[nodes.node]}
+    rank, host = launcher.rank, nodes.addresses[0] or launcher.master_addr
+    secret = broadcast_from_rank0(store, rank, "secret", new_nonce, timeout_s).encode()
+    channel = Channel(nodes.node, nodes.num_nodes, mine, silence_s=timeout_s, secret=secret)
     try:
-        return store.clone()  # type: ignore[attr-defined]
-    except (AttributeError, dist.DistError, RuntimeError):
-        return store
-
-
-class OthersFailed(UserError):
-    """Another node's error, which it shows itself; shown here too, as this terminal is another one."""
+        port = broadcast_from_rank0(store, rank, "port", lambda: str(channel.listen(Address(host, 0))), timeout_s)
+        if rank != 0:
+            channel.connect(Address(host, int(port)), timeout_s)
+        channel.wait_for_all(timeout_s)
+    except BaseException as error:
+        channel.close()
+        if isinstance(error, UserError) and error.kind == UNREACHABLE:
+            error.where = "at a free port that rank 0 has chosen"
+            error.fix = "let the nodes reach each other at all ports; their ranks need it too"
+        raise
+    return channel
 
 
 def raise_failure(store: dist.Store) -> None:
     """What another node has failed with, if any has."""
     if store.check([FAILED]):
-        fields = json.loads(store.get(FAILED))
-        raise OthersFailed(fields.pop("what"), **fields)
+        raise UserError.from_json(store.get(FAILED).decode())
 
 
 def refuse_second_claim(store: dist.Store, rank: int, mine: str) -> None:
@@ -205,8 +144,8 @@ def refuse_second_claim(store: dist.Store, rank: int, mine: str) -> None:
         return
     first, second = json.loads(said), json.loads(mine)
     error = UserError(
-        f"rank {rank} came twice: process {first['pid']} on {first['host']} and process {second['pid']}"
-        f" on {second['host']}",
+        f"two processes registered as rank {rank}: process {first['pid']} on {first['host']} and process"
+        f" {second['pid']} on {second['host']}",
         why="two machines were started with the same node rank, or the run was started twice",
         fix="give each machine a node rank of its own, and start the run once on each",
         exit_code=EXIT_FAILED,
@@ -215,7 +154,7 @@ def refuse_second_claim(store: dist.Store, rank: int, mine: str) -> None:
     raise error
 
 
-def from_first_rank(store: dist.Store, rank: int, key: str, make: Callable[[], str], timeout_s: float) -> str:
+def broadcast_from_rank0(store: dist.Store, rank: int, key: str, make: Callable[[], str], timeout_s: float) -> str:
     """``make()`` runs on rank 0 alone; every rank gets its text. A failure of rank 0 reaches all ranks at once."""
     if rank == 0:
         try:
@@ -233,7 +172,7 @@ def from_first_rank(store: dist.Store, rank: int, key: str, make: Callable[[], s
         store.set(key, "value " + text)
         return text
     deadline = time.monotonic() + timeout_s
-    while not is_there(store, key):
+    while not has_key(store, key):
         if time.monotonic() > deadline:
             raise UserError(
                 f"rank {rank} waited {timeout_s:g} s for rank 0's {key}",
@@ -256,7 +195,7 @@ class FirstRankFailed(PeerError):
         self.exit_code, self.text = exit_code, text
 
 
-def is_there(store: dist.Store, key: str) -> bool:
+def has_key(store: dist.Store, key: str) -> bool:
     """UserError where rank 0, which serves the store, has ended."""
     with served_by_first_rank():
         return store.check([key])
@@ -276,7 +215,7 @@ def served_by_first_rank() -> Iterator[None]:
         ) from error
 
 
-def leave_together(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
+def shutdown_barrier(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
     """For an end before the process group forms: rank 0, which may serve the store, stays until the others have had its
     answer.
     """

@@ -48,14 +48,14 @@ from manyhands.worker.nodes import (
     POLL_S,
     FirstRankFailed,
     NodeMap,
+    broadcast_from_rank0,
     describe_rank,
     find_group_over_store,
-    from_first_rank,
-    is_there,
-    leave_together,
+    has_key,
     raise_failure,
     read_map,
     refuse_second_claim,
+    shutdown_barrier,
 )
 from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
 
@@ -83,13 +83,14 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
         lambda: (arguments.load or _load_run)(arguments, launcher),
         fresh=arguments.fresh,
         report=functools.partial(print, file=rank.terminal, flush=True),
+        timeout_s=timeout_s,
     )
     finds_out = nodes.num_nodes > 1 and arguments.run_folder is None
     session.enter("agree on run and plan")
     try:
         if finds_out and nodes.leads(launcher.rank) and launcher.rank != 0:
             find_out()
-        text = from_first_rank(
+        text = broadcast_from_rank0(
             store,
             launcher.rank,
             "run",
@@ -100,7 +101,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
         if isinstance(error, FirstRankFailed) and nodes.node and nodes.leads(launcher.rank):
             print(error.text, file=rank.terminal, flush=True)  # this terminal is not rank 0's
         # Who was stopped does not wait long for others, which may have been stopped too.
-        leave_together(store, launcher, min(timeout_s, STOP_S) if isinstance(error, Stopped) else timeout_s)
+        shutdown_barrier(store, launcher, min(timeout_s, STOP_S) if isinstance(error, Stopped) else timeout_s)
         raise
     fields = json.loads(text)
     rank.config = RunConfig.model_validate(fields["config"])
@@ -108,7 +109,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
     path = path.resolve()  # as messages name it
     folder = rank.folder = RunFolder(path)
     if fields["finished"]:
-        leave_together(store, launcher, timeout_s)
+        shutdown_barrier(store, launcher, timeout_s)
         if nodes.leads(launcher.rank):
             line = f"{fields['folder']} is finished; nothing to do (--fresh starts it again in a new folder)"
             print(line, file=rank.terminal, flush=True)
@@ -263,13 +264,13 @@ def gather_ranks(store: dist.Store, launcher: Launcher, timeout_s: float) -> Non
     deadline = time.monotonic() + timeout_s
     missing = list(range(world_size))
     while missing and time.monotonic() < deadline:
-        missing = [r for r in missing if not is_there(store, f"here/{r}")]
+        missing = [r for r in missing if not has_key(store, f"here/{r}")]
         if missing:
             raise_failure(store)
             time.sleep(POLL_S)
     if missing:
         raise UserError(
-            f"{len(missing)} of {world_size} ranks never came: {', '.join(map(str, missing))}",
+            f"{len(missing)} of {world_size} ranks did not join: {', '.join(map(str, missing))}",
             where=f"rank {rank} waited {timeout_s:g} s (parallel.timeout_s)",
             why="they were not started, ended early, or look for another MASTER_ADDR:MASTER_PORT",
             fix="read the missing ranks' output, or start as many processes as WORLD_SIZE says",
