@@ -18,11 +18,11 @@ from manyhands.launch import channel as channel_module
 from manyhands.launch import secret
 from manyhands.launch.address import Address, is_loopback, knock, open_listener
 from manyhands.launch.channel import SILENT, Channel
+from manyhands.launch.launcher_group import open_channel
 from manyhands.launch.nodes import LATER, check_node
 from manyhands.launch.restarts import Place
 from manyhands.launch.secret import SECRET_FILE, SHARED_FILE, prove, read_secret
 from manyhands.launch.start_nodes import failing_together
-from manyhands.launch.team import open_channel
 from tests.launch.builders import make_config
 from tests.launch.channels import LONG_S, at_once
 

@@ -13,16 +13,16 @@ from manyhands.core.errors import FAULT, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.launch.address import Address
 from manyhands.launch.failure import FoundCause
+from manyhands.launch.launcher_group import LaunchEnd, LauncherGroup
 from manyhands.launch.nodes import NodeGroup, explain_missing, explain_unreachable
 from manyhands.launch.restarts import (
     Place,
     command_without_place,
-    commands_to_go_on,
+    commands_without_lost,
     config_for,
     nodes_there,
     place_among,
 )
-from manyhands.launch.team import LaunchEnd, Team
 from tests.launch.builders import make_config
 from tests.launch.test_channel import Meeting, at_once, hello, meeting, until, vanish
 
@@ -33,7 +33,7 @@ ARGV = "/usr/bin/manyhands train run.yaml --nodes 3 --node-rank 2 --rendezvous g
 
 def go_on(left: list[int], num_nodes: int = 3, asked: object = "auto", argv: str = ARGV, **changes: bool) -> list[str]:
     place = Place(2, num_nodes, Address("gpu0", 29400), command_without_place(argv.split()), **changes)
-    return commands_to_go_on(place, {node: HELLOS[node] for node in range(num_nodes)}, left, asked)
+    return commands_without_lost(place, {node: HELLOS[node] for node in range(num_nodes)}, left, asked)
 
 
 def test_each_node_that_is_left_gets_its_number_and_where_node_0_is() -> None:
@@ -78,11 +78,11 @@ def test_what_is_said_can_be_given_to_the_command_line(tmp_path: Path, monkeypat
     argv = f"manyhands train {path} --node-rank 2 --rendezvous gpu0:29400"
     monkeypatch.setattr("sys.argv", argv.split())
     place = train_options.choose_place(run_file.load_run(path, []).config, 2, "gpu0:29400")["place"]
-    _, second = commands_to_go_on(place, HELLOS, [0, 2], 6)
+    _, second = commands_without_lost(place, HELLOS, [0, 2], 6)
     assert second == (
         f"on gpu2: manyhands train {path} parallel.gpus=4 --nodes 2 --node-rank 1 --rendezvous gpu0:29400"
     )
-    _, also = commands_to_go_on(place, HELLOS, [0, 2], 6, 5)
+    _, also = commands_without_lost(place, HELLOS, [0, 2], 6, 5)
     assert " parallel.gpus=4 launch.min_gpus=4 --nodes 2 " in also, "more than there are would be refused"
     config = run_file.load_run(path, ["parallel.gpus=4"], nodes=2).config
     place = train_options.choose_place(config, 1, "gpu0:29400")["place"]
@@ -112,20 +112,20 @@ def test_who_is_there_is_read_from_the_error_that_names_who_is_not() -> None:
     assert nodes_there(silent, place) == [1, 2, 3], "node 0 does not answer: the others may come together"
 
 
-def teams(meeting: Meeting, num: int) -> list[Team]:
+def launcher_groups(meeting: Meeting, num: int) -> list[LauncherGroup]:
     channels = meeting.all_come(*(hello(node, num) for node in range(num)))
     hosts = tuple(
         HostFacts(name=f"gpu{n}", gpus=(), num_cores=1, memory_bytes=1, free_memory_bytes=1) for n in range(num)
     )
     group = NodeGroup(hosts, (2,) * num)
-    return [Team(channel, group, Place(channel.node, num, meeting.address), {}) for channel in channels]
+    return [LauncherGroup(channel, group, Place(channel.node, num, meeting.address), {}) for channel in channels]
 
 
 @pytest.mark.parametrize(("least", "left"), [(4, [0, 2]), (5, []), (None, [])])
 def test_the_nodes_left_agree_to_go_on_if_they_have_enough_gpus(
     meeting: Meeting, least: int | None, left: list[int]
 ) -> None:
-    found = teams(meeting, 3)
+    found = launcher_groups(meeting, 3)
     vanish(found[1].channel)
     until(lambda: all(1 in found[node].channel.lost for node in (0, 2)))
     assert at_once(*(lambda node=node: found[node].agree_on_left(least) for node in (0, 2))) == [left, left]
@@ -135,14 +135,14 @@ def test_the_nodes_left_agree_to_go_on_if_they_have_enough_gpus(
 def test_without_node_0_the_others_go_on_if_they_have_enough_gpus(
     meeting: Meeting, least: int | None, left: list[int]
 ) -> None:
-    found = teams(meeting, 3)
+    found = launcher_groups(meeting, 3)
     vanish(found[0].channel)
     until(lambda: all(0 in found[node].channel.lost for node in (1, 2)))
     assert at_once(*(lambda node=node: found[node].agree_on_left(least) for node in (1, 2))) == [left, left]
 
 
 def test_what_drivers_report_on_any_node_is_known_to_all(meeting: Meeting) -> None:
-    found = teams(meeting, 2)
+    found = launcher_groups(meeting, 2)
     cause = FoundCause(0, 1.0, UserError("rank 0 failed", kind=FAULT), 0)
     mine = [LaunchEnd(cause=cause), LaunchEnd(reports=("the driver reports of GPU 1 (H100) on gpu1: Xid 79",))]
     ends = at_once(*(lambda node=node: found[node].settle(mine[node]) for node in (0, 1)))
@@ -150,7 +150,7 @@ def test_what_drivers_report_on_any_node_is_known_to_all(meeting: Meeting) -> No
 
 
 def test_the_error_of_a_lost_node_has_the_commands(meeting: Meeting) -> None:
-    found = teams(meeting, 2)
+    found = launcher_groups(meeting, 2)
     vanish(found[1].channel)
     until(lambda: 1 in found[0].channel.lost)
     cause = found[0].settle(LaunchEnd()).cause

@@ -27,7 +27,7 @@ from manyhands.launch.lost_gpus import LaunchGpus
 from manyhands.launch.prepare import Prepared
 from manyhands.launch.restarts import Restarts
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.start_nodes import Joined
+from manyhands.launch.start_nodes import PreparedLaunch
 from manyhands.launch.watch import raise_when_stopped, wait_unless_asked
 from manyhands.planner.types import Plan, reason
 from tests.launch.builders import make_config, make_plan
@@ -150,9 +150,9 @@ def launch(planned, monkeypatch: pytest.MonkeyPatch):
 
     def run(*acts: str, **keys: object) -> tuple[int | UserError, str, RunFolder]:
         folder, plan = planned(*acts)
-        found = Joined(Prepared(folder, make_config(**keys), plan, resume=False, finished=False), None)
+        found = PreparedLaunch(Prepared(folder, make_config(**keys), plan, resume=False, finished=False), None)
         try:
-            code: int | UserError = start._launch(found, (), start.Lasting())
+            code: int | UserError = start._launch(found, (), start.LaunchState())
         except UserError as error:
             code = error
         log = folder.launcher_log

@@ -171,7 +171,7 @@ def load_fragments(
         for key in STATES if state.has_states else ():
             _read(reader, f"{OPTIMIZER}{key}.{name}", fragment(parameter, key, zero.optimizer))
         advance()
-    run_on_all_ranks(lambda: None)  # nobody goes on, and fails, before all have read
+    run_on_all_ranks(lambda: None)  # barrier: all have read before one may fail
     return state.saved
 
 

@@ -28,7 +28,7 @@ import psutil
 from manyhands.core.files import read_json
 from manyhands.launch.environment import LAUNCHER_PID
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.stacks import Answers
+from manyhands.launch.stacks import StackDumper
 
 TICK_S = 0.5
 FRESH_S = 0.02  # writing a record takes some 30 microseconds
@@ -95,7 +95,7 @@ class Heartbeat:
         self._worked = 0.0  # when processor time last counted as progress
         self.count_collectives: Callable[[], int] = lambda: 0
         self.read_collectives: Callable[[], list[dict[str, Any]]] = list  # the last ones, for ``stacks.Collective``
-        self._answers = Answers(folder, rank)
+        self._stack_dumper = StackDumper(folder, rank)
         self.counts_processor = (
             True  # its processor time is a sign of work: where libraries are at work, and no device is waited for
         )
@@ -155,7 +155,7 @@ class Heartbeat:
             if self.counts_processor and self._cpu_s - before > WORKING_CPU_S:
                 self._count_processor()
             self._write()
-            self._answers.answer(self.read_collectives)
+            self._stack_dumper.dump_if_requested(self.read_collectives)
             if self._launcher and os.getppid() != self._launcher:
                 self._end_orphan()
 

@@ -197,15 +197,15 @@ def scale_gpus(asked: Any, num_nodes: int, num_left: int) -> Any:
     return asked if asked == "auto" else asked // num_nodes * num_left
 
 
-def how_to_go_on_without(
+def fix_for_lost_node(
     place: Place, infos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any, least: int | None
 ) -> str:
-    """``UserError.fix`` of a node that is lost: wait for it, or the commands of ``commands_to_go_on``."""
-    commands = commands_to_go_on(place, infos, left, asked, least)
+    """``UserError.fix`` of a node that is lost: wait for it, or the commands of ``commands_without_lost``."""
+    commands = commands_without_lost(place, infos, left, asked, least)
     return "\n    ".join([f"{FIX_OF_LOST}; to go on without what is lost, run:", *commands])
 
 
-def commands_to_go_on(
+def commands_without_lost(
     place: Place, infos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any, least: int | None = None
 ) -> list[str]:
     """What starts the run again on the nodes ``left``, a line for each; from a step of SLURM one for all. ``asked``:

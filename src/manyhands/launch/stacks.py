@@ -91,15 +91,15 @@ def shorten(file: str) -> str:
 # In a rank.
 
 
-class Answers:
-    """One rank's answers. ``answer`` costs a look at one file while nobody asks."""
+class StackDumper:
+    """Writes one rank's stacks on request. ``dump_if_requested`` costs a look at one file while nobody asks."""
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._asked = read_token(folder)  # of an earlier launch
         self._seen: object = None
 
-    def answer(self, read_collectives: Callable[[], list[dict[str, Any]]]) -> None:
+    def dump_if_requested(self, read_collectives: Callable[[], list[dict[str, Any]]]) -> None:
         """Writes what this rank does now, if that was asked since the last call."""
         with contextlib.suppress(OSError, RuntimeError):
             seen = self._folder.asked.stat().st_mtime_ns

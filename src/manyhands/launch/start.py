@@ -29,13 +29,13 @@ from manyhands.launch.restarts import (
     Restart,
     Restarts,
     config_for,
-    how_to_go_on_without,
+    fix_for_lost_node,
     nodes_there,
     place_among,
 )
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.slurm import block_save_signal, refuse_outside_step
-from manyhands.launch.start_nodes import Joined, joined
+from manyhands.launch.start_nodes import PreparedLaunch, prepare_launch
 from manyhands.launch.watch import Stopped, wait_unless_asked
 from manyhands.launch.workers import report_end, run_workers
 from manyhands.planner.sentences import sentence_of
@@ -69,37 +69,39 @@ def start(
         print("\n".join(summarize(translation)), flush=True)
     if place is None and not dry_run:
         refuse_alone(origin.config)
-    with contextlib.closing(Lasting()) as lasting:
+    with contextlib.closing(LaunchState()) as state:
         while place is not None:
             try:
-                with joined(
-                    origin, place, fresh=fresh, dry_run=dry_run, num_left=lasting.num_left, take_lock=lasting.take_lock
-                ) as found:
-                    return _carry_out(found, dry_run, beside if place.node == 0 else None, arguments, lasting)
-            except NodesLeft as found_left:
-                origin, place = lasting.go_on(origin, place, found_left.left)
+                with prepare_launch(
+                    origin, place, fresh=fresh, dry_run=dry_run, num_left=state.num_left, take_lock=state.take_lock
+                ) as launch:
+                    return _carry_out(launch, dry_run, beside if place.node == 0 else None, arguments, state)
+            except NodesLeft as lost:
+                left = lost.left
             except UserError as error:  # a node that is lost has not come back
                 left = nodes_there(error, place)
-                if not left or not lasting.may_go_on(origin.config, left):
-                    raise lasting.explain(error, origin.config, place, left) from error.__cause__
-                origin, place = lasting.go_on(origin, place, left)
-            origin, fresh = lasting.resumed(origin), False
+                if not left or not state.can_shrink_to(left, origin.config.launch.min_gpus):
+                    if state.infos and left:
+                        asked, least = origin.config.parallel.gpus, origin.config.launch.min_gpus
+                        error.fix = fix_for_lost_node(place, state.infos, left, asked, least)
+                    raise
+            origin, place, fresh = *state.shrink_to(left, origin, place), False
         prepared = prepare_run(
             origin.config,
             fresh=fresh,
             dry_run=dry_run,
             host=host,
             origin=origin,
-            num_left=lasting.num_left,
-            take_lock=lasting.take_lock,
+            num_left=state.num_left,
+            take_lock=state.take_lock,
         )
-        return _carry_out(Joined(prepared, None), dry_run, beside, arguments, lasting)
+        return _carry_out(PreparedLaunch(prepared, None), dry_run, beside, arguments, state)
 
 
-class Lasting:
+class LaunchState:
     """What stays from one attempt of a launch to the next. ``num_ranks``: of each node, once one is lost; ``num_left``:
-    of all that are left, once they go on without it; ``name``: the run's, which a fresh start chooses. ``lock``: that
-    of its folder, not for a moment another's; ``takes_over``: it was that of node 0, which is lost.
+    of all that are left, once they continue without it; ``name``: the run's, which a fresh start chooses. ``lock``:
+    that of its folder, which is held all the time; ``takes_over``: it was held by node 0, which is lost.
     """
 
     def __init__(self) -> None:
@@ -113,39 +115,29 @@ class Lasting:
         self.timeout_s = 0.0
         self.restart: Restart | None = None  # which nobody has written down yet
 
-    def lose(self, found: Joined) -> None:
-        assert found.team is not None
-        self.num_ranks, self.infos = found.team.group.num_ranks, found.team.channel.infos
-        self.name, self.timeout_s = found.prepared.config.name, found.prepared.config.parallel.timeout_s
-        self.lock = found.prepared.lock
+    def record_lost(self, launch: PreparedLaunch) -> None:
+        """Keeps what the attempt that has lost a node knows of all of them."""
+        assert launch.launchers is not None
+        self.num_ranks, self.infos = launch.launchers.group.num_ranks, launch.launchers.channel.infos
+        self.name, self.timeout_s = launch.prepared.config.name, launch.prepared.config.parallel.timeout_s
+        self.lock = launch.prepared.lock
 
-    def explain(self, error: UserError, config: RunConfig, place: Place, left: Sequence[int]) -> UserError:
-        """``error``, with the commands that go on with the nodes ``left`` where one that was lost has not come back."""
-        if self.infos and left:
-            asked, least = config.parallel.gpus, config.launch.min_gpus
-            error.fix = how_to_go_on_without(place, self.infos, left, asked, least)
-        return error
-
-    def resumed(self, origin: LoadedRun) -> LoadedRun:
-        return replace(origin, config=origin.config.model_copy(update={"name": self.name}))
-
-    def may_go_on(self, config: RunConfig, left: Sequence[int]) -> bool:
-        """Whether ``launch.min_gpus`` allows to go on with these nodes after one was lost."""
-        least = config.launch.min_gpus
+    def can_shrink_to(self, left: Sequence[int], least: int | None) -> bool:
+        """Whether ``launch.min_gpus`` (``least``) allows to continue with these nodes after one was lost."""
         if self.num_ranks is None or least is None:
             return False
         return sum(self.num_ranks[node] for node in left) >= least
 
-    def go_on(self, origin: LoadedRun, place: Place, left: Sequence[int]) -> tuple[LoadedRun, Place | None]:
+    def shrink_to(self, left: Sequence[int], origin: LoadedRun, place: Place) -> tuple[LoadedRun, Place | None]:
         """The run and this node's place in it, on the nodes ``left`` alone."""
         assert self.num_ranks is not None
-        num_ranks = tuple(self.num_ranks[node] for node in left)
-        self.num_ranks, self.num_left = num_ranks, sum(num_ranks)
+        self.num_ranks = tuple(self.num_ranks[node] for node in left)
+        self.num_left = sum(self.num_ranks)
         among = place_among(place, left, self.infos)
         self.takes_over = self.takes_over or 0 not in left
         self.infos = {number: self.infos[node] for number, node in enumerate(left)}
         config = config_for(origin.config, place.num_nodes, len(left))
-        return replace(origin, config=config), among
+        return replace(origin, config=config.model_copy(update={"name": self.name})), among
 
     def take_lock(self, folder: RunFolder, report: Callable[[str], None]) -> FolderLock:
         """The one that this launcher has kept, or that of a node which is lost, or a new one."""
@@ -165,10 +157,12 @@ class Lasting:
             self.lock.release()
 
 
-def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: Sequence[str], lasting: Lasting) -> int:
+def _carry_out(
+    launch: PreparedLaunch, dry_run: bool, beside: Beside | None, arguments: Sequence[str], state: LaunchState
+) -> int:
     """What is prepared. Of several nodes the first one shows the plan and keeps the log."""
-    prepared, folder = found.prepared, found.prepared.folder
-    leads = found.team is None or found.team.node == 0
+    prepared, folder = launch.prepared, launch.prepared.folder
+    leads = launch.launchers is None or launch.launchers.node == 0
     if prepared.finished:
         print(f"{folder.path} is finished; nothing to do (--fresh starts it again in a new folder)")
         return 0
@@ -184,53 +178,53 @@ def _carry_out(found: Joined, dry_run: bool, beside: Beside | None, arguments: S
             if prepared.resume:
                 _report(f"resuming {folder.path} at step {folder.newest_step()}", folder)
         with beside(folder) if beside is not None else contextlib.nullcontext():
-            return _launch(found, arguments, lasting)
+            return _launch(launch, arguments, state)
     except UserError as error:
         if leads:
             _keep(str(error), folder)
         raise
     finally:
-        if lasting.lock is None or lasting.lock is not prepared.lock:
+        if state.lock is None or state.lock is not prepared.lock:
             prepared.release()
 
 
-def _launch(found: Joined, arguments: Sequence[str], lasting: Lasting) -> int:
+def _launch(launch: PreparedLaunch, arguments: Sequence[str], state: LaunchState) -> int:
     """Runs the workers. NodesLeft where a node is lost and ``launch.min_gpus`` allows to go on without it."""
-    prepared, team = found.prepared, found.team
-    if lasting.restarts is None:
-        lasting.restarts = Restarts(prepared.folder, prepared.config.launch.restarts)
+    prepared, launchers = launch.prepared, launch.launchers
+    if state.restarts is None:
+        state.restarts = Restarts(prepared.folder, prepared.config.launch.restarts)
     try:
         with restored_environment():
             plan = prepared.plan
-            gpus = LaunchGpus.of(plan) if team is None else LaunchGpus.of_node(plan, len(team.ranks))
+            gpus = LaunchGpus.of(plan) if launchers is None else LaunchGpus.of_node(plan, len(launchers.ranks))
             with XidListener(gpus.uuids) as listener:
-                return _launch_and_restart(found, arguments, lasting.restarts, gpus, listener)
+                return _launch_and_restart(launch, arguments, state.restarts, gpus, listener)
     except Stopped as stopped:  # while the plan of another attempt was made
-        leads = team is None or team.node == 0
+        leads = launchers is None or launchers.node == 0
         report = functools.partial(_report, folder=prepared.folder) if leads else print
         return report_end(prepared.folder, stopped.signal, report, leads)
     except UserError as error:
-        if team is None or not team.channel.lost or team.was_asked:
+        if launchers is None or not launchers.channel.lost or launchers.was_asked:
             raise
-        left = team.agree_on_left(prepared.config.launch.min_gpus)
+        left = launchers.agree_on_left(prepared.config.launch.min_gpus)
         if not left:
             raise
-        lasting.lose(found)
-        restart = lasting.restarts.decide(error, f"the run goes on with {len(left)} of {team.num_nodes} nodes")
-        if team.node == 0:
+        state.record_lost(launch)
+        restart = state.restarts.decide(error, f"the run goes on with {len(left)} of {launchers.num_nodes} nodes")
+        if launchers.node == 0:
             prepared.folder.add_restart(restart.to_json())
             _report(str(restart), prepared.folder)
         else:
-            lasting.restart = restart
+            state.restart = restart
             print(restart, flush=True)
         received = wait_unless_asked(restart.wait_s)
         if received is not None:
-            return report_end(prepared.folder, received, print, team.node == 0)
+            return report_end(prepared.folder, received, print, launchers.node == 0)
         raise NodesLeft(left) from error
 
 
 def _launch_and_restart(
-    found: Joined,
+    launch: PreparedLaunch,
     arguments: Sequence[str],
     restarts: Restarts,
     gpus: LaunchGpus,
@@ -240,13 +234,13 @@ def _launch_and_restart(
     ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides, on the GPUs that are left. Neither where
     ``launch.restarts`` is 0.
     """
-    folder, leads = found.prepared.folder, found.team is None or found.team.node == 0
+    folder, leads = launch.prepared.folder, launch.launchers is None or launch.launchers.node == 0
     report = functools.partial(_report, folder=folder) if leads else print
     num_smaller = attempt = 0
     while True:
         attempt += 1
-        team, prepared = found.team, found.prepared
-        of_node = () if team is None else (team.ranks.start, host_name())
+        launchers, prepared = launch.launchers, launch.prepared
+        of_node = () if launchers is None else (launchers.ranks.start, host_name())
         driver = DriverReports(listener, gpus.gpus, *of_node)
         try:
             return run_workers(
@@ -254,7 +248,7 @@ def _launch_and_restart(
                 prepared.plan,
                 timeout_s=prepared.config.parallel.timeout_s,
                 report=report,
-                team=team,
+                launchers=launchers,
                 arguments=arguments,
                 environment={ATTEMPT: str(attempt)},
                 driver=driver,
@@ -262,45 +256,45 @@ def _launch_and_restart(
         except UserError as error:
             if error.kind == OUT_OF_MEMORY and num_smaller < MAX_SMALLER_PLANS and restarts.limit:
                 num_smaller += 1
-                found = _plan_smaller(found, error, report)
+                launch = _plan_smaller(launch, error, report)
             elif error.kind == FAULT:
                 step = folder.newest_step()
-                alone = found.team is None and restarts.limit > 0
+                alone = launch.launchers is None and restarts.limit > 0
                 lost = find_lost(gpus, error, prepared.config, step, driver.xids) if alone else None
-                restart = found.agree_on_restart(functools.partial(restarts.decide, error, str(lost or "")))
+                restart = launch.agree_on_restart(functools.partial(restarts.decide, error, str(lost or "")))
                 if leads:
                     _keep(str(error), folder)
                     folder.add_restart(restart.to_json())
                 report(str(restart))
                 received = wait_unless_asked(restart.wait_s)
-                if found.team is not None:
-                    received = found.team.share_signal(received)
+                if launch.launchers is not None:
+                    received = launch.launchers.share_signal(received)
                 if received is not None:
                     return report_end(folder, received, report, leads)
-                found = found.resumed() if lost is None else _plan_fewer(found, lost, report)
-                gpus = gpus if lost is None else LaunchGpus.of(found.prepared.plan)
+                launch = launch.resumed() if lost is None else _plan_fewer(launch, lost, report)
+                gpus = gpus if lost is None else LaunchGpus.of(launch.prepared.plan)
             else:
                 raise
 
 
-def _plan_fewer(found: Joined, lost: Lost, report: Callable[[str], None]) -> Joined:
+def _plan_fewer(launch: PreparedLaunch, lost: Lost, report: Callable[[str], None]) -> PreparedLaunch:
     lost.gpus.hide(lost.why)
-    found = replace(found, prepared=plan_fewer(found.prepared, lost.num_left))
-    why = [sentence_of(reason) for reason in found.prepared.plan.why if reason.code in ("strategy", "batch")]
-    report(f"plan {found.prepared.plan.number}: {'; '.join(why)}")
-    return found
+    launch = replace(launch, prepared=plan_fewer(launch.prepared, lost.num_left))
+    why = [sentence_of(reason) for reason in launch.prepared.plan.why if reason.code in ("strategy", "batch")]
+    report(f"plan {launch.prepared.plan.number}: {'; '.join(why)}")
+    return launch
 
 
-def _plan_smaller(found: Joined, error: UserError, report: Callable[[str], None]) -> Joined:
-    folder = found.prepared.folder
-    found = Joined(plan_smaller(found.prepared), None) if found.team is None else found.plan_smaller()
-    plan = found.prepared.plan
+def _plan_smaller(launch: PreparedLaunch, error: UserError, report: Callable[[str], None]) -> PreparedLaunch:
+    folder = launch.prepared.folder
+    launch = PreparedLaunch(plan_smaller(launch.prepared), None) if launch.launchers is None else launch.plan_smaller()
+    plan = launch.prepared.plan
     how = next((sentence_of(reason) for reason in plan.why if reason.code == "smaller"), None)
     if how is None:  # other GPUs, or an unwritten cause: the same plan would only fail again
         raise error
-    begin = f"from step {folder.newest_step()}" if found.prepared.resume else "from the start"
+    begin = f"from step {folder.newest_step()}" if launch.prepared.resume else "from the start"
     report(f"{error.what} ({error.where})\nplan {plan.number}: {how}; restarting {begin}")
-    return found
+    return launch
 
 
 def _show(prepared: Prepared, folder: RunFolder | None = None) -> None:

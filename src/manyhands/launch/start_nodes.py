@@ -20,51 +20,51 @@ from manyhands.importers.load import LoadedRun
 from manyhands.launch.channel import Channel
 from manyhands.launch.environment import PLACES, apply_variables
 from manyhands.launch.folder_lock import FolderLock, TakeLock
+from manyhands.launch.launcher_group import LauncherGroup, open_channel
 from manyhands.launch.nodes import count_ranks
 from manyhands.launch.preflight import explain_unexpected, find_group, named
 from manyhands.launch.prepare import Prepared, plan_smaller, prepare_run
 from manyhands.launch.restarts import Place, Restart
 from manyhands.launch.resume_rules import folder_of
-from manyhands.launch.team import Team, open_channel
 from manyhands.launch.watch import raise_when_stopped
 from manyhands.planner.types import Plan
 
 
 @dataclass(frozen=True)
-class Joined:
-    """What all nodes have agreed on. ``team`` is None where nothing is left to do."""
+class PreparedLaunch:
+    """What all nodes have agreed on. ``launchers`` is None where nothing is left to do."""
 
     prepared: Prepared
-    team: Team | None
+    launchers: LauncherGroup | None
 
-    def plan_smaller(self) -> Joined:
+    def plan_smaller(self) -> PreparedLaunch:
         """After a launch that ran out of memory: node 0 plans, or all end with its refusal."""
-        assert self.team is not None
-        channel = self.team.channel
+        assert self.launchers is not None
+        channel = self.launchers.channel
         with failing_together(channel):
             prepared = self.prepared
             if channel.node == 0:
-                prepared = plan_smaller(prepared, self.team.group)
-            found = channel.gather(f"plan {self.team.attempt}", _sent(prepared) if channel.node == 0 else None)[0]
+                prepared = plan_smaller(prepared, self.launchers.group)
+            found = channel.gather(f"plan {self.launchers.attempt}", _sent(prepared) if channel.node == 0 else None)[0]
             return replace(self, prepared=_received(found, prepared.config))
 
-    def resumed(self) -> Joined:
+    def resumed(self) -> PreparedLaunch:
         """The same plan, for another attempt."""
         prepared = self.prepared
         return replace(self, prepared=replace(prepared, resume=prepared.folder.newest_step() is not None))
 
     def agree_on_restart(self, decide: Callable[[], Restart]) -> Restart:
         """What ``decide`` says on node 0, which sees the checkpoints; its refusal ends the run on all nodes."""
-        if self.team is None:
+        if self.launchers is None:
             return decide()
-        channel, key = self.team.channel, f"restart {self.team.attempt}"
+        channel, key = self.launchers.channel, f"restart {self.launchers.attempt}"
         with failing_together(channel):
             made = decide() if channel.node == 0 else None
             return Restart(**channel.gather(key, asdict(made) if made is not None else None)[0])
 
 
 @contextlib.contextmanager
-def joined(
+def prepare_launch(
     origin: LoadedRun,
     place: Place,
     *,
@@ -73,7 +73,7 @@ def joined(
     num_left: int | None = None,
     take_lock: TakeLock = FolderLock,
     report: Callable[[str], None] = print,
-) -> Iterator[Joined]:
+) -> Iterator[PreparedLaunch]:
     """The run, prepared on all nodes. UserError, the same on each, where one cannot take part. ``num_left``: ranks that
     a fault has left on them of a run with more. ``take_lock``: how node 0 locks the run's folder.
     """
@@ -129,18 +129,18 @@ def _prepare(
     num_left: int | None,
     take_lock: TakeLock,
     report: Callable[[str], None],
-) -> Joined:
+) -> PreparedLaunch:
     config = origin.config
     num_ranks = count_ranks(config, hosts)
     addresses = [channel.infos[node]["address"] for node in range(channel.num_nodes)]
     config, group = find_group(channel, config, hosts, num_ranks, addresses, fresh=fresh, report=report)
     if group is None:
         folder = folder_of(config)
-        return Joined(Prepared(folder, config, folder.read_plan(), resume=False, finished=True), None)
+        return PreparedLaunch(Prepared(folder, config, folder.read_plan(), resume=False, finished=True), None)
     asked, least = config.parallel.gpus, config.launch.min_gpus
-    team = Team(channel, group, place, {PLACES: json.dumps(group.places)}, asked, least)
+    launchers = LauncherGroup(channel, group, place, {PLACES: json.dumps(group.places)}, asked, least)
     if channel.node != 0:
-        return Joined(_received(channel.gather("plan", None)[0], config), team)
+        return PreparedLaunch(_received(channel.gather("plan", None)[0], config), launchers)
     origin = replace(origin, config=config)
     prepared = prepare_run(
         config, group=group, dry_run=dry_run, origin=origin, num_left=num_left, take_lock=take_lock, report=report
@@ -152,7 +152,7 @@ def _prepare(
     except BaseException:
         prepared.release()
         raise
-    return Joined(prepared, team)
+    return PreparedLaunch(prepared, launchers)
 
 
 def _sent(prepared: Prepared) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from manyhands.launch.agent import agent_config, open_store
 from manyhands.launch.environment import launcher_environment
 from manyhands.launch.failure import FoundCause, find_cause
 from manyhands.launch.heartbeat import this_host
+from manyhands.launch.launcher_group import LaunchEnd, LauncherGroup
 from manyhands.launch.lost_gpus import DriverReports
 from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.team import LaunchEnd, Team
 from manyhands.launch.watch import StopRequested, Watch, end_all, hearing_signals, raise_when_asked, worker_pids
 from manyhands.planner.types import Plan
 
@@ -52,7 +52,7 @@ def run_workers(
     timeout_s: float,
     module: str = WORKER,
     report: Callable[[str], None] = print,
-    team: Team | None = None,
+    launchers: LauncherGroup | None = None,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] = NOTHING,
     driver: DriverReports | None = None,
@@ -62,34 +62,34 @@ def run_workers(
 
     Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
     SLURM's SIGUSR1, unless the run was finished by then: a crash after that is a warning. ``timeout_s``: a rank that
-    others wait for, or a node of ``team`` that is silent, is ended after so long without progress. UserError: the
+    others wait for, or a node of ``launchers`` that is silent, is ended after so long without progress. UserError: the
     first cause of a failure on any node, with what the driver reports of GPUs (``driver``), or a MASTER_PORT in use.
     """
-    world_size, leads = plan.layout.world_size, team is None or team.node == 0
-    port = choose_port() if team is None else 0
+    world_size, leads = plan.layout.world_size, launchers is None or launchers.node == 0
+    port = choose_port() if launchers is None else 0
     if leads:
         folder.clear_ranks()
         folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
     store = None  # of this launch alone: it is there as long as it is referred to
-    if team is None:
+    if launchers is None:
         store = open_store(LOCAL_HOST, port)
         place = Rendezvous(0, 1, world_size, str(Address(LOCAL_HOST, store.port)), folder.path.name, timeout_s)
     else:  # not before the files of an earlier launch are removed
-        address = Address(*team.begin(open_store))
-        name = f"manyhands-{team.attempt}"
-        place = Rendezvous(team.node, team.num_nodes, len(team.ranks), str(address), name, timeout_s)
+        address = Address(*launchers.begin(open_store))
+        name = f"manyhands-{launchers.attempt}"
+        place = Rendezvous(launchers.node, launchers.num_nodes, len(launchers.ranks), str(address), name, timeout_s)
     try:
         command = (module, *arguments)
-        with hearing_signals(_Notice(report, team).hear):
-            ending = _run_and_watch(folder, plan, place, timeout_s, command, team, environment)
+        with hearing_signals(_Notice(report, launchers).hear):
+            ending = _run_and_watch(folder, plan, place, timeout_s, command, launchers, environment)
     finally:
         del store
     if driver is not None:
         ending = replace(ending, reports=driver.describe())
         if ending.cause is not None:
             driver.name_in(ending.cause.error, ending.cause.rank)
-    if team is not None:
-        ending = team.settle(ending)
+    if launchers is not None:
+        ending = launchers.settle(ending)
     if ending.cause is not None and ending.cause.error.kind == FAULT:
         ending.cause.error.details = (*ending.cause.error.details, *ending.reports)
     if ending.cause is not None and folder.is_finished:  # every result is written and verified
@@ -108,8 +108,8 @@ def run_workers(
 class _Notice:
     """Says at once that a signal has come, as the ranks answer it after their step; and passes it on to other nodes."""
 
-    def __init__(self, report: Callable[[str], None], team: Team | None) -> None:
-        self._report, self._team, self._is_said = report, team, False
+    def __init__(self, report: Callable[[str], None], launchers: LauncherGroup | None) -> None:
+        self._report, self._team, self._is_said = report, launchers, False
 
     def hear(self, number: signal.Signals) -> None:
         is_first = not self._is_said if self._team is None else self._team.pass_on(number)
@@ -126,18 +126,18 @@ def _run_and_watch(
     place: Rendezvous,
     timeout_s: float,
     command: Sequence[str],
-    team: Team | None,
+    launchers: LauncherGroup | None,
     environment: Mapping[str, str],
 ) -> LaunchEnd:
-    local = None if team is None else team.ranks
-    network = network_environment(LOCAL_HOST) if team is None else team.environment
+    local = None if launchers is None else launchers.ranks
+    network = network_environment(LOCAL_HOST) if launchers is None else launchers.environment
     try:
         with (
             launcher_environment(plan, place.num_local, {**network, **environment}),
             _passing_on_notice(),
             raise_when_asked(*_SIGNALS),
-            Watch(folder, plan.layout.world_size, timeout_s, local, team) as watch,
-            team.watching(watch) if team is not None else contextlib.nullcontext(),
+            Watch(folder, plan.layout.world_size, timeout_s, local, launchers) as watch,
+            launchers.watching(watch) if launchers is not None else contextlib.nullcontext(),
         ):
             return _run_agent(folder, place, command, watch)
     except StopRequested as stop:  # before the agent has taken the signal over: no worker was started

@@ -59,7 +59,7 @@ def run_rank(session: Session, arguments: argparse.Namespace) -> int:
             if not is_out_of_memory(error):
                 raise
             raise explain_out_of_memory(rank, error) from error
-    run_on_all_ranks(lambda: None)  # nobody leaves before all have come this far
+    run_on_all_ranks(lambda: None)  # barrier before teardown
     if owns_group:
         dist.destroy_process_group()
     session.close_heartbeat()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.launch import team as team_module
+from manyhands.launch import launcher_group as group_module
 from manyhands.launch.address import Address
 from manyhands.launch.agent import open_store
 from manyhands.launch.failure import FoundCause
+from manyhands.launch.launcher_group import LaunchEnd, LauncherGroup
 from manyhands.launch.restarts import Place
-from manyhands.launch.team import LaunchEnd, Team
 
 LONG_S = 60.0
 FAILED = FoundCause(4, 0.0, UserError("no room for a socket", where="gpu0"))
@@ -45,18 +45,18 @@ class Channel:
         self.failed.append(error)
 
     def when_in_trouble(self, act: Any) -> Any:
-        return team_module.contextlib.nullcontext()
+        return group_module.contextlib.nullcontext()
 
 
-def make_team(channel: Channel) -> Team:
+def make_group(channel: Channel) -> LauncherGroup:
     place = Place(channel.node, 2, Address("127.0.0.1", 29400))
-    return Team(channel, SimpleNamespace(num_ranks=(1, 1)), place, {})  # type: ignore[arg-type]
+    return LauncherGroup(channel, SimpleNamespace(num_ranks=(1, 1)), place, {})  # type: ignore[arg-type]
 
 
 def test_torchs_store_listens_before_any_other_node_hears_of_its_port() -> None:
     """A port that was only chosen may be another program's by the time the agent listens there."""
     given: dict[str, Any] = {}
-    first, second = (make_team(Channel(node, given)) for node in (0, 1))
+    first, second = (make_group(Channel(node, given)) for node in (0, 1))
     for attempt in (1, 2):
         _, port = first.begin(open_store)
         assert given[f"start {attempt}"] == port
@@ -71,7 +71,7 @@ def test_a_store_that_cannot_be_opened_ends_all_nodes() -> None:
 
     channel = Channel(0, {})
     with pytest.raises(UserError, match="torch's store cannot be opened on node 0") as caught:
-        make_team(channel).begin(refuse)
+        make_group(channel).begin(refuse)
     assert channel.failed == [caught.value] and "Too many open files" in str(caught.value) and not channel.given
 
 
@@ -83,10 +83,10 @@ def test_a_node_that_is_stuck_after_another_has_failed_ends_with_that_error(
     watch: Any = SimpleNamespace(
         expect_end=lambda: None, kill_ranks=lambda ranks=None: killed.append(ranks), describe_ranks=dict
     )
-    monkeypatch.setattr(team_module, "SETTLE_S", 0.05)
-    monkeypatch.setattr(team_module.os, "_exit", lambda code: (exits.append(code), exited.set()))
+    monkeypatch.setattr(group_module, "SETTLE_S", 0.05)
+    monkeypatch.setattr(group_module.os, "_exit", lambda code: (exits.append(code), exited.set()))
     channel = Channel(1, {})
-    with make_team(channel).watching(watch):
+    with make_group(channel).watching(watch):
         channel.handlers["failed"]({"cause": FAILED.to_json()})
         assert exited.wait(LONG_S)
     assert (
@@ -99,10 +99,10 @@ def test_a_node_that_is_stuck_after_another_has_failed_ends_with_that_error(
 def test_a_node_that_ends_in_time_after_another_has_failed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, done = threading.Event(), []
     watch: Any = SimpleNamespace(expect_end=asked.set, kill_ranks=lambda: done.append("kill"), describe_ranks=dict)
-    monkeypatch.setattr(team_module.os, "_exit", done.append)
+    monkeypatch.setattr(group_module.os, "_exit", done.append)
     channel = Channel(1, {})
-    team = make_team(channel)
-    with team.watching(watch):
+    launchers = make_group(channel)
+    with launchers.watching(watch):
         channel.handlers["failed"]({"cause": FAILED.to_json()})
         waiting = [thread for thread in threading.enumerate() if thread.name == "failed"]
     assert asked.is_set() and waiting
@@ -110,7 +110,7 @@ def test_a_node_that_ends_in_time_after_another_has_failed_is_left_alone(monkeyp
         thread.join(LONG_S / 2)
         assert not thread.is_alive() and not done, "of an attempt that is over"
     mine = FoundCause(4, 1.0, UserError("the nodes did not form a group"))
-    ended = team.settle(LaunchEnd(cause=mine))
+    ended = launchers.settle(LaunchEnd(cause=mine))
     assert ended.cause is not None and ended.cause.error.what == FAILED.error.what, (
         "the other has left, and its cause came first"
     )

@@ -30,7 +30,7 @@ from manyhands.launch.nodes import (
     explain_unopened,
     host_name,
 )
-from manyhands.launch.restarts import Place, how_to_go_on_without
+from manyhands.launch.restarts import Place, fix_for_lost_node
 from manyhands.launch.secret import read_secret
 from manyhands.launch.watch import Watch
 
@@ -88,7 +88,7 @@ class Store(Protocol):
     def port(self) -> int: ...
 
 
-class Team:
+class LauncherGroup:
     """This node among all of them, for the time of a run. ``environment``: variables for its workers; ``asked``:
     ``parallel.gpus``; ``least``: ``launch.min_gpus``.
     """
@@ -191,7 +191,7 @@ class Team:
         ends = [each for each in found if each is not None]
         causes = [FoundCause.from_json(cause) for _, cause, _ in ends if cause is not None]
         causes += self._told if None in found else []
-        self._say_how_to_go_on()
+        self._explain_lost()
         lost = self.channel.lost or ({} if self.channel.trouble is None else {-1: self.channel.trouble})
         causes += [FoundCause(TIER_OF_LOST, time.time(), error) for error in lost.values()]
         signals = [signal.Signals(number) for number, _, _ in ends if number is not None]
@@ -228,9 +228,9 @@ class Team:
             return []
         return list(seen) if sum(len(self._ranks[node]) for node in seen) >= least else []
 
-    def _say_how_to_go_on(self) -> None:
+    def _explain_lost(self) -> None:
         """In the error of each node that is lost: the commands that do without."""
-        fix = how_to_go_on_without(self.place, self.channel.infos, self.left, self.asked, self.least)
+        fix = fix_for_lost_node(self.place, self.channel.infos, self.left, self.asked, self.least)
         for error in self.channel.lost.values():
             error.fix = fix
 
@@ -249,7 +249,7 @@ class Team:
 
     def _end(self, watch: Watch, error: UserError) -> None:
         """A node is lost. Where its launcher alone ended, its ranks get SIGTERM as ours do, and all save together."""
-        self._say_how_to_go_on()
+        self._explain_lost()
         if error.kind == SILENT:
             watch.kill_ranks()
         else:
@@ -274,7 +274,7 @@ class Team:
         self._stop(number)
 
     def _stop(self, number: int) -> None:
-        self._stop_sent = True  # who is told does not tell
+        self._stop_sent = True  # a forwarded stop is not forwarded again
         os.kill(os.getpid(), number)
 
     def pass_on(self, number: signal.Signals) -> bool:
