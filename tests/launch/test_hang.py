@@ -45,7 +45,11 @@ WAITS = state(0, waits=REDUCE)
         ([state(1, process=STOPPED)], [WAITS], "its process is stopped (SIGSTOP), as by Ctrl-Z, a debugger or a "),
         ([state(0, waits=REDUCE)], [state(1, process=GONE)], "rank 1 ended without a report"),
         ([state(1, process=DISK, stage="checkpoint")], [WAITS], "it waits for a disk"),
-        ([state(1, stage="checkpoint", main=IN_SAVE)], [WAITS], "files in stage 'checkpoint' and does not get on"),
+        (
+            [state(1, stage="checkpoint", main=IN_SAVE)],
+            [WAITS],
+            "files in stage 'checkpoint' and is not making progress",
+        ),
         ([state(1, main=IN_WRITE)], [WAITS], "it reads or writes files"),
         ([state(1, main=IN_DATA)], [WAITS], "its next batch does not come"),
         (
@@ -125,7 +129,7 @@ def look_at(folder: RunFolder, how: str, *, stop: bool = False) -> RankState:
                 os.kill(process.pid, signal.SIGSTOP)
                 while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
                     time.sleep(0.01)
-            return hang.look_closer(folder, {0: RankState(0, "rank 0", read_beat(folder, 0))})[0]
+            return hang.collect_stacks(folder, {0: RankState(0, "rank 0", read_beat(folder, 0))})[0]
         finally:
             process.kill()
 

@@ -1,5 +1,5 @@
-"""Why a run does not go on: what every rank does at this moment, and the likely cause by explicit rules; and
-``manyhands doctor --run``, which asks it of a live run and ends nothing. No torch.
+"""Why a run is not making progress: what every rank does at this moment, and the likely cause by explicit rules; and
+``manyhands doctor --run``, which examines a live run and ends nothing. No torch.
 
 The rules (``find_cause``) are listed in docs/hangs.md. They read facts only: heartbeats, the state of processes, stacks
 and the last collectives. Each is a guess, said as such.
@@ -37,9 +37,22 @@ ANSWER_S = 2.5  # heartbeats tick twice a second
 STACK_S = 0.5
 PY_SPY_S = 5.0
 POLL_S = 0.1
-WRITES = ("checkpoint", "export", "verify", "report")  # stages that write files
+# Where a main thread may be: stages, packages, and what that means.
+PLACES = (
+    (
+        ("checkpoint", "export", "verify", "report"),
+        ("checkpoint/", "export/"),
+        "it reads or writes files in stage '{stage}' and is not making progress{at}{free}",
+    ),
+    (
+        (),
+        ("data/", "worker/batches"),
+        "its next batch does not come: the process or disk that delivers data is stuck{at}",
+    ),
+)
 TASKS = {"spawn_main": "prepares batches", "shard_writer": "writes checkpoints"}  # by a part of the command line
 GONE, STOPPED, DISK = "gone", "stopped", "waiting for a disk"
+BROKEN = {STOPPED: "is stopped (SIGSTOP)", GONE: "has ended"}
 LOOK_S = 3.0  # between two looks, several ticks
 STILL_S = 10.0  # without progress: worth a closer look; long steps take longer, which the text says
 FRAMES = 12  # of the stack that is printed
@@ -88,7 +101,7 @@ class RankState:
 # What is known.
 
 
-def look_closer(folder: RunFolder, states: Mapping[int, RankState]) -> dict[int, RankState]:
+def collect_stacks(folder: RunFolder, states: Mapping[int, RankState]) -> dict[int, RankState]:
     """The states with what the ranks themselves, py-spy or a signal tell, in at most some five seconds."""
     found = {rank: look_at_process(state) for rank, state in states.items()}
     found_stacks: dict[int, RankStacks] = {}
@@ -157,7 +170,16 @@ def find_cause(culprits: Sequence[RankState], others: Sequence[RankState], free_
     """The likely cause in a sentence: the first rule that applies. ``culprits`` are furthest behind, at one place;
     ``others`` wait for them.
     """
-    first = culprits[0]
+    return (
+        _explain_process(culprits, others)
+        or _explain_place(culprits, free_bytes)
+        or _explain_collectives(culprits, others)
+        or f"it hangs, or waits for an external resource{_at(culprits[0])}"
+    )
+
+
+def _explain_process(culprits: Sequence[RankState], others: Sequence[RankState]) -> str:
+    """By the state of the ranks' processes, and of those that they have started."""
     gone = [state for state in (*culprits, *others) if state.process == GONE and not (state.beat and state.beat.done)]
     if gone:
         return f"{_names(gone)} ended without a report (killed, or crashed), and the others wait for it"
@@ -165,86 +187,58 @@ def find_cause(culprits: Sequence[RankState], others: Sequence[RankState], free_
         if state.process == STOPPED:
             pid = state.beat.pid if state.beat else "?"
             return f"its process is stopped (SIGSTOP), as by Ctrl-Z, a debugger or a scheduler: `kill -CONT {pid}`"
-    if first.beat is None:
+    if culprits[0].beat is None:
         return "it never reported a start"
-    if broken := _broken_child(culprits):
-        return broken
-    if any(map(_waits_for_disk, culprits)):
-        return "it waits for a disk: a network file system that does not answer, or a failing disk" + _of_stage(first)
-    if len(culprits) == 1 or not _all_wait(culprits):
-        if first.beat.stage in WRITES or _is_in(first, "manyhands/checkpoint", "manyhands/export"):
-            free = f"; {format_gib(free_bytes)} are free there" if free_bytes is not None else ""
-            return f"it reads or writes files in stage '{first.beat.stage}' and does not get on{_at(first)}{free}"
-        if _is_in(first, "manyhands/data/", "manyhands/worker/batches"):
-            return f"its next batch does not come: the process or disk that delivers data is stuck{_at(first)}"
-    if first.is_stuck:
-        return f"it hangs in compiled code that keeps Python from running (a driver, CUDA, a library){_at(first)}"
-    return _explain_waiting(culprits, others)
-
-
-def _explain_waiting(culprits: Sequence[RankState], others: Sequence[RankState]) -> str:
-    """By the collectives that ranks wait in."""
-    first = culprits[0]
-    by_place: dict[tuple[str, int], list[RankState]] = {}
-    for state in (*culprits, *others):
-        if waits := state.stacks.waits_in:
-            by_place.setdefault((waits.group, waits.number), []).append(state)
-    for states in by_place.values():
-        found = {(s.stacks.waits_in.name, s.stacks.waits_in.sizes) for s in states if s.stacks.waits_in}
-        if len(found) > 1:
-            each = "; ".join(f"{state.name} in {state.stacks.waits_in}" for state in states[:4])
-            return (
-                f"ranks have taken different paths and wait for each other in different collectives ({each}): uneven"
-                " data, or code that not all ranks run alike"
-            )
-    queued = [state for state in culprits if state.stacks.waits_in and not state.stacks.waits_in.started]
-    if queued and len(queued) < len(culprits) and not others:
-        one = queued[0].stacks.waits_in
-        return f"the device of {_names(queued)} has not come to the collective that the others' run ({one}): it hangs"
-    if first.stacks.waits_in and all(state.stacks.waits_in for state in culprits) and not others:
-        hosts = {state.beat.host for state in culprits if state.beat}
-        between = "between the machines" if len(hosts) > 1 else "between them"
-        return (
-            f"all ranks wait in the same collective ({first.stacks.waits_in}), so no single rank is the cause:"
-            f" the connection {between} hangs"
-        )
-    if len(culprits) > 1:
-        return (
-            "all of them are at the same point, so no single rank is the cause: they hang, or the connection between"
-            f" them does{_at(first)}"
-        )
-    waiting = [state for state in others if state.stacks.waits_in]
-    if waiting and not first.stacks.waits_in:
-        return (
-            f"it hangs{_at(first)}, and has not entered the collective that {_names(waiting)}"
-            f" wait{'s' if len(waiting) == 1 else ''} in ({waiting[0].stacks.waits_in})"
-        )
-    return f"it hangs, or waits for an external resource{_at(first)}"
-
-
-def _broken_child(culprits: Iterable[RankState]) -> str:
-    for state in culprits:
-        for child in state.children:
-            if child.state in (STOPPED, GONE) and child.task:
-                what = "is stopped (SIGSTOP)" if child.state == STOPPED else "has ended"
-                return f"process {child.pid}, which {child.task} for {state.name}, {what}"
+    children = [(state, child) for state in culprits for child in state.children if child.task]
+    for state, child in children:
+        if child.state in BROKEN:
+            return f"process {child.pid}, which {child.task} for {state.name}, {BROKEN[child.state]}"
+    if DISK in [state.process for state in culprits] + [child.state for _, child in children]:
+        why = "a network file system that does not answer, or a failing disk"
+        return f"it waits for a disk: {why} (stage '{culprits[0].beat.stage}')"
     return ""
 
 
-def _waits_for_disk(state: RankState) -> bool:
-    return state.process == DISK or any(child.state == DISK and child.task for child in state.children)
+def _explain_place(culprits: Sequence[RankState], free_bytes: int | None) -> str:
+    """By what the main thread of the first is in, unless all wait in a collective."""
+    first = culprits[0]
+    stage = first.beat.stage if first.beat else ""
+    if len(culprits) == 1 or not all(state.stacks.waits_in for state in culprits):
+        own = next((frame.file for frame in first.stacks.main if "/manyhands/" in frame.file), "")
+        for stages, packages, text in PLACES:
+            if stage in stages or any(f"/manyhands/{package}" in own for package in packages):
+                free = f"; {format_gib(free_bytes)} are free there" if free_bytes is not None else ""
+                return text.format(stage=stage, at=_at(first), free=free)
+    if first.is_stuck:
+        return f"it hangs in compiled code that keeps Python from running (a driver, CUDA, a library){_at(first)}"
+    return ""
 
 
-def _all_wait(states: Iterable[RankState]) -> bool:
-    return all(state.stacks.waits_in for state in states)
-
-
-def _is_in(state: RankState, *packages: str) -> bool:
-    """Whether the innermost function of ours is in one of them."""
-    for frame in state.stacks.main:
-        if "/manyhands/" in frame.file:
-            return any(f"/{package}" in frame.file for package in packages)
-    return False
+def _explain_collectives(culprits: Sequence[RankState], others: Sequence[RankState]) -> str:
+    """By the collectives that ranks wait in."""
+    first, at = culprits[0], _at(culprits[0])
+    waiting = [(state, waits) for state in (*culprits, *others) if (waits := state.stacks.waits_in)]
+    for place in dict.fromkeys((waits.group, waits.number) for _, waits in waiting):
+        same = [(state, waits) for state, waits in waiting if (waits.group, waits.number) == place]
+        if len({(waits.name, waits.sizes) for _, waits in same}) > 1:
+            each = "; ".join(f"{state.name} in {waits}" for state, waits in same[:4])
+            why = "uneven data, or code that not all ranks run alike"
+            return f"ranks have taken different paths and wait for each other in different collectives ({each}): {why}"
+    queued = [(state, waits) for state, waits in waiting if not waits.started]
+    if not others and 0 < len(queued) < len(culprits):
+        who = _names([state for state, _ in queued])
+        return f"the device of {who} has not come to the collective that the others' run ({queued[0][1]}): it hangs"
+    alone = "so no single rank is the cause"
+    if not others and len(waiting) == len(culprits):
+        hosts = {state.beat.host for state in culprits if state.beat}
+        between = "between the machines" if len(hosts) > 1 else "between them"
+        return f"all ranks wait in the same collective ({waiting[0][1]}), {alone}: the connection {between} hangs"
+    if len(culprits) > 1:
+        return f"all of them are at the same point, {alone}: they hang, or the connection between them does{at}"
+    if waiting and not first.stacks.waits_in:
+        who, verb = _names([state for state, _ in waiting]), "wait" if len(waiting) > 1 else "waits"
+        return f"it hangs{at}, and has not entered the collective that {who} {verb} in ({waiting[0][1]})"
+    return ""
 
 
 def _is_library(frame: Frame) -> bool:
@@ -255,16 +249,25 @@ def _at(state: RankState) -> str:
     return f", in {state.place}" if state.place else ""
 
 
-def _of_stage(state: RankState) -> str:
-    return f" (stage '{state.beat.stage}')" if state.beat else ""
-
-
 def _names(states: Sequence[RankState]) -> str:
     shown = ", ".join(state.name for state in states[:4])
     return shown + (f" and {len(states) - 4} more" if len(states) > 4 else "")
 
 
 # What is kept.
+
+
+def diagnose(
+    folder: RunFolder, states: Mapping[int, RankState], culprits: Sequence[int], title: str
+) -> tuple[list[RankState], list[RankState], str, Path | None]:
+    """The states of ``culprits`` and of the others with their stacks, the likely cause, the file that has all of it."""
+    states = collect_stacks(folder, states)
+    behind, others = [states[rank] for rank in culprits], [one for rank, one in states.items() if rank not in culprits]
+    free = None
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(nearest_folder(folder.path)).free
+    cause = find_cause(behind, others, free)
+    return behind, others, cause, keep(folder, title, cause, [*behind, *others])
 
 
 def keep(folder: RunFolder, title: str, cause: str, states: Iterable[RankState]) -> Path | None:
@@ -287,12 +290,6 @@ def keep(folder: RunFolder, title: str, cause: str, states: Iterable[RankState])
     except OSError:
         return None
     return path
-
-
-def free_bytes(folder: RunFolder) -> int | None:
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(nearest_folder(folder.path)).free
-    return None
 
 
 @dataclass(frozen=True)
@@ -348,12 +345,9 @@ def _find_no_rank(folder: RunFolder, beats: Mapping[int, Beat]) -> Examination |
 
 
 def _explain(folder: RunFolder, living: dict[int, RankState], culprits: list[int], timeout_s: float) -> Examination:
-    states = look_closer(folder, living)
-    behind, others = [states[r] for r in culprits], [state for r, state in states.items() if r not in culprits]
-    cause = find_cause(behind, others, free_bytes(folder))
-    who = ", ".join(state.name for state in behind[:8])
-    what = f"{who} {'has' if len(behind) == 1 else 'have'} made no progress for {behind[0].still_s:.0f} s"
-    kept = keep(folder, what, cause, [*behind, *others])
+    who, has = ", ".join(living[rank].name for rank in culprits[:8]), "has" if len(culprits) == 1 else "have"
+    what = f"{who} {has} made no progress for {living[culprits[0]].still_s:.0f} s"
+    behind, others, cause, kept = diagnose(folder, living, culprits, what)
     stack = behind[0].stacks.main[:FRAMES]
     lines = [
         f"{folder.path}: {what}; the run is ended after {timeout_s:g} s (parallel.timeout_s)",

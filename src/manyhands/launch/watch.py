@@ -217,12 +217,10 @@ class Watch:
     def _explain(self, culprits: list[int], living: dict[int, _Seen], failed: dict[int, dict[str, Any]]) -> UserError:
         rank, seen = culprits[0], living[culprits[0]]
         several = len(culprits) > 1
-        states = hang.look_closer(self.folder, {r: self._state_of(r, one) for r, one in living.items()})
-        behind, others = [states[r] for r in culprits], [state for r, state in states.items() if r not in culprits]
-        cause = hang.find_cause(behind, others, hang.free_bytes(self.folder))
         who = f"ranks {', '.join(map(str, culprits))}" if several else self._name(rank)
         what = f"{who} made no progress for {seen.still_s:.0f} s (parallel.timeout_s = {self.timeout_s:g})"
-        kept = hang.keep(self.folder, what, cause, [*behind, *others])
+        states = {r: self._state_of(r, one) for r, one in living.items()}
+        behind, others, cause, kept = hang.diagnose(self.folder, states, culprits, what)
         tail = log_tail(self.folder, rank)
         details = [str(state) for state in (behind[1:] + others)[:MAX_SHOWN]]
         details += [
