@@ -1,7 +1,7 @@
 """``subprocess.Popen`` for the process that tokenizes, as a fork of a server that has imported transformers already.
 
 What it does is what a process of its own does, which imports for four seconds first; ``test_prepare_parallel.py`` and
-``test_work_queue.py`` start some of those too.
+``test_large_parts.py`` start some of those too.
 """
 
 from __future__ import annotations

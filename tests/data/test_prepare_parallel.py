@@ -141,7 +141,7 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
     assert not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-# The interrupt is in test_work_queue.py too; SIGTERM takes the way of SIGKILL.
+# The interrupt is in test_large_parts.py too; SIGTERM takes the way of SIGKILL.
 @pytest.mark.parametrize(
     "number",
     [

@@ -49,7 +49,6 @@ from manyhands.data.streams import (
 )
 from manyhands.data.summary import Outcome
 from manyhands.data.tokenizer import find_placeholders
-from manyhands.data.work_queue import count_characters
 
 CHUNK_ROWS = 1000
 # Some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once.
@@ -380,6 +379,19 @@ def check_size(content: Conversation | str | Ready) -> Conversation | str | Read
 def count_conversation(content: Conversation | str | Ready) -> float:
     """Characters of a conversation and its tools; 0 of other content, which is not tokenized at once or is short."""
     return count_characters([content.messages, content.tools]) if isinstance(content, Conversation) else 0
+
+
+def count_characters(value: Any) -> float:
+    """Of all strings in a value of lists and objects, keys left out; a text that comes in pieces is as long as can
+    be.
+    """
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(count_characters, value.values()))
+    if isinstance(value, list):
+        return sum(map(count_characters, value))
+    return float("inf") if isinstance(value, Iterator) else 8
 
 
 def count_held(content: Conversation | str | Ready) -> int:

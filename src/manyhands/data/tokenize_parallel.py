@@ -1,9 +1,10 @@
 """Tokenizes the parts of a run's sources, here or in as many processes as there are cores and memory for.
 
-One fresh process loads the tokenizer and forks the others, which share its memory; files in the folder of the
-preparation pass between them and this one: ``job.json`` in, segments and outcomes out, ``error-N.json`` and a log where
-it fails. Rows of what one alone can read go from one forked process to another (``work_queue.py``). Each process ends
-when the one above it does, however that ended. Knows no cache.
+One fresh process loads the tokenizer and forks a pool, whose workers share its memory; files in the folder of the
+preparation pass between them and this one: ``job.json`` in, segments and outcomes out, ``error.json`` and a log where
+it fails. A large part (``files.FilePart.large``) is read by the process that loaded the tokenizer, which hands its rows
+out in batches, so that all cores work, and waits while enough of them wait. Each process ends when the one above it
+does, however that ended. Knows no cache.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.machine import count_cores, memory_bytes
-from manyhands.data.files import FilePart
+from manyhands.data.files import FilePart, Row
 from manyhands.data.formats import DETECT_ROWS, choose_format, trains_images
 from manyhands.data.image_open import ImageOpener
 from manyhands.data.sources import read_rows, split_source
 from manyhands.data.streams import TOKENS
 from manyhands.data.summary import Outcome
 from manyhands.data.template import chat_template_kwargs_of, probe_in_subprocess
-from manyhands.data.tokenize import PartTokenizer
+from manyhands.data.tokenize import PartTokenizer, count_characters
 from manyhands.data.tokenizer import note_plain_markers, open_tokenizer, widen_cache
-from manyhands.data.work_queue import BATCH_CHARACTERS, RowBatch, WorkList, cut_batches
 
 MIN_PARALLEL_BYTES = 32 << 20  # less is done here before other processes would have started
 IMAGE_ROWS_FACTOR = 64  # bytes of text that take as long as one byte of rows that name images
@@ -47,6 +49,8 @@ WORKER_BYTES = 64 << 20  # what a forked process adds
 MAX_BYTES = 2 << 30  # of all together
 CHUNK_CHARACTERS_HERE = 4_000_000  # enough for all threads of the tokenizer
 CHUNK_CHARACTERS_FORKED = 500_000  # one thread
+BATCH_CHARACTERS = 1 << 20  # a quarter of a second's work: much to a process, little to memory
+MAX_HANDED_CHARACTERS = 4 << 20  # a batch is larger where one row is: it stays with who read it
 REPORT_EVERY_S = 10.0
 GRACE_S = 10.0
 
@@ -208,15 +212,35 @@ def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
     return PartTokenizer(config.data, config.task, tokenizer, job.sources, formats, chunk_characters, images), notes
 
 
-def _tokenize_large_part(
-    job: Job, part_tokenizer: PartTokenizer, notes: list[str], number: int, work: WorkList
-) -> None:
-    """Reads the rows of a part, and does those batches that nobody else is free for."""
-    outcome, (source, part) = Outcome(), job.parts[number]
-    for batch in cut_batches(number, part_tokenizer.read(part, source, outcome.unreadable), job.batch_characters):
-        if not work.offer(batch):
-            _tokenize_batch(job, part_tokenizer, notes, batch)
-    outcome.write(job.outcome(number))
+@dataclass(frozen=True)
+class RowBatch:
+    """Neighboring rows of a large part; ``part`` and ``number``, of the batch in it, count from 0."""
+
+    part: int
+    number: int
+    rows: list[Row]
+    num_characters: float
+
+
+def cut_batches(part: int, rows: Iterable[Row], batch_characters: int) -> Iterator[RowBatch]:
+    """All rows in order, in batches of at most so many characters or one row.
+
+    A row whose text comes in pieces is a batch of its own, to be used up before the next is asked for.
+    """
+    batch: list[Row] = []
+    number, characters = 0, 0.0
+    for row in rows:
+        size = count_characters(row.fields)
+        if batch and characters + size > batch_characters:
+            yield RowBatch(part, number, batch, characters)
+            batch, number, characters = [], number + 1, 0.0
+        batch.append(row)
+        characters += size
+        if characters >= batch_characters:
+            yield RowBatch(part, number, batch, characters)
+            batch, number, characters = [], number + 1, 0.0
+    if batch:
+        yield RowBatch(part, number, batch, characters)
 
 
 def _tokenize_batch(job: Job, part_tokenizer: PartTokenizer, notes: list[str], batch: RowBatch) -> None:
@@ -267,9 +291,8 @@ def _run_processes(job: Job, report: Report) -> None:
 
 
 def _explain(job: Job, code: int) -> Exception:
-    errors = sorted(job.folder.glob("error-*.json"))
-    if errors:
-        return UserError.from_json(errors[0].read_text(encoding="utf-8"))
+    if (error := job.folder / "error.json").exists():
+        return UserError.from_json(error.read_text(encoding="utf-8"))
     if code < 0:
         return _killed(-code)
     return RuntimeError(
@@ -295,63 +318,108 @@ def _killed(number: int) -> UserError:
 
 
 def main() -> None:
-    """The process that loads the tokenizer and watches over those that it forks."""
+    """The process that loads the tokenizer and forks the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process above, which then closes the pipe
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     job = Job.read(Path(sys.argv[1]))
     try:
         part_tokenizer, notes = _open(job, CHUNK_CHARACTERS_FORKED)
+        with _as_user_errors(job.folder):
+            _run_pool(job, part_tokenizer, notes)
+        return
     except UserError as error:
-        _fail(job, error, 0)
+        temporary = job.folder / "error.unfinished"
+        temporary.write_text(error.to_json(), encoding="utf-8")
+        temporary.rename(job.folder / "error.json")
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)  # waits for no worker: they end with this process
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(EXIT_FAILED)  # the pipe is closed: nobody waits for the tokens
+
+
+def _run_pool(job: Job, part_tokenizer: PartTokenizer, notes: list[str]) -> None:
+    """Tokenizes all parts. Raises UserError, also where a worker was killed."""
     gc.collect()
     gc.freeze()  # a collection would write into every object, and so copy the memory that is shared
-    context = multiprocessing.get_context("fork")
-    work = WorkList(context, len(job.parts), job.num_processes)
-    processes = [
-        context.Process(target=_work, args=(job, part_tokenizer, notes, work), daemon=True)
-        for _ in range(job.num_processes)
-    ]
-    for process in processes:
-        process.start()
-    running: dict[Any, Any] = {process.sentinel: process for process in processes}
-    while running:
-        for ready in connection.wait([sys.stdin.fileno(), *running]):
-            if ready not in running:
-                sys.exit(
-                    EXIT_FAILED
-                )  # the pipe is closed: nobody waits for the tokens. The forked processes end with this one
-            process = running.pop(ready)
-            process.join()
-            if process.exitcode and process.exitcode < 0:
-                _fail(job, _killed(-process.exitcode), len(job.parts))
-            if process.exitcode:
-                sys.exit(EXIT_FAILED)
+    pool = ProcessPoolExecutor(
+        job.num_processes, multiprocessing.get_context("fork"), _begin, (job, part_tokenizer, notes)
+    )
+    pending: set[Future[None]] = set()
+    workers: list[multiprocessing.process.BaseProcess] = []
 
+    def finish(most: int) -> None:
+        nonlocal pending
+        while len(pending) > most:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
 
-def _work(job: Job, part_tokenizer: PartTokenizer, notes: list[str], work: WorkList) -> None:
-    """One forked process: takes the next part, or batch of one, until there is none."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    while (item := work.take()) is not None:
-        number = item.part if isinstance(item, RowBatch) else item
-        try:
-            if isinstance(item, RowBatch):
-                _tokenize_batch(job, part_tokenizer, notes, item)
+    def submit(item: int | RowBatch) -> None:
+        finish(job.num_processes + 1)  # two wait: one batch is read in a fraction of the time that it takes
+        pending.add(pool.submit(_work, item))
+        workers[:] = workers or multiprocessing.active_children()
+
+    try:
+        for number, (source, part) in enumerate(job.parts):
+            if not part.large:
+                submit(number)
                 continue
-            if job.parts[number][1].large:
-                _tokenize_large_part(job, part_tokenizer, notes, number, work)
-            else:
-                _tokenize_part(job, part_tokenizer, notes, number)
-        except UserError as error:
-            work.abandon()
-            _fail(job, error, number)
-        except OSError as error:
-            work.abandon()
-            _fail(job, cannot_write(job.folder, error), number)
-        except BaseException as error:
-            if (foreign := explain_foreign(error)) is None:
-                raise
-            work.abandon()
-            _fail(job, foreign, number)
-        work.finish_part()
+            outcome = Outcome()
+            rows = part_tokenizer.read(part, source, outcome.unreadable)
+            for batch in cut_batches(number, rows, job.batch_characters):
+                if batch.num_characters > MAX_HANDED_CHARACTERS:
+                    _tokenize_batch(job, part_tokenizer, notes, batch)
+                else:
+                    submit(batch)
+            outcome.write(job.outcome(number))
+        finish(0)
+    except BrokenProcessPool:
+        end = time.monotonic() + GRACE_S  # the pool ends the other workers by SIGTERM; its shutdown may hang (gh-94777)
+        while any(worker.exitcode is None for worker in workers) and time.monotonic() < end:
+            time.sleep(0.01)
+        codes = [worker.exitcode or 0 for worker in workers]
+        signals = sorted((-code for code in codes if code < 0), key=lambda number: number == signal.SIGTERM)
+        if not signals:
+            raise
+        raise _killed(signals[0]) from None
+    pool.shutdown()
+
+
+_worker: tuple[Job, PartTokenizer, list[str]]
+
+
+def _begin(job: Job, part_tokenizer: PartTokenizer, notes: list[str]) -> None:
+    """In a forked process, before its first part."""
+    global _worker
+    _worker = (job, part_tokenizer, notes)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _work(item: int | RowBatch) -> None:
+    job, part_tokenizer, notes = _worker
+    with _as_user_errors(job.folder):
+        if isinstance(item, RowBatch):
+            _tokenize_batch(job, part_tokenizer, notes, item)
+        else:
+            _tokenize_part(job, part_tokenizer, notes, item)
+
+
+@contextmanager
+def _as_user_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+    except BaseException as error:
+        if (foreign := explain_foreign(error)) is None:
+            raise
+        raise foreign from None
 
 
 def _end_with_parent() -> None:
@@ -359,13 +427,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(EXIT_FAILED)
-
-
-def _fail(job: Job, error: UserError, number: int) -> None:
-    temporary = job.folder / f"error.{os.getpid()}"
-    temporary.write_text(error.to_json(), encoding="utf-8")
-    temporary.rename(job.folder / f"error-{number:06d}.json")
-    sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

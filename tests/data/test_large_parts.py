@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import multiprocessing
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +20,7 @@ from manyhands.data import tokenize_parallel as tokenize_parallel
 from manyhands.data.files import Row
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import read_rows, split_source
-from manyhands.data.work_queue import RowBatch, WorkList, cut_batches
+from manyhands.data.tokenize_parallel import cut_batches
 from tests.data.test_prepare_parallel import WITHOUT_IMPORTS, read_store, start, wait_for_end, wait_for_workers
 
 __all__ = ["start"]  # a fixture
@@ -197,38 +194,3 @@ def test_batches_hold_all_rows_in_order() -> None:
         if batch.num_characters == float("inf"):
             taken += list(batch.rows[0].fields["text"])
     assert lines == [[1, 2], [3], [4], [5], [6]]
-
-
-def take_all(work: WorkList, done, all_there) -> None:
-    all_there.wait()
-    while (item := work.take()) is not None:
-        if isinstance(item, RowBatch):
-            done.put((os.getpid(), item.number))
-            continue
-        for number in range(100):
-            time.sleep(0.002)
-            if not work.offer(RowBatch(item, number, [], 1.0)):
-                done.put((os.getpid(), number))
-        work.finish_part()
-
-
-def test_every_batch_is_done_once_and_by_several() -> None:
-    context = multiprocessing.get_context("fork")
-    work, done, all_there = WorkList(context, 1, 4), context.Queue(), context.Barrier(3)
-    processes = [context.Process(target=take_all, args=(work, done, all_there), daemon=True) for _ in range(3)]
-    for process in processes:
-        process.start()
-    found = [done.get(timeout=60) for _ in range(100)]
-    for process in processes:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    assert sorted(number for _, number in found) == list(range(100)) and len({pid for pid, _ in found}) > 1
-
-
-def test_a_large_batch_and_one_too_many_stay_with_the_reader() -> None:
-    work = WorkList(multiprocessing.get_context("fork"), 1, 2)
-    assert work.take() == 0
-    assert not work.offer(RowBatch(0, 0, [], float("inf")))
-    assert [work.offer(RowBatch(0, number, [], 1.0)) for number in range(3)] == [True, True, False]
-    work.finish_part()
-    assert [getattr(work.take(), "number", None) for _ in range(3)] == [0, 1, None]
