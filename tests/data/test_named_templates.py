@@ -8,14 +8,13 @@ import json
 from pathlib import Path
 
 import pytest
-from jinja2 import Environment
 
 from manyhands.config.keys import table
+from manyhands.config.named_templates import TEMPLATES
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.formats import Conversation, to_conversation
-from manyhands.data.named_templates import TEMPLATES, _chatml
 from manyhands.data.render import render
 from manyhands.data.tokenizer import load_tokenizer, read_chat_template, tokenizer_digest
 from manyhands.export.files import write_tokenizer as copy_tokenizer
@@ -232,8 +231,3 @@ def test_a_begin_token_that_the_tokenizer_writes_itself_cannot_be_replaced_unsee
     with pytest.raises(UserError, match="its own begin-of-text token in front of every text"):
         load_tokenizer(folder, special_tokens={"bos": "<begin>"})
     assert load_tokenizer(folder).decode(load_tokenizer(folder).encode("a")) == "BOSa"
-
-
-def test_a_backslash_in_a_default_system_prompt_survives() -> None:
-    text = Environment().from_string(_chatml("C:\\new").text).render(messages=[{"role": "user", "content": "x"}])
-    assert "system\nC:\\new<|im_end|>" in text

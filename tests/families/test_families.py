@@ -19,7 +19,7 @@ from manyhands.families import FAMILIES, UNKNOWN, find
 SOURCES = Path(manyhands.__file__).parent
 # Files that name a family for another reason, and the reason.
 EXEMPT = {
-    "data/named_templates.py": "chat formats are named after the models that use them",
+    "config/named_templates.py": "chat formats are named after the models that use them",
     "data/template.py": "names one of these chat formats as an example",
     "data/tekken.py": "mistral-common is a library, and its files are read",
     "data/tokenizer.py": "the same",

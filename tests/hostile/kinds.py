@@ -416,7 +416,7 @@ def make_images(folder: Path) -> None:
 
 
 def make_models(folder: Path) -> None:
-    from manyhands.data.named_templates import TEMPLATES
+    from manyhands.config.named_templates import TEMPLATES
     from tests.support.tiny import tiny_model, tiny_tokenizer
 
     tiny_model("llama").save_pretrained(folder / "sharded", max_shard_size="20KB")

@@ -274,7 +274,7 @@ def test_validation_data_of_its_own(tmp_path: Path) -> None:
 
 def test_prompts_of_a_file_s_own_are_a_chat_template(tmp_path: Path) -> None:
     kind = {
-        "system_prompt": 'It\'s "so".\n',
+        "system_prompt": 'It\'s "so" in C:\\new.\n',
         "system_format": "<<{system}>>",
         "field_instruction": "question",
         "format": "[{instruction}|{input}] {{é}}\n",
@@ -285,7 +285,7 @@ def test_prompts_of_a_file_s_own_are_a_chat_template(tmp_path: Path) -> None:
     assert config.data.train == (Source(path="hub:ours/rows", format="alpaca", fields={"instruction": "question"}),)
     row = {"question": "Add", "input": "1", "output": "2"}
     shown = render_rows(done, tmp_path, [row, row | {"input": ""}, row | {"system": "S"}])
-    first = 'BOS<<It\'s "so".\n>>'
+    first = 'BOS<<It\'s "so" in C:\\new.\n>>'
     assert shown == [f"{first}[Add|1] {{é}}\n|2EOS|", f"{first}[Add] |2EOS|", "BOS<<S>>[Add|1] {é}\n|2EOS|"]
     assert render_rows(done, tmp_path, [row], begins=False) == [shown[0].removeprefix("BOS")]
 
@@ -601,7 +601,7 @@ def test_prompts_of_alpaca_are_a_chat_template_and_not_mixed_with_others(tmp_pat
 
 
 def test_every_template_that_a_name_stands_for_is_one_of_ours() -> None:
-    from manyhands.data.named_templates import TEMPLATES
+    from manyhands.config.named_templates import TEMPLATES
 
     assert set(axolotl_templates.TEMPLATES.values()) <= set(TEMPLATES)
     assert {template for template, _ in axolotl_templates._NEAR.values()} <= set(TEMPLATES)

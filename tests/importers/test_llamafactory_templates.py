@@ -96,7 +96,7 @@ def test_thoughts_of_the_last_answer_only() -> None:
 
 
 def test_another_system_prompt_or_none() -> None:
-    for prompt in ("Speak Latin.", ""):
+    for prompt in ("Speak 'Latin' in {C:\\new}.\n\"{{ x }}\"", ""):
         tokenizer = tokenizer_with(make_chat_template(CHAT_FORMATS["qwen"], default_system=prompt))
         text = tokenizer.apply_chat_template(messages(TURNS), tokenize=False)
         assert QWEN not in text and ("system" in text) is bool(prompt) and prompt in text

@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
-# In a chat template: stands for what the tokenizer puts in front of every text (BOS, or nothing).
-BEGIN_OF_TEXT = "{#- as the tokenizer begins a text -#}"
 MOST_PIXELS = 178_956_970  # of an image: what Pillow decodes at most
 PixelCount = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

@@ -4,41 +4,20 @@ the version that the file states. Imports transformers (which imports torch) onl
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.config.named_templates import TEMPLATES, NamedTemplate, read_template
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json
-from manyhands.data.named_templates import TEMPLATES, NamedTemplate
 
 FILE = "tekken.json"
 NAME = "tekken"  # of the template of the file's version
 HF_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-_INSTRUCTION_MARKS = ("[INST]", "[/INST]")
-# Version 3 writes the system prompt into the last question; later ones have tokens of its own for it.
-_VERSION_3 = (
-    "{{- bos_token }}{%- set names = messages | map(attribute='role') | list %}"
-    "{%- set system = messages[0].content ~ '\\n\\n' if names[0] == 'system' else '' %}"
-    "{%- set last = namespace(question=-1) %}{%- for name in names %}{%- if name == 'user' %}"
-    "{%- set last.question = loop.index0 %}{%- endif %}{%- endfor %}"
-    "{%- for message in messages %}{%- if message.role == 'user' %}"
-    "{{- '[INST]' ~ (system if loop.index0 == last.question else '') ~ message.content ~ '[/INST]' }}"
-    "{%- elif message.role == 'assistant' %}{{- message.content ~ eos_token }}"
-    "{%- elif message.role != 'system' or not loop.first %}"
-    "{{- raise_exception('this template has no role ' ~ message.role ~ ' here') }}"
-    "{%- endif %}{%- endfor %}"
-)
-_VERSION_7 = TEMPLATES["mistral-v7"]
-_THOUGHT = (
-    "{{- '[THINK]' ~ message.reasoning_content ~ '[/THINK]' if message.reasoning_content is defined and "
-    "message.reasoning_content else '' }}"
-)
-_ANSWER = "{{- message.content ~ eos_token }}"
 BY_VERSION: dict[int, NamedTemplate] = {  # from this version on
-    3: NamedTemplate(_VERSION_3, _INSTRUCTION_MARKS, needs_end=True),
-    7: _VERSION_7,
-    13: replace(_VERSION_7, text=_VERSION_7.text.replace(_ANSWER, _THOUGHT + _ANSWER)),
+    3: NamedTemplate(read_template("tekken-v3"), ("[INST]", "[/INST]")),
+    7: TEMPLATES["mistral-v7"],
+    13: NamedTemplate(read_template("tekken-v13"), TEMPLATES["mistral-v7"].tokens),
 }
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from manyhands.config.data_schema import BEGIN_OF_TEXT
+from manyhands.config.named_templates import BEGIN_OF_TEXT, TEMPLATES, NamedTemplate
 from manyhands.config.schema import ModelSection
 from manyhands.config.text import nearest_name
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
-from manyhands.data.named_templates import TEMPLATES, NamedTemplate
 from manyhands.data.tekken import FILE, NAME, is_tekken_only, load_tekken, tekken_template
 
 # Everything in a model folder that can change the ids of a text or the rendering of a conversation.

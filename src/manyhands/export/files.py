@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from manyhands.config.data_schema import BEGIN_OF_TEXT
+from manyhands.config.named_templates import BEGIN_OF_TEXT
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
 from manyhands.core.files import TEMPLATE_FOLDER, refuse_outside_links, rename_synced, write_json

@@ -40,7 +40,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "completion": {"format": "text"},
         "jeopardy": {
             "format": "alpaca",
-            "template": JEOPARDY.template(),
+            "template": JEOPARDY,
             "fields": {"instruction": "question", "input": "category", "output": "answer"},
         },
         "input_output": {"format": "segments"},
@@ -155,10 +155,10 @@ def _entries_by_template(t: Translator) -> dict[str, list[str]]:
 def _read_own_type(kind: Mapping[str, Any]) -> Mapping[str, Any]:
     """`type: {...}` as one of ``TYPES``; empty where it cannot be read, which its entry says."""
     try:
-        prompt, columns = read_own_prompt(kind)
+        template, columns = read_own_prompt(kind)
     except ValueError:
         return {}
-    return {"format": "alpaca", "template": prompt.template(), "fields": columns}
+    return {"format": "alpaca", "template": template, "fields": columns}
 
 
 class _Entry:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from string import Formatter
 from types import MappingProxyType
 from typing import Any
 
-from manyhands.config.data_schema import BEGIN_OF_TEXT
+from manyhands.config.named_templates import fill_template
 from manyhands.config.text import nearest_name, show
 from manyhands.importers.axolotl_model import IMAGE_TEMPLATES
 from manyhands.importers.translation import Translator
@@ -176,45 +175,21 @@ def _check_ends(t: Translator, chats: list[str]) -> None:
         t.no_op("eot_tokens", "the end that the template writes after a trained turn is trained")
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What is written around the fields of a row, in Python's format language. ``answer`` precedes each answer."""
-
-    with_input: str
-    without_input: str
-    system: str = "{system}"
-    default_system: str = ""
-    default_without_input: str | None = None
-    answer: str = ""
-
-    def template(self) -> str:
-        """Jinja text of the same effect."""
-        plain = self.default_system if self.default_without_input is None else self.default_without_input
-        given = "(message.input is defined and message.input)"
-        both = {"instruction": "message.instruction", "input": "message.input"}
-        return (
-            f"{BEGIN_OF_TEXT}"
-            "{%- for message in messages %}{%- if message.role == 'system' %}"
-            f"{{{{- {_expression(self.system, {'system': 'message.content'})} }}}}"
-            "{%- elif message.role == 'user' %}{%- if loop.first %}"
-            f"{{{{- {self._default(self.default_system)} if {given} else {self._default(plain)} }}}}"
-            "{% endif -%}"
-            f"{{%- if {given} %}}"
-            f"{{{{- {_expression(self.with_input, both)} }}}}"
-            "{%- else %}"
-            f"{{{{- {_expression(self.without_input, {'instruction': 'message.content'})} }}}}"
-            "{% endif -%}{%- elif message.role == 'assistant' %}"
-            f"{{{{- {_quote(self.answer)} ~ message.content ~ eos_token }}}}"
-            "{%- else %}{{- raise_exception('these prompts have no role ' ~ message.role) }}"
-            "{%- endif %}{%- endfor %}"
-        )
-
-    def _default(self, text: str) -> str:
-        return f"({_expression(self.system, {'system': _quote(text)})})" if text else "''"
+def _make_prompt(
+    with_input: str, without_input: str, system: str, default: str, default_without: str, answer: str = ""
+) -> str:
+    """Jinja text that writes rows as Axolotl does. ``default``: the system prompt of rows with an input that bring
+    none, ``default_without``: of those without an input, ``answer``: precedes each answer.
+    """
+    fields = ("instruction", "input", "system")
+    pieces = {"write_with_input": with_input, "write_without_input": without_input, "write_system": system}
+    return fill_template(
+        "axolotl", fields, pieces, default_with_input=default, default_without_input=default_without, answer=answer
+    )
 
 
 # The text of Axolotl's `jeopardy` is that of alpaca; each answer begins with "what is".
-JEOPARDY = Prompt(
+JEOPARDY = _make_prompt(
     _INSTRUCT + "### Input:\n{input}\n\n### Response:\n",
     _INSTRUCT + "### Response:\n",
     "{system}\n\n",
@@ -225,8 +200,8 @@ JEOPARDY = Prompt(
 )
 
 
-def read_own_prompt(asked: Mapping[str, Any]) -> tuple[Prompt, dict[str, str]]:
-    """The prompt and the renamed columns of `type: {...}`. ValueError says what is wrong."""
+def read_own_prompt(asked: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """The chat template and the renamed columns of `type: {...}`. ValueError says what is wrong."""
     for name, value in asked.items():
         if name not in OWN_PROMPT:
             near = nearest_name(str(name), OWN_PROMPT)
@@ -237,9 +212,10 @@ def read_own_prompt(asked: Mapping[str, Any]) -> tuple[Prompt, dict[str, str]]:
     given = {**OWN_PROMPT, **{str(name): value for name, value in asked.items() if value is not None}}
     for name, allowed in _FIELDS.items():
         _check_format(name, given[name], allowed)
-    prompt = Prompt(given["format"], given["no_input_format"], given["system_format"], given["system_prompt"])
+    default = given["system_prompt"]
+    template = _make_prompt(given["format"], given["no_input_format"], given["system_format"], default, default)
     columns = {field: given[f"field_{field}"] for field in _COLUMNS if given[f"field_{field}"] != field}
-    return prompt, columns
+    return template, columns
 
 
 def _check_format(name: str, text: str, allowed: tuple[str, ...]) -> None:
@@ -250,16 +226,3 @@ def _check_format(name: str, text: str, allowed: tuple[str, ...]) -> None:
     for _, field, spec, conversion in parts:
         if field is not None and (field not in allowed or spec or conversion):
             raise ValueError(f"`{name}`: it may hold {' and '.join(f'{{{one}}}' for one in allowed)}, not {{{field}}}")
-
-
-def _expression(text: str, variables: Mapping[str, str]) -> str:
-    """A format text as a Jinja expression."""
-    parts = []
-    for literal, field, _, _ in Formatter().parse(text):
-        parts += [_quote(literal)] if literal else []
-        parts += [variables[field]] if field is not None else []
-    return " ~ ".join(parts) or "''"
-
-
-def _quote(text: str) -> str:
-    return "'" + text.encode("unicode_escape").decode("ascii").replace("'", "\\'") + "'"

@@ -10,10 +10,10 @@ those of models of images and sound. Knows no tokenizer.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from manyhands.config.named_templates import fill_template
 from manyhands.importers.translation import names
 
 THOUGHT = ("<think>\n", "\n</think>\n\n")
@@ -68,36 +68,42 @@ def _granite(default_system: str = "") -> ChatFormat:
     )
 
 
-_GEMMA = ChatFormat(
-    "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",
-    "{}<end_of_turn>\n",
-    "{}\n\n",
-    "{bos}",
-    merges_system=True,
-)
-_LLAMA2 = ChatFormat("{bos}[INST] {} [/INST]", system="<<SYS>>\n{}\n<</SYS>>\n\n", merges_system=True)
-_MINISTRAL = ChatFormat("[INST]{}[/INST]", system="{}\n\n", prefix="{bos}", merges_system=True)
-_PHI = ChatFormat("<|user|>\n{}<|end|>\n<|assistant|>\n", "{}<|end|>\n", "<|system|>\n{}<|end|>\n")
 _DEEPSEEK3 = ChatFormat("<｜User｜>{}<｜Assistant｜>", prefix="{bos}")
-_QWEN3 = _chatml(thought=THOUGHT)
-_QWEN_VL = _chatml("You are a helpful assistant.")
 _SEED = ChatFormat("{bos}user\n{}{eos}{bos}assistant\n", system="{bos}system\n{}{eos}")
 
 CHAT_FORMATS = MappingProxyType(
     {
+        **dict.fromkeys(["chatml", "qwen3_5_nothink", "qwen3_nothink", "qwen3_vl_nothink", "smollm", "yi"], _chatml()),
+        **dict.fromkeys(("cpm4", "falcon_h1"), _chatml(prefix="{bos}")),
+        **dict.fromkeys(
+            ("gemma", "gemma3", "gemma3n"),
+            ChatFormat(
+                "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",
+                "{}<end_of_turn>\n",
+                "{}\n\n",
+                "{bos}",
+                merges_system=True,
+            ),
+        ),
+        "llama2": ChatFormat("{bos}[INST] {} [/INST]", system="<<SYS>>\n{}\n<</SYS>>\n\n", merges_system=True),
+        **dict.fromkeys(
+            ("ministral", "ministral3"),
+            ChatFormat("[INST]{}[/INST]", system="{}\n\n", prefix="{bos}", merges_system=True),
+        ),
+        "phi": ChatFormat("<|user|>\n{}<|end|>\n<|assistant|>\n", "{}<|end|>\n", "<|system|>\n{}<|end|>\n"),
+        "qwen2_vl": _chatml("You are a helpful assistant."),
+        **dict.fromkeys(("qwen3", "qwen3_5", "qwen3_6", "qwen3_vl"), _chatml(thought=THOUGHT)),
         "alpaca": ChatFormat(
             "### Instruction:\n{}\n\n### Response:\n",
             "{}{eos}\n\n",
             default_system="Below is an instruction that describes a task. Write a response that appropriately "
             "completes the request.\n\n",
         ),
-        "chatml": _chatml(),
         "cohere": ChatFormat(
             "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
             system="<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
             prefix="{bos}",
         ),
-        "cpm4": _chatml(prefix="{bos}"),
         "deepseek": ChatFormat("User: {}\n\nAssistant:", system="{}\n\n", prefix="{bos}"),
         "deepseek3": _DEEPSEEK3,
         "deepseekr1": replace(_DEEPSEEK3, thought=THOUGHT),
@@ -106,20 +112,13 @@ CHAT_FORMATS = MappingProxyType(
             "User: {}\nAssistant: ", "{}<|end_of_sentence|>", "{}\n", prefix="<|begin_of_sentence|>"
         ),
         "exaone": ChatFormat("[|user|]{}\n[|assistant|]", "{}{eos}\n", "[|system|]{}[|endofturn|]\n"),
-        "falcon_h1": _chatml(prefix="{bos}"),
-        "gemma": _GEMMA,
-        "gemma3": _GEMMA,
-        "gemma3n": _GEMMA,
         "granite3": _granite(),
         "granite4": _granite("You are Granite, developed by IBM. You are a helpful AI assistant."),
         "hunyuan": ChatFormat("{}<|extra_0|>", "{}<|eos|>", "{}<|extra_4|>", "<|startoftext|>"),
         "lfm2": _chatml("You are a helpful AI assistant."),
-        "llama2": _LLAMA2,
         "llama3": _llama("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         "llama4": _llama("<|header_start|>", "<|header_end|>", "<|eot|>"),
         "mimo": _chatml("You are a helpful assistant.", thought=THOUGHT),
-        "ministral": _MINISTRAL,
-        "ministral3": _MINISTRAL,
         "mistral": ChatFormat("[INST] {}[/INST]", " {}{eos}", "{}\n\n", "{bos}", merges_system=True),
         "mistral_small": ChatFormat("[INST]{}[/INST]", system="[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", prefix="{bos}"),
         "moonlight": ChatFormat(
@@ -130,7 +129,6 @@ CHAT_FORMATS = MappingProxyType(
         ),
         "olmo": ChatFormat("<|user|>\n{}<|assistant|>\n", prefix="{eos}"),
         "opencoder": _chatml("You are OpenCoder, created by OpenCoder Team."),
-        "phi": _PHI,
         "phi4": ChatFormat(
             "<|im_start|>user<|im_sep|>{}<|im_end|><|im_start|>assistant<|im_sep|>",
             "{}<|im_end|>",
@@ -138,16 +136,7 @@ CHAT_FORMATS = MappingProxyType(
         ),
         "phi4_mini": ChatFormat("<|user|>{}<|end|><|assistant|>", "{}<|end|>", "<|system|>{}<|end|>"),
         "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
-        "qwen2_vl": _QWEN_VL,
-        "qwen3": _QWEN3,
-        "qwen3_5": _QWEN3,
-        "qwen3_5_nothink": _chatml(),
-        "qwen3_6": _QWEN3,
-        "qwen3_nothink": _chatml(),
-        "qwen3_vl": _QWEN3,
-        "qwen3_vl_nothink": _chatml(),
         "seed_oss": replace(_SEED, thought=("<seed:think>", "</seed:think>")),
-        "smollm": _chatml(),
         "smollm2": _chatml("You are a helpful AI assistant named SmolLM, trained by Hugging Face."),
         "starchat": ChatFormat("<|user|>\n{}<|end|>\n<|assistant|>", "{}<|end|>\n", "<|system|>\n{}<|end|>\n"),
         "vicuna": ChatFormat(
@@ -155,7 +144,6 @@ CHAT_FORMATS = MappingProxyType(
             default_system="A chat between a curious user and an artificial intelligence assistant. The assistant "
             "gives helpful, detailed, and polite answers to the user's questions.",
         ),
-        "yi": _chatml(),
         "zephyr": ChatFormat(
             "<|user|>\n{}{eos}<|assistant|>\n",
             system="<|system|>\n{}{eos}",
@@ -187,62 +175,18 @@ def make_chat_template(
     cuts them out of all but the last answer, which alone gets an empty one.
     """
     default = chat.default_system if default_system is None else default_system
-    own = _join(chat.system, "system")
-    system = (
-        "{%- if messages[0].role == 'system' %}{%- set system, turns = messages[0].content, messages[1:] %}"
-        "{%- else %}{%- set system, turns = '', messages %}{%- endif %}"
-        + (f"{{%- set system = system or {_quote(default)} %}}" if default else "")
-        + f"{{%- set system = {own} if system else '' %}}"
+    pieces = {"write_prefix": chat.prefix, "write_system": chat.system, "write_user": chat.user}
+    pieces["write_answer"] = chat.answer
+    if chat.thought is None:
+        merges = chat.merges_system
+        return fill_template("llamafactory", ("content",), pieces, default_system=default, merges_system=merges)
+    return fill_template(
+        "llamafactory-thoughts",
+        ("content",),
+        pieces,
+        default_system=default,
+        opening=chat.thought[0],
+        closing=chat.thought[1],
+        thinks=thinks,
+        last_thought_only=last_thought_only,
     )
-    asked = "(system if loop.first else '') ~ message.content" if chat.merges_system else "message.content"
-    user, answer, macro = _join(chat.user, asked, group=True), "message.content", ""
-    if chat.thought is not None:
-        macro, answer, empty = _think(chat.thought, thinks, last_thought_only)
-        if not thinks:
-            is_last = "loop.last or loop.index0 == turns | length - 2"
-            user += f" ~ ({empty} if {is_last} else '')" if last_thought_only else f" ~ {empty}"
-    head = f"{{{{- {_join(chat.prefix)} }}}}" if chat.prefix else ""
-    return (
-        f"{macro}{system}{head}"
-        + ("" if chat.merges_system else "{{- system }}")
-        + "{%- for message in turns %}"
-        + "{%- if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
-        + "{{- raise_exception('user and assistant take turns, beginning with user, and there is no other role') }}"
-        + "{%- endif %}"
-        + f"{{%- if message.role == 'user' %}}{{{{- {user} }}}}"
-        + f"{{%- else %}}{{{{- {_join(chat.answer, answer)} }}}}{{%- endif %}}"
-        + "{%- endfor %}"
-    )
-
-
-def _think(thought: tuple[str, str], thinks: bool, last_only: bool) -> tuple[str, str, str]:
-    """(macro that cuts thoughts out, an answer's content with or without a thought, the empty thought)."""
-    opening, closing = map(_quote, thought)
-    empty = _quote(thought[0] + thought[1])
-    macro = (
-        f"{{%- macro cut_thoughts(text) %}}{{%- set parts = text.split({opening}) %}}{{{{- parts[0] }}}}"
-        f"{{%- for part in parts[1:] %}}"
-        f"{{{{- part.split({closing}, 1)[1] if {closing} in part else {opening} ~ part }}}}"
-        f"{{%- endfor %}}{{%- endmacro %}}"
-    )
-    cut = "(cut_thoughts(message.content) | string).lstrip('\\n')"
-    if not thinks:
-        return macro, cut, empty
-    marks = [_quote(part.strip()) for part in thought]
-    missing = " and ".join(f"{mark} not in message.content" for mark in marks)
-    whole = f"({empty} if {missing} else '') ~ message.content"
-    if last_only:
-        return macro, f"(({whole}) if loop.last else {cut})", empty
-    return "", f"({whole})", empty
-
-
-def _join(piece: str, content: str = "''", group: bool = False) -> str:
-    """The expression of a piece: ``'<s>' ~ message.content ~ (eos_token or '')``."""
-    values = {"{}": f"({content})" if group else content, "{bos}": "(bos_token or '')", "{eos}": "(eos_token or '')"}
-    parts = [values.get(part) or _quote(part) for part in re.split(r"(\{\}|\{bos\}|\{eos\})", piece) if part]
-    return " ~ ".join(parts)
-
-
-def _quote(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
-    return f"'{escaped}'"
