@@ -139,9 +139,7 @@ def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     unmatched = types.SimpleNamespace(refuse_unmatched=lambda config, plan, model: None)
     monkeypatch.setitem(sys.modules, "manyhands.launch.rehearsal", unmatched)
     monkeypatch.setitem(sys.modules, "manyhands.planner.search", types.SimpleNamespace(plan=lambda config, facts: made))
-    monkeypatch.setitem(
-        sys.modules, "manyhands.planner.explain", types.SimpleNamespace(explain_plan=lambda plan: "one GPU, 8 rows")
-    )
+    monkeypatch.setattr("manyhands.planner.text.explain_plan", lambda plan: "one GPU, 8 rows")
     assert call("plan", run_file).stdout == "one GPU, 8 rows\n"
     assert json.loads(call("plan", run_file, "--json").stdout) == {"number": 1}
 

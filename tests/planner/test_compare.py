@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.launch.run_folder import RunFolder
-from manyhands.planner.explain import compare
-from manyhands.planner.phrases import describe_cost
 from manyhands.planner.search import plan
+from manyhands.planner.text import compare, describe_cost
 from tests.planner.examples import GIB, facts, llama_8b, run_config
 
 MACHINE = facts(llama_8b()).model_copy(update={"host": describe_host(parse_gpus("2xH200"))})

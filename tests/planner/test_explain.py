@@ -15,10 +15,9 @@ from rich.console import Console
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.facts.types import AdapterFacts, DataFacts, Facts, NewTokens
 from manyhands.planner import types as reasons
-from manyhands.planner.explain import explain_plan
 from manyhands.planner.search import plan
-from manyhands.planner.sentences import SENTENCES, explain
 from manyhands.planner.steps import explain_longer
+from manyhands.planner.text import REJECTIONS, SENTENCES, explain, explain_plan
 from manyhands.planner.types import Code, Plan, Reason
 from tests.planner.examples import (
     GIB,
@@ -139,7 +138,7 @@ def with_lengths(lengths: list[int]) -> DataFacts:
 
 
 def test_every_code_has_a_sentence_that_some_plan_reaches():
-    assert set(SENTENCES) == set(get_args(Code))
+    assert SENTENCES.keys() | REJECTIONS.keys() == set(get_args(Code))
     found = {reason.code: explain(reason) for made in plans() for reason in reasons_of(made)}
     assert set(get_args(Code)) - found.keys() == set()
 
@@ -153,11 +152,11 @@ def test_every_reason_of_a_plan_is_a_code_and_json():
 
 
 @pytest.mark.parametrize("path", sorted(Path(reasons.__file__).parent.glob("*.py")), ids=lambda path: path.name)
-def test_prose_stands_in_sentences_and_their_phrases_alone(path: Path) -> None:
+def test_prose_stands_in_one_file(path: Path) -> None:
     """Elsewhere in the room a string of four words or more is a docstring, or stands in a function that makes errors,
     outside of its reasons.
     """
-    if path.name in ("sentences.py", "fact_sentences.py", "phrases.py"):
+    if path.name == "text.py":
         return
     tree = ast.parse(path.read_text())
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

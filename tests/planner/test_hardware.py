@@ -12,10 +12,9 @@ from manyhands.core.errors import UserError
 from manyhands.facts.gpu_kinds import describe_host, load_kinds, parse_gpus
 from manyhands.facts.types import Facts, GpuFacts, HostFacts, UnusableGpus
 from manyhands.planner import candidates
-from manyhands.planner.explain import explain_plan
 from manyhands.planner.hardware import AMD_ENVIRONMENT
 from manyhands.planner.search import plan
-from manyhands.planner.sentences import explain
+from manyhands.planner.text import explain, explain_plan
 from manyhands.planner.types import Plan, reason
 from tests.planner.examples import data_facts, facts, llama_8b, model_facts, run_config
 

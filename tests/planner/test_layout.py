@@ -10,7 +10,7 @@ from manyhands.core.errors import UserError
 from manyhands.planner.choices import ENOUGH_TOKENS_PER_S, MAX_AUTO_WORKERS, choose_data_workers
 from manyhands.planner.layout import HOLDING, Mesh, change, choose_holding, mesh_of
 from manyhands.planner.search import plan
-from manyhands.planner.sentences import explain
+from manyhands.planner.text import explain
 from manyhands.planner.types import Plan
 from tests.planner.examples import data_facts, facts, llama_1b, llama_8b, run_config
 from tests.support.plans import make_layout

@@ -7,7 +7,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, Figure, HostFacts
 from manyhands.planner.search import plan
-from manyhands.planner.sentences import explain
+from manyhands.planner.text import explain
 from tests.planner.examples import GIB, data_facts, facts, llama_8b, on_nodes, run_config
 
 LONG = data_facts(num_samples=5000, mean=3000, longest=4096)

@@ -7,7 +7,7 @@ import pytest
 from manyhands.config.checks import check
 from manyhands.core.errors import UserError
 from manyhands.planner.search import plan
-from manyhands.planner.sentences import explain
+from manyhands.planner.text import explain
 from tests.planner.examples import data_facts, facts, model_facts, run_config, tower_facts
 
 WITHOUT, WITH = data_facts(), data_facts(num_images=700)

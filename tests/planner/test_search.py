@@ -14,8 +14,8 @@ from manyhands.facts.types import Facts, GpuFacts
 from manyhands.planner.choices import fuses_optimizer
 from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.search import NothingSmaller, plan
-from manyhands.planner.sentences import explain
 from manyhands.planner.smaller import LAYOUT_FIELDS
+from manyhands.planner.text import explain
 from manyhands.planner.types import MemoryFound, Plan, reason
 from tests.planner.examples import GIB, H200_BYTES, data_facts, facts, llama_1b, llama_8b, model_facts, run_config
 from tests.support.plans import explain_why
@@ -431,7 +431,7 @@ def test_planning_needs_no_torch():
         "sys.modules.update({'torch': None, 'transformers': None})\n"
         "from manyhands.config.schema import RunConfig\n"
         "from manyhands.facts.types import Facts\n"
-        "from manyhands.planner.explain import explain_plan\n"
+        "from manyhands.planner.text import explain_plan\n"
         "from manyhands.planner.search import plan\n"
         "config, facts = RunConfig.model_validate_json(sys.argv[1]), Facts.model_validate_json(sys.argv[2])\n"
         "made = plan(config, facts)\n"

@@ -12,8 +12,8 @@ from manyhands.data import summary
 from manyhands.data.order import SampleOrder
 from manyhands.data.summary import _steps_of_epochs
 from manyhands.facts.types import DataFacts
-from manyhands.planner.sentences import explain
 from manyhands.planner.steps import count_steps, explain_longer
+from manyhands.planner.text import explain
 from tests.planner.examples import data_facts, run_config
 from tests.support.plans import explain_why, make_plan
 

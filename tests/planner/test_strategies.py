@@ -16,7 +16,7 @@ from manyhands.core.errors import UserError
 from manyhands.planner import host_memory, memory
 from manyhands.planner.activations import linear_bytes_per_token
 from manyhands.planner.search import plan
-from manyhands.planner.sentences import explain
+from manyhands.planner.text import explain
 from manyhands.planner.types import Plan
 from tests.planner.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
 from tests.planner.test_memory import BLOCK, FULL, GRADIENTS, LORA, ROOT

@@ -12,7 +12,7 @@ from typing import Any
 from manyhands.facts.types import ModelFacts
 from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.layout import Layout, change, lay_out, mesh_of
-from manyhands.planner.sentences import explain
+from manyhands.planner.text import explain
 from manyhands.planner.types import Code, Plan
 
 LAYOUT: dict[str, Any] = {

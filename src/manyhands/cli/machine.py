@@ -180,7 +180,7 @@ def _check_torch() -> Iterator[CheckResult]:
 def _check_memory() -> Iterator[CheckResult]:
     from manyhands.facts.host import read_host_facts
     from manyhands.planner.hardware import figures_of
-    from manyhands.planner.sentences import sentence_of
+    from manyhands.planner.text import sentence_of
 
     host = read_host_facts()
     for gpu in host.gpus:

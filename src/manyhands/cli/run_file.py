@@ -218,9 +218,8 @@ def plan(
     from manyhands.launch.environment import apply_variables
     from manyhands.launch.prepare import gather_facts
     from manyhands.launch.rehearsal import refuse_unmatched
-    from manyhands.planner.explain import explain_plan
-    from manyhands.planner.phrases import describe_cost
     from manyhands.planner.search import plan as make_plan
+    from manyhands.planner.text import describe_cost, explain_plan
 
     for line in (line for one in loaded.translations for line in summarize(one)):
         report_aside(line)
@@ -244,7 +243,7 @@ def _compare(folder: Path) -> None:
 
     from manyhands.core.files import read_json
     from manyhands.launch.run_folder import RunFolder
-    from manyhands.planner.explain import compare
+    from manyhands.planner.text import compare
 
     place = RunFolder(folder)
     report = read_json(place.report_json)

@@ -30,7 +30,8 @@ from manyhands.facts.adapter import nf4_options
 from manyhands.infer.vllm import RANK_LIMITS
 from manyhands.metrics.report import format_value
 from manyhands.metrics.summary import describe_data, describe_settings, make_curve, read_evaluations
-from manyhands.planner.types import Plan, describe_checkpointing, method_of
+from manyhands.planner.text import describe_checkpointing
+from manyhands.planner.types import Plan, method_of
 from manyhands.training.types import Evaluation
 
 CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+$")

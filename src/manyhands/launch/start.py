@@ -38,7 +38,7 @@ from manyhands.launch.slurm import block_save_signal, refuse_outside_step
 from manyhands.launch.start_nodes import PreparedLaunch, prepare_launch
 from manyhands.launch.watch import Stopped, wait_unless_asked
 from manyhands.launch.workers import report_end, run_workers
-from manyhands.planner.sentences import sentence_of
+from manyhands.planner.text import sentence_of
 
 LOG_WIDTH = 180  # columns of a plan in the log
 MAX_SMALLER_PLANS = 4  # each is estimated to need a tenth less, or has at most half the tokens a micro-batch
@@ -299,7 +299,7 @@ def _plan_smaller(launch: PreparedLaunch, error: UserError, report: Callable[[st
 
 def _show(prepared: Prepared, folder: RunFolder | None = None) -> None:
     """The plan on the terminal, and what starts now; in the launcher's log too where there is a ``folder``."""
-    from manyhands.planner.explain import explain_plan
+    from manyhands.planner.text import explain_plan
 
     plan, summary = prepared.plan, summarize_start(prepared, starts=folder is not None)
     open_console().print(explain_plan(plan))

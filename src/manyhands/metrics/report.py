@@ -30,7 +30,8 @@ from manyhands.metrics.summary import (
     name_time,
     read_evaluations,
 )
-from manyhands.planner.types import Plan, describe_checkpointing
+from manyhands.planner.text import describe_checkpointing
+from manyhands.planner.types import Plan
 from manyhands.training.types import TrainState, figures_of
 
 TABLE_ROWS = 6  # of the loss over steps

@@ -11,7 +11,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, HostFacts
 from manyhands.optim.registry import OPTIMIZERS
-from manyhands.planner.phrases import NOTHING_FITS, describe_changes
+from manyhands.planner.text import NOTHING_FITS, describe_changes
 from manyhands.planner.types import Plan
 
 DOES_NOT_FIT = "does_not_fit"  # UserError.kind
@@ -25,7 +25,7 @@ MakePlan = Callable[[RunConfig, Facts], Plan]
 
 @dataclass(frozen=True)
 class Change:
-    """One proposal: what it is called in ``phrases.CHANGES``, with which value, and what it is planned with. ``after``
+    """One proposal: what it is called in ``text.CHANGES``, with which value, and what it is planned with. ``after``
     another, it is planned with that one too.
     """
 

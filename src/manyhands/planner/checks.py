@@ -14,8 +14,8 @@ from manyhands.planner.choices import Decisions
 from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.features import Features
 from manyhands.planner.memory import state_bytes
-from manyhands.planner.phrases import describe_disk, describe_limit
 from manyhands.planner.steps import Steps
+from manyhands.planner.text import DISK, describe_limit, fill
 from manyhands.planner.types import LOG_BYTES, Candidate, DiskEstimate, Reason, reason
 
 ABSURD_RATE = (
@@ -87,7 +87,7 @@ def check_disk(config: RunConfig, disk: DiskEstimate) -> Reason:
     raise UserError(
         f"not enough disk space for this run: it needs {needed}, and {free} are free",
         where=f"output.dir: {config.output.dir}",
-        why=f"{describe_disk(disk.model_dump())}, and {format_size(LOG_BYTES)} for logs",
+        why=f"{fill(DISK, disk.model_dump())}, and {format_size(LOG_BYTES)} for logs",
         fix=", or ".join(advice),
     )
 

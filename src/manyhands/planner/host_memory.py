@@ -13,8 +13,8 @@ from manyhands.core.limits import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_DEVICE, UPD
 from manyhands.planner.activations import moved_bytes
 from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.gradients import gradients, gradients_on_host
-from manyhands.planner.phrases import describe_waiting
 from manyhands.planner.steps import Steps
+from manyhands.planner.text import WAITING, fill
 from manyhands.planner.types import DiskEstimate, MemoryEstimate, Reason, reason
 
 PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
@@ -156,7 +156,7 @@ def choose_saving(
         raise UserError(
             "checkpoints cannot be written while training continues",
             where="checkpoint.asynchronous: true",
-            why=describe_waiting(waits.values),
+            why=fill(WAITING[waits.values["how"]], waits.values),
             fix="write checkpoint.asynchronous: auto, which writes them as it can",
         )
     if waits is not None:

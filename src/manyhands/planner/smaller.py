@@ -13,7 +13,7 @@ from manyhands.planner.choices import Decisions
 from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.host_memory import STAGING
 from manyhands.planner.layout import Layout
-from manyhands.planner.phrases import describe_layout
+from manyhands.planner.text import describe_layout
 from manyhands.planner.types import Candidate, Cause, MemoryFound, Plan, RanOut, Reason, reason
 
 STEP = 0.9  # of the estimate that was too low, at most, if what was measured does not say less

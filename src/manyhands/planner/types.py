@@ -1,6 +1,6 @@
 """The plan: what was decided for one launch, why, and what it will cost. Frozen; one JSON file. Knows no torch.
 
-Every decision, rejection and warning is a code with values. ``sentences.py`` turns it into a sentence, and nothing
+Every decision, rejection and warning is a code with values. ``text.py`` turns it into a sentence, and nothing
 reads a sentence.
 """
 
@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict
 
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.text import open_console
-from manyhands.core.units import count_of
 from manyhands.facts.types import AdapterFacts, NewTokens, Nf4Facts
 from manyhands.planner.layout import Dtype, Layout
 
@@ -21,16 +20,6 @@ LOG_BYTES = 2**24  # logs, metrics, TensorBoard, reports: a few hundred bytes a 
 
 PartState = Literal["left_out", "frozen", "trained"]
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
-
-
-def describe_checkpointing(layout: Layout) -> str:
-    """``full``, or ``full, the last 63 layers selective``."""
-    lighter = (
-        f", the last {count_of(layout.lighter_layers, 'layer')} {layout.last_checkpointing}"
-        if layout.lighter_layers
-        else ""
-    )
-    return layout.activation_checkpointing + lighter
 
 
 class Part(BaseModel):
@@ -49,6 +38,11 @@ class MemoryEstimate(Part):
     @property
     def total(self) -> int:
         return sum(self.terms.values())
+
+    @property
+    def outside_bytes(self) -> int:
+        """Outside of torch's allocator, which a run's report does not count."""
+        return self.terms.get("overhead", 0)
 
     @property
     def host_total(self) -> int:
@@ -204,7 +198,7 @@ class Plan(Part):
         """The decisions with their reasons, the memory by term, and why each alternative was rejected."""
         from io import StringIO
 
-        from manyhands.planner.explain import explain_plan
+        from manyhands.planner.text import explain_plan
 
         text = StringIO()
         open_console(file=text, width=width, force_jupyter=False).print(explain_plan(self))

@@ -29,7 +29,7 @@ from manyhands.data.summary import PreparedData, summarize
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.facts.hub import locate_model
 from manyhands.planner.efficiency import lay_out_step
-from manyhands.planner.sentences import sentence_of
+from manyhands.planner.text import sentence_of
 from manyhands.planner.types import Plan
 from manyhands.preview.contents import (
     Preview,

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
-from manyhands.planner.explain import OUTSIDE
 from manyhands.planner.types import MemoryFound
 from manyhands.training.loop import Interrupted
 from manyhands.worker import export_stages, stages, training
@@ -122,7 +121,7 @@ def explain_out_of_memory(rank: RankContext, error: BaseException) -> UserError:
     smaller.
     """
     device, gib, planned = rank.world.device, 2**30, rank.plan.memory
-    found = measure_memory(device, str(error), planned.terms.get(OUTSIDE, 0)) if device.type == "cuda" else None
+    found = measure_memory(device, str(error), planned.outside_bytes) if device.type == "cuda" else None
     had = ""
     if found is not None:
         had = f"{found.needed / gib:.1f} GiB needed or more, {found.available / gib:.1f} GiB available, "
