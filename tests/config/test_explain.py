@@ -94,7 +94,9 @@ def test_words_of_other_tools_lead_to_ours(key, words):
     ("key", "value", "words"),
     [
         ("relora", True, ": a key of Axolotl: ReLoRA is not available"),
-        ("method.galore_rank", 8, "a key of LLaMA-Factory: "),
+        ("method.galore_rank", 8, ": a key of LLaMA-Factory: only use_galore reads it"),
+        ("push_to_hub", None, ": a key of LLaMA-Factory: nothing is uploaded by itself"),
+        ("plot_loss", True, ": a key of LLaMA-Factory: the run's report has the curves"),
         ("lr_quadratic_warmup", True, "a key of Axolotl: a quadratic warm-up is not available"),
         ("dataloader_pin_memory", True, "a key of Axolotl: it has no effect here: remove it"),
         ("curriculum_sampling", True, "a key of Axolotl: here it is `data.order: as_given`"),

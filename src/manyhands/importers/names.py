@@ -1,4 +1,5 @@
-"""What other tools call things: keys and values of Axolotl, LLaMA-Factory, TRL, transformers, torchtune and ms-swift.
+"""What other tools call things: keys and values of Axolotl, LLaMA-Factory, TRL, transformers, torchtune and ms-swift;
+those without a key of ours, where their importer has no answer that fits a native file.
 
 For error messages only: these names are never accepted. A name is looked up with its section first
 (``evaluate.num_samples``), then without. Knows no schema.
@@ -113,9 +114,7 @@ _TRACKERS = (
     "`log.trackio` name a project of theirs"
 )
 _ATTENTION = "the fastest attention kernel for the GPU is chosen; `kernels.attention: reference` is torch's own"
-_NO_HUB = "nothing is uploaded: the result is in the run's folder, upload it with `hf upload`"
 _QLORA = "for 4-bit weights set `method.name: qlora`"
-_NOTHING = "remove it: it has no effect here"
 
 _EVALUATED = (
     "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of "
@@ -144,7 +143,6 @@ _NOTES = {
     "load_in_8bit": "an 8-bit base model is not supported: use `method.name: lora` (16-bit) or qlora (4-bit)",
     "fp16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
     "float16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
-    "tf32": _NOTHING,
     **dict.fromkeys((*preferences.KEYS, "rl", "beta"), _NO_PREFERENCE),
     "data_seed": "order, weights and dropout have one seed, `seed`",
     "deepspeed": _DEEPSPEED,
@@ -175,30 +173,19 @@ _NOTES = {
     "use_liger_kernel": _FUSED,
     "liger_fused_linear_cross_entropy": _FUSED,
     "plugins": f"there are no plugins; {_FUSED}",
-    "push_to_hub": _NO_HUB,
-    "push_dataset_to_hub": _NO_HUB,
-    "hub_model_id": _NO_HUB,
     "hf_use_auth_token": "log in with `hf auth login`; run files contain no secrets",
     "resume_from_checkpoint": _RESUME,
     "auto_resume_from_checkpoints": _RESUME,
-    "overwrite_output_dir": "a run's folder is never overwritten; `--fresh` starts in a new one",
     "special_tokens": "special tokens are those of the tokenizer; `model.new_tokens` adds more",
     "group_by_length": "packing fills micro-batches evenly in any order, see `data.packing`",
-    "remove_unused_columns": _NOTHING,
-    "preprocessing_num_workers": "data is prepared on all cores; remove it",
     "dataset_processes": "data is prepared on all cores; remove it",
     "dataset_num_proc": "data is prepared on all cores; remove it",
-    "overwrite_cache": "the token cache is named by its content; remove it",
-    "ddp_find_unused_parameters": _NOTHING,
-    "local_rank": _NOTHING,
     "device_map": "`parallel.strategy` decides where weights are placed; remove it",
     "low_cpu_mem_usage": "weights are always read slice by slice; remove it",
     "model_type": "it is taken from the model's config.json; remove it",
     "tokenizer_type": "it is taken from the model's folder; remove it",
+    "debug": "remove it: it has no effect here",
     "strict": "unknown keys are always an error; remove it",
-    "do_train": "`manyhands train` trains; remove it",
-    "plot_loss": "the report contains the curves; remove it",
-    "debug": _NOTHING,
 }  # fmt: skip
 
 # By our key: values of other tools, or everyday words, and what they are here.

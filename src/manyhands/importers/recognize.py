@@ -29,7 +29,12 @@ from manyhands.importers.translation import ImportContext, Translation, Translat
 FILES = ("axolotl", "trl", "llamafactory", "sft_play", "synth_ai", "theworld")
 SETTINGS = ("accelerate", "deepspeed")
 V1 = frozenset({"model_class", "dist_config", "quant_config", "peft_config", "batching_strategy", "sample_backend"})
-ASKED = ("axolotl", "llamafactory", "trl")  # about an unknown key of a native file
+# Tools whose keys are explained in a native file, by the keys with which the others are read.
+ASKED: Mapping[str, Mapping[str, Any]] = {
+    "axolotl": {"adapter": "lora"},
+    "llamafactory": {"stage": "sft", "do_train": True},
+    "trl": {"use_peft": True},
+}
 
 
 class Importer(Protocol):
@@ -111,23 +116,22 @@ def translate_settings(
 
 
 def describe_key(path: str, value: Any) -> str | None:
-    """What becomes of a key with a value that one of the tools in ``ASKED`` knows, with its section or without; None
-    where none of them does.
+    """What becomes of a key with a value (None: of one that is switched on) that one of the tools in ``ASKED`` knows,
+    with its section or without; None where none of them does.
     """
-    for name in ASKED:
+    for name, least in ASKED.items():
         importer = load_importer(name)
         key = next((one for one in (path, path.rsplit(".", 1)[-1]) if one in importer.KEYS), None)
         if key is None:
             continue
-        mapping: dict[str, Any] = {}
         *sections, leaf = key.split(".")
-        inner = mapping
+        inner = mapping = dict(least)
         for section in sections:
             inner = inner.setdefault(section, {})
-        inner[leaf] = value
+        inner[leaf] = True if value is None else value
         done = translate(ParsedFile(mapping, ""), importer, ImportContext(gpus=1))
         outcome = next((outcome for outcome in done.outcomes if outcome.key == key), None)
-        if outcome is None or outcome.kind == "not_set":
+        if outcome is None or outcome.kind == "not_set" or (value is None and outcome.why.startswith("got ")):
             continue
         native = ", ".join(f"`{ours}: {show(given)}`" for ours, given in outcome.native.items())
         here = f"here it is {native}" if native else outcome.why or "it has no effect here: remove it"
