@@ -21,8 +21,10 @@ from manyhands.data.files import Row
 from manyhands.data.formats import to_conversation
 from manyhands.data.render import render
 from manyhands.data.tokenizer import load_tokenizer
-from manyhands.importers import axolotl, axolotl_keys, axolotl_templates
-from manyhands.importers.axolotl_data import KNOWN_ROLES, TRAIN_KEYS
+from manyhands.importers.axolotl import keys as axolotl_keys
+from manyhands.importers.axolotl import run as axolotl
+from manyhands.importers.axolotl import templates as axolotl_templates
+from manyhands.importers.axolotl.data import KNOWN_ROLES, TRAIN_KEYS
 from manyhands.importers.load import config_from_mapping
 from manyhands.importers.recognize import recognize, translate
 from manyhands.importers.translation import STOPS, ImportContext, Translation
@@ -865,7 +867,7 @@ def test_no_key_has_two_places_in_the_tables() -> None:
     assert sum(map(len, groups)) == len(frozenset().union(*groups))
 
 
-def test_every_key_has_a_fate_whatever_it_says() -> None:
+def test_every_key_has_an_outcome_whatever_it_says() -> None:
     """Values of every kind: none is forgotten, none breaks the translation."""
     run = yaml.safe_load(LORA)
     for key in sorted(axolotl_keys.KEYS):

@@ -21,7 +21,7 @@ VALUES: tuple[Any, ...] = (
     *([], ["x"], [[1]], [{"a": 1}], {}, {"a": 1}),
 )
 FILES: dict[str, dict[str, Any]] = {
-    "axolotl": {
+    "axolotl.run": {
         "base_model": "model",
         "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
         "adapter": "lora",
@@ -31,7 +31,7 @@ FILES: dict[str, dict[str, Any]] = {
         "output_dir": "out",
     },
     "trl": {"model_name_or_path": "model", "dataset_name": "rows.jsonl", "use_peft": True, "output_dir": "out"},
-    "llamafactory": {
+    "llamafactory.run": {
         "model_name_or_path": "model",
         "stage": "sft",
         "do_train": True,
@@ -69,11 +69,11 @@ def try_values(name: str, per_key: int) -> None:
 
 
 @pytest.mark.parametrize("name", (*recognize.FILES, *recognize.SETTINGS))
-def test_two_values_of_every_key_have_a_fate(name: str) -> None:
+def test_two_values_of_every_key_have_an_outcome(name: str) -> None:
     try_values(name, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", (*recognize.FILES, *recognize.SETTINGS))
-def test_all_values_of_every_key_have_a_fate(name: str) -> None:
+def test_all_values_of_every_key_have_an_outcome(name: str) -> None:
     try_values(name, len(VALUES))

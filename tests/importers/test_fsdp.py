@@ -51,7 +51,7 @@ def test_what_is_so_by_construction_changes_nothing() -> None:
     assert {outcome.kind for outcome in done.outcomes} == {"no_op"} and done.mapping == {"parallel": FSDP}
 
 
-def test_every_option_has_a_fate() -> None:
+def test_every_option_has_an_outcome() -> None:
     assert len(translate(dict.fromkeys(OPTIONS, "1")).outcomes) == len(OPTIONS)
 
 

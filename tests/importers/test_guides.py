@@ -115,13 +115,13 @@ def kinds(done: Translation) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("base", "tool"), [(SFT_PLAY, "sft-play"), (SYNTH_AI, "synth-ai"), (THEWORLD, "TheWorld")], ids=lambda x: str(x)[:8]
 )
-def test_each_file_is_recognized_and_every_key_has_a_fate(base: dict[str, Any], tool: str) -> None:
+def test_each_file_is_recognized_and_every_key_has_an_outcome(base: dict[str, Any], tool: str) -> None:
     done = translated(base)
     assert done.tool == tool and done.findings() == [] and "not_set" not in kinds(done).values()
 
 
 @pytest.mark.parametrize("name", ["sft_play", "synth_ai", "theworld"])
-def test_every_known_key_has_a_fate_whatever_its_value(name: str) -> None:
+def test_every_known_key_has_an_outcome_whatever_its_value(name: str) -> None:
     importer = load_importer(name)
     mapping: dict[str, Any] = {}
     for key in importer.KEYS - {"include"}:

@@ -72,7 +72,7 @@ def test_import_does_not_overwrite(tmp_path: Path) -> None:
     assert call("import", foreign, "-o", native).exit_code == 2 and native.read_text() == "mine"
 
 
-def test_import_as_json_has_a_fate_for_every_key(tmp_path: Path) -> None:
+def test_import_as_json_has_an_outcome_for_every_key(tmp_path: Path) -> None:
     foreign = write(tmp_path)
     done = call("import", foreign, "--gpus", 1, "--json")
     told = json.loads(done.stdout)

@@ -14,8 +14,8 @@ import yaml
 
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.core.errors import UserError
-from manyhands.importers import llamafactory
-from manyhands.importers.llamafactory_templates import CHAT_FORMATS, make_chat_template
+from manyhands.importers.llamafactory import run as llamafactory
+from manyhands.importers.llamafactory.templates import CHAT_FORMATS, make_chat_template
 from manyhands.importers.load import load_run
 from manyhands.importers.recognize import recognize, translate
 from manyhands.importers.translation import ImportContext, Translation, flatten
@@ -383,7 +383,7 @@ def test_a_format_that_thinks_follows_its_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "kind"), [("sft", "lora"), ("sft", "freeze"), ("pt", "full")])
-def test_every_key_that_the_tool_knows_has_a_fate_whatever_its_value(stage: str, kind: str, tmp_path: Path) -> None:
+def test_every_key_that_the_tool_knows_has_an_outcome_whatever_its_value(stage: str, kind: str, tmp_path: Path) -> None:
     fixed = {"stage": stage, "finetuning_type": kind, "dataset": "greetings" if stage == "sft" else "essays"}
     source = read_run_file(write(tmp_path, LORA))
     for key in sorted(llamafactory.KEYS - {"do_train"}):
@@ -498,7 +498,7 @@ EXAMPLES = os.environ.get("MANYHANDS_LLAMAFACTORY")
 
 
 @pytest.mark.skipif(not EXAMPLES, reason="MANYHANDS_LLAMAFACTORY names no checkout of LLaMA-Factory")
-def test_every_key_of_every_public_example_has_a_fate() -> None:
+def test_every_key_of_every_public_example_has_an_outcome() -> None:
     root = Path(EXAMPLES or "")
     tools: Counter[str] = Counter()
     for path in sorted(root.glob("examples/**/*.yaml")):

@@ -9,7 +9,7 @@ import pytest
 from manyhands.data.formats import Conversation
 from manyhands.data.messages import RowRefused
 from manyhands.data.render import render
-from manyhands.importers.llamafactory_templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
+from manyhands.importers.llamafactory.templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
 from tests.support.tiny import tiny_tokenizer
 
 TURNS = [("user", "Hi"), ("assistant", "Yes."), ("user", "Why?"), ("assistant", "So.")]

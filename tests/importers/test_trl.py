@@ -193,7 +193,7 @@ def test_a_file_is_recognized_and_its_errors_name_file_line_and_key(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["TRL", "HANDBOOK"])
-def test_every_key_of_the_public_files_has_a_fate(name: str) -> None:
+def test_every_key_of_the_public_files_has_an_outcome(name: str) -> None:
     folder = os.environ.get(f"MANYHANDS_{name}")
     if not folder:
         pytest.skip(f"MANYHANDS_{name} names no folder with its files")

@@ -64,7 +64,8 @@ def find_adapter(config: RunConfig, report: Callable[[str], Any] = print) -> Ada
     if base and base not in (config.model.name, str(Path(config.model.name).expanduser().resolve())):
         report(f"note: the adapter was made for {base}, and model.name is {config.model.name}")
     return AdapterFacts(
-        folder=str(folder.resolve()), method=settle(config.method, describe_method(folder, fields), folder)
+        folder=str(folder.resolve()),
+        method=merge_adapter_method(config.method, describe_method(folder, fields), folder),
     )
 
 
@@ -196,7 +197,7 @@ def read_targets(folder: Path) -> list[str]:
     return sorted({name.removeprefix(PEFT_PREFIX).removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)})
 
 
-def settle(asked: MethodSection, adapter: MethodSection, folder: Path) -> MethodSection:
+def merge_adapter_method(asked: MethodSection, adapter: MethodSection, folder: Path) -> MethodSection:
     """``asked`` with what the adapter decides. UserError for a value that was asked for and is not the adapter's.
 
     Target modules and modules to save may be written in another way here than there: those asked for are kept, and the

@@ -270,7 +270,7 @@ def map_stage(t: Translator, key: str, number: int, why: str = "") -> None:
         t.substitute(key, native, "; ".join(part for part in (why, NOT_INSTALLED, alike) if part))
 
 
-def settle(t: Translator, run: Mapping[str, Any] | None = None) -> None:
+def fall_back_to_fsdp(t: Translator, run: Mapping[str, Any] | None = None) -> None:
     """Once all keys are mapped: FSDP2 in place of a stage of DeepSpeed's that cannot carry out the rest of the file, or
     of the native mapping ``run`` that a settings file belongs to.
     """

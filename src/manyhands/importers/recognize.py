@@ -26,13 +26,13 @@ from manyhands.core.errors import UserError
 from manyhands.importers import deepspeed, preferences
 from manyhands.importers.translation import ImportContext, Translation, Translator, flatten
 
-FILES = ("axolotl", "trl", "llamafactory", "sft_play", "synth_ai", "theworld")
+FILES = ("axolotl.run", "trl", "llamafactory.run", "sft_play", "synth_ai", "theworld")
 SETTINGS = ("accelerate", "deepspeed")
 V1 = frozenset({"model_class", "dist_config", "quant_config", "peft_config", "batching_strategy", "sample_backend"})
 # Tools whose keys are explained in a native file, by the keys with which the others are read.
 ASKED: Mapping[str, Mapping[str, Any]] = {
-    "axolotl": {"adapter": "lora"},
-    "llamafactory": {"stage": "sft", "do_train": True},
+    "axolotl.run": {"adapter": "lora"},
+    "llamafactory.run": {"stage": "sft", "do_train": True},
     "trl": {"use_peft": True},
 }
 
@@ -94,7 +94,7 @@ def translate(source: ParsedFile, importer: Importer, context: ImportContext) ->
     t = Translator(source, context, tool=importer.TOOL, known=importer.KEYS, open=importer.OPEN)
     _refuse_mixed(t, importer)
     importer.translate(t)
-    deepspeed.settle(t)
+    deepspeed.fall_back_to_fsdp(t)
     elsewhere = frozenset().union(*(load_importer(name).KEYS for name in FILES))
     return t.finish(refuse_unknown=importer.REFUSES_UNKNOWN, elsewhere=elsewhere)
 
@@ -111,7 +111,7 @@ def translate_settings(
         raise UserError(f"this is no {importer.TOOL} file: it has none of its keys", where=source.where)
     _refuse_mixed(t, importer)
     importer.translate(t)
-    deepspeed.settle(t, run)
+    deepspeed.fall_back_to_fsdp(t, run)
     return t.finish(refuse_unknown=importer.REFUSES_UNKNOWN)
 
 

@@ -1,5 +1,4 @@
-"""The data of an Axolotl run: ``datasets``, ``test_datasets``, ``pretraining_dataset``, lengths, what is held out. Part
-of the importer ``axolotl.py``.
+"""The data of an Axolotl run: ``datasets``, ``test_datasets``, ``pretraining_dataset``, lengths, what is held out.
 
 Each key of an entry has an outcome of its own (``datasets[0].type``).
 """
@@ -12,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.text import nearest_name, show
-from manyhands.importers import axolotl_keys as keys
-from manyhands.importers.axolotl_templates import JEOPARDY, map_template, read_own_prompt
+from manyhands.importers.axolotl import keys
+from manyhands.importers.axolotl.templates import JEOPARDY, map_template, read_own_prompt
 from manyhands.importers.transformers import map_held_out
 from manyhands.importers.translation import Translator, flatten, names
 

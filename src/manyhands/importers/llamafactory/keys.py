@@ -11,7 +11,7 @@ from manyhands.importers.translation import names
 TOOL = "LLaMA-Factory"
 MARKS = names("template stage finetuning_type cutoff_len dataset_dir infer_backend export_dir")
 OPEN = names("dataset_dir vllm_config sglang_config ray_init_kwargs extra_config kt_config generation_config")
-# Read by name in llamafactory.py.
+# Read by name in run.py.
 _MAPPED = names(
     """
     model_name_or_path model_revision trust_remote_code train_from_scratch add_tokens add_special_tokens resize_vocab

@@ -1,6 +1,6 @@
 """Names of Axolotl's keys (its schemas of July 2026), by what becomes of them where no other key decides it.
 
-What a key means is in ``axolotl.py`` and ``axolotl_data.py``. The second column of ``_REFUSED`` is what is told.
+The second column of ``_REFUSED`` is what is told.
 """
 
 from __future__ import annotations

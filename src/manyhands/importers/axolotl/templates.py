@@ -1,6 +1,5 @@
 """Chat templates of an Axolotl run, by name; prompts of a data set as a chat template, those of a `type` by name and
-those that a file writes itself (`type: {format: ...}`); and which tokens of a conversation are trained. Part of the
-importer ``axolotl.py``.
+those that a file writes itself (`type: {format: ...}`); and which tokens of a conversation are trained.
 
 Names stand for templates of ours of the same effect on text, or for the model's own template. A row of a prompt has an
 instruction, perhaps an input and a system prompt, and an answer, which the end-of-text token ends.
@@ -16,7 +15,7 @@ from typing import Any
 
 from manyhands.config.named_templates import fill_template
 from manyhands.config.text import nearest_name, show
-from manyhands.importers.axolotl_model import IMAGE_TEMPLATES
+from manyhands.importers.axolotl.model import IMAGE_TEMPLATES
 from manyhands.importers.translation import Translator
 
 # Chat templates by Axolotl's name: ours of the same effect on conversations (rendered with both and compared).

@@ -1,6 +1,5 @@
 """The model and the method of an Axolotl run: base, tokens, adapter, quantized base, weights that are not frozen; and
-images, which ``processor_type`` switches on: parts of the model, sizes, what is not cut. Part of the importer
-``axolotl.py``.
+images, which ``processor_type`` switches on: parts of the model, sizes, what is not cut.
 """
 
 from __future__ import annotations
