@@ -24,7 +24,7 @@ from manyhands.importers.load import config_from_mapping
 from manyhands.launch.prepare import prepare_run
 from manyhands.training.types import Hook, StepResult, TrainState
 from manyhands.worker import stages, training
-from manyhands.worker.context import RankContext
+from manyhands.worker.rank import Process, Rank
 
 TEXT: dict[str, Any] = {
     "model_type": "gemma3_text",
@@ -99,14 +99,13 @@ def train(work: Path, name: str, epochs: int, keeps: bool) -> dict[str, Any]:
     }
     prepared = prepare_run(config_from_mapping(run), report=lambda _: None)
     prepared.release()
-    rank = RankContext(prepared.config, prepared.plan, prepared.folder, World(0, 0, 1, torch.device("cpu")))
-    for stage in (stages.open_data, stages.find_checkpoint, stages.build_model):
-        stage(rank)
-    rank.hooks = (seconds := Seconds(),)
-    training.train_model(rank)
+    rank = Rank(prepared.config, prepared.plan, prepared.folder, World(0, 0, 1, torch.device("cpu")), Process())
+    data, built = stages.open_data(rank), stages.build_model(rank)
+    measured: dict[str, Any] = {}
+    training.train_model(rank, data, built, TrainState(), (seconds := Seconds(),), measured)
     marks = seconds.marks
     bounds = marks[:: (len(marks) - 1) // epochs]
-    return {"seconds": [end - begin for begin, end in pairwise(bounds)], "losses": rank.measured["losses"]}
+    return {"seconds": [end - begin for begin, end in pairwise(bounds)], "losses": measured["losses"]}
 
 
 def main() -> None:

@@ -29,14 +29,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.foresight_cases import BY_NAME, Case
-from manyhands.bench.case import Observer, find_facts, folder_of, more_steps, outside_allocator_gib, run
+from manyhands.bench.case import Bench, Observer, find_facts, folder_of, more_steps, outside_allocator_gib, run
 from manyhands.bench.rows import new_run
 from manyhands.planner.efficiency import lay_out_step
 from manyhands.planner.search import base_input
 from manyhands.planner.types import Plan
 from manyhands.training.loop import Loop
 from manyhands.training.types import StepResult, TrainState
-from manyhands.worker.context import RankContext
 
 GIB = 2**30
 # Kinds of kernels by their names, the first that fits. What fits none is elementwise work.
@@ -60,7 +59,7 @@ class Watched(Observer):
         self.begin = 0.0
         self.first_s: list[float] = []
 
-    def before_first_step(self, rank: RankContext) -> None:
+    def before_first_step(self, bench: Bench) -> None:
         self.stages["built"] = memory_now()
         self.begin = time.monotonic()
 
@@ -70,18 +69,18 @@ class Watched(Observer):
         if state.step == 1:
             self.stages["first_step"] = memory_now()
 
-    def summarise(self, rank: RankContext, loop: Loop, results: list[StepResult]) -> dict[str, Any]:
+    def summarise(self, bench: Bench, loop: Loop, results: list[StepResult]) -> dict[str, Any]:
         self.stages["last_step"] = memory_now()
-        if rank.world.device.type == "cuda":
-            self.stages["outside_gib"] = round(outside_allocator_gib(rank.world.device), 3)
-        every: list[Any] = [None] * rank.world.world_size
+        world, plan = bench.rank.world, bench.rank.plan
+        if world.device.type == "cuda":
+            self.stages["outside_gib"] = round(outside_allocator_gib(world.device), 3)
+        every: list[Any] = [None] * world.world_size
         dist.all_gather_object(every, self.stages)
-        work = [work_of_step(rank, step) for step in range(len(results))]
-        plan = rank.plan
-        profiled = profile_step(lambda: more_steps(rank, loop, 1), rank.is_first)
+        work = [work_of_step(bench, step) for step in range(len(results))]
+        profiled = profile_step(lambda: more_steps(bench, loop, 1), world.is_first)
         if self.options.kept:
-            profiled["kept_gib"] = kept_for_backward(lambda: more_steps(rank, loop, 1))
-        if not rank.is_first:
+            profiled["kept_gib"] = kept_for_backward(lambda: more_steps(bench, loop, 1))
+        if not world.is_first:
             return {}
         return {
             "case": self.case.name,
@@ -132,11 +131,11 @@ def memory_now() -> dict[str, float]:
     return found | {"retries": stats.get("num_alloc_retries", 0)}
 
 
-def work_of_step(rank: RankContext, step: int) -> list[list[list[int]]]:
+def work_of_step(bench: Bench, step: int) -> list[list[list[int]]]:
     """Lengths of the samples, ``[micro-batch][rank][sample]``; equal ones once, with their number before them."""
-    samples = rank.order.samples(*divmod(step, rank.plan.steps_per_epoch))
-    lengths = rank.store.train.lengths
-    layout = lay_out_step(rank.plan, samples, lengths)
+    plan, lengths = bench.rank.plan, bench.data.store.train.lengths
+    samples = bench.data.order.samples(*divmod(step, plan.steps_per_epoch))
+    layout = lay_out_step(plan, samples, lengths)
     return [[shorten([int(length) for length in lengths[part]]) for part in micro] for micro in layout.micro_batches]
 
 

@@ -31,13 +31,15 @@ from manyhands.data.streams import MASK, PACKED_BY
 from manyhands.export.adapter import name_targets
 from manyhands.importers.load import config_from_mapping
 from manyhands.launch.prepare import gather_facts
+from manyhands.launch.run_folder import RunFolder
 from manyhands.planner.search import plan as make_plan
+from manyhands.planner.types import Plan
 from manyhands.training.loop import Loop, train
 from manyhands.training.schedule import make_schedule
 from manyhands.training.types import TrainState
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps
-from manyhands.worker.context import RankContext
+from manyhands.worker.rank import Data, Process, Rank
 from tests.support.equality import Recorder
 
 IGNORED = -100
@@ -154,30 +156,29 @@ def run_ours(settings: Settings) -> Ours:
     """The product's stages in this process, without run folder, checkpoints and export."""
     config = make_config(settings)
     plan = make_plan(config, gather_facts(config, saves=False, report=lambda text: print(text, file=sys.stderr)))
-    rank = RankContext(terminal=sys.stderr)
-    rank.config, rank.plan = config, plan
-    rank.world = World(0, 0, 1, torch.device("cuda", 0) if plan.layout.device == "cuda" else torch.device("cpu"))
-    check_precision(rank.world.device)
-    stages.open_data(rank)
-    rows = list_rows(rank, settings)
-    stages.build_model(rank)
-    stages.check_model(rank)
-    adapter = {name: tensor.detach().cpu().clone() for name, tensor in adapter_state(rank.model).items()}
+    world = World(0, 0, 1, torch.device("cuda", 0) if plan.layout.device == "cuda" else torch.device("cpu"))
+    rank = Rank(config, plan, RunFolder(settings.work), world, Process(terminal=sys.stderr))
+    check_precision(world.device)
+    data = stages.open_data(rank)
+    rows = list_rows(plan, data, settings)
+    built = stages.build_model(rank)
+    stages.check_model(rank, data, built)
+    adapter = {name: tensor.detach().cpu().clone() for name, tensor in adapter_state(built.model).items()}
     recorder = Recorder()
-    rank.loss_model.train()
+    built.loss_model.train()
     loop = Loop(
-        engine=rank.engine,
+        engine=built.engine,
         schedule=make_schedule(
             config.schedule.name, peak=plan.learning_rate, num_steps=plan.num_steps, warmup_steps=plan.warmup_steps
         ),
-        works=iterate_steps(rank),
+        works=iterate_steps(rank, data, built.loss_model),
         state=TrainState(),
         stop=config.stop,
         num_steps=plan.num_steps,
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.seed,
         rank=0,
-        device=rank.world.device,
+        device=world.device,
         hooks=[recorder],
     )
     train(loop)
@@ -189,7 +190,7 @@ def run_ours(settings: Settings) -> Ours:
         learning_rate=plan.learning_rate,
         device=plan.layout.device,
         num_micro_batches=tuple(r.num_micro_batches for r in results),
-        targets=name_targets(rank.model) if adapter else [],
+        targets=name_targets(built.model) if adapter else [],
         adapter=adapter,
     )
 
@@ -203,21 +204,21 @@ def check_precision(device: torch.device) -> None:
         raise RuntimeError("products of float32 matrices are rounded (TF32?): the comparison would say nothing")
 
 
-def list_rows(rank: RankContext, settings: Settings) -> list[dict[str, list[int]]]:
+def list_rows(plan: Plan, data: Data, settings: Settings) -> list[dict[str, list[int]]]:
     """The rows of all steps in our order, as the Trainer takes them: it shifts ``labels`` by one itself."""
     listed = []
-    for step in range(rank.plan.num_steps):
-        rows = rank.order.samples(*rank.order.locate(step))
+    for step in range(plan.num_steps):
+        rows = data.order.samples(*data.order.locate(step))
         if len(rows) != settings.rows:  # the Trainer would fill up a short last step with rows of the next
             raise SystemExit(
                 f"step {step + 1} has {len(rows)} rows, not {settings.rows}: give more rows or fewer --steps"
             )
-        for sample in map(rank.store.train.sample, rows):
+        for sample in map(data.store.train.sample, rows):
             ids, mask = (torch.from_numpy(sample[stream].copy()) for stream in (PACKED_BY, MASK.name))
             labels = torch.where(mask, ids, IGNORED)
             listed.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
     if len(listed) != settings.rows * settings.steps:
-        raise SystemExit(f"one pass over the data has {rank.plan.num_steps} steps only: lower --steps")
+        raise SystemExit(f"one pass over the data has {plan.num_steps} steps only: lower --steps")
     return listed
 
 

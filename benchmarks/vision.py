@@ -24,13 +24,12 @@ import torch
 
 from benchmarks.vision_shapes import write_image_rows, write_vision_folder
 from benchmarks.vision_tables import PARTS, SAMPLES, SHORT, TOKENS
-from manyhands.bench.case import Observer, run
+from manyhands.bench.case import Bench, Observer, run
 from manyhands.bench.rows import BenchRow, new_run
 from manyhands.core.holding import local
 from manyhands.launch.environment import detect_launcher
 from manyhands.training.loop import Loop
 from manyhands.training.types import StepResult
-from manyhands.worker.context import RankContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +80,16 @@ class Samples(Observer):
     def __init__(self, case: Case, warm: int) -> None:
         self.case, self.warm = case, warm
 
-    def after_build(self, rank: RankContext) -> None:
+    def after_build(self, bench: Bench) -> None:
         """transformers draws Gemma's projector as zeros: no image would reach the text, nor the check see one."""
-        for name, parameter in rank.model.named_parameters():
+        for name, parameter in bench.built.model.named_parameters():
             if name.endswith("mm_input_projection_weight"):
                 part = local(parameter)
                 draw = torch.Generator(part.device).manual_seed(0)  # the same on each replica
                 with torch.no_grad():
                     part.normal_(std=0.02, generator=draw)
 
-    def summarise(self, rank: RankContext, loop: Loop, results: list[StepResult]) -> dict[str, Any]:
+    def summarise(self, bench: Bench, loop: Loop, results: list[StepResult]) -> dict[str, Any]:
         timed = results[self.warm :]
         seconds = sum(result.seconds for result in timed)
         samples = self.case.samples * len(timed)
@@ -99,7 +98,7 @@ class Samples(Observer):
             "image_share": self.case.share,
             "pixels": self.case.pixels,
             "words": self.case.words,
-            "parts": rank.plan.parts,
+            "parts": bench.rank.plan.parts,
         }
 
 

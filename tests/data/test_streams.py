@@ -33,9 +33,9 @@ from manyhands.data.streams import (
     make_sample,
     read_streams,
 )
+from manyhands.model.inputs import batch_shape
 from manyhands.model.loss import LossModel
-from manyhands.worker import stages
-from manyhands.worker.batches import shape_of
+from manyhands.worker import batches as worker_batches
 
 # A value a token; one a label (that of the token which is predicted); patches of a picture, of any number.
 PITCH = Stream("pitch", "<f4", along="tokens", entries=(BatchEntry("pitch", "float32", fill=-1.0),))
@@ -273,18 +273,20 @@ def test_a_long_sample_is_cut_where_it_has_a_loss() -> None:
 
 def test_the_batch_of_self_tests_is_small_however_long_samples_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """They run uncompiled: one sample of 32k tokens needed more memory there than its training."""
-    monkeypatch.setattr(stages, "PROBE_TOKENS", 64)
+    monkeypatch.setattr(worker_batches, "PROBE_TOKENS", 64)
     ids = np.arange(500, dtype=np.int32)
     sample = make_sample(ids, ids >= 480, np.float32(ids >= 480))
     train = SimpleNamespace(streams=TEXT, sample=lambda _: sample, lengths=np.array([500]), num_images=None)
-    rank: Any = SimpleNamespace(
-        loss_model=SimpleNamespace(needs_documents=False),
+    data: Any = SimpleNamespace(
         order=SimpleNamespace(samples=lambda epoch, step: np.array([0])),
-        store=SimpleNamespace(train=train),
+        store=SimpleNamespace(train=train, validation=train),
+    )
+    rank: Any = SimpleNamespace(
+        config=None,
         world=SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")),
         plan=SimpleNamespace(packing=True, layout=SimpleNamespace(compile=False, device="cpu", pack_tokens=None)),
     )
-    batch = stages.probe_batch(rank)
+    batch = worker_batches.probe_batch(rank, data, SimpleNamespace(needs_documents=False, images=None))  # type: ignore
     assert batch["input_ids"].tolist() == [list(range(436, 500))] and int((batch["labels"] >= 0).sum()) == 20
 
 
@@ -295,9 +297,6 @@ def test_batches_of_samples_of_one_length_say_so_compiled_or_not(
     """Attention takes the faster kernel for rows of one length by it."""
     lengths = SimpleNamespace(lengths=np.array([4, 4, 4]), num_images=None)
     layout = SimpleNamespace(compile=compiled, device="cpu", pack_tokens=pack_tokens)
-    rank: Any = SimpleNamespace(
-        loss_model=SimpleNamespace(needs_documents=False),
-        store=SimpleNamespace(train=lengths, validation=lengths),
-        plan=SimpleNamespace(packing=True, layout=layout),
-    )
-    assert shape_of(rank).row_length == row_length
+    store: Any = SimpleNamespace(train=lengths, validation=lengths)
+    plan, model = SimpleNamespace(packing=True, layout=layout), SimpleNamespace(needs_documents=False, images=None)
+    assert batch_shape(None, plan, store, model).row_length == row_length  # type: ignore[arg-type]

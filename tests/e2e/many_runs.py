@@ -50,9 +50,9 @@ def break_off(where: str, step: int) -> None:
 
 
 def plant() -> None:
-    finish.verify = lambda rank: None  # type: ignore[assignment]
+    finish.verify = lambda *_: {}
     prepare, commit = rendezvous.prepare_run, background.commit
-    after_step, save = training.BeatHook.after_step, training.CheckpointHook.save
+    after_step, save = training.ProgressHook.after_step, training.CheckpointHook.save
 
     form_group = rendezvous.form_group
 
@@ -82,7 +82,7 @@ def plant() -> None:
 
     rendezvous.form_group = planted_group  # type: ignore[assignment]
     rendezvous.prepare_run, background.commit = planted_prepare, planted_commit  # type: ignore[assignment]
-    training.BeatHook.after_step, training.CheckpointHook.save = planted_step, planted_save  # type: ignore[method-assign]
+    training.ProgressHook.after_step, training.CheckpointHook.save = planted_step, planted_save  # type: ignore[method-assign]
 
 
 def run(spec: dict[str, Any]) -> int:

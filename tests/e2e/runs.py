@@ -31,7 +31,11 @@ WAIT_S = 240.0  # busy machines are slow; what is claimed of time is asserted wh
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 
 # One step takes milliseconds: what must happen at a certain step is planted into the worker, not timed from outside.
-NO_VERIFY = {"manyhands.worker.export_stages": "def verify(rank): rank.print('verification left out by the test')"}
+NO_VERIFY = {
+    "manyhands.worker.export_stages": "def verify(rank, *_):\n"
+    "    rank.process.print('verification left out by the test')\n"
+    "    return {}\n"
+}
 
 
 def at_step(step: int, act: str, rank: int | None = None) -> dict[str, str]:
@@ -40,11 +44,11 @@ def at_step(step: int, act: str, rank: int | None = None) -> dict[str, str]:
     body = "\n".join(f"        {line}" for line in act.splitlines())
     return {
         "manyhands.worker.training": "import os, pathlib, signal, time\n"
-        "_after_step = BeatHook.after_step\n"
+        "_after_step = ProgressHook.after_step\n"
         "def _planted(self, state, result):\n"
         "    _after_step(self, state, result)\n"
         f"    if state.step == {step} and {who}:\n{body}\n"
-        "BeatHook.after_step = _planted\n"
+        "ProgressHook.after_step = _planted\n"
     }
 
 
@@ -71,7 +75,7 @@ def pause(mark: Path) -> str:
     return (
         f"pathlib.Path('{mark}-' + str(self.rank.world.rank)).touch()\n"
         f"deadline = time.monotonic() + {WAIT_S}\n"
-        "while not self.rank.stop() and time.monotonic() < deadline: time.sleep(0.02)"
+        "while not self.rank.process.stop() and time.monotonic() < deadline: time.sleep(0.02)"
     )
 
 
@@ -80,12 +84,12 @@ def in_evaluation(step: int, mark: Path) -> dict[str, str]:
     return {
         "manyhands.worker.training": "import pathlib, time\n"
         "_stop_if_asked = stop_if_asked\n"
-        "def stop_if_asked(rank):\n"
-        f"    if rank.state.step == {step}:\n"
+        "def stop_if_asked(rank, engine):\n"
+        f"    if rank.process.step == {step}:\n"
         f"        pathlib.Path('{mark}-' + str(rank.world.rank)).touch()\n"
         f"        deadline = time.monotonic() + {WAIT_S}\n"
-        "        while not rank.stop() and time.monotonic() < deadline: time.sleep(0.02)\n"
-        "    _stop_if_asked(rank)\n"
+        "        while not rank.process.stop() and time.monotonic() < deadline: time.sleep(0.02)\n"
+        "    _stop_if_asked(rank, engine)\n"
     }
 
 

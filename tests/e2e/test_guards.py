@@ -46,7 +46,7 @@ def test_a_rank_whose_weights_deviate_is_named(place: Place) -> None:
     act = (
         "import torch\n"
         "with torch.no_grad():\n"
-        "    weight = next(p for p in self.rank.model.parameters() if p.requires_grad)\n"
+        "    weight = next(p for p in self.engine.model.parameters() if p.requires_grad)\n"
         "    weight.view(-1)[0] += 1e-3"
     )
     ended = place.train(

@@ -35,7 +35,7 @@ def test_two_processes_under_another_launcher(
 
 @pytest.mark.slow
 def test_the_file_stop_ends_a_run_that_torchrun_would_start_again(place: Place) -> None:
-    plant = NO_VERIFY | at_step(3, "self.rank.folder.stop_file.touch()\nself.rank.look_again_at = 0.0", rank=0)
+    plant = NO_VERIFY | at_step(3, "self.rank.folder.stop_file.touch()\nself.rank.process.look_again_at = 0.0", rank=0)
     ended = place.call(*TORCHRUN, "--max-restarts=1", *WORKER, "name=stopped-under-torchrun", plant=plant)
     run = place.run("stopped-under-torchrun")
     assert ended.code == 0 and ended.output.count("stopped after step 4;") == 1, ended.output

@@ -18,10 +18,10 @@ from tests.e2e.runs import Place
 # Runs after the export and before the verification, on the folder as another program might spoil it.
 SPOIL = """
 _export = export
-def export(rank):
+def export(rank, *given):
     from safetensors.torch import load_file, save_file
     import torch
-    _export(rank)
+    _export(rank, *given)
     path = rank.folder.path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(path)
     names = sorted(name for name in tensors if "lora_B" in name)
@@ -64,13 +64,9 @@ def test_a_damaged_best_checkpoint_says_what_can_be_done_without_it(tmp_path: Pa
         shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     else:
         best.rename(best.with_name(f"{best.name}.damaged"))
-    rank = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=SimpleNamespace(keep_best=True)),
-        folder=folder,
-        plan=None,
-        state=TrainState(step=4, best_step=2, best_loss=1.0),
-        engine=SimpleNamespace(load=lambda path: load_checkpoint(path, model, None)),
-    )
+    config = SimpleNamespace(checkpoint=SimpleNamespace(keep_best=True))
+    rank = SimpleNamespace(config=config, folder=folder, plan=None)
+    built = SimpleNamespace(engine=SimpleNamespace(load=lambda path: load_checkpoint(path, model, None)))
     with pytest.raises(UserError, match="the best checkpoint, of step 2, cannot be exported") as caught:
-        export_stages.export(rank)
+        export_stages.export(rank, None, built, TrainState(step=4, best_step=2, best_loss=1.0))
     assert f"manyhands export {last}" in caught.value.fix and "delete" not in caught.value.fix

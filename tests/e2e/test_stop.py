@@ -88,7 +88,7 @@ def test_the_file_stop_saves_and_ends_and_a_damaged_checkpoint_is_passed_over(pl
     keys = ("checkpoint.keep_last=5", "checkpoint.every_steps=2")
     left_alone = place.train("left-alone", "--gpus", "2", *keys, plant=NO_VERIFY)
     assert left_alone.code == 0, left_alone.output
-    act = "self.rank.folder.stop_file.touch()\nself.rank.look_again_at = 0.0"
+    act = "self.rank.folder.stop_file.touch()\nself.rank.process.look_again_at = 0.0"
     stopped = place.train("by-file", "--gpus", "2", *keys, plant=at_step(6, act, rank=0))
     run = place.run("by-file")
     assert stopped.code == 130 and "STOP: the run has ended, saved at step 7; the same command" in stopped.output

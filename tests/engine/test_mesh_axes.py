@@ -16,7 +16,7 @@ from manyhands.launch.prepare import gather_facts
 from manyhands.planner.layout import Mesh, change
 from manyhands.planner.search import plan as make_plan
 from manyhands.training.step import StepWork
-from manyhands.worker.context import RankContext
+from manyhands.worker.rank import Rank
 from tests.support import equality
 from tests.support.equality import Case, Curve
 from tests.support.ranks import Ranks
@@ -25,7 +25,7 @@ PACKED = {"data.packing": True, "batch.micro_tokens": 256}
 FAMILY, DTYPE = equality.FAMILY["float64"], "float64"
 
 
-def divide_tokens(rank: RankContext, works: Iterator[StepWork]) -> Iterator[StepWork]:
+def divide_tokens(rank: Rank, works: Iterator[StepWork]) -> Iterator[StepWork]:
     """Keeps the labels of this rank's stretch of every micro-batch."""
     mesh = rank.plan.layout.mesh
     own = mesh.coordinates(rank.world.rank)["context"]

@@ -18,7 +18,7 @@ from manyhands.model.loss import LossModel
 from manyhands.training.loop import Loop, train
 from manyhands.training.step import StepWork, TermWeight
 from manyhands.training.types import Evaluation, Hook, StepResult, TrainState
-from manyhands.worker.context import RunEngine
+from manyhands.worker.rank import RunEngine
 from tests.support.layouts import Documents, count_loss_tokens, pack
 from tests.support.tiny import tiny_model
 from tests.support.toy_engine import ToyEngine

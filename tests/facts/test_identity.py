@@ -150,7 +150,8 @@ def test_a_machine_with_other_weights_is_refused(model: Path) -> None:
 
     config = make_config(model.parent)
     plan = SimpleNamespace(model_folder=str(model), model_files=identify_files(model, config))
-    rank = SimpleNamespace(world=SimpleNamespace(local_rank=0), plan=plan, config=config, beat=lambda: None)
+    process = SimpleNamespace(beat=lambda: None)
+    rank = SimpleNamespace(world=SimpleNamespace(local_rank=0), plan=plan, config=config, process=process)
     check_base(rank)
     change_a_weight(model)
     with pytest.raises(UserError, match="base model is not the one") as refused:

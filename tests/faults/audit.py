@@ -27,23 +27,23 @@ def plant(training: Any, path: Path) -> None:
     """
     iterate_steps, record = training.iterate_steps, training.record_step_starts
 
-    def planted(rank: Any) -> Iterator[Any]:
-        for work in iterate_steps(rank):
+    def planted(rank: Any, *given: Any) -> Iterator[Any]:
+        for work in iterate_steps(rank, *given):
             yield replace(work, micro_batches=_record(path, rank.world.rank, work.step + 1, work.micro_batches))
 
     def announced(rank: Any, works: Any) -> Iterator[Any]:
-        on_step = rank.on_step
+        begin_step = rank.process.begin_step
 
         def begin(step: int) -> None:
             with BEGINNING:
-                on_step(step)
+                begin_step(step)
                 _append(path, {"begun": step, "rank": rank.world.rank})
 
-        rank.on_step = begin
+        rank.process.begin_step = begin
         try:
             yield from record(rank, works)
         finally:
-            rank.on_step = on_step
+            rank.process.begin_step = begin_step
 
     training.iterate_steps, training.record_step_starts = planted, announced
 

@@ -213,7 +213,7 @@ class Matrix:
     def start_twice(self, cell: Cell) -> Struck:
         """The same command while the run is in step 2; the first is let go on afterwards."""
         mark = self.folder / "running"
-        go_on = at_step(2, pause(mark).replace("self.rank.stop()", f"pathlib.Path('{mark}-go').exists()"))
+        go_on = at_step(2, pause(mark).replace("self.rank.process.stop()", f"pathlib.Path('{mark}-go').exists()"))
         start, output = self.describe(cell.run_name, cell, plants=go_on), self.place.output
         with self.starter.running(start) as first:
             while not mark.with_name("running-0").exists():

@@ -137,7 +137,7 @@ def set_clock_back() -> None:
     time.time = lambda: real() - 3600  # type: ignore[assignment]
 
 
-_CURRENT: list[Any] = []  # the rank's context, for acts on the model
+_CURRENT: list[Any] = []  # the rank's engine, for acts on the model
 
 
 class Plant:
@@ -188,29 +188,29 @@ class Plant:
         module["Session"].enter = planted
 
     def in_step(self, module: dict[str, Any]) -> None:
-        after_step = module["BeatHook"].after_step
+        after_step = module["ProgressHook"].after_step
 
         def planted(hook: Any, state: Any, result: Any) -> None:
             after_step(hook, state, result)
             if state.step == STEP and hook.rank.world.rank == self.rank:
-                _CURRENT[:] = [hook.rank]
+                _CURRENT[:] = [hook.engine]
                 self.happen()
 
-        module["BeatHook"].after_step = planted
+        module["ProgressHook"].after_step = planted
 
     def in_evaluation(self, module: dict[str, Any]) -> None:
         stop_if_asked = module["stop_if_asked"]
 
-        def planted(rank: Any) -> None:
-            if rank.state.step == EVALUATED and rank.world.rank == self.rank:
+        def planted(rank: Any, engine: Any) -> None:
+            if rank.process.step == EVALUATED and rank.world.rank == self.rank:
                 self.happen()
-            stop_if_asked(rank)
+            stop_if_asked(rank, engine)
 
         module["stop_if_asked"] = planted
 
     def in_saving(self, module: dict[str, Any]) -> None:
         """Once the unfinished folder of a checkpoint is there."""
-        before_training = module["BeatHook"].before_training
+        before_training = module["ProgressHook"].before_training
 
         def planted(hook: Any, state: Any) -> None:
             before_training(hook, state)
@@ -225,7 +225,7 @@ class Plant:
             if hook.rank.world.rank == self.rank and not self.mark.exists():
                 threading.Thread(target=watch, daemon=True).start()
 
-        module["BeatHook"].before_training = planted
+        module["ProgressHook"].before_training = planted
 
     def in_staging(self, module: dict[str, Any]) -> None:
         """When the tensors of a checkpoint are about to be copied."""
@@ -240,7 +240,7 @@ class Plant:
 
     def in_data(self, module: dict[str, Any]) -> None:
         """In the thread that prepares batches ahead."""
-        lay_out_step, rank = module["lay_out_step"], int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        lay_out, rank = module["lay_out_training"], int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         num_laid_out = 0
 
         def planted(*arguments: Any) -> Any:
@@ -248,9 +248,9 @@ class Plant:
             num_laid_out += 1
             if num_laid_out == STEP and rank == self.rank:
                 self.happen()
-            return lay_out_step(*arguments)
+            return lay_out(*arguments)
 
-        module["lay_out_step"] = planted
+        module["lay_out_training"] = planted
 
     def in_preparation(self, module: dict[str, Any]) -> None:
         """In the process that prepares: the launcher, or rank 0 of another one's."""

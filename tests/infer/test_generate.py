@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from manyhands.config.schema import RunConfig
+from manyhands.core.world import World
 from manyhands.infer.generate import end_of_turn, end_token_ids, generate, greedy
-from manyhands.worker import prompts
+from manyhands.infer.sample_prompts import SamplePrompt, SamplePrompts
 from tests.export.tiny import make_model, make_tokenizer
 
 
@@ -118,14 +120,11 @@ def test_answers_in_training_end_where_the_run_ends_texts(tmp_path: Path, monkey
     fields = {"name": "a", "model": {"name": "b", "special_tokens": {"eos": "w9"}}, "data": {"train": "c.jsonl"}}
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "w9"
-    rank: Any = SimpleNamespace(
-        plan=SimpleNamespace(model_folder=str(tmp_path)),
-        config=RunConfig.model_validate(fields),
-        tokenizer=tokenizer,
-        engine=SimpleNamespace(is_local=True),
-        is_first=True,
-        show_progress=lambda *_: None,
-    )
-    monkeypatch.setattr(prompts, "_answer_here", lambda rank, prompt, ends: sorted(ends))
-    [(_, ends)] = prompts.answer_prompts(rank, [prompts.SamplePrompt([1], "one")])
+    config, plan = RunConfig.model_validate(fields), SimpleNamespace(model_folder=str(tmp_path))
+    store: Any = SimpleNamespace(train=SimpleNamespace(num_images=None))
+    prompts = SamplePrompts(config, plan, store, tokenizer, np.arange(0))  # type: ignore[arg-type]
+    prompts.chosen = [SamplePrompt([1], "one")]
+    monkeypatch.setattr(SamplePrompts, "_answer_here", lambda self, model, prompt, ends: sorted(ends))
+    engine: Any = SimpleNamespace(is_local=True)
+    [(_, ends)] = prompts.answer(None, engine, World(0, 0, 1, torch.device("cpu")), lambda *_: None)
     assert ends == [4, 5, tokenizer.eos_token_id]

@@ -206,12 +206,12 @@ def test_prompts_of_an_evaluation_are_answered_with_their_images(
 ) -> None:
     """By the model that is whole, with a cache, as by one that is sharded, without: as transformers answers them. An
     image of a later turn is not part of the prompt."""
-    from manyhands.worker import prompts as worker_prompts
+    from manyhands.infer import sample_prompts
     from tests.keys.lab import open_lab
 
     folder, (first, second) = write_tiny_vision(tmp_path / "model-of-images", family), draw_images(tmp_path)
     amplify(folder)
-    monkeypatch.setattr(worker_prompts, "end_token_ids", lambda *_: frozenset())
+    monkeypatch.setattr(sample_prompts, "end_token_ids", lambda *_: frozenset())
     answer = [{"role": "assistant", "content": "so"}]
     asked = [about(first), about(first, second), about(second)]
     asked[2] += answer + about(first, text="and this")
@@ -221,7 +221,8 @@ def test_prompts_of_an_evaluation_are_answered_with_their_images(
         for name, rows in sets.items():
             keys[f"data.{name}"] = lab.write_rows(f"{name}.jsonl", [{"messages": turns} for turns in rows])
         rank = lab.start(keys | {"evaluate.prompts": 3, "evaluate.max_new_tokens": NEW})
-        chosen = worker_prompts.choose_prompts(rank, np.arange(3))
+        prompts = sample_prompts.SamplePrompts(rank.config, rank.plan, rank.store, rank.tokenizer, np.arange(3))
+        chosen, given = prompts.chosen, (rank.model, rank.engine, rank.world, lambda *_: None)
         named = ["[image a.png] ", "[image a.png] [image b.png] ", "[image b.png] "]
         assert [prompt.text for prompt in chosen] == [f"{name}what is it" for name in named]
         references = [reference(folder, family, turns[:1]) for turns in asked]
@@ -229,12 +230,12 @@ def test_prompts_of_an_evaluation_are_answered_with_their_images(
         expected = [rank.tokenizer.decode(new, skip_special_tokens=True).strip() for _, _, new in references]
         seen: list[torch.Tensor] = []
         hook = rank.model.register_forward_hook(lambda _model, _inputs, output: seen.append(output.logits[0, -1]))
-        assert [text for _, text in worker_prompts.answer_prompts(rank, chosen)] == expected
+        assert [text for _, text in prompts.answer(*given)] == expected
         hook.remove()
         own = rank.engine.next_token_logits
-        monkeypatch.setattr(rank.engine, "next_token_logits", lambda *given: seen.append(own(*given)[0]) or seen[-1])
+        monkeypatch.setattr(rank.engine, "next_token_logits", lambda *ids: seen.append(own(*ids)[0]) or seen[-1])
         monkeypatch.setattr(type(rank.engine), "is_local", False)
-        assert [text for _, text in worker_prompts.answer_prompts(rank, chosen)] == expected
+        assert [text for _, text in prompts.answer(*given)] == expected
         new = [tuple(new) for _, _, new in references]
         assert len(set(new)) == 3, "another image, another answer"
         chosen_ids = [int(logits.argmax()) for logits in seen]

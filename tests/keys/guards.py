@@ -135,8 +135,8 @@ def replicas_every(lab: Lab) -> None:
             taken.clear()
             rank = lab.start({"guards.replicas_every": every})
 
-            def watched(rank: Any) -> Any:
-                found = make(rank)
+            def watched(*given: Any) -> Any:
+                found = make(*given)
                 if found is not None:
                     compare = found.compare
                     found.compare = lambda state, prints: (

@@ -121,7 +121,7 @@ def kept(lab: Lab, **keys: Any) -> tuple[list[Path], int]:
     from manyhands.data.image_batch import ImageBatcher
     from manyhands.data.store import TokenStore
     from manyhands.data.streams import from_streams
-    from manyhands.worker.batches import images_of
+    from manyhands.model.inputs import image_work
 
     place = draw(lab.folder / "drawn" / "a.png")
     cache = Path(str(lab.folder / "kept"))
@@ -130,7 +130,7 @@ def kept(lab: Lab, **keys: Any) -> tuple[list[Path], int]:
     config = lab.config({f"data.{key}": value for key, value in {"cache": str(cache), **keys}.items()})
     plan = SimpleNamespace(model_folder=str(lab.folder / "vision"), parts={"vision": "frozen"})
     store = TokenStore.open(facts.folder)
-    work = images_of(SimpleNamespace(store=store, config=config, plan=plan, features=None))  # type: ignore[arg-type]
+    work = image_work(config, plan, store)  # type: ignore[arg-type]
     assert work is not None
     batcher = ImageBatcher(work)
     batcher.prepare(from_streams(store.train.sample(0))[0], True)

@@ -9,7 +9,6 @@ import torch
 
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp
 from manyhands.planner.search import plan
-from manyhands.worker import stages
 from tests.keys.lab import Lab
 from tests.keys.work import forward
 from tests.planner.examples import facts, llama_1b
@@ -58,7 +57,7 @@ def attention(lab: Lab) -> None:
         assert made.attention == "varlen"
         rank = lab.start()
         rank.plan = rank.plan.model_copy(update={"converters": made.converters})
-        stages.build_model(rank)
+        rank.build()
         assert isinstance(rank.terminal, io.StringIO)
         said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "attention: packs by" in line]
     assert len(said["auto"]) == 1 and "varlen (the device is cpu)" in said["auto"][0]
@@ -75,7 +74,7 @@ def linear(lab: Lab) -> None:
         assert ran["fp8"].losses == pytest.approx(ran["compute_dtype"].losses, rel=1e-2)
         assert len({ran[asked].rows("evaluation")[0]["loss"] for asked in ran}) == 1
     rank = lab.start({"kernels.linear": "fp8"})
-    stages.check_model(rank)
+    lab.check(rank)
     assert isinstance(rank.terminal, io.StringIO)
     assert "7 layers in fp8" in rank.terminal.getvalue() and "fp8 moves the loss of" in rank.terminal.getvalue()
 
@@ -93,7 +92,7 @@ def optimizer(lab: Lab) -> None:
         )
         rank = lab.start({"method.name": "full", "model.dtype": "bfloat16"})
         rank.plan = rank.plan.model_copy(update={"fuse_optimizer": made.fuse_optimizer})
-        stages.build_model(rank)
+        rank.build()
         assert isinstance(rank.terminal, io.StringIO)
         said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "optimizer:" in line]
     assert len(said["auto"]) == 1 and "torch's own AdamW (the device is cpu)" in said["auto"][0]

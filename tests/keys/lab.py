@@ -10,7 +10,7 @@ import random
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.importers.load import config_from_mapping
 from manyhands.launch.prepare import Prepared, prepare_run
-from manyhands.training.types import Batch, TrainState
+from manyhands.launch.run_folder import RunFolder
+from manyhands.planner.types import Plan
+from manyhands.training.step import StepWork
+from manyhands.training.types import Batch, Hook, TrainState
 from manyhands.worker import export_stages as finish
 from manyhands.worker import stages, training
 from manyhands.worker.batches import iterate_steps
-from manyhands.worker.context import RankContext
+from manyhands.worker.rank import BuiltModel, Data, Process, Rank
 from tests.support.tiny import write_tiny_model
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
@@ -34,11 +37,54 @@ NUM_STEPS = 5  # of the base run: 40 rows in batches of 8
 PEAK = 3e-3  # its learning rate
 
 
+@dataclass
+class LabRank:
+    """A rank with what its stages have made so far."""
+
+    config: RunConfig
+    plan: Plan
+    folder: RunFolder
+    data: Data | None = None
+    built: BuiltModel | None = None
+    checkpoint: Path | None = None
+    state: TrainState = field(default_factory=TrainState)
+    measured: dict[str, Any] = field(default_factory=dict)
+    terminal: io.StringIO = field(default_factory=io.StringIO)
+    world: World = field(default_factory=lambda: World(0, 0, 1, torch.device("cpu")))
+
+    @property
+    def rank(self) -> Rank:
+        return Rank(self.config, self.plan, self.folder, self.world, Process(terminal=self.terminal))
+
+    def build(self) -> None:
+        self.built = stages.build_model(self.rank, resumes=self.checkpoint is not None)
+        self.measured |= self.built.measured
+
+    def restart(self) -> None:
+        """From the newest checkpoint."""
+        self.checkpoint = stages.find_checkpoint(self.rank)
+        self.build()
+        self.resume()
+
+    def resume(self) -> None:
+        self.state = stages.resume(self.rank, self.engine, self.checkpoint)
+
+    def steps(self) -> Iterator[StepWork]:
+        return iterate_steps(self.rank, self.data, self.loss_model)
+
+    store = property(lambda self: self.data.store)
+    order = property(lambda self: self.data.order)
+    tokenizer = property(lambda self: self.data.tokenizer)
+    loss_model = property(lambda self: self.built.loss_model)
+    engine = property(lambda self: self.built.engine)
+    model = property(lambda self: self.built.model)
+
+
 @dataclass(frozen=True)
 class Ran:
     """A run that has ended."""
 
-    rank: RankContext
+    rank: LabRank
 
     @property
     def folder(self) -> Path:
@@ -125,15 +171,13 @@ class Lab:
         prepared.release()
         return prepared
 
-    def start(self, keys: Mapping[str, Any] = {}) -> RankContext:
+    def start(self, keys: Mapping[str, Any] = {}) -> LabRank:
         """A rank with data, model and optimizer, before its first step."""
         prepared = self.prepare(keys)
-        rank = RankContext(terminal=io.StringIO())
-        rank.config, rank.plan, rank.folder = prepared.config, prepared.plan, prepared.folder
-        rank.world = World(0, 0, 1, torch.device("cpu"))
-        stages.open_data(rank)
-        stages.find_checkpoint(rank)
-        stages.build_model(rank)
+        rank = LabRank(prepared.config, prepared.plan, prepared.folder)
+        rank.data = stages.open_data(rank.rank)
+        rank.checkpoint = stages.find_checkpoint(rank.rank)
+        rank.build()
         return rank
 
     def run(self, keys: Mapping[str, Any] = {}) -> Ran:
@@ -142,18 +186,18 @@ class Lab:
             self.done[name] = self.train(self.start(keys))
         return self.done[name]
 
-    def check(self, rank: RankContext) -> None:
+    def check(self, rank: LabRank) -> None:
         """Self-tests of the loaded model."""
-        stages.check_model(rank)
+        rank.measured |= stages.check_model(rank.rank, rank.data, rank.built)
 
-    def train(self, rank: RankContext) -> Ran:
-        training.train_model(rank)
+    def train(self, rank: LabRank, *hooks: Hook) -> Ran:
+        rank.state = training.train_model(rank.rank, rank.data, rank.built, rank.state, hooks, rank.measured)
         return Ran(rank)
 
     def export(self, keys: Mapping[str, Any]) -> Ran:
         """The same, and its model or adapter written."""
         ran = self.run(keys)
-        finish.export(ran.rank)
+        finish.export(ran.rank.rank, ran.rank.data, ran.rank.built, ran.rank.state)
         return ran
 
     def write_rows(self, name: str, rows: list[dict[str, Any]]) -> str:
@@ -174,9 +218,8 @@ class Lab:
         return self.run()
 
 
-def first_batch(rank: RankContext) -> Batch:
-    fresh = replace(rank, state=TrainState())
-    return next(iter(next(iterate_steps(fresh)).micro_batches))
+def first_batch(rank: LabRank) -> Batch:
+    return next(iter(next(rank.steps()).micro_batches))
 
 
 def make_rows(num_samples: int, seed: int = 0) -> list[dict[str, str]]:

@@ -16,16 +16,15 @@ from safetensors import safe_open
 
 from manyhands.checkpoint.staging import Staging
 from manyhands.core.remote import RemoteError, RemoteFolder
+from manyhands.infer import sample_prompts
 from manyhands.launch import prepare
 from manyhands.metrics import trackers
 from manyhands.metrics.trackers import TrackerRun
 from manyhands.planner.search import plan
 from manyhands.training.types import Evaluation, TrainState
 from manyhands.worker import checkpoints as worker_checkpoints
-from manyhands.worker import prompts as worker_prompts
-from manyhands.worker import stages, training
-from manyhands.worker.context import RankContext
-from tests.keys.lab import Lab, make_rows
+from manyhands.worker import training
+from tests.keys.lab import Lab, LabRank, make_rows
 from tests.metrics.test_trackers import Recorded
 from tests.planner.examples import GIB, data_facts, facts, llama_8b, run_config
 
@@ -96,11 +95,12 @@ def max_new_tokens(lab: Lab) -> None:
     counts = []
     for number in (1, 6):
         rank, calls = lab.start({"evaluate.prompts": 1, "evaluate.max_new_tokens": number}), []
-        prompts = worker_prompts.choose_prompts(rank, rank.store.validation.take_tokens(None))
+        rows = rank.store.validation.take_tokens(None)
+        prompts = sample_prompts.SamplePrompts(rank.config, rank.plan, rank.store, rank.tokenizer, rows)
         rank.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_prompts, "end_token_ids", lambda *_: frozenset())
-            worker_prompts.answer_prompts(rank, prompts)
+            patch.setattr(sample_prompts, "end_token_ids", lambda *_: frozenset())
+            prompts.answer(rank.model, rank.engine, rank.world, lambda *_: None)
         counts.append(len(calls))
     assert counts == [1, 6]
 
@@ -151,7 +151,7 @@ def copy_to(lab: Lab) -> None:
     assert sorted(path.name for path in there.glob("*")) == ["step-000004", "step-000005"]
     (there / "step-000005" / "manifest.json").unlink()  # as if it had not been complete
     rank = lab.start(keys)
-    stages.resume(rank)
+    rank.resume()
     assert rank.state.step == 4 and rank.plan.cause == "resume" and rank.folder.path != first.folder
     again = lab.train(rank)
     assert again.losses == first.losses, "rows of the steps before are there too"
@@ -170,7 +170,7 @@ def copy_to(lab: Lab) -> None:
     assert "warning: older checkpoints are not removed (checkpoint.keep_last): not yours" in said(ran.rank)
 
 
-def said(rank: RankContext) -> str:
+def said(rank: LabRank) -> str:
     return rank.terminal.getvalue()  # type: ignore[attr-defined]
 
 

@@ -21,9 +21,7 @@ from manyhands.export.reference import Reference
 from manyhands.export.verify import verify
 from manyhands.importers.load import load_config
 from manyhands.model.weights import quantized_layers
-from manyhands.worker import stages
-from manyhands.worker.context import RankContext
-from tests.keys.lab import Lab
+from tests.keys.lab import Lab, LabRank
 from tests.support import toy
 from tests.support.tiny import write_tiny_model
 
@@ -201,7 +199,7 @@ def parts(lab: Lab) -> None:
         lab.prepare({"method.parts": {"vision": "trained"}})
 
 
-def trained_names(rank: RankContext) -> list[str]:
+def trained_names(rank: LabRank) -> list[str]:
     return [name.removeprefix("model.layers.0.") for name, p in rank.model.named_parameters() if p.requires_grad]
 
 
@@ -287,9 +285,7 @@ def neftune_alpha(lab: Lab) -> None:
     assert noisy.column("loss", "evaluation")[0] == plain.column("loss", "evaluation")[0]  # before the first step
     rank = noisy.rank
     shutil.rmtree(rank.folder.checkpoints / "step-000005")
-    stages.find_checkpoint(rank)
-    stages.build_model(rank)
-    stages.resume(rank)
+    rank.restart()
     assert rank.state.step == 4 and lab.train(rank).losses == noisy.losses
 
 
@@ -301,7 +297,7 @@ def method_init(lab: Lab) -> None:
     left = {}
     for asked in ("zero", "loftq"):
         rank = lab.start({"method.name": "qlora", "method.init": asked, "stop.max_steps": 2})
-        stages.resume(rank)
+        rank.resume()
         layer = rank.model.get_submodule(Q_PROJ)
         left[asked] = float(
             (weight - layer.weight - layer.scaling * layer.lora_B.weight @ layer.lora_A.weight).detach().norm()
@@ -311,9 +307,7 @@ def method_init(lab: Lab) -> None:
     begun = layer.lora_B.weight.detach().clone()
     lab.train(rank)  # saves its last step
     trained = layer.lora_B.weight.detach().clone()
-    stages.find_checkpoint(rank)
-    stages.build_model(rank)
-    stages.resume(rank)
+    rank.restart()
     resumed = rank.model.get_submodule(Q_PROJ).lora_B.weight
     assert torch.equal(resumed, trained) and not torch.equal(resumed, begun) and said_of_factors(rank) == 1
 
@@ -364,7 +358,7 @@ def frozen_dtype(lab: Lab) -> None:
             lab.run(fp8 | {"model.frozen_dtype": "fp8"} | dict([other]))
 
 
-def said_of_factors(rank: RankContext) -> int:
+def said_of_factors(rank: LabRank) -> int:
     assert isinstance(rank.terminal, io.StringIO)
     return rank.terminal.getvalue().count("of the squared quantization error of NF4 is made up for")
 

@@ -30,10 +30,9 @@ from manyhands.launch.start import start
 from manyhands.launch.watch import Watch
 from manyhands.planner.search import plan
 from manyhands.planner.types import Plan
-from manyhands.worker.batches import close_workers, open_workers
-from manyhands.worker.context import RankContext
+from manyhands.worker.batches import open_workers
 from manyhands.worker.rendezvous import pick_device
-from tests.keys.lab import Lab, first_batch
+from tests.keys.lab import Lab, LabRank, first_batch
 from tests.planner.examples import facts
 
 
@@ -229,9 +228,10 @@ def workers(lab: Lab) -> None:
     counts = {}
     for asked in (0, "auto", 2):
         rank = lab.start({"data.workers": asked})
-        open_workers(rank)
-        counts[asked] = rank.workers.num_workers if rank.workers is not None else 0
-        close_workers(rank)
+        workers = open_workers(rank.rank, rank.data)
+        counts[asked] = workers.num_workers if workers is not None else 0
+        if workers is not None:
+            workers.close()
     assert counts == {0: 0, "auto": 0, 2: 2}
     assert lab.run({"data.workers": 2}).losses == lab.base.losses
 
@@ -328,7 +328,7 @@ def min_gpus(lab: Lab) -> None:
     assert (plans[-1].layout.accumulation, plans[-1].cause, plans[-1].config_digest) == (2, "resize", config.digest)
 
 
-def forward(rank: RankContext) -> torch.Tensor:
+def forward(rank: LabRank) -> torch.Tensor:
     """The loss sum of the first micro-batch."""
     rank.loss_model.train()
     return rank.engine.forward(first_batch(rank))["lm"][0]

@@ -189,7 +189,7 @@ def test_status_names_a_bug_where_another_launcher_has_started_the_rank(folder, 
     folder.create()
     folder.write_status("running", pid=1, plan=1)
     session = Session(Launcher(kind, rank=0, world_size=1))
-    session.context.folder, session.context.plan, session.context.stage = folder, make_plan(), "train"
+    session.folder, session.plan, session.stage = folder, make_plan(), "train"
     session.report_failure(ValueError("the cat sat on the keyboard"))
     status = folder.read_status()
     if kind == "manyhands":  # its launcher writes it, which may know of an earlier cause
@@ -204,9 +204,9 @@ def test_what_a_gpu_held_when_memory_ran_out_reaches_the_next_plan(folder, monke
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 60 * gib)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 58 * gib)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (gib, 80 * gib))
-    plan, state = make_plan(), SimpleNamespace(step=0)
+    plan, process = make_plan(), SimpleNamespace(stage="train", step=0)
     world = SimpleNamespace(device=torch.device("cuda", 0), rank=1)
-    rank = SimpleNamespace(world=world, plan=plan, stage="train", state=state)
+    rank = SimpleNamespace(world=world, plan=plan, process=process)
     text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB"
     error = explain_out_of_memory(rank, torch.OutOfMemoryError(text))
     assert error.where == "rank 1: 62.0 GiB needed or more, 61.0 GiB available, planned 0.0 GiB"

@@ -30,7 +30,7 @@ from manyhands.launch.environment import Launcher
 from manyhands.launch.run_folder import RunFolder
 from manyhands.worker import export_stages as finish
 from manyhands.worker import run as worker
-from manyhands.worker.context import RankContext
+from manyhands.worker.rank import Rank, RunEngine
 from manyhands.worker.session import Session
 
 Fault = Literal["", "averaged", "apart"]
@@ -53,21 +53,20 @@ def run_stages(folder: Path, fault: Fault = "", stand_in: StandIn = "") -> Seen:
     """Trains, evaluates, saves and exports, or goes on from the newest checkpoint of ``folder``."""
     index, world_size = dist.get_rank(), dist.get_world_size()
     session, seen = Session(Launcher("manyhands", index, index, world_size, world_size)), Seen()
-    rank, run = session.context, RunFolder(folder)
+    run = RunFolder(folder)
 
-    def join(session: Session, arguments: argparse.Namespace) -> bool:
-        rank.folder, rank.config, rank.plan = run, run.read_config(), run.read_plan()
-        rank.world = World(index, index, world_size, torch.device("cpu"))
-        return False
+    def join(session: Session, arguments: argparse.Namespace) -> Rank:
+        world = World(index, index, world_size, torch.device("cpu"))
+        return Rank(run.read_config(), run.read_plan(), run, world, session)
 
     with contextlib.ExitStack() as stack:
-        rank.terminal = stack.enter_context(open(run.log(index), "a"))
-        stack.enter_context(contextlib.redirect_stdout(rank.terminal))
+        session.terminal = stack.enter_context(open(run.log(index), "a"))
+        stack.enter_context(contextlib.redirect_stdout(session.terminal))
         stack.enter_context(mock.patch.object(worker, "join", join))
         # The test world ends the group, after the model is gone: one that DDP is the last to hold was seen to hang when
         # freed.
         stack.enter_context(mock.patch.object(dist, "destroy_process_group", lambda: None))
-        stack.enter_context(mock.patch.object(finish, "verify", lambda rank: look(rank, seen)))
+        stack.enter_context(mock.patch.object(finish, "verify", lambda rank, engine, state: look(engine, seen)))
         stack.enter_context(watch_gradients(seen))
         stack.enter_context(plant(fault))
         stack.enter_context(stand_in_for(stand_in))
@@ -75,13 +74,13 @@ def run_stages(folder: Path, fault: Fault = "", stand_in: StandIn = "") -> Seen:
     return seen
 
 
-def look(rank: RankContext, seen: Seen) -> None:
+def look(engine: RunEngine, seen: Seen) -> None:
     """Which parameters the optimizer has, and which of them have a state."""
-    reshard(rank.model)
-    names = {id(parameter): name for name, parameter in rank.model.named_parameters()}
-    seen.num_values = {name: parameter.numel() for name, parameter in rank.model.named_parameters()}
-    seen.in_optimizer = {names[id(p)] for group in rank.engine.optimizer.param_groups for p in group["params"]}
-    seen.with_state = {names[id(parameter)] for parameter, state in rank.engine.optimizer.state.items() if state}
+    reshard(engine.model)
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    seen.num_values = {name: parameter.numel() for name, parameter in engine.model.named_parameters()}
+    seen.in_optimizer = {names[id(p)] for group in engine.optimizer.param_groups for p in group["params"]}
+    seen.with_state = {names[id(parameter)] for parameter, state in engine.optimizer.state.items() if state}
 
 
 @contextlib.contextmanager

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from manyhands.export.probe import find_sample_with_images
 from manyhands.families import find
 from manyhands.model.multimodal import Images
 from manyhands.model.structure import auto_class_of
-from manyhands.worker.export_stages import _row_with_images
 from tests.support.vision import write_tiny_vision
 
 
@@ -38,9 +37,6 @@ def test_verification_leaves_out_what_transformers_own_forward_pass_does_not_tak
     train = SimpleNamespace(
         num_images=np.array([0, 1, 1]), image_tokens=np.array([0, 1, 4]), lengths=np.array([9, 9, 9])
     )
-    rank: Any = SimpleNamespace(
-        store=SimpleNamespace(train=train),
-        plan=SimpleNamespace(parts={"vision": "frozen"}),
-        loss_model=SimpleNamespace(images=SimpleNamespace(layout=find(family).images)),
-    )
-    assert _row_with_images(rank) == chosen
+    plan = SimpleNamespace(parts={"vision": "frozen"})
+    loss_model = SimpleNamespace(images=SimpleNamespace(layout=find(family).images))
+    assert find_sample_with_images(train, plan, loss_model) == chosen  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from manyhands.facts.gpu_kinds import load_kinds
 from manyhands.facts.types import Facts
 from manyhands.planner.candidates import CHECKPOINTING
 from manyhands.planner.clock import lay_out
+from manyhands.planner.efficiency import largest_samples
 from manyhands.planner.estimate_input import EstimateInput, describe_images
 from manyhands.planner.memory import estimate_terms
 from manyhands.planner.rates import load_fitted, rates_of_kind
@@ -30,7 +32,6 @@ from manyhands.planner.towers import (
     with_images,
 )
 from manyhands.planner.work import MeanStep, Micro
-from manyhands.worker.largest import largest_samples
 from tests.planner.examples import data_facts, facts, gemma_4b_with_images, model_facts, run_config, tower_facts
 from tests.support.plans import change_input, explain_why
 
@@ -110,7 +111,8 @@ def test_no_micro_batch_has_more_patches_than_the_plan_counts() -> None:
             found = max(int(units[part].sum()) for micro in laid.micro_batches for part in micro)
             assert found <= num_units(s)
             most = max(most, found / num_units(s))
-        tried = [int(units[samples].sum()) for samples in largest_samples(lengths, units, s.layout)]
+        drawn = SimpleNamespace(lengths=lengths, image_units=units)
+        tried = [int(units[samples].sum()) for samples in largest_samples(s.layout, drawn)]
         assert units[7] <= max(tried) <= num_units(s) and tried[0] < max(tried)
     assert most * per_token > 4, "the bound of tokens that are all placeholders would have been passed"
     rows = change_input(s, micro_tokens=None, micro_samples=4)

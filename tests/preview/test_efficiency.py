@@ -14,11 +14,11 @@ from manyhands.config.schema import RunConfig
 from manyhands.data.collate import collate_samples
 from manyhands.data.store import TokenStore
 from manyhands.launch.prepare import gather_facts
+from manyhands.model.inputs import batch_shape
 from manyhands.planner.efficiency import lay_out_step
 from manyhands.planner.search import plan
 from manyhands.preview.collect import collect
 from manyhands.preview.contents import describe_counts
-from manyhands.worker.batches import shape_of
 from tests.support.plans import explain_why
 from tests.support.tiny import write_tiny_model
 
@@ -73,7 +73,7 @@ def test_plan_preview_and_batches_agree(
     assert made.layout.world_size == num_processes and made.efficiency is not None
 
     store = TokenStore.open(made.data_folder)
-    shape = shape_of(SimpleNamespace(plan=made, store=store, loss_model=SimpleNamespace(needs_documents=False)))  # type: ignore[arg-type]
+    shape = batch_shape(config, made, store, SimpleNamespace(needs_documents=False, images=None))  # type: ignore[arg-type]
     order = store.order_samples(config.seed, **made.step_size)
     num_steps = made.steps_per_epoch
     useful = computed = 0

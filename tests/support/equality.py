@@ -25,6 +25,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.importers.load import config_from_mapping
 from manyhands.launch.prepare import gather_facts
+from manyhands.launch.run_folder import RunFolder
 from manyhands.planner.search import plan as make_plan
 from manyhands.planner.types import Plan
 from manyhands.training.loop import Loop, train
@@ -33,7 +34,7 @@ from manyhands.training.step import StepWork
 from manyhands.training.types import Batch, Hook, StepResult, Terms, TrainState
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps
-from manyhands.worker.context import RankContext
+from manyhands.worker.rank import Process, Rank
 from tests.support.ranks import Ranks, ranks
 from tests.support.tiny import write_tiny_model
 
@@ -214,39 +215,36 @@ Works = Iterator[StepWork]
 
 
 def run_rank(
-    config_json: str, plan_json: str, fault: Fault, change_works: Callable[[RankContext, Works], Works] | None = None
+    config_json: str, plan_json: str, fault: Fault, change_works: Callable[[Rank, Works], Works] | None = None
 ) -> Curve:
     """One rank of one case; the process group exists already. ``change_works`` changes what each step trains."""
     import torch.distributed as dist
 
     rank_index, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    rank = RankContext()
-    rank.config, rank.plan = RunConfig.model_validate_json(config_json), Plan.model_validate_json(plan_json)
-    device = torch.device("cuda", rank_index) if rank.plan.layout.device == "cuda" else torch.device("cpu")
-    rank.world = World(rank_index, rank_index, world_size, device)
-    stages.open_data(rank)
-    stages.build_model(rank)
-    stages.check_model(rank)
-    works = iterate_steps(rank)
+    config, plan = RunConfig.model_validate_json(config_json), Plan.model_validate_json(plan_json)
+    device = torch.device("cuda", rank_index) if plan.layout.device == "cuda" else torch.device("cpu")
+    world = World(rank_index, rank_index, world_size, device)
+    rank = Rank(config, plan, RunFolder(Path()), world, Process(is_first=world.is_first))  # nothing is saved
+    data, built = stages.open_data(rank), stages.build_model(rank)
+    stages.check_model(rank, data, built)
+    engine, works = built.engine, iterate_steps(rank, data, built.loss_model)
     if change_works is not None:
         works = change_works(rank, works)
     if fault:
-        faulty = Faulty(rank.engine, fault)
-        rank.engine, works = faulty, faulty.watch(works)  # type: ignore[assignment]
+        faulty = Faulty(engine, fault)
+        engine, works = faulty, faulty.watch(works)  # type: ignore[assignment]
     recorder = Recorder()
-    rank.loss_model.train()
+    built.loss_model.train()
     train(
         Loop(
-            engine=rank.engine,
-            schedule=make_schedule(
-                "constant", peak=rank.plan.learning_rate, num_steps=rank.plan.num_steps, warmup_steps=0
-            ),
+            engine=engine,
+            schedule=make_schedule("constant", peak=plan.learning_rate, num_steps=plan.num_steps, warmup_steps=0),
             works=works,
             state=TrainState(),
-            stop=rank.config.stop,
-            num_steps=rank.plan.num_steps,
-            max_grad_norm=rank.config.optimizer.max_grad_norm,
-            seed=rank.config.seed,
+            stop=config.stop,
+            num_steps=plan.num_steps,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            seed=config.seed,
             rank=rank_index,
             device=device,
             hooks=[recorder],

@@ -26,6 +26,7 @@ from manyhands.training.loop import Loop, evaluate, train
 from manyhands.training.step import StepWork
 from manyhands.training.types import Hook, TrainState
 from manyhands.worker.batches import iterate_steps
+from manyhands.worker.rank import Data
 from tests.support.plans import make_plan
 from tests.support.tiny import tiny_model
 
@@ -112,20 +113,14 @@ def train_pairs(names: Sequence[str]) -> dict[str, Any]:
     engine = NativeEngine(loss_model, world, replica=replica)
     engine.optimizer = torch.optim.SGD(loss_model.parameters(), lr=0.1)
     plan = make_plan(strategy="ddp" if size > 1 else "single", world_size=size, num_steps=2, batch_samples=BATCH)
-    context: Any = SimpleNamespace(
-        plan=plan,
-        config=SimpleNamespace(method=SimpleNamespace(neftune_alpha=None), seed=0),
-        store=SimpleNamespace(train=pairs, validation=pairs),
-        order=SampleOrder(NUM_PAIRS, 0, BATCH),
-        workers=None,
-        loss_model=loss_model,
-        world=world,
-        state=TrainState(),
-    )
+    config: Any = SimpleNamespace(method=SimpleNamespace(neftune_alpha=None), seed=0)
+    context: Any = SimpleNamespace(plan=plan, config=config, world=world)
+    store: Any = SimpleNamespace(train=pairs, validation=pairs)
+    data = Data(store, SampleOrder(NUM_PAIRS, 0, BATCH), tokenizer=None)
     seen: list[list[int]] = []
 
     def works() -> Iterator[StepWork]:
-        for work in iterate_steps(context):
+        for work in iterate_steps(context, data, loss_model):
             batches = list(work.micro_batches)
             for batch in batches:
                 begins = batch["cu_seq_lens"][: len(batch["documents"])].long()
@@ -143,7 +138,7 @@ def train_pairs(names: Sequence[str]) -> dict[str, Any]:
             engine=engine,
             schedule=lambda step: 0.1,
             works=works(),
-            state=context.state,
+            state=TrainState(),
             stop=StopSection(),
             num_steps=2,
             max_grad_norm=0.0,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from manyhands.bench.case import Observer, run
+from manyhands.bench.case import Bench, Observer, run
 from manyhands.bench.rows import BenchRow
+from manyhands.planner.efficiency import largest_samples
 from manyhands.planner.layout import Layout, change
 from manyhands.training.types import StepResult
-from manyhands.worker.context import RankContext
-from manyhands.worker.largest import largest_batches, largest_samples, run_largest
+from manyhands.worker.batches import largest_batches
+from manyhands.worker.largest import run_largest
 from tests.planner.examples import llama_8b
 from tests.support.plans import make_input
 
@@ -22,8 +24,8 @@ LAYOUT = make_input(llama_8b(), num_adapter_parameters=1, adapter_rank=1).layout
 
 
 def chosen(lengths: list[int], layout: Layout, units: list[int] | None = None) -> list[list[int]]:
-    found = largest_samples(np.array(lengths), None if units is None else np.array(units), layout)
-    return [samples.tolist() for samples in found]
+    samples: Any = SimpleNamespace(lengths=np.array(lengths), image_units=None if units is None else np.array(units))
+    return [found.tolist() for found in largest_samples(layout, samples)]
 
 
 def test_a_pack_takes_the_longest_samples_that_find_room() -> None:
@@ -52,14 +54,15 @@ class Watcher(Observer):
         self.tries, self.tokens = tries, 0
         self.results: list[StepResult] = []
 
-    def before_first_step(self, rank: RankContext) -> None:
-        self.tokens = next(largest_batches(rank, "train"))["input_ids"].numel()
+    def before_first_step(self, bench: Bench) -> None:
+        rank, data, built = bench.rank, bench.data, bench.built
+        self.tokens = next(largest_batches(rank, data, built.loss_model, "train"))["input_ids"].numel()
         if self.tries:
-            run_largest(rank)
-            assert all(p.grad is None for p in rank.model.parameters())
-            assert rank.loss_model.training
+            run_largest(rank, data, built)
+            assert all(p.grad is None for p in built.model.parameters())
+            assert built.loss_model.training
 
-    def summarise(self, rank: RankContext, loop: Any, results: list[StepResult]) -> dict[str, Any]:
+    def summarise(self, bench: Bench, loop: Any, results: list[StepResult]) -> dict[str, Any]:
         self.results = results
         return {}
 

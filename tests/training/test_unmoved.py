@@ -27,7 +27,7 @@ def test_the_last_line_and_the_report_say_whether_no_weight_has_moved(
     begin = {name: parameter.detach().clone() for name, parameter in rank.model.named_parameters()}
     ran = lab.train(rank)
     assert moves != all(torch.equal(begin[name], parameter) for name, parameter in rank.model.named_parameters())
-    export_stages.report(rank)
+    export_stages.report(rank.rank, rank.data, rank.engine, rank.state, rank.measured)
     *_, last = rank.terminal.getvalue().splitlines()
     assert last == f"finished: {ran.folder}" + "; no weight has moved, see above" * (not moves)
     warning = "no weight has moved in 5 steps: what is saved is what was loaded"

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.api.callbacks import Callbacks
+from manyhands.config.schema import RunConfig
 from manyhands.core import progress
 from manyhands.core.errors import EXIT_INTERRUPTED, PeerError
 from manyhands.importers.load import LoadedRun
@@ -29,6 +30,7 @@ from manyhands.launch.environment import Launcher, detect_launcher
 from manyhands.launch.resume_rules import identify_rows
 from manyhands.launch.run_folder import RunFolder
 from manyhands.metrics.sinks import JsonlSink, Outcome
+from manyhands.planner.types import Plan
 from manyhands.worker.rendezvous import PREPARE_TIMEOUT_S, FirstRankFailed, broadcast_from_rank0, open_store
 from manyhands.worker.run import run_rank
 from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
@@ -73,7 +75,7 @@ def run_as_rank(
         raise callbacks.error
     if code == 0:
         return session.folder.path
-    number = session.stop.number if session.stop is not None else 0
+    number = session.stop.number
     if number == 0:
         raise PeerError("another rank was asked to end the run; its state is saved")
     if code == EXIT_INTERRUPTED:
@@ -102,18 +104,17 @@ class RankInProcess(Session):
         super().__init__(launcher)
         self.sink = CallbackSink(callbacks)
         self.stop: StopAsked = StopAsked(callbacks)
-        self.context.stop = self.stop
         if self.is_first:
-            self.context.hooks = (self.sink,)
+            self.hooks = (self.sink,)
         else:
-            self.context.terminal = open(os.devnull, "w")
+            self.terminal = open(os.devnull, "w")
 
-    def attach(self, folder: RunFolder) -> None:
+    def attach(self, folder: RunFolder, config: RunConfig, plan: Plan) -> None:
         folder.logs.mkdir(parents=True, exist_ok=True)
-        self.context.log = log = open(folder.log(self.launcher.rank), "a", encoding="utf-8")
+        self.log = log = open(folder.log(self.launcher.rank), "a", encoding="utf-8")
         self.sink.explain = lambda: self.sink.callbacks.explain(folder, log)
-        self.sink.every_steps = self.context.config.log.every_steps
-        self.sink.run = identify_rows(self.context.config, self.context.plan)
+        self.sink.every_steps = config.log.every_steps
+        self.sink.run = identify_rows(config, plan)
         self.start_heartbeat(folder)
         self.stop.listen()
 
@@ -123,13 +124,13 @@ class RankInProcess(Session):
         progress.listen(None)
         if self.lock is not None:
             self.lock.release()
-        for file in (self.context.log, self.context.terminal if not self.is_first else None):
+        for file in (self.log, self.terminal if not self.is_first else None):
             if file is not None:
                 file.close()
 
     def _keep_traceback(self, error: BaseException) -> None:
         with contextlib.suppress(OSError):
-            traceback.print_exception(error, file=self.context.log)
+            traceback.print_exception(error, file=self.log)
 
     def _show(self, text: str) -> None:
         """The error is raised, which shows it."""

@@ -18,7 +18,7 @@ import json
 import os
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from manyhands.facts.types import Facts
 from manyhands.importers.load import config_from_mapping
 from manyhands.launch.environment import detect_launcher
 from manyhands.launch.prepare import gather_facts
+from manyhands.launch.run_folder import RunFolder
 from manyhands.planner.search import plan as make_plan
 from manyhands.planner.types import Plan
 from manyhands.training.loop import Loop, train
@@ -41,7 +42,7 @@ from manyhands.training.schedule import make_schedule
 from manyhands.training.types import Hook, StepResult, TrainState
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps
-from manyhands.worker.context import RankContext
+from manyhands.worker.rank import BuiltModel, Data, Process, Rank
 
 MAX_TOKENS = 2**21  # of samples of one length: so many take a second to prepare
 
@@ -90,16 +91,25 @@ class Timings(Hook):
         self.results.append(result)
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What a measurement works on."""
+
+    rank: Rank
+    data: Data
+    built: BuiltModel
+
+
 class Observer(Hook):
     """What a measurement may add; this one adds nothing."""
 
-    def after_build(self, rank: RankContext) -> None:
+    def after_build(self, bench: Bench) -> None:
         """The model is built, and not yet checked."""
 
-    def before_first_step(self, rank: RankContext) -> None:
+    def before_first_step(self, bench: Bench) -> None:
         """The model is built and checked."""
 
-    def summarise(self, rank: RankContext, loop: Loop, results: list[StepResult]) -> dict[str, Any]:
+    def summarise(self, bench: Bench, loop: Loop, results: list[StepResult]) -> dict[str, Any]:
         """Fields of the raw row, after the last timed step. Called on every rank; the first one's are kept."""
         return {}
 
@@ -118,10 +128,9 @@ def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = N
     on every rank.
     """
     launcher = detect_launcher()
-    rank = RankContext()
-    rank.config, rank.plan = prepare(options, row, launcher.rank, launcher.world_size)
-    os.environ.update(rank.plan.environment)
-    cuda = rank.plan.layout.device == "cuda"
+    config, plan = prepare(options, row, launcher.rank, launcher.world_size)
+    os.environ.update(plan.environment)
+    cuda = plan.layout.device == "cuda"
     device = torch.device("cuda", launcher.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -129,40 +138,42 @@ def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = N
             limit_allocator(device, options.limit)
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if launcher.world_size == 1 else {}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
-    rank.world = World(launcher.rank, launcher.local_rank, launcher.world_size, device)
+    world = World(launcher.rank, launcher.local_rank, launcher.world_size, device)
+    rank = Rank(config, plan, RunFolder(options.work), world, Process(is_first=world.is_first))
     start = time.monotonic()
-    stages.open_data(rank)
+    data = stages.open_data(rank)
     observe = observe or Observer()
-    stages.build_model(rank)
-    observe.after_build(rank)
-    stages.check_model(rank)
+    built = stages.build_model(rank)
+    bench = Bench(rank, data, built)
+    observe.after_build(bench)
+    stages.check_model(rank, data, built)
     built_s = time.monotonic() - start
-    observe.before_first_step(rank)
+    observe.before_first_step(bench)
     timings = Timings()
-    rank.loss_model.train()
+    built.loss_model.train()
     loop = Loop(
-        engine=rank.engine,
-        schedule=make_schedule("constant", peak=rank.plan.learning_rate, num_steps=rank.plan.num_steps, warmup_steps=0),
-        works=iterate_steps(rank),
-        state=rank.state,
-        stop=rank.config.stop,
-        num_steps=rank.plan.num_steps,
-        max_grad_norm=rank.config.optimizer.max_grad_norm,
+        engine=built.engine,
+        schedule=make_schedule("constant", peak=plan.learning_rate, num_steps=plan.num_steps, warmup_steps=0),
+        works=iterate_steps(rank, data, built.loss_model),
+        state=TrainState(),
+        stop=config.stop,
+        num_steps=plan.num_steps,
+        max_grad_norm=config.optimizer.max_grad_norm,
         seed=0,
-        terms=rank.loss_model.terms,
+        terms=built.loss_model.terms,
         rank=launcher.rank,
         device=device,
         hooks=[timings, observe],
     )
     train(loop)
-    result = summarise(rank, row, options, timings.results, built_s) if rank.is_first else {}
-    result |= observe.summarise(rank, loop, timings.results)
-    with watch(rank.model, result) if rank.is_first else contextlib.nullcontext():
-        more_steps(rank, loop, 1)
-    if rank.is_first:
+    result = summarise(bench, row, options, timings.results, built_s) if world.is_first else {}
+    result |= observe.summarise(bench, loop, timings.results)
+    with watch(built.model, result) if world.is_first else contextlib.nullcontext():
+        more_steps(bench, loop, 1)
+    if world.is_first:
         say(result, options.output, "RESULT ")
     if options.profile:
-        profile(rank, loop, options.profile)
+        profile(bench, loop, options.profile)
     dist.destroy_process_group()
 
 
@@ -271,13 +282,13 @@ def row_lengths(row: BenchRow, file: Path | None, world_size: int) -> list[int]:
 
 
 def summarise(
-    rank: RankContext, row: BenchRow, options: argparse.Namespace, results: list[StepResult], built_s: float
+    bench: Bench, row: BenchRow, options: argparse.Namespace, results: list[StepResult], built_s: float
 ) -> dict[str, Any]:
     """The raw row: what ran, how fast, how much memory, in which dtypes."""
     timed = results[options.warm :]
     assert results[-1].loss < results[0].loss or max(r.grad_norm for r in results) > 0, "nothing was trained"
-    world_size, cuda = rank.world.world_size, rank.world.device.type == "cuda"
-    plan = rank.plan
+    world, plan = bench.rank.world, bench.rank.plan
+    world_size, cuda = world.world_size, world.device.type == "cuda"
     of_layout = (
         *("strategy", "activation_checkpointing", "lighter_layers", "reshard_after_forward", "offload"),
         *("offload_activations", "compile", "micro_tokens", "pack_tokens"),
@@ -298,10 +309,10 @@ def summarise(
         "by_hand": options.keys,
         "lengths": options.lengths.name if options.lengths else None,
         **decided,
-        "dtypes": dtypes(rank.model, rank.engine.optimizer),
+        "dtypes": dtypes(bench.built.model, bench.built.engine.optimizer),
         **rates([(r.seconds, r.num_tokens) for r in results], row, world_size, warm=options.warm),
         **memory(),
-        "outside_gib": round(outside_allocator_gib(rank.world.device), 2) if cuda else None,
+        "outside_gib": round(outside_allocator_gib(world.device), 2) if cuda else None,
         "planned_gib": round(plan.memory.total / 2**30, 2),
         "limit_gib": options.limit,
         "plan_limit_gib": options.plan_limit or options.limit,
@@ -315,24 +326,24 @@ def summarise(
     }
 
 
-def more_steps(rank: RankContext, loop: Loop, num_steps: int) -> None:
-    """Goes on where the loop ended."""
-    rank.plan = rank.plan.model_copy(update={"num_steps": loop.state.step + num_steps})
-    loop.num_steps = rank.plan.num_steps
-    loop.works = iterate_steps(rank)
+def more_steps(bench: Bench, loop: Loop, num_steps: int) -> None:
+    """Continues where the loop ended."""
+    loop.num_steps = loop.state.step + num_steps
+    rank = replace(bench.rank, plan=bench.rank.plan.model_copy(update={"num_steps": loop.num_steps}))
+    loop.works = iterate_steps(rank, bench.data, bench.built.loss_model, loop.state.step)
     train(loop)
 
 
-def profile(rank: RankContext, loop: Loop, output: Path) -> None:
+def profile(bench: Bench, loop: Loop, output: Path) -> None:
     """Three more steps under the profiler; the table of kernels by time goes into a file of rank 0."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
     with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        more_steps(rank, loop, 3)
+        more_steps(bench, loop, 3)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    if rank.is_first:
+    if bench.rank.world.is_first:
         key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         output.write_text(profiler.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=110))
 

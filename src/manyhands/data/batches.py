@@ -217,3 +217,8 @@ def to_tensors(arrays: Arrays, device: torch.device | str = "cpu") -> Batch:
         name: torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
         for name, value in arrays.items()
     }
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on ``device``."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

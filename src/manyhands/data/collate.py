@@ -115,6 +115,11 @@ class BatchShape:
     images: ImageWork | None = None
     tells_documents: bool = False
 
+    @property
+    def can_cut(self) -> bool:
+        """Whether a sample may be cut: images may lie anywhere in it."""
+        return self.images is None
+
 
 def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, shape: BatchShape) -> Arrays:
     """One micro-batch; no samples at all give one row of padding (two tokens, or what ``shape`` asks) without labels.

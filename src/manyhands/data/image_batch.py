@@ -261,6 +261,7 @@ class FeatureFiles:
     """The features of a model's images, on disk alone: the system keeps in memory what there is room for."""
 
     def __init__(self, work: FeatureWork) -> None:
+        self.work = work
         self._model = bytes.fromhex(work.model)
         preparation = hashlib.sha256(self._model).hexdigest()[:16]
         self._cache = ImageCache(Path(work.folder), preparation, 0, work.disk_bytes)

@@ -45,7 +45,7 @@ class KeptFeatures:
         self._images = images
         self._base = getattr(model, model.base_model_prefix)
         self._projectors = _find_projectors(images, model) if images.trained(model) else []
-        self._writer = Writer(files)
+        self._writer, self.work = Writer(files), files.work
         self.num_computed = self.num_read = 0
 
     def features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Rows]:

@@ -25,7 +25,7 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data.batches import Batch, collate
+from manyhands.data.batches import Batch, collate, to_device
 from manyhands.data.collate import BatchShape
 from manyhands.data.image_batch import ImageWork
 from manyhands.data.image_open import ImageOpener, OpenedImage
@@ -89,8 +89,7 @@ def check_images(
         """Of each document (t, v), all in one batch; a document is the number of its text and of its image."""
         batch, lengths = probe.batch([(texts[text], image) for text, image in documents], packing)
         batch[BY_OWN_FORWARD] = own
-        batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        found = engine.logits(batch)
+        found = engine.logits(to_device(batch, device))
         rows = found[0, : sum(lengths)].split(lengths) if packing else found
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from manyhands import families
 from manyhands.core.errors import UserError
-from manyhands.data.image_batch import FEATURE_ENTRIES, KEPT, NAMED
+from manyhands.data.image_batch import FEATURE_ENTRIES, KEPT, NAMED, FeatureWork
 from manyhands.data.image_places import GRID_ENTRIES, PLACES, ROWS, find_rows, grid_inputs, tower_sizes
 from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
@@ -93,6 +93,7 @@ class KeptSource(Protocol):
 
     num_computed: int  # images since the start
     num_read: int  # micro-batches whose features were all there
+    work: FeatureWork  # where they are kept
 
     def features(self, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
 

@@ -6,21 +6,26 @@ made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from manyhands.data.collate import BatchShape
 from manyhands.data.pack import (
     TILE_TOKENS,
     StepLayout,
+    lay_out_packed,
+    lay_out_unpacked,
     packing_efficiency,
     padded_tokens,
 )
+from manyhands.data.store import SampleSet
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.planner.batch import ceil_div, constant_pack_tokens
 from manyhands.planner.clock import lay_out
-from manyhands.planner.layout import change, mesh_of
+from manyhands.planner.layout import Layout, change, mesh_of
 from manyhands.planner.types import Plan, reason
 from manyhands.planner.work import sample_steps
 
@@ -39,9 +44,86 @@ def lay_out_step(
     return lay_out(plan.layout, samples, lengths, cost_of_images(plan, image_units))
 
 
+def lay_out_training(plan: Plan, sample_set: SampleSet, samples: np.ndarray) -> StepLayout:
+    """The same of samples of a set; in a run with images it says whether one of them has one."""
+    return _with_images(sample_set, samples, lay_out_step(plan, samples, sample_set.lengths, sample_set.image_units))
+
+
+def lay_out_evaluation(plan: Plan, sample_set: SampleSet, samples: np.ndarray) -> StepLayout:
+    """Samples of an evaluation, however many micro-batches that takes."""
+    layout, num_ranks = plan.layout, plan.layout.data_parallel_degree
+    if layout.micro_tokens is not None:
+        capacity = max(layout.pack_tokens or layout.micro_tokens, int(sample_set.lengths[samples].max()))
+        cost = cost_of_images(plan, sample_set.image_units)
+        found = lay_out_packed(samples, sample_set.lengths, num_ranks, capacity, cost)
+    else:
+        assert layout.micro_samples is not None
+        accumulation = -(-len(samples) // (layout.micro_samples * num_ranks))
+        found = lay_out_unpacked(samples, num_ranks, layout.micro_samples, accumulation)
+    return _with_images(sample_set, samples, found)
+
+
+def _with_images(sample_set: SampleSet, samples: np.ndarray, layout: StepLayout) -> StepLayout:
+    if sample_set.num_images is None:
+        return layout
+    return replace(layout, has_images=bool(sample_set.num_images[samples].any()))
+
+
 def cost_of_images(plan: Plan, image_units: np.ndarray | None) -> np.ndarray | None:
     """What the images of each sample cost, in tokens; None where nothing passes through a tower."""
     return image_units * plan.image_unit_cost if image_units is not None and plan.image_unit_cost else None
+
+
+def largest_samples(layout: Layout, sample_set: SampleSet) -> list[np.ndarray]:
+    """Sample ids of the micro-batch with the longest samples; with images also of the one with most units (patches or
+    squares). What is left in a pack of those that have the most for their length is filled with others, so that it is
+    as full of tokens as well: no micro-batch takes more of both.
+    """
+    lengths, units = sample_set.lengths, sample_set.image_units
+    order = np.argsort(-lengths, kind="stable")
+    chosen = [_fill(order, lengths, layout)]
+    if units is not None and units.any():
+        most = units if layout.micro_tokens is None else units / np.maximum(lengths, 1)
+        densest = _fill(np.lexsort((-lengths, -most)), lengths, layout)
+        if set(densest.tolist()) != set(chosen[0].tolist()):
+            chosen.append(densest)
+    return chosen
+
+
+def _fill(order: np.ndarray, lengths: np.ndarray, layout: Layout) -> np.ndarray:
+    """The first of ``order``; of a pack those that still fit, one sample at least."""
+    if layout.micro_tokens is None:
+        return order[: layout.micro_samples or 1]
+    left, chosen, shortest = layout.pack_tokens or layout.micro_tokens, [], int(lengths.min())
+    for sample in order.tolist():
+        if lengths[sample] <= left:
+            chosen.append(sample)
+            left -= int(lengths[sample])
+        if left < shortest:
+            break
+    return np.array(chosen or [int(order[0])], dtype=np.int64)
+
+
+def shape_packs(plan: Plan, lengths: Sequence[np.ndarray], shape: BatchShape) -> BatchShape:
+    """The shape with that of the plan's packs, if it packs; ``lengths`` in tokens of the samples of each set.
+
+    Packs are padded to whole tiles on a GPU and where blocks are compiled; nothing is on a CPU otherwise. Compiled
+    blocks get batches that differ in as little as possible: in the number of tokens, and not even in that where all
+    samples have one length.
+    """
+    if not plan.packing:
+        return shape
+    tile = pack_tile(plan)
+    pack_tokens = plan.layout.pack_tokens  # where all samples have one length
+    if not plan.layout.compile and pack_tokens is None:
+        return replace(shape, tile=tile)
+    longest = max(int(each.max()) for each in lengths if len(each))
+    if not plan.layout.compile:
+        return replace(shape, tile=tile, row_length=longest)
+    if pack_tokens is None:
+        return replace(shape, tile=tile, longest=longest)
+    documents = pack_tokens // longest
+    return replace(shape, tile=tile, tokens=pack_tokens, longest=longest, documents=documents, row_length=longest)
 
 
 def pack_tile(plan: Plan) -> int:

@@ -18,9 +18,10 @@ from manyhands.checkpoint.manifest import checkpoint_folder, copy_checkpoint, pr
 from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
 from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteError
+from manyhands.data.order import SampleOrder
 from manyhands.launch.resume_rules import describe_run, remote_of
 from manyhands.training.types import Hook, TrainState
-from manyhands.worker.context import RankContext, StagesCheckpoints
+from manyhands.worker.rank import Rank, RunEngine, StagesCheckpoints
 
 NOTABLE_WAIT_S = 1.0  # of a save for the one before it
 SETTLE_S = 5.0  # that a failed rank waits for the save under way
@@ -44,14 +45,24 @@ class CheckpointHook(Hook):
 
     num_local_values = 1
 
-    def __init__(self, rank: RankContext) -> None:
-        self.rank = rank
-        self.saved_at = rank.state.step if rank.state.step else -1
-        self.saved_elapsed_s = rank.state.elapsed_s
+    def __init__(
+        self,
+        rank: Rank,
+        engine: RunEngine,
+        order: SampleOrder,
+        state: TrainState,
+        hooks: Sequence[Hook],
+        show_progress: Callable[[str, int, int], None],
+        measured: dict[str, Any],
+    ) -> None:
+        """``hooks`` learn of each complete checkpoint; ``measured``: what a save took goes there."""
+        self.rank, self.engine, self.order, self.hooks = rank, engine, order, hooks
+        self.show_progress, self.measured = show_progress, measured
+        self.saved_at = state.step if state.step else -1
+        self.saved_elapsed_s = state.elapsed_s
         self.pending: Pending | None = None
-        self.engine = rank.engine if isinstance(rank.engine, StagesCheckpoints) else None
         self.saver: BackgroundSaver | None = None
-        if self.engine is not None and rank.plan.async_checkpoints:
+        if isinstance(engine, StagesCheckpoints) and rank.plan.async_checkpoints:
             self.saver = BackgroundSaver(rank.world.rank, rank.world.world_size, rank.world.device)
         self.warnings: list[str] = []  # about the newest checkpoint, on rank 0
         self.num_staged = 0  # tensors for which every rank has room
@@ -75,7 +86,8 @@ class CheckpointHook(Hook):
     def between_steps(self, state: TrainState) -> None:
         if self._is_due(state):
             self.save(state)
-        elif self.saver is not None and self.engine is not None and not self.saver.has_asked:
+        elif self.saver is not None and not self.saver.has_asked:
+            assert isinstance(self.engine, StagesCheckpoints)
             self.saver.make_room(self.engine.checkpoint_tensors())  # the optimizer's states are there now
 
     def after_training(self, state: TrainState) -> None:
@@ -85,7 +97,7 @@ class CheckpointHook(Hook):
         plan, section = self.rank.plan, self.rank.config.checkpoint
         minutes = section.every_minutes
         return (
-            follows(self.rank, plan.checkpoint_every, plan.checkpoint_per_epoch, state.step)
+            follows(self.order, plan.checkpoint_every, plan.checkpoint_per_epoch, state.step)
             or (section.keep_best and state.best_step == state.step)
             or (minutes is not None and state.elapsed_s - self.saved_elapsed_s >= 60 * minutes)  # alike on all ranks
         )
@@ -98,8 +110,8 @@ class CheckpointHook(Hook):
             return
         rank, begin = self.rank, time.monotonic()
         run_on_rank_0(rank.folder.refuse_gone)
-        rank.stage = "checkpoint"
-        rank.beat(state.step)
+        rank.process.stage = "checkpoint"
+        rank.process.beat(state.step)
         self.finish(next_step=state.step)
         folder = checkpoint_folder(rank.folder.checkpoints, state.step)
         tensors = self._tensors_to_stage()
@@ -108,8 +120,8 @@ class CheckpointHook(Hook):
         else:
             self._begin(folder, tensors, copy.deepcopy(state))
         self.saved_at, self.saved_elapsed_s = state.step, state.elapsed_s
-        rank.measured.setdefault("checkpoint_stalls_s", []).append(time.monotonic() - begin)
-        rank.stage = "train"
+        self.measured.setdefault("checkpoint_stalls_s", []).append(time.monotonic() - begin)
+        rank.process.stage = "train"
 
     def save_and_wait(self, state: TrainState) -> None:
         """The run ends with this checkpoint; before the first step there is nothing to lose."""
@@ -121,8 +133,9 @@ class CheckpointHook(Hook):
     def _tensors_to_stage(self) -> dict[str, torch.Tensor] | None:
         """What is saved beside the training; None where that cannot be, on this rank or another."""
         saver = self.saver
-        if saver is None or self.engine is None:
+        if saver is None:
             return None
+        assert isinstance(self.engine, StagesCheckpoints)
         tensors = self.engine.checkpoint_tensors()
         if len(tensors) == self.num_staged:  # the same on every rank
             return tensors
@@ -131,13 +144,13 @@ class CheckpointHook(Hook):
         if rank is None:
             self.num_staged = len(tensors)
             return tensors
-        self.rank.print(f"checkpoints are written while training waits: rank {rank}: {reasons[rank]}")
+        self.rank.process.print(f"checkpoints are written while training waits: rank {rank}: {reasons[rank]}")
         saver.close()
         self.saver = None
         return None
 
     def _begin(self, folder: Path, tensors: dict[str, torch.Tensor], state: TrainState) -> None:
-        assert self.saver is not None and self.engine is not None
+        assert self.saver is not None and isinstance(self.engine, StagesCheckpoints)
         save, before_update = self.saver.save(
             folder,
             tensors,
@@ -152,15 +165,15 @@ class CheckpointHook(Hook):
         """Before the tensors change. What the host waits for copies out of its own memory counts as a stall."""
         begin = time.monotonic()
         before_update()
-        if stalls := self.rank.measured.get("checkpoint_stalls_s"):
+        if stalls := self.measured.get("checkpoint_stalls_s"):
             stalls[-1] += time.monotonic() - begin
 
     def _save_now(self, folder: Path, state: TrainState) -> None:
-        rank, begin = self.rank, time.monotonic()
-        rank.engine.save(
+        begin = time.monotonic()
+        self.engine.save(
             folder,
             asdict(state),
-            progress=lambda done, total: rank.show_progress(f"checkpoint {state.step}", done, total),
+            progress=lambda done, total: self.show_progress(f"checkpoint {state.step}", done, total),
             manifest_extra=self._manifest_extra(),
         )
         run_on_rank_0(lambda: self._after_commit(folder, self._kept_best(state), lambda _: advance()))
@@ -182,7 +195,7 @@ class CheckpointHook(Hook):
             raise
         waited = time.monotonic() - begin
         if next_step is not None and waited > NOTABLE_WAIT_S:
-            self.rank.print(
+            self.rank.process.print(
                 f"the checkpoint of step {next_step} waited {waited:.1f} s for that of step {pending.state.step}"
             )
         self._complete(pending)
@@ -192,10 +205,10 @@ class CheckpointHook(Hook):
         self._announce(pending.save.folder, pending.state, pending.save.seconds)
 
     def _announce(self, folder: Path, state: TrainState, seconds: float) -> None:
-        self.rank.measured["checkpoint_s"] = seconds
+        self.measured["checkpoint_s"] = seconds
         for warning in self.warnings:
-            self.rank.print(f"warning: {warning}")
-        for hook in dict.fromkeys((*self.rank.sinks, *self.rank.hooks)):
+            self.rank.process.print(f"warning: {warning}")
+        for hook in self.hooks:
             hook.after_checkpoint(state, folder)
 
     def _after_commit(self, folder: Path, keep: Collection[int], moved: Callable[[int], object]) -> None:
@@ -242,8 +255,8 @@ class CheckpointHook(Hook):
             self.saver = None
 
 
-def follows(rank: RankContext, every: int, per_epoch: int, num_steps: int) -> bool:
+def follows(order: SampleOrder, every: int, per_epoch: int, num_steps: int) -> bool:
     """Whether an evaluation or a checkpoint follows the first ``num_steps`` steps, as the plan spaces them."""
     if per_epoch:
-        return rank.order.ends_part(num_steps - 1, per_epoch)
+        return order.ends_part(num_steps - 1, per_epoch)
     return bool(every) and num_steps % every == 0

@@ -4,31 +4,29 @@ run is rolled back.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.files import write_json
-from manyhands.planner.efficiency import lay_out_step
+from manyhands.planner.efficiency import lay_out_training
 from manyhands.planner.layout import Layout
-from manyhands.training.guards import Diverged, Fault, Replicas, RollBack, StepGuard
+from manyhands.planner.types import Plan
+from manyhands.training.guards import Diverged, Fault, Replicas, RollBack
 from manyhands.training.types import StepResult, TrainState
-from manyhands.worker.context import RankContext
+from manyhands.worker.rank import Data, Rank, RunEngine
 from manyhands.worker.stages import find_checkpoint
 
 MAX_FILES = 100  # of samples: a run that skips for ever must not fill the disk
 
 
-def make_guard(rank: RankContext) -> StepGuard:
-    def keep(result: StepResult, fault: Fault, action: str) -> str:
-        return keep_samples(rank, result, fault, action)
-
-    return StepGuard(rank.config.guards, rank.print, keep)
-
-
-def make_replicas(rank: RankContext) -> Replicas | None:
+def make_replicas(rank: Rank, model: torch.nn.Module) -> Replicas | None:
     """None where no two ranks hold the same weights, or comparing is switched off."""
     groups = replica_groups(rank.plan.layout)
     if groups is None or not rank.config.guards.replicas_every:
         return None
-    trained = [parameter for parameter in rank.model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Replicas(trained, groups, rank.config.guards.replicas_every)
 
 
@@ -39,75 +37,77 @@ def replica_groups(layout: Layout) -> list[int] | None:
     return [rank % layout.weight_shards for rank in range(layout.world_size)]
 
 
-def keep_samples(rank: RankContext, result: StepResult, fault: Fault, action: str) -> str:
+def keep_samples(rank: Rank, data: Data, result: StepResult, fault: Fault, action: str) -> str:
     """Writes which samples were in the step's batch to ``logs/batch-N.json``, on rank 0; returns the file as messages
     name it, "" where it was not written.
     """
     path = rank.folder.logs / f"batch-{result.step:06d}.json"
     if len(list(rank.folder.logs.glob("batch-*.json"))) >= MAX_FILES:
         return ""
-    if rank.is_first:
+    if rank.world.is_first:
+        found = {
+            "step": result.step,
+            "epoch": data.order.locate(result.step - 1)[0],
+            "fault": fault,
+            "action": action,
+            "loss": repr(result.loss),
+            "grad_norm": repr(result.grad_norm),
+            "rank_losses": [repr(loss) for loss in result.rank_losses],
+            "samples": list_samples(rank.plan, data, result.step - 1),
+        }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, describe_batch(rank, result, fault, action))
+            write_json(path, found)
         except OSError as error:  # a full disk
-            rank.print(f"note: {path} cannot be written: {error.strerror or error}")
+            rank.process.print(f"note: {path} cannot be written: {error.strerror or error}")
     return str(path)
 
 
-def describe_batch(rank: RankContext, result: StepResult, fault: Fault, action: str) -> dict[str, object]:
-    """Each sample of the step by its number among the training samples, with source, line and rank."""
-    epoch, index = rank.order.locate(result.step - 1)
-    numbers = rank.order.samples(epoch, index)
-    layout = lay_out_step(rank.plan, numbers, rank.store.train.lengths, rank.store.train.image_units)
-    names = [str(source.get("path") or source.get("name")) for source in rank.store.meta["sources"]]
-    lines, train = rank.store.lines, rank.store.train
-    samples = [
+def list_samples(plan: Plan, data: Data, step: int) -> list[dict[str, Any]]:
+    """Each sample of ``step``, counted from 0, by its number among the training samples, with source, line and rank."""
+    store, train = data.store, data.store.train
+    numbers = data.order.samples(*data.order.locate(step))
+    layout = lay_out_training(plan, train, numbers)
+    names = [str(source.get("path") or source.get("name")) for source in store.meta["sources"]]
+    lines = store.lines
+    return [
         {
             "sample": int(number),
             "source": names[int(train.sources[number])],
-            "file": rank.store.file_number(int(number)),  # of a source of several, counted from 0
+            "file": store.file_number(int(number)),  # of a source of several, counted from 0
             "line": int(lines[train.places[number]]),
             "tokens": int(train.lengths[number]),
             "rank": owner,
         }
-        for owner in range(rank.plan.layout.data_parallel_degree)
+        for owner in range(plan.layout.data_parallel_degree)
         for number in layout.samples_of_rank(owner)
     ]
-    found: dict[str, object] = {
-        "step": result.step,
-        "epoch": epoch,
-        "fault": fault,
-        "action": action,
-        "loss": repr(result.loss),
-    }
-    found |= {"grad_norm": repr(result.grad_norm), "rank_losses": [repr(loss) for loss in result.rank_losses]}
-    return found | {"samples": samples}
 
 
-def roll_back(rank: RankContext, asked: RollBack) -> None:
-    """Loads the newest checkpoint into the living engine; of the steps to leave out those that follow it are. At least
-    one does: no checkpoint has the step that gave the reason. Diverged where there is no checkpoint. Every rank calls
-    it.
+def roll_back(
+    rank: Rank, engine: RunEngine, before: TrainState, reason: RollBack, measured: dict[str, Any]
+) -> TrainState:
+    """Loads the newest checkpoint into the living engine and returns its state; of the steps to leave out those that
+    follow it are. At least one does: no checkpoint has the step that gave the reason. Diverged where there is no
+    checkpoint. Every rank calls it.
     """
-    before = rank.state
-    find_checkpoint(rank)
-    checkpoint = rank.checkpoint
+    checkpoint = find_checkpoint(rank)
     if checkpoint is None:
         raise Diverged(
-            asked.why,
+            reason.why,
             where=str(rank.folder.checkpoints),
             why="there is no checkpoint to roll back to yet (guards: rollback)",
             fix="set checkpoint.every_steps so that one exists by then, or guards.nonfinite=skip",
             exit_code=EXIT_FAILED,
         )
-    rank.engine.drop_gradients()
-    state = TrainState(**rank.engine.load(checkpoint, is_checked=True, report=rank.print))
+    engine.drop_gradients()
+    state = TrainState(**engine.load(checkpoint, is_checked=True, report=rank.process.print))
     state.num_rollbacks = before.num_rollbacks + 1
-    left_out = [step for step in asked.left_out if step >= state.step]
+    left_out = [step for step in reason.left_out if step >= state.step]
     state.left_out = sorted({*before.left_out, *left_out})
-    rank.state = state
-    evaluations = rank.measured.get("evaluations", [])  # those that come after the checkpoint are made again
-    rank.measured["evaluations"] = [one for one in evaluations if one["step"] <= state.evaluated_step]
+    rank.process.step = state.step
+    evaluations = measured.get("evaluations", [])  # those that come after the checkpoint are made again
+    measured["evaluations"] = [one for one in evaluations if one["step"] <= state.evaluated_step]
     steps = f"step{'s' * (len(left_out) != 1)} {', '.join(str(step + 1) for step in left_out)}"
-    rank.print(f"warning: {asked.why}; rolled back to {checkpoint.name}, {steps} will be left out")
+    rank.process.print(f"warning: {reason.why}; rolled back to {checkpoint.name}, {steps} will be left out")
+    return state

@@ -28,14 +28,14 @@ from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import Figure, GpuKind
 from manyhands.launch.environment import ATTEMPT
 from manyhands.launch.nodes import host_name
-from manyhands.worker.context import RankContext
+from manyhands.worker.rank import Rank
 
 SIDE = 4096  # of the matrices: 96 MiB in all, freed before the model is built
 WARM_S, TIMED_S = 0.2, 0.3
 LINK_BYTES, LINK_ROUNDS = 2**26, 5
 
 
-def check_machines(rank: RankContext) -> None:
+def check_machines(rank: Rank) -> None:
     """Rank 0 shows what might slow the run down or end it. Nothing here ends it. After a restart it is known, and the
     driver would answer late, as it takes back what the ranks of before have held; on a full GPU there is no room yet.
     """
@@ -44,11 +44,11 @@ def check_machines(rank: RankContext) -> None:
     link = all_reduce_gb_s(rank.world.device) if is_gpu and not is_restart and rank.world.world_size > 1 else None
     health = None if is_restart or rank.world.local_rank else read_health(host_name(), rank.folder.path)
     found = run_on_all_ranks(lambda: (host_name(), rate, health))
-    if not rank.is_first or is_restart:
+    if not rank.world.is_first or is_restart:
         return
     kind = _kind() if is_gpu else None
     for finding in judge_all(found, kind, link):
-        rank.print(f"warning: {finding.text}" + (f" -> {finding.fix}" if finding.fix else ""))
+        rank.process.print(f"warning: {finding.text}" + (f" -> {finding.fix}" if finding.fix else ""))
 
 
 def _kind() -> GpuKind | None:

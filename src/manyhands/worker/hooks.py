@@ -4,16 +4,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any
 
+from torch import nn
+
+from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.references import import_reference
-from manyhands.training.types import Evaluation, Hook, TrainState
-from manyhands.worker.context import RankContext
+from manyhands.core.world import World
+from manyhands.launch.run_folder import RunFolder
+from manyhands.planner.types import Plan
+from manyhands.training.types import Engine, Evaluation, Hook, TrainState
+from manyhands.worker.rank import BuiltModel, Data, Rank
 
-MakeHook = Callable[[RankContext], Hook]
+
+@dataclass(frozen=True)
+class HookContext:
+    """What a user's hook gets of its rank. ``print`` writes a line to rank 0's terminal and to the rank's log."""
+
+    config: RunConfig
+    plan: Plan
+    folder: RunFolder
+    world: World
+    tokenizer: Any
+    model: nn.Module
+    engine: Engine
+    print: Callable[[str], None]
+
+    @property
+    def is_first(self) -> bool:
+        return self.world.is_first
+
+
+MakeHook = Callable[[HookContext], Hook]
+
+
+def make_hooks(makers: Sequence[MakeHook], rank: Rank, data: Data, built: BuiltModel) -> list[Hook]:
+    """Calls what ``read_hooks`` has found."""
+    context = HookContext(
+        rank.config,
+        rank.plan,
+        rank.folder,
+        rank.world,
+        data.tokenizer,
+        built.model,
+        built.engine,
+        rank.process.print,
+    )
+    return [make(context) for make in makers]
 
 
 def read_hooks(hooks: Sequence[Any], metrics: Mapping[str, Any] | Sequence[str] | None) -> list[MakeHook]:
@@ -26,7 +67,7 @@ def read_hooks(hooks: Sequence[Any], metrics: Mapping[str, Any] | Sequence[str] 
     return [*made, partial(MetricHook, functions=functions)] if functions else made
 
 
-def _make(function: Callable[[RankContext], Any], rank: RankContext) -> Hook:
+def _make(function: Callable[[HookContext], Any], rank: HookContext) -> Hook:
     hook = function(rank)
     if not isinstance(hook, Hook):
         raise UserError(
@@ -39,7 +80,7 @@ def _make(function: Callable[[RankContext], Any], rank: RankContext) -> Hook:
 class MetricHook(Hook):
     """Functions of an evaluation, computed by rank 0, which has the answers."""
 
-    def __init__(self, rank: RankContext, functions: Mapping[str, Callable[[Evaluation], float]]) -> None:
+    def __init__(self, rank: HookContext, functions: Mapping[str, Callable[[Evaluation], float]]) -> None:
         self.rank, self.functions = rank, functions
 
     def measure(self, state: TrainState, evaluation: Evaluation) -> Mapping[str, float]:

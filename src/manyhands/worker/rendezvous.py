@@ -43,11 +43,9 @@ from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Stopped
 from manyhands.planner.types import Plan
 from manyhands.worker.collectives import count_collectives, read_collectives
-from manyhands.worker.context import RankContext
 from manyhands.worker.nodes import (
     POLL_S,
     FirstRankFailed,
-    NodeMap,
     broadcast_from_rank0,
     describe_rank,
     find_group_over_store,
@@ -57,6 +55,7 @@ from manyhands.worker.nodes import (
     refuse_second_claim,
     shutdown_barrier,
 )
+from manyhands.worker.rank import Rank
 from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
 
 GROUP_SLACK_S = 60.0
@@ -64,11 +63,11 @@ STOP_S = 5.0
 PREPARE_TIMEOUT_S = 24 * 3600.0  # rank 0 may tokenise for hours
 
 
-def join(session: Session, arguments: argparse.Namespace) -> bool:
-    """Store, run and plan from rank 0, output, process group. True if the run is finished already."""
-    launcher, rank = session.launcher, session.context
+def join(session: Session, arguments: argparse.Namespace) -> Rank | None:
+    """Store, run and plan from rank 0, output, process group. None if the run is finished already."""
+    launcher = session.launcher
     if arguments.run_folder is not None:
-        rank.folder = RunFolder(arguments.run_folder)  # failures are reported there from here on
+        session.folder = RunFolder(arguments.run_folder)  # failures are reported there from here on
     session.enter("join")
     timeout_s = _join_timeout(arguments)
     store = open_store(launcher, timeout_s) if session.store is None else session.store
@@ -82,7 +81,7 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
         nodes,
         lambda: (arguments.load or _load_run)(arguments, launcher),
         fresh=arguments.fresh,
-        report=functools.partial(print, file=rank.terminal, flush=True),
+        report=functools.partial(print, file=session.terminal, flush=True),
         timeout_s=timeout_s,
     )
     finds_out = nodes.num_nodes > 1 and arguments.run_folder is None
@@ -99,46 +98,40 @@ def join(session: Session, arguments: argparse.Namespace) -> bool:
         )
     except BaseException as error:
         if isinstance(error, FirstRankFailed) and nodes.node and nodes.leads(launcher.rank):
-            print(error.text, file=rank.terminal, flush=True)  # this terminal is not rank 0's
+            print(error.text, file=session.terminal, flush=True)  # this terminal is not rank 0's
         # Who was stopped does not wait long for others, which may have been stopped too.
         shutdown_barrier(store, launcher, min(timeout_s, STOP_S) if isinstance(error, Stopped) else timeout_s)
         raise
     fields = json.loads(text)
-    rank.config = RunConfig.model_validate(fields["config"])
-    path = arguments.run_folder or (folder_of(rank.config).path if finds_out else Path(fields["folder"]))
+    config = session.config = RunConfig.model_validate(fields["config"])
+    path = arguments.run_folder or (folder_of(config).path if finds_out else Path(fields["folder"]))
     path = path.resolve()  # as messages name it
-    folder = rank.folder = RunFolder(path)
+    folder = session.folder = RunFolder(path)
     if fields["finished"]:
         shutdown_barrier(store, launcher, timeout_s)
         if nodes.leads(launcher.rank):
             line = f"{fields['folder']} is finished; nothing to do (--fresh starts it again in a new folder)"
-            print(line, file=rank.terminal, flush=True)
-        return True
-    rank.plan = Plan.model_validate(fields["plan"])
-    _compare_digests(store, launcher, rank)
+            print(line, file=session.terminal, flush=True)
+        return None
+    plan = session.plan = Plan.model_validate(fields["plan"])
+    _compare_digests(store, launcher, f"{config.digest} {plan.digest}")
     places = store.get(f"places/{nodes.node}").decode() if finds_out else os.environ.get(PLACES)
-    rank.plan = localize(rank.plan, places)
+    plan = session.plan = localize(plan, places)
     os.environ.update({name: value for name, value in nodes.environment.items() if name not in os.environ})
-    set_worker_environment(rank.plan, launcher.num_sharing_cores)  # before CUDA starts
-    session.attach(folder)
-    rank.beat()
-    _form_world(session, store, nodes)
-    return False
-
-
-def _form_world(session: Session, store: dist.Store, nodes: NodeMap) -> None:
-    """The process group, and proof that it is whole."""
-    launcher, rank = session.launcher, session.context
-    torch.set_num_threads(choose_threads(rank.plan, launcher))  # torch has read the variable when it was imported
-    device = pick_device(rank.plan.layout.device, launcher.device_index)
+    set_worker_environment(plan, launcher.num_sharing_cores)  # before CUDA starts
+    session.attach(folder, config, plan)
+    session.beat()
+    torch.set_num_threads(choose_threads(plan, launcher))  # torch has read the variable when it was imported
+    device = pick_device(plan.layout.device, launcher.device_index)
     # Longer than the watch's limit: a stuck rank is to be named by the watch, not by whichever peer waits for it. Other
     # launchers have no watch, and nothing else would notice that a link between nodes is cut.
     slack_s = GROUP_SLACK_S if launcher.kind == "manyhands" or nodes.num_nodes == 1 else 0.0
-    rank.world = form_group(store, launcher, device, rank.config.parallel.timeout_s + slack_s)
+    world = form_group(store, launcher, device, config.parallel.timeout_s + slack_s)
     if session.heartbeat is not None:
         session.heartbeat.count_collectives = count_collectives
         session.heartbeat.read_collectives = read_collectives
-    check_world(rank.world, rank.plan.layout.world_size)
+    check_world(world, plan.layout.world_size)
+    return Rank(config, plan, folder, world, session)
 
 
 def _join_timeout(arguments: argparse.Namespace) -> float:
@@ -178,7 +171,7 @@ def _prepare(session: Session, arguments: argparse.Namespace, find_out: FindOut 
         config = loaded.config
         refuse_silent_single(session.launcher, config)
         for translation in loaded.translations:
-            print("\n".join(summarize(translation)), file=session.context.terminal, flush=True)
+            print("\n".join(summarize(translation)), file=session.terminal, flush=True)
         prepared = prepare_run(
             config,
             world_size=session.launcher.world_size,
@@ -191,7 +184,7 @@ def _prepare(session: Session, arguments: argparse.Namespace, find_out: FindOut 
         folder, config, plan, finished = prepared.folder, prepared.config, prepared.plan, prepared.finished
         if not finished:
             folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
-            print("\n".join(summarize_start(prepared)), file=session.context.terminal, flush=True)
+            print("\n".join(summarize_start(prepared)), file=session.terminal, flush=True)
     fields = {"folder": str(folder.path.resolve()), "finished": finished}
     return json.dumps(fields | {"config": config.model_dump(mode="json"), "plan": plan.model_dump(mode="json")})
 
@@ -202,9 +195,8 @@ def _load_run(arguments: argparse.Namespace, launcher: Launcher) -> LoadedRun:
     )
 
 
-def _compare_digests(store: dist.Store, launcher: Launcher, rank: RankContext) -> None:
+def _compare_digests(store: dist.Store, launcher: Launcher, mine: str) -> None:
     """Every rank must have understood the same run and plan (another version of the program on one node would not)."""
-    mine = f"{rank.config.digest} {rank.plan.digest}"
     store.set(f"digest/{launcher.rank}", mine)
     for other in range(launcher.world_size):
         theirs = store.get(f"digest/{other}").decode()

@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
+from manyhands.launch.run_folder import RunFolder
 from manyhands.planner.types import MemoryFound
 from manyhands.training.loop import Interrupted
+from manyhands.training.types import Hook
 from manyhands.worker import export_stages, stages, training
-from manyhands.worker.context import RankContext
 from manyhands.worker.health import check_machines
-from manyhands.worker.hooks import read_hooks
+from manyhands.worker.hooks import MakeHook, make_hooks, read_hooks
 from manyhands.worker.largest import try_largest
+from manyhands.worker.rank import Rank
 from manyhands.worker.rendezvous import join
 from manyhands.worker.session import Session
 
@@ -43,21 +46,18 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|STATUS_ALLOC_FAILED|can't allocate m
 def run_rank(session: Session, arguments: argparse.Namespace) -> int:
     """Runs every stage; returns the exit code."""
     owns_group = not dist.is_initialized()
-    if join(session, arguments):
+    rank = join(session, arguments)
+    if rank is None:
         session.close_heartbeat()
         return 0
-    rank = session.context
-    rank.make_hooks = read_hooks(arguments.hook, arguments.metric)
-    for name, stage in list_stages():
-        session.enter(name)
-        try:
-            stage(rank)
-        except Interrupted:
-            return end_interrupted(session)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise explain_out_of_memory(rank, error) from error
+    try:
+        run_stages(rank, session.hooks, read_hooks(arguments.hook, arguments.metric))
+    except Interrupted:
+        return end_interrupted(session, rank.folder)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain_out_of_memory(rank, error) from error
     run_on_all_ranks(lambda: None)  # barrier before teardown
     if owns_group:
         dist.destroy_process_group()
@@ -67,44 +67,56 @@ def run_rank(session: Session, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def end_interrupted(session: Session) -> int:
+def run_stages(rank: Rank, hooks: Sequence[Hook], makers: Sequence[MakeHook]) -> None:
+    """One rank, top to bottom. ``hooks`` of the loop; ``makers`` of further ones, called when the model is there."""
+    enter = rank.process.enter
+    enter("check machines")
+    check_machines(rank)
+    enter("open data")
+    data = stages.open_data(rank)
+    enter("check base model")
+    stages.check_base(rank)
+    enter("find checkpoint")
+    checkpoint = stages.find_checkpoint(rank)
+    enter("build model")
+    built = stages.build_model(rank, resumes=checkpoint is not None)
+    measured: dict[str, Any] = {**built.measured}  # for the report
+    enter("check model")
+    measured |= stages.check_model(rank, data, built)
+    enter("resume")
+    state = stages.resume(rank, built.engine, checkpoint)
+    enter("try largest batch")
+    try_largest(rank, data, built)
+    enter("train")
+    hooks = [*hooks, *make_hooks(makers, rank, data, built)]
+    state = training.train_model(rank, data, built, state, hooks, measured)
+    enter("export")
+    export_stages.export(rank, data, built, state)
+    enter("verify")
+    measured["verified"] = export_stages.verify(rank, built.engine, state)
+    enter("report")
+    export_stages.report(rank, data, built.engine, state, measured)
+
+
+def end_interrupted(session: Session, folder: RunFolder) -> int:
     """What is left to do when the run was asked to stop and is saved; returns the exit code. Every rank calls it."""
-    rank, kind = session.context, session.launcher.kind
+    kind, number = session.launcher.kind, session.stop.number
     # An agent of torch starts ranks that end with anything but 0 again, and Kubernetes may, without the file.
-    is_final = kind in ("torchrun", "accelerate") and any(run_on_all_ranks(lambda: rank.stop_by_file))
+    is_final = kind in ("torchrun", "accelerate") and any(run_on_all_ranks(lambda: session.stop_by_file))
     session.close_heartbeat()
-    number = session.stop.number if session.stop is not None else 0
-    if rank.stop_by_file:
-        rank.folder.write_status("interrupted", reason=rank.folder.stop_file.name)
-        rank.folder.stop_file.unlink(missing_ok=True)
+    if session.stop_by_file:
+        folder.write_status("interrupted", reason=folder.stop_file.name)
+        folder.stop_file.unlink(missing_ok=True)
     elif session.is_first and kind != "manyhands":  # our launcher does it itself
-        asked = rank.folder.read_stop_reason() or "a rank was asked to stop"
+        asked = folder.read_stop_reason() or "a rank was asked to stop"
         reason = signal.Signals(number).name if number else asked
-        rank.folder.write_status("interrupted", reason=reason)
-    rank.print(f"stopped after step {rank.state.step}; the same command resumes from there")
+        folder.write_status("interrupted", reason=reason)
+    session.print(f"stopped after step {session.step}; the same command resumes from there")
     if kind == "slurm":
         run_on_all_ranks(lambda: None)  # srun --kill-on-bad-exit ends all ranks with the first that leaves
     if is_final:
         return 0
-    return session.stop.exit_code if session.stop is not None and number else EXIT_INTERRUPTED
-
-
-def list_stages() -> tuple[tuple[str, Callable[[RankContext], None]], ...]:
-    """All stages by name, in order. Each works on what those before it have put into the context."""
-    return (
-        ("check machines", check_machines),
-        ("open data", stages.open_data),
-        ("check base model", stages.check_base),
-        ("find checkpoint", stages.find_checkpoint),
-        ("build model", stages.build_model),
-        ("check model", stages.check_model),
-        ("resume", stages.resume),
-        ("try largest batch", try_largest),
-        ("train", training.train_model),
-        ("export", export_stages.export),
-        ("verify", export_stages.verify),
-        ("report", export_stages.report),
-    )
+    return session.stop.exit_code if number else EXIT_INTERRUPTED
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -116,7 +128,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def explain_out_of_memory(rank: RankContext, error: BaseException) -> UserError:
+def explain_out_of_memory(rank: Rank, error: BaseException) -> UserError:
     """Sets the plan's estimate beside what was there when memory ran out. The launcher, or the next start, plans
     smaller.
     """
@@ -125,13 +137,14 @@ def explain_out_of_memory(rank: RankContext, error: BaseException) -> UserError:
     had = ""
     if found is not None:
         had = f"{found.needed / gib:.1f} GiB needed or more, {found.available / gib:.1f} GiB available, "
-    helps = rank.stage not in NOT_OF_MICRO_BATCHES
+    helps = rank.process.stage not in NOT_OF_MICRO_BATCHES
     fix = "start it again: the next start plans a smaller micro-batch with the same global batch"
     if not helps:
         fix = "use more GPUs with parallel.strategy=fsdp, or end other programs that hold memory;"
         fix += " the same command resumes"
+    process, what = rank.process, "GPU memory" if device.type == "cuda" else "memory"
     return UserError(
-        f"out of {'GPU ' if device.type == 'cuda' else ''}memory in stage '{rank.stage}' at step {rank.state.step}",
+        f"out of {what} in stage '{process.stage}' at step {process.step}",
         where=f"rank {rank.world.rank}: {had}planned {planned.total / gib:.1f} GiB",
         why=str(error).split(". ")[0],
         fix=fix,

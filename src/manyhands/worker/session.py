@@ -8,10 +8,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
+from manyhands.config.schema import RunConfig
 from manyhands.core import progress
 from manyhands.core.errors import PeerError, UserError
 from manyhands.core.text import PrintableStream
@@ -32,7 +33,9 @@ from manyhands.launch.heartbeat import Heartbeat
 from manyhands.launch.rank_watch import RankWatch, start_beside
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.stacks import listen_for_signal
-from manyhands.worker.context import RankContext
+from manyhands.planner.types import Plan
+from manyhands.training.types import Hook
+from manyhands.worker.rank import Process
 
 DEFAULT_TIMEOUT_S = 600.0  # until the run file is known
 HOST_STAGES = (
@@ -46,73 +49,66 @@ HOST_STAGES = (
 )  # mostly work of libraries
 
 
-class Session:
-    """The process around the stages of one rank. ``context`` is what these share; it is filled from rendezvous on."""
+class Session(Process):
+    """The process around the stages of one rank. ``hooks`` of the loop, besides those of the stages."""
+
+    hooks: Sequence[Hook] = ()
 
     def __init__(self, launcher: Launcher, *, heartbeat: Heartbeat | None = None) -> None:
+        super().__init__(is_first=launcher.rank == 0)
         self.launcher, self.heartbeat = launcher, heartbeat
-        self.context = RankContext(on_beat=self._beat, on_step=self._begin_step)
+        # Known from rendezvous on.
+        self.folder: RunFolder | None = None
+        self.config: RunConfig | None = None
+        self.plan: Plan | None = None
         self.lock: FolderLock | None = None  # held while rank 0 lives, where another launcher has started it
         self.store: Any = None  # the ranks' key-value store, where the process has one already
-        self.stop: Stop | None = None
         self.is_reporting = False  # why it ends, or has done so
         self.watch: RankWatch | None = None  # where the launcher does not watch
 
-    def attach(self, folder: RunFolder) -> None:
-        """The run's folder is known: this process's output goes to the rank's log from here on, its signals end the
-        run, and the rank beats.
+    def attach(self, folder: RunFolder, config: RunConfig, plan: Plan) -> None:
+        """Of a planned run: this process's output goes to the rank's log from here on, its signals end the run, and
+        the rank beats.
         """
-        self.context.terminal = redirect_output(folder.log(self.launcher.rank))
-        self.context.log = sys.stdout
+        self.terminal = redirect_output(folder.log(self.launcher.rank))
+        self.log = sys.stdout
         self.start_heartbeat(folder)
         listen_for_signal(folder, self.launcher.rank)
         self.watch_signals(give_up=lambda: is_lost(folder))
         if self.launcher.kind != "manyhands":
-            self._watch_others(folder)
+            self._watch_others(folder, config.parallel.timeout_s)
 
-    def _watch_others(self, folder: RunFolder) -> None:
+    def _watch_others(self, folder: RunFolder, timeout_s: float) -> None:
         self.watch = RankWatch(
             folder,
             self.launcher.world_size,
-            self.context.config.parallel.timeout_s,
+            timeout_s,
             rank=self.launcher.rank,
             local_rank=self.launcher.local_rank,
             report=self.show_end,
         )
         self.watch.start()
         if self.launcher.world_size == 1:
-            start_beside(folder, self.context.config.parallel.timeout_s, self.context.terminal)
+            start_beside(folder, timeout_s, self.terminal)
 
     def start_heartbeat(self, folder: RunFolder) -> None:
         if self.heartbeat is None:
             self.heartbeat = Heartbeat(folder, self.launcher.rank)
         progress.listen(self.heartbeat.advance)
 
-    @property
-    def folder(self) -> RunFolder | None:
-        return self.context.folder
-
-    @property
-    def is_first(self) -> bool:
-        return self.launcher.rank == 0
-
-    def enter(self, stage: str) -> None:
-        """``stage`` begins."""
-        self.context.stage = stage
-        self.context.beat()
-
     def watch_signals(self, give_up: Callable[[], bool]) -> None:
         """From now on SIGINT and SIGTERM end the run after its step; ``give_up()``: there is no point in waiting."""
         self.stop = StopSignal(give_up=lambda: not self.is_reporting and give_up(), before_exit=self.show_lost)
-        self.context.stop = self.stop
 
-    def _beat(self, stage: str, step: int | None) -> None:
+    def beat(self, step: int | None = None) -> None:
+        super().beat(step)
         if self.heartbeat is not None:
             # Before the first step libraries are loaded and blocks compiled.
-            self.heartbeat.counts_processor = stage in HOST_STAGES or (stage == "train" and not step)
-            self.heartbeat.beat(stage, step)
+            is_host_stage = self.stage in HOST_STAGES or (self.stage == "train" and not step)
+            self.heartbeat.counts_processor = is_host_stage
+            self.heartbeat.beat(self.stage, step)
 
-    def _begin_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         if self.heartbeat is not None:
             self.heartbeat.begin_step(step)
 
@@ -139,7 +135,7 @@ class Session:
                 self.watch.close()
 
     def _report(self, error: BaseException) -> None:
-        rank, world_size, stage = self.launcher.rank, self.launcher.world_size, self.context.stage
+        rank, world_size, stage = self.launcher.rank, self.launcher.world_size, self.stage
         is_consequence = world_size > 1 and looks_like_consequence(error)
         if not isinstance(error, UserError | PeerError):
             self._keep_traceback(error)
@@ -152,8 +148,7 @@ class Session:
             self._write_failed(describe_failure(error, stage, rank, None), error)
         if is_consequence:
             if self.folder is not None:
-                config = self.context.config
-                limit_s = config.parallel.timeout_s if config is not None else DEFAULT_TIMEOUT_S
+                limit_s = self.config.parallel.timeout_s if self.config is not None else DEFAULT_TIMEOUT_S
                 self.show_lost(error, wait_for_cause(self.folder, rank, world_size, limit_s))
                 if self.folder.has_cause():  # of another machine, whose terminal is not this one
                     self._show(str(first_failure(self.folder, {})))
@@ -168,23 +163,22 @@ class Session:
         cause = first_failure(self.folder, {})
         self._show(str(cause))
         self._write_failed(str(cause), cause)
-        record_for_torch(cause, self.context.stage, self.launcher.rank)
+        record_for_torch(cause, self.stage, self.launcher.rank)
 
     def show_lost(self, error: BaseException | None = None, silent: Collection[int] = ()) -> None:
         """Where no rank has reported why the run ends, a surviving one shows what it knows."""
         if self.folder is not None and not self.folder.has_cause():
-            text = describe_lost(self.folder, self.launcher.rank, self.context.stage, error, silent)
+            text = describe_lost(self.folder, self.launcher.rank, self.stage, error, silent)
             self._show(text)
             self._write_failed(text, error)
 
     def _write_failed(self, text: str, error: BaseException | None) -> None:
         """Into status.json, which our own launcher writes itself."""
-        plan = self.context.plan
-        if self.launcher.kind == "manyhands" or self.folder is None or plan is None:
+        if self.launcher.kind == "manyhands" or self.folder is None or self.plan is None:
             return
         reason = error if isinstance(error, UserError) else UserError(text.removeprefix("error: "))
         with contextlib.suppress(OSError):
-            self.folder.write_failed(reason, plan)
+            self.folder.write_failed(reason, self.plan)
 
     def _keep_traceback(self, error: BaseException) -> None:
         with contextlib.suppress(OSError):  # into the log, whose disk may be full
@@ -192,18 +186,7 @@ class Session:
 
     def _show(self, text: str) -> None:
         if self.launcher.kind != "manyhands" and (self.folder is None or claim_terminal(self.folder)):
-            print(text, file=self.context.terminal, flush=True)
-
-
-class Stop(Protocol):
-    """Whether the process was asked to end, and by which signal (0: by none)."""
-
-    number: int
-
-    def __call__(self) -> bool: ...
-
-    @property
-    def exit_code(self) -> int: ...
+            print(text, file=self.terminal, flush=True)
 
 
 GRACE_S = 20.0  # below the 30 s after which torch's agent kills, so that the last checkpoint is our own doing
