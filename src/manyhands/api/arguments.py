@@ -16,11 +16,11 @@ from typing import Any
 
 from manyhands.config.patterns import REGEX
 from manyhands.config.read import ParsedFile
-from manyhands.config.text import nearest_name, show
+from manyhands.config.text import names, nearest_name, show
 from manyhands.core.errors import UserError
 from manyhands.importers import preferences, trl
 from manyhands.importers import transformers as hf
-from manyhands.importers.translation import ImportContext, Translation, Translator, names
+from manyhands.importers.translation import ImportContext, Translation, Translator
 
 WHERE = "the trainer's arguments"
 OWN = names("enable_distributed_training distributed_backend")

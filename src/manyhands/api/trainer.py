@@ -17,11 +17,11 @@ from manyhands.api.runs import TrainedRun, check_overrides, plan, read_keys
 from manyhands.api.sources import list_rows, write_rows
 from manyhands.api.start import start
 from manyhands.config.schema import DataSection
+from manyhands.config.text import names
 from manyhands.core.errors import UserError
 from manyhands.core.units import count_of
 from manyhands.facts.host import read_host_facts
 from manyhands.importers.load import LoadedRun
-from manyhands.importers.translation import names
 
 if TYPE_CHECKING:
     from manyhands.planner.types import Plan

@@ -23,3 +23,8 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that a misspelled one most likely means; None if none is similar."""
     close = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1, cutoff=0.6)
     return close[0] if close else None
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of ``text``: a set of keys."""
+    return frozenset(text.split())

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhands.config.read import ParsedFile
-from manyhands.config.text import show
+from manyhands.config.text import names, show
 from manyhands.importers.deepspeed import map_deepspeed, map_stage, map_zero
 from manyhands.importers.fsdp import OPTIONS, fsdp_keys, fsdp_options, map_fsdp
-from manyhands.importers.translation import Translator, names
+from manyhands.importers.translation import Translator
 
 TOOL = "accelerate"
 DEFAULT_PORT = 29500  # of accelerate

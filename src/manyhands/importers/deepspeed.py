@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.read import ParsedFile, read_run_file
-from manyhands.config.text import show
+from manyhands.config.text import names, show
 from manyhands.core.units import count_of
 from manyhands.importers.trackers import map_trackers
-from manyhands.importers.translation import UNKNOWN_GPUS, Translator, check_product, names
+from manyhands.importers.translation import UNKNOWN_GPUS, Translator, check_product
 from manyhands.optim.registry import OPTIMIZERS, names_in
 
 TOOL = "DeepSpeed"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.config.text import show
-from manyhands.importers.translation import Translator, names
+from manyhands.config.text import names, show
+from manyhands.importers.translation import Translator
 
 _WRAP = "every block is a unit"
 _STATE = "checkpoints are sharded, the exported model is whole"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manyhands.config.sources import IMAGES
-from manyhands.importers.translation import names
+from manyhands.config.text import names
 
 # Modules that lead a tower's features to the text, as transformers' models call them.
 PROJECTORS = names("multi_modal_projector merger deepstack_merger_list connector")

@@ -7,13 +7,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from manyhands.config.text import names
+
 if TYPE_CHECKING:
     from manyhands.importers.translation import Translator
-
-
-def names(text: str) -> frozenset[str]:
-    """The words of ``text``: a set of keys."""
-    return frozenset(text.split())
 
 
 NOT_HERE = (

@@ -12,7 +12,7 @@ from manyhands.config.keys import table
 from manyhands.config.read import dump_yaml
 from manyhands.config.text import show
 from manyhands.core.units import count_of
-from manyhands.importers.translation import KINDS, KeyOutcome, Translation
+from manyhands.importers.translation import KINDS, KeyOutcome, Translation, look_up
 
 SAID = ("substituted", "ignored")  # what a start prints in full
 WORDS: Mapping[str, str] = {
@@ -93,8 +93,10 @@ def _describe(translation: Translation) -> Iterator[str]:
     if translation.tool_defaults:
         yield ""
         yield f"defaults of {translation.tool} that are not ours:"
-        flat = dict(_flat(translation.mapping))
-        yield from (f"  {key}: {show(flat.get(key))}  ({why})" for key, why in translation.tool_defaults.items())
+        yield from (
+            f"  {key}: {show(look_up(translation.mapping, key))}  ({why})"
+            for key, why in translation.tool_defaults.items()
+        )
 
 
 def _line(outcome: KeyOutcome) -> str:
@@ -124,10 +126,3 @@ def as_json(translation: Translation) -> dict[str, Any]:
         "tool_defaults": dict(translation.tool_defaults),
         "native": translation.mapping,
     }
-
-
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in mapping.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        yield f"{prefix}{name}", value

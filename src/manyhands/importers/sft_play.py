@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.read import ParsedFile, read_run_file
-from manyhands.config.text import show
+from manyhands.config.text import names, show
 from manyhands.core.errors import UserError
 from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.deepspeed import find_file, map_deepspeed
 from manyhands.importers.names import find_value
-from manyhands.importers.translation import ImportContext, Translator, clean_name, names
+from manyhands.importers.translation import ImportContext, Translator, clean_name
 
 TOOL = "sft-play"
 REFUSES_UNKNOWN = False

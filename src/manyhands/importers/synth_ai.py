@@ -7,11 +7,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from manyhands.config.text import show
+from manyhands.config.text import names, show
 from manyhands.core.units import count_of
 from manyhands.importers.deepspeed import map_stage
 from manyhands.importers.fsdp import map_fsdp
-from manyhands.importers.translation import Translator, check_product, names
+from manyhands.importers.translation import Translator, check_product
 
 TOOL = "synth-ai"
 REFUSES_UNKNOWN = False

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.text import show
+from manyhands.config.text import names, show
 from manyhands.importers import trackers
 from manyhands.importers import transformers as hf
-from manyhands.importers.translation import Translator, clean_name, names
+from manyhands.importers.translation import Translator, clean_name
 
 TOOL = "TheWorld"
 REFUSES_UNKNOWN = True

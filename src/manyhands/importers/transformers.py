@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from manyhands.config.text import nearest_name, show
+from manyhands.config.text import names, nearest_name, show
 from manyhands.core.units import count_of
 from manyhands.importers.deepspeed import map_deepspeed
 from manyhands.importers.fsdp import fsdp_keys, fsdp_options, map_fsdp
 from manyhands.importers.trackers import TRACKER_OPTIONS, map_tracker_options, map_trackers
-from manyhands.importers.translation import UNKNOWN_GPUS, Translator, names
+from manyhands.importers.translation import UNKNOWN_GPUS, Translator
 from manyhands.optim.registry import names_in
 
 SCHEDULES: Mapping[str, str] = {

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from manyhands.config.read import ParsedFile
 from manyhands.config.text import nearest_name, show
 from manyhands.core.errors import UserError
-from manyhands.importers.context import ImportContext as ImportContext
 from manyhands.importers.names import find_key
-from manyhands.importers.preferences import names as names
 
 Kind = Literal["mapped", "no_op", "not_set", "ignored", "substituted", "refused", "contradicts"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -26,6 +25,40 @@ STOPS = ("refused", "contradicts")  # with one of these there is no run
 UNKNOWN_GPUS = (
     "the file counts batches per GPU and names no number of GPUs, and none is known here: add parallel.gpus=N"
 )
+
+
+@dataclass(frozen=True)
+class ImportContext:
+    """What a translation may ask beside the file itself; None where nobody can say.
+
+    ``gpus``: asked for on the command line. ``first_gpus``: what the run's first start multiplied by.
+    ``count_gpus``: those of this machine.
+    ``first_row``: of a data file or data set. ``model_config``: config.json of a model that is at hand.
+    ``other_gpus``: what this machine's GPUs are, where they are none of the kind that is named.
+    ``hub_file``: a file of a data set on the hub, fetched; it raises UserError where the hub has none.
+    ``strict``: refuse substitutions. ``micro``, ``accumulation``: samples per GPU and micro-batches per step of the run
+    file that a settings file belongs to. ``deepspeed``: whether the package is installed.
+    ``variables``: of the environment, by which trackers name their projects.
+    """
+
+    folder: Path = Path()
+    gpus: int | None = None
+    first_gpus: int | None = None
+    count_gpus: Callable[[], int] | None = None
+    first_row: Callable[[str], Mapping[str, Any] | None] | None = None
+    model_config: Callable[[str], Mapping[str, Any] | None] | None = None
+    hub_file: Callable[[str, str], Path | None] | None = None
+    other_gpus: Callable[[str], str | None] | None = None
+    strict: bool = False
+    micro: int | None = None
+    accumulation: int | None = None
+    deepspeed: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def columns(self, path: str) -> tuple[str, ...] | None:
+        """Names of the columns of a data file or data set."""
+        row = self.first_row(path) if self.first_row else None
+        return None if row is None else tuple(row)
 
 
 @dataclass(frozen=True)
@@ -294,7 +327,7 @@ class Translator:
             for name, value in outcome.native.items():
                 self._set(name, value, key)
         for name, why in other.tool_defaults.items():
-            self.set_tool_default(name, _look_up(other.mapping, name), why)
+            self.set_tool_default(name, look_up(other.mapping, name), why)
 
     def finish(self, *, refuse_unknown: bool = False, elsewhere: Collection[str] = ()) -> Translation:
         """The translation, once every key was looked at. A key without an outcome is one that the tool does not know:
@@ -355,8 +388,8 @@ class Translator:
 
     def _set(self, native: str, value: Any, key: str) -> None:
         first = self._set_by.get(native)
-        if first is not None and first != key and _look_up(self.mapping, native) != value:
-            ours = show(_look_up(self.mapping, native))
+        if first is not None and first != key and look_up(self.mapping, native) != value:
+            ours = show(look_up(self.mapping, native))
             self.contradict(key, f"asks for `{native}: {show(value)}`, but {self.place(first)} for {ours}: remove one")
             return
         self.tool_defaults.pop(native, None)
@@ -430,7 +463,8 @@ def check_product(t: Translator, total_key: str, parts: Iterable[tuple[str, int]
         t.contradict(total_key, f"{names} is {sum_} = {product}, not {total}: correct one of them")
 
 
-def _look_up(mapping: Mapping[str, Any], native: str) -> Any:
+def look_up(mapping: Mapping[str, Any], native: str) -> Any:
+    """The value of a dotted key, None without one."""
     value: Any = mapping
     for part in native.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from manyhands.config.keys import table
-from manyhands.config.text import show
+from manyhands.config.text import names, show
 from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.images import row_has_images, split_projector, takes_images
-from manyhands.importers.translation import Translator, clean_name, names
+from manyhands.importers.translation import Translator, clean_name
 
 TOOL = "TRL"
 REFUSES_UNKNOWN = True

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from manyhands.config.text import nearest_name, show
+from manyhands.config.text import names, nearest_name, show
 from manyhands.importers.axolotl import keys
 from manyhands.importers.axolotl.templates import JEOPARDY, map_template, read_own_prompt
 from manyhands.importers.transformers import map_held_out
-from manyhands.importers.translation import Translator, flatten, names
+from manyhands.importers.translation import Translator, flatten
 
 # By `type` of an entry: ours for the same rows; `template`: the chat template whose text is that of the type.
 TYPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(

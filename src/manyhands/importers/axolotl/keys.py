@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from manyhands.config.text import names
 from manyhands.importers import trackers
-from manyhands.importers.translation import names
 
 # Without effect on what is trained, or true here by construction.
 ALREADY = names(

@@ -7,9 +7,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from manyhands.config.text import show
+from manyhands.config.text import names, show
 from manyhands.importers.images import split_projector
-from manyhands.importers.translation import Translator, names
+from manyhands.importers.translation import Translator
 
 _RANGE = re.compile(r"\[[0-9]*(:[0-9]*)?\]$")
 _OF_EXPERTS = ("output_router_logits", "router_aux_loss_coef")

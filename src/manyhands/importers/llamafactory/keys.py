@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from manyhands.importers.translation import names
+from manyhands.config.text import names
 
 TOOL = "LLaMA-Factory"
 MARKS = names("template stage finetuning_type cutoff_len dataset_dir infer_backend export_dir")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from manyhands.config.named_templates import fill_template
-from manyhands.importers.translation import names
+from manyhands.config.text import names
 
 THOUGHT = ("<think>\n", "\n</think>\n\n")
 
