@@ -22,7 +22,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manyhands.config.schema import Source
 from manyhands.config.sources import INNER, OPTIONAL, REQUIRED
 from manyhands.core.errors import UserError
 from manyhands.data import long_text, sources, text_files
@@ -38,7 +37,7 @@ from manyhands.data.formats import (
 )
 from manyhands.data.long_text import read_documents
 from manyhands.data.messages import ROLES
-from manyhands.data.sources import read_part, read_rows, split_source
+from manyhands.data.sources import read_part, read_rows, resolve_source, split_source
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "latin-1", "cp1252", "utf-32")
@@ -154,7 +153,7 @@ def rows_of_any_fields(folder: Path, found: dict, fields: dict) -> None:
 def read_parts(path: Path, findings: Findings, *, pieces: bool = False) -> list[Row]:
     """All rows read in parts; documents of plain text also in pieces, as where they are to be split."""
     read = read_documents if pieces else read_part
-    rows = [row for part in split_source(Source(path=str(path)), 3) for row in map(join_pieces, read(part, findings))]
+    rows = [row for part in split_source(resolve_source(path), 3) for row in map(join_pieces, read(part, findings))]
     return rows if not findings.count else []
 
 

@@ -18,7 +18,7 @@ from manyhands.config.schema import Source
 from manyhands.config.sources import parse_split
 from manyhands.core.errors import UserError
 from manyhands.data import hub_sets, sources
-from manyhands.data.sources import list_files, read_part, read_rows, split_source
+from manyhands.data.sources import read_part, read_rows, resolve_source, split_source
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(9)]
 
@@ -68,7 +68,7 @@ def test_a_hub_set_is_fetched_once_and_read_in_parts(library: list[tuple], monke
     monkeypatch.setattr(sources, "MIN_PART_BYTES", 1)
     source = Source(path="hub:o/set", subset="main", revision="v1")
     assert [row.fields for row in read_rows(source)] == ROWS
-    parts = split_source(source, 3)
+    parts = split_source(resolve_source(source), 3)
     assert len(parts) == 3 and [row.line for part in parts for row in read_part(part)] == list(range(1, 10))
     assert library == [("o/set", "main", "train", "v1")]
 
@@ -98,7 +98,9 @@ def test_a_slice_takes_rows_in_their_own_order(
     for source in (Source(path="hub:o/set", split=split), Source(path=str(tmp_path / "rows.jsonl"), split=split)):
         expected = [ROWS[row] for row in rows]
         assert [row.fields for row in read_rows(source)] == expected
-        assert [row.fields for part in split_source(source, num_parts) for row in read_part(part)] == expected
+        assert [
+            row.fields for part in split_source(resolve_source(source), num_parts) for row in read_part(part)
+        ] == expected
     assert all(asked[2] == "train" for asked in library)
 
 
@@ -198,7 +200,7 @@ def test_without_the_library_it_is_named(version: str | None, monkeypatch: pytes
 def test_a_saved_set_is_a_folder(tmp_path: Path) -> None:
     write_saved(tmp_path)
     assert [row.fields for row in read_rows(tmp_path)] == ROWS
-    assert [file.name[:10] for file in list_files(Source(path=str(tmp_path)))] == ["data-00000", "data-00001"]
+    assert [file.name[:10] for file in resolve_source(tmp_path).files] == ["data-00000", "data-00001"]
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(UserError, match="damaged"):
         list(read_rows(tmp_path))

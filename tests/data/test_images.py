@@ -374,11 +374,11 @@ def test_a_preview_shows_images_beside_their_tokens(tmp_path: Path, pictures: Pa
     good, bad = turns(image(str(pictures / "0.png")), text("?")), turns(image("nowhere.png"), text("?"))
     config = make_config(write_rows([{"messages": good}]), validation_fraction=0)
     _, store = open_store(config, folder)
-    from manyhands.data.sources import list_files, resolve_sources
+    from manyhands.data.sources import resolve_sources
     from manyhands.data.tokenizer import load_tokenizer
 
-    sources = resolve_sources(config.data.train, config.data)
-    shown = _decode(load_tokenizer(folder), store, sources, tuple(map(list_files, sources)), 0)
+    sources = resolve_sources(config.data)
+    shown = _decode(load_tokenizer(folder), store, sources, 0)
     (drawn,) = shown.images
     assert (drawn.width, drawn.height, drawn.num_tokens) == (40, 60, 4)
     assert "<image_soft_token> × 4" in "".join(span.text for span in shown.spans)

@@ -13,13 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
 from manyhands.data import sources
 from manyhands.data import tokenize_parallel as tokenize_parallel
 from manyhands.data.files import Row
 from manyhands.data.prepare import prepare
-from manyhands.data.sources import read_rows, split_source
+from manyhands.data.sources import read_rows, resolve_source, split_source
 from manyhands.data.tokenize_parallel import cut_batches
 from tests.data.test_prepare_parallel import WITHOUT_IMPORTS, read_store, start, wait_for_end, wait_for_workers
 
@@ -161,12 +160,12 @@ def test_only_what_cannot_be_divided_is_large(tmp_path: Path) -> None:
     rows = [fields(number) for number in range(3_000)]
     for name, write in WRITERS.items():
         write(tmp_path / name, rows)
-        assert [part.large for part in split_source(Source(path=str(tmp_path / name)), 6)] == [True]
-        assert [part.large for part in split_source(Source(path=str(tmp_path / name)), 1)] == [False]
+        assert [part.large for part in split_source(resolve_source(tmp_path / name), 6)] == [True]
+        assert [part.large for part in split_source(resolve_source(tmp_path / name), 1)] == [False]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "groups.parquet", row_group_size=250)
-    assert not any(part.large for part in split_source(Source(path=str(tmp_path / "groups.parquet")), 6))
+    assert not any(part.large for part in split_source(resolve_source(tmp_path / "groups.parquet"), 6))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parts = split_source(Source(path=str(tmp_path / "rows.jsonl")), 6)
+    parts = split_source(resolve_source(tmp_path / "rows.jsonl"), 6)
     assert len(parts) == 6 and not any(part.large for part in parts)
 
 

@@ -16,9 +16,10 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.data import tokenize as tokenize_module
 from manyhands.data.divide import divide_samples
+from manyhands.data.files import FilePart
 from manyhands.data.long_text import LongText, read_documents
 from manyhands.data.prepare import prepare
-from manyhands.data.sources import FilePart
+from manyhands.data.sources import ResolvedSource
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import weights_of
 from manyhands.data.tokenizer import load_tokenizer
@@ -179,22 +180,20 @@ def test_documents_are_held_out_whole(make_config) -> None:
     data = make_config(Path("x")).data
     source = [data_source("x")]
     continued = np.array([n % 5 != 0 for n in range(300)])  # 60 documents of 5 rows
-    division = divide_samples(data, 0, np.zeros(300, np.int16), continued, source, 1, np.arange(300))
+    division = divide_samples(data, 0, np.zeros(300, np.int16), continued, source, np.arange(300))
     assert len(division.validation) == 20 and len(division.train) == 280
     assert all(len(set(rows)) == 5 for rows in division.validation.reshape(-1, 5))
     assert {int(row) // 5 for row in division.validation}.isdisjoint({int(row) // 5 for row in division.train})
-    one_book = divide_samples(data, 0, np.zeros(300, np.int16), np.arange(300) > 0, source, 1, np.arange(300))
+    one_book = divide_samples(data, 0, np.zeros(300, np.int16), np.arange(300) > 0, source, np.arange(300))
     assert (len(one_book.validation), len(one_book.train)) == (20, 280)
     copies = divide_samples(
-        data, 0, np.zeros(300, np.int16), continued, source, 1, np.arange(300) % 10
+        data, 0, np.zeros(300, np.int16), continued, source, np.arange(300) % 10
     )  # two documents, 30 times each
     assert len(copies.validation) == 0 and len(copies.notes) == 1 and "so many copies" in copies.notes[0]
 
 
 def data_source(path: str) -> Any:
-    from manyhands.config.schema import Source
-
-    return Source(path=path, name=path)
+    return ResolvedSource(path, path, "train", "train", (), "auto", {}, (), {}, False, "truncate", 1.0, None)
 
 
 def test_weights_of_rows_and_messages_are_kept(write_rows, make_mixed, model_folder: Path) -> None:
@@ -327,7 +326,7 @@ def test_copies_in_another_source_are_held_out_with_the_sample(make_config) -> N
     sources, hashes = np.repeat(np.array([0, 1], np.int16), 300), np.tile(np.arange(300), 2)
     for seed in range(4):
         division = divide_samples(
-            data, seed, sources, np.zeros(600, bool), [data_source("x"), data_source("y")], 2, hashes
+            data, seed, sources, np.zeros(600, bool), [data_source("x"), data_source("y")], hashes
         )
         assert 20 <= len(division.validation) <= 60
         assert not set(hashes[division.validation]) & set(hashes[division.train])

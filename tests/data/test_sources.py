@@ -16,8 +16,8 @@ import pytest
 from manyhands.config.schema import DataSection, Source
 from manyhands.core.errors import UserError
 from manyhands.data import files, sources, text_files
-from manyhands.data.files import Findings
-from manyhands.data.sources import Row, list_files, read_part, read_rows, resolve_sources, split_source
+from manyhands.data.files import Findings, Row
+from manyhands.data.sources import name_sources, read_part, read_rows, resolve_source, split_source
 
 
 def read(path: Path, content: bytes) -> list[Row]:
@@ -92,7 +92,7 @@ def test_missing_files_and_unknown_kinds(tmp_path: Path) -> None:
     assert "cannot be told from its name" in refusal(tmp_path / "rows.xyz", b"{}")
     assert "holds no data files" in refusal(tmp_path)
     with pytest.raises(UserError, match="plain text, but its format is messages"):
-        list_files(Source(path=str(write(tmp_path / "a.txt", "words")), format="messages"))
+        resolve_source(Source(path=str(write(tmp_path / "a.txt", "words")), format="messages"))
 
 
 def write(path: Path, text: str) -> Path:
@@ -328,7 +328,7 @@ def test_rows_of_damaged_parquet_are_not_lost_in_silence(tmp_path: Path, many_pa
     rows = [{"text": None, "n": 0}, {"text": None, "n": 1}, {"text": "", "n": 0}]
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2, compression="none", write_page_checksum=True)
-    parts = split_source(Source(path=str(path)), 3)
+    parts = split_source(resolve_source(path), 3)
     content = path.read_bytes()
     path.write_bytes(content[:250] + bytes(3) + content[256:])
     with pytest.raises(UserError, match="cannot be read"):
@@ -400,7 +400,7 @@ def test_parts_hold_every_row_once_in_order_with_its_line(
             stream.write_table(table, max_chunksize=7)
     else:
         path.write_text("text,n\n" + "".join(f"{row['text']},{row['n']}\n" for row in rows))
-    parts = pickle.loads(pickle.dumps(split_source(Source(path=str(path)), num_parts)))
+    parts = pickle.loads(pickle.dumps(split_source(resolve_source(path), num_parts)))
     found = [row for part in parts for row in read_part(part)]
     assert [row.fields for row in found] == rows and found == list(read_rows(path))
     assert len(parts) <= num_parts and (name == "a.csv" or num_parts > 9 or len(parts) == num_parts)
@@ -410,7 +410,7 @@ def test_findings_of_parts_are_those_of_the_whole(tmp_path: Path, many_parts: No
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(b"{}\n" if i % 3 else b"broken\n" for i in range(90)))
     findings = Findings()
-    parts = split_source(Source(path=str(path)), 8)
+    parts = split_source(resolve_source(path), 8)
     for part in parts:
         assert len(list(read_part(part, findings))) <= 2
     with pytest.raises(UserError) as whole:
@@ -422,21 +422,18 @@ def test_findings_of_parts_are_those_of_the_whole(tmp_path: Path, many_parts: No
         list(read_part(parts[1]))
 
 
-def test_sources_get_names_formats_and_fields() -> None:
-    data = DataSection(train="x", format="prompt", fields={"prompt": "q"})
-    given = (
-        "a/train.jsonl",
-        "b/train.jsonl.gz",
-        "hub:openai/gsm8k",
-        Source(path="c/", name="train-2", format="text", fields={}),
-    )
-    resolved = resolve_sources(given, data)
-    assert [source.name for source in resolved] == ["train", "train-3", "gsm8k", "train-2"]
-    assert [source.format for source in resolved] == ["prompt"] * 3 + ["text"]
-    assert [source.fields for source in resolved] == [{"prompt": "q"}] * 3 + [{}]
-    assert [source.name for source in resolve_sources("some/rows.v2.parquet", data)] == ["rows.v2"]
+def test_sources_get_names_formats_and_fields(tmp_path: Path) -> None:
+    given = ("a/train.jsonl", "b/train.jsonl.gz", "hub:openai/gsm8k", Source(path="c/", name="train-2"))
+    assert [name for name, _ in name_sources(given)] == ["train", "train-3", "gsm8k", "train-2"]
+    assert [name for name, _ in name_sources("some/rows.v2.parquet")] == ["rows.v2"]
     with pytest.raises(UserError, match="two sources have the name n"):
-        resolve_sources((Source(path="a", name="n"), Source(path="b", name="n")), data)
+        name_sources((Source(path="a", name="n"), Source(path="b", name="n")))
+    path = tmp_path / "train.jsonl"
+    path.write_text("{}\n")
+    data = DataSection(train="x", format="prompt", fields={"prompt": "q"})
+    own = Source(path=str(path), format="text", fields={})
+    resolved = [resolve_source(source, data) for source in (path, own)]
+    assert [(source.format, source.fields) for source in resolved] == [("prompt", {"prompt": "q"}), ("text", {})]
 
 
 def test_a_slice_counts_what_cannot_be_read_as_little_as_what_is_too_long(tmp_path: Path, monkeypatch) -> None:
@@ -444,9 +441,9 @@ def test_a_slice_counts_what_cannot_be_read_as_little_as_what_is_too_long(tmp_pa
     path = tmp_path / "a.txt"
     path.write_text("one\n\n" + "two " * 50 + "\n" + "two " * 50 + "\n\n\nthree\n\nfour")
     monkeypatch.setattr("manyhands.data.text_files.MAX_VALUES", 1)
-    (part,) = split_source(Source(path=str(path), split="train[50%:]"), 1)
+    (part,) = split_source(resolve_source(Source(path=str(path), split="train[50%:]")), 1)
     assert (part.skip, part.take) == (2, None), "a document may be longer than what is read at once"
     broken = tmp_path / "a.jsonl"
     broken.write_text('{"text": "a"}\nnot json\n{"text": "b"}\n{"text": "c"}\n')
     with pytest.raises(UserError, match="1 line cannot be read"):
-        split_source(Source(path=str(broken), split="train[:50%]"), 1)
+        split_source(resolve_source(Source(path=str(broken), split="train[:50%]")), 1)

@@ -152,13 +152,12 @@ def read_store(path: Path) -> Any:
 
 def read_data(path: Path) -> Any:
     """A file of rows, in parts, up to conversations."""
-    from manyhands.config.schema import Source
     from manyhands.data.files import Findings
     from manyhands.data.formats import RowRefused, settle_format, to_conversation
-    from manyhands.data.sources import read_part, read_rows, split_source
+    from manyhands.data.sources import read_part, read_rows, resolve_source, split_source
 
     file = changed_file(path)
-    rows = [row for part in split_source(Source(path=str(file)), 3) for row in read_part(part, Findings())]
+    rows = [row for part in split_source(resolve_source(file), 3) for row in read_part(part, Findings())]
     rows += read_rows(file)
     for row in rows:
         try:
@@ -204,7 +203,7 @@ def read_processor(path: Path) -> Any:
     data = {"train": "rows.jsonl"}
     config = config_from_mapping({"name": "n", "model": {"name": str(path)}, "data": data})
     if family_of(path).images is not None:
-        opener = ImageOpener(config, path, load_tokenizer(path))
+        opener = ImageOpener(config.data, path, load_tokenizer(path))
         with contextlib.suppress(BadImage):
             opener.open_ref(ImageRef(str(path / "image.png")))
 

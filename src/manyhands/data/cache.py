@@ -19,14 +19,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.schema import RunConfig, Source
-from manyhands.config.sources import parse_split
+from manyhands.config.data_schema import DataSection
+from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
 from manyhands.core.files import hash_files, sync
 from manyhands.data.files import kind_of
 from manyhands.data.image_files import find_changed
 from manyhands.data.image_processor import family_of, processor_digest
 from manyhands.data.segment import link_tokens
+from manyhands.data.sources import ResolvedSource
 from manyhands.data.store import FORMAT_VERSION, TokenStore
 from manyhands.data.streams import TEXT, describe_streams
 from manyhands.data.tokenizer import tokenizer_digest
@@ -38,42 +39,37 @@ Report = Callable[[str], None]
 
 
 def name_tokens(
-    config: RunConfig,
-    model_folder: str | Path,
-    sources: Sequence[Source],
-    files: Sequence[Sequence[Path]],
-    num_train: int,
+    sources: Sequence[ResolvedSource], task: str, data: DataSection, model: ModelSection, model_folder: str | Path
 ) -> str:
     """64 hex digits of all that decides about the tokens of every row and their order: the content of the files and the
     rendering, not where the files are, how often a row is taken or which rows are held out."""
-    data = config.data
     try:
-        hashes = hash_files([path for group in files for path in group])
+        hashes = hash_files([path for source in sources for path in source.files])
     except OSError as error:
         raise UserError("the data file cannot be read", where=str(error.filename), why=str(error)) from error
     described = [
         {
-            "files": [(hashes[path], kind_of(path), path.name.lower().endswith((".tsv", ".tsv.gz"))) for path in group],
+            "files": [
+                (hashes[path], kind_of(path), path.name.lower().endswith((".tsv", ".tsv.gz"))) for path in source.files
+            ],
             "format": source.format,
             "fields": source.fields,
-            "ignore": sorted(source.ignore or ()),
+            "ignore": sorted(source.ignore),
             "drop_system": source.drop_system,
             **({"roles": source.roles} if source.roles else {}),
             "too_long": source.too_long,
-            "rows": [(part.start, part.stop) for part in parse_split(source.split)],
+            "rows": [(rows.start, rows.stop) for rows, _ in source.slices],
         }
-        for source, group in zip(sources, files, strict=True)
+        for source in sources
     ]
     return _hash(
-        **_describe_images(config, model_folder, files),
+        **_describe_images(sources, data, model_folder),
         version=FORMAT_VERSION,
         streams=describe_streams(TEXT),
         sources=described,
-        num_train=num_train,
-        tokenizer=tokenizer_digest(
-            model_folder, config.model.chat_template, config.model.new_tokens, config.model.special_tokens
-        ),
-        task=config.task,
+        num_train=sum(source.use == "train" for source in sources),
+        tokenizer=tokenizer_digest(model_folder, model.chat_template, model.new_tokens, model.special_tokens),
+        task=task,
         train_on=data.train_on,
         chat_template_kwargs=data.chat_template_kwargs,
         date=data.date,
@@ -83,17 +79,16 @@ def name_tokens(
 
 
 def _describe_images(
-    config: RunConfig, model_folder: str | Path, files: Sequence[Sequence[Path]]
+    sources: Sequence[ResolvedSource], data: DataSection, model_folder: str | Path
 ) -> dict[str, dict[str, Any]]:
     """What decides about the images of rows; {} for a model that takes none. Relative paths lead on from the data
     files."""
-    data = config.data
     if family_of(model_folder).images is None:
         return {}
     return {
         "images": {
             "asked": data.images,
-            "folders": [str(path.parent.absolute()) for group in files for path in group],
+            "folders": [str(path.parent.absolute()) for source in sources for path in source.files],
             "folder": None if data.image_folder is None else str(Path(data.image_folder).expanduser().absolute()),
             "urls": data.image_urls,
             "bad": data.bad_images,
@@ -104,18 +99,18 @@ def _describe_images(
     }
 
 
-def name_store(config: RunConfig, tokens: str, sources: Sequence[Source]) -> str:
+def name_store(tokens: str, sources: Sequence[ResolvedSource], data: DataSection, seed: int) -> str:
     """64 hex digits of the tokens, which rows of them are trained and held out, and how often they are taken."""
-    data = config.data
+    sets = [source.name for source in sources if source.use == "set"]
     return _hash(
         tokens=tokens,
-        seed=config.seed,
+        seed=seed,
         validation_fraction=data.validation_fraction if data.validation is None else None,
         max_samples=data.max_samples,
         deduplicate=data.deduplicate,
         order=data.order,
         sources=[(source.name, source.weight, source.max_samples) for source in sources],
-        **({"evaluation_sets": list(config.evaluate.data)} if config.evaluate.data else {}),
+        **({"evaluation_sets": sets} if sets else {}),
     )
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.config.schema import DataSection, Source
+from manyhands.config.data_schema import DataSection
 from manyhands.data.order import HELD_OUT_STREAM, permute
+from manyhands.data.sources import ResolvedSource
 
 MIN_HELD_OUT = 20  # samples, where these are no more than one in ten
 ONE_IN = 10
@@ -34,13 +35,10 @@ def divide_samples(
     seed: int,
     sources: np.ndarray,
     continued: np.ndarray,
-    all_sources: Sequence[Source],
-    num_train: int,
+    all_sources: Sequence[ResolvedSource],
     hashes: np.ndarray,
-    num_sets: int = 0,
 ) -> Division:
-    """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the samples of the store;
-    the first ``num_train`` sources are for training, the last ``num_sets`` are sets of ``evaluate.data``.
+    """``sources`` int16, ``continued`` bool and ``hashes`` uint64 (of the tokens) describe the samples of the store.
 
     Where ``data.validation`` is not set the first samples of a seeded permutation are held out, as many as
     ``count_held_out`` says, of each source its share. Samples of one divided document stay together, and so do samples
@@ -48,10 +46,12 @@ def divide_samples(
     the other sources are validation samples, up to their ``max_samples``. ``data.deduplicate`` leaves the
     first sample of those with the same hash, among the training sources, the validation sources, and in each set.
     """
+    uses = [source.use for source in all_sources]
+    num_train, first_set = uses.count("train"), len(uses) - uses.count("set")
     is_own = sources < num_train
     is_twin = np.zeros(len(sources), dtype=np.bool_)
     if data.deduplicate:
-        first_set = len(all_sources) - num_sets  # a set is measured by itself, whatever another one holds
+        # a set is measured by itself, whatever another one holds
         of_sets = [sources == source for source in range(first_set, len(all_sources))]
         for group in map(np.flatnonzero, (is_own, ~is_own & (sources < first_set), *of_sets)):
             is_twin[group] = True

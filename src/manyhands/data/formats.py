@@ -43,7 +43,6 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from manyhands import families
-from manyhands.config.schema import RunConfig
 from manyhands.config.sources import IMAGES, INNER, OPTIONAL, READY, REQUIRED, known_fields
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
@@ -62,7 +61,7 @@ from manyhands.data.messages import (
     check_weight,
     parse_json,
 )
-from manyhands.data.sources import Source, read_rows
+from manyhands.data.sources import ResolvedSource, read_rows
 from manyhands.data.streams import IGNORED
 from manyhands.data.text_files import find_inexpressible
 
@@ -141,10 +140,12 @@ class Segments:
 Ready = ReadyTokens | Segments
 
 
-def trains_images(config: RunConfig, model_folder: str | Path, sources: Sequence[Source]) -> bool:
-    """Whether rows are read with their images. Raises UserError where they are asked for and the model takes none."""
-    asked, family = config.data.images, family_of(model_folder)
-    mapped = [name for source in sources for name in (source.fields or {}) if name in IMAGES]
+def trains_images(asked: bool | str, model_folder: str | Path, sources: Sequence[ResolvedSource]) -> bool:
+    """Whether rows are read with their images, where ``data.images`` is ``asked``. Raises UserError where it is true
+    and the model takes none.
+    """
+    family = family_of(model_folder)
+    mapped = [name for source in sources for name in source.fields if name in IMAGES]
     if family.images is None and (asked is True or mapped):
         raise UserError(
             "this model cannot be trained with images",
@@ -159,12 +160,11 @@ def trains_images(config: RunConfig, model_folder: str | Path, sources: Sequence
     )
 
 
-def has_images(row: Row, source: Source) -> bool:
+def has_images(row: Row, source: ResolvedSource) -> bool:
     """Whether a row has a column of images, or images among the parts of its messages."""
-    names = [(source.fields or {}).get(name, name) for name in IMAGES]
-    ignored = source.ignore or ()
-    return any(carries(row.fields.get(name)) for name in names if name not in ignored) or any(
-        _holds_part(value) for name, value in row.fields.items() if name not in ignored
+    names = [source.fields.get(name, name) for name in IMAGES]
+    return any(carries(row.fields.get(name)) for name in names if name not in source.ignore) or any(
+        _holds_part(value) for name, value in row.fields.items() if name not in source.ignore
     )
 
 
@@ -247,14 +247,14 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
 
 
 def choose_format(
-    first: Sequence[Row], source: Source, task: str, has_template: bool, images: bool = False
+    first: Sequence[Row], source: ResolvedSource, task: str, has_template: bool, images: bool = False
 ) -> Format | None:
     """The format of a source, from its ``first`` rows for ``auto``; None where each row has its own (task mixed, auto).
 
     Refuses what the task or the tokenizer cannot take.
     """
-    fields, asked = source.fields or {}, source.format or "auto"
-    columns = Columns(fields, source.ignore or (), images)
+    fields, asked = source.fields, source.format
+    columns = Columns(fields, source.ignore, images)
     first = [columns.keep(row) for row in first]
     columns.refuse(first)
     each_its_own = task == "mixed" and asked == "auto"

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.schema import RunConfig
+from manyhands.config.data_schema import DataSection
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
 from manyhands.data.formats import Conversation
@@ -79,12 +79,12 @@ class ImageOpener:
     """
 
     def __init__(
-        self, config: RunConfig, model_folder: str | Path, tokenizer: Any, fetched: Path | None = None
+        self, data: DataSection, model_folder: str | Path, tokenizer: Any, fetched: Path | None = None
     ) -> None:
         check_pillow()
         layout = family_of(model_folder).images
         assert layout is not None, "asked only of models that take images"
-        self._data, self._bounds, self.layout = config.data, PixelBounds.of(config.data), layout
+        self._data, self._bounds, self.layout = data, PixelBounds.of(data), layout
         self.processor = open_processor(model_folder, layout)
         self._words = self.processor.words(tokenizer)
         self.placeholder, self._token = self._words[layout.placeholder], self._words[layout.token]
@@ -97,8 +97,8 @@ class ImageOpener:
                 f"{tokenizer.convert_tokens_to_ids(self._token)}",
                 fix="use the tokenizer's and the processor's files of the model",
             )
-        self._fetched = FetchedImages(fetched, None if config.data.image_urls is True else config.data.image_urls or ())
-        self._folder = find_image_folder(config.data)
+        self._fetched = FetchedImages(fetched, None if data.image_urls is True else data.image_urls or ())
+        self._folder = find_image_folder(data)
         self._has_animated = False
         self._known: OrderedDict[tuple[str, int, int], tuple[bytes, tuple[int, int]]] = OrderedDict()
 

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.data.files import Findings, read_lines
+from manyhands.data.files import FilePart, Findings, Row, read_lines
 from manyhands.data.messages import RowRefused
-from manyhands.data.sources import FilePart, Row
 
 LONG_CHARACTERS = 1 << 20  # shorter texts are tokenized whole
 WINDOW_CHARACTERS = 1 << 18

@@ -12,13 +12,13 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from manyhands.config.schema import RunConfig, Source
+from manyhands.config.data_schema import DataSection
+from manyhands.config.schema import RunConfig
 from manyhands.config.sources import list_sources
 from manyhands.core.errors import UserError
 from manyhands.core.files import make_folder
@@ -34,14 +34,13 @@ from manyhands.data.cache import (
     remove,
 )
 from manyhands.data.divide import Division, divide_samples, find_repeated
-from manyhands.data.files import unpacked_bytes
 from manyhands.data.image_files import find_changed
 from manyhands.data.segment import finish_store, join_segments
-from manyhands.data.sources import list_files, resolve_sets, resolve_sources
+from manyhands.data.sources import ResolvedSource, resolve_sources
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import PACKED_BY, TOKENS, WITH_IMAGES
 from manyhands.data.summary import Outcome, PreparedData, count_left_out, summarize
-from manyhands.data.tokenize_parallel import cannot_write, plan_job, tokenize_parts
+from manyhands.data.tokenize_parallel import Job, cannot_write, plan_job, tokenize_parts
 from manyhands.data.tokenizer import open_tokenizer
 
 MAX_BAD_IMAGES = 5  # of each source that are named where they are left out
@@ -49,22 +48,6 @@ MAX_PAIRS = 5  # of repeated samples that are named
 OFFSETS = f"{PACKED_BY}_offsets"
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a preparation reads: ``sources`` with their ``files``, the first ``num_train`` of them for training."""
-
-    sources: tuple[Source, ...]
-    num_train: int
-    files: tuple[tuple[Path, ...], ...]
-    stamps: dict[Path, tuple[int, int]]  # (bytes, time of the last change) before anything was read
-    sets: tuple[str, ...] = ()  # names of evaluate.data, whose sources are the last ones, one each
-
-    @property
-    def num_bytes(self) -> list[int]:
-        """Of each source, unpacked."""
-        return [sum(map(unpacked_bytes, group)) for group in self.files]
 
 
 def prepare(
@@ -75,6 +58,7 @@ def prepare(
     ``report`` gets one line of progress at a time. ``num_processes`` tokenize; None takes one for little data, else all
     cores. The tokens do not depend on it. Raises UserError for data that cannot be used.
     """
+    data, model_folder = config.data, Path(model_folder)
     for rules in list_sources(config) if config.task == "sft" else ():
         if rules.too_long == "split":
             raise UserError(
@@ -82,18 +66,38 @@ def prepare(
                 why="a part of a conversation is not a conversation",
                 fix="use truncate",
             )
-    if config.data.max_length < 2:
+    if data.max_length < 2:
         raise UserError("data.max_length must be at least 2", why="one token has nothing to be predicted from")
-    inputs = _find_inputs(config)
-    tokens = name_tokens(config, model_folder, inputs.sources, inputs.files, inputs.num_train)
-    folder = Path(config.data.cache).expanduser() / name_store(config, tokens, inputs.sources)
+    sources = resolve_sources(data, config.evaluate.data)
+    stamps = {path: _stamp(path) for source in sources for path in source.files}  # before anything is read
+    tokens = name_tokens(sources, config.task, data, config.model, model_folder)
+    folder = Path(data.cache).expanduser() / name_store(tokens, sources, data, config.seed)
     store = open_cached(folder, report)
-    changed = None if store is None else find_changed(folder)
-    if store is None or changed is not None:
-        if changed is not None:
-            report(f"{changed} has changed since the data was prepared: made again")
-            remove(folder)
-        store = _make(config, Path(model_folder), inputs, tokens, folder, report, num_processes)
+    if store is not None and (changed := find_changed(folder)) is not None:
+        report(f"{changed} has changed since the data was prepared: made again")
+        remove(folder)
+        store = None
+    if store is None:
+        unfinished = _make_unfinished(folder)
+        try:
+            made = link_other(tokens, unfinished, report)
+            if made is None:
+                job = plan_job(config.task, data, config.model, model_folder, sources, unfinished, num_processes)
+                made = _tokenize(job, report)
+                if rewritten := next((path for path, stamp in stamps.items() if _stamp(path) != stamp), None):
+                    raise UserError(
+                        "a data file changed while it was read",
+                        where=str(rewritten),
+                        fix="start again when it is complete",
+                    )
+            named = {"digest": folder.name, "tokens": tokens, "made": made, "seed": config.seed, "task": config.task}
+            finish(sources, data, unfinished, named)
+            published = publish(unfinished, folder)
+        except OSError as error:
+            raise cannot_write(unfinished, error) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        store = TokenStore.open(folder, check_tokens=not published)
     else:
         report(
             f"tokens cached: {count_of(store.train.num_samples, 'sample')}, "
@@ -101,73 +105,37 @@ def prepare(
         )
     for line in store.meta["notes"]:
         report(line)
-    return summarize(config, store)
+    return summarize(store, config.seed, config.batch, data.max_length, config.stop)
 
 
-def _find_inputs(config: RunConfig) -> Inputs:
-    train = resolve_sources(config.data.train, config.data)
-    validation = () if config.data.validation is None else resolve_sources(config.data.validation, config.data)
-    sets = resolve_sets(config)
-    sources = (*train, *validation, *sets)
-    files = tuple(map(list_files, sources))
-    stamps = {path: _stamp(path) for group in files for path in group}
-    return Inputs(sources, len(train), files, stamps, tuple(config.evaluate.data))
-
-
-def _make(
-    config: RunConfig,
-    model_folder: Path,
-    inputs: Inputs,
-    tokens: str,
-    folder: Path,
-    report: Report,
-    num_processes: int | None,
-) -> TokenStore:
+def _make_unfinished(folder: Path) -> Path:
+    """A folder beside ``folder``, which it becomes once it is finished."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         clean_unfinished(folder.parent)
-        unfinished = make_folder(folder.parent, f"{UNFINISHED}{folder.name[:16]}-")
+        return make_folder(folder.parent, f"{UNFINISHED}{folder.name[:16]}-")
     except OSError as error:
         raise UserError(
             "the token cache cannot be written", where="data.cache", why=str(error), fix="name another folder"
         ) from error
-    try:
-        made = link_other(tokens, unfinished, report)
-        if made is None:
-            made = _tokenize(config, model_folder, inputs, unfinished, report, num_processes)
-            if changed := [str(path) for path, stamp in inputs.stamps.items() if _stamp(path) != stamp]:
-                raise UserError(
-                    "a data file changed while it was read", where=changed[0], fix="start again when it is complete"
-                )
-        finish(config, inputs, unfinished, {"digest": folder.name, "tokens": tokens, "made": made})
-        published = publish(unfinished, folder)
-    except OSError as error:
-        raise cannot_write(unfinished, error) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return TokenStore.open(folder, check_tokens=not published)
 
 
-def _tokenize(
-    config: RunConfig, model_folder: Path, inputs: Inputs, folder: Path, report: Report, num_processes: int | None
-) -> list[dict[str, Any]]:
+def _tokenize(job: Job, report: Report) -> list[dict[str, Any]]:
     """Writes the tokens of all sources; returns for each what became of its rows."""
     start = time.monotonic()
-    job = plan_job(config, model_folder, inputs.sources, inputs.num_bytes, folder, num_processes)
-    outcomes = [Outcome() for _ in inputs.sources]
-    samples_of_files = [
-        {str(path): 0 for path in group} for group in inputs.files
-    ]  # what leads from a sample back to its file
+    outcomes = [Outcome() for _ in job.sources]
+    # what leads from a sample back to its file
+    samples_of_files = [dict.fromkeys(map(str, source.files), 0) for source in job.sources]
     for (index, part), outcome in zip(job.parts, tokenize_parts(job, report), strict=True):
         outcomes[index].add(outcome)
         samples_of_files[index][part.file] += outcome.num_samples
-    for source, outcome in zip(inputs.sources, outcomes, strict=True):
-        if faults := outcome.explain_faults(config, source.path):
+    for source, outcome in zip(job.sources, outcomes, strict=True):
+        if faults := outcome.explain_faults(source, job.task, job.data):
             raise faults[0]
         outcome.notes += [f"left out: {place}" for place in outcome.bad_images.shown[:MAX_BAD_IMAGES]]
     segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
-    join_segments(folder, [path for path, _ in segments], [index for _, index in segments], WITH_IMAGES)
-    for path in (folder / "segments", *folder.glob("outcome-*"), folder / "job.json", folder / "log"):
+    join_segments(job.folder, [path for path, _ in segments], [index for _, index in segments], WITH_IMAGES)
+    for path in (job.folder / "segments", *job.folder.glob("outcome-*"), job.folder / "job.json", job.folder / "log"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     num_samples, num_tokens = (
         sum(getattr(outcome, name) for outcome in outcomes) for name in ("num_samples", "num_tokens")
@@ -183,57 +151,53 @@ def _tokenize(
     ]
 
 
-def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]) -> None:
-    """Chooses the samples of each set and writes down how the store came about; ``meta["made"]`` has an entry a source.
+def finish(sources: Sequence[ResolvedSource], data: DataSection, folder: Path, meta: dict[str, Any]) -> None:
+    """Chooses the samples of each set and writes down how the store came about; ``meta`` has the ``seed``, the ``task``
+    and, for each source, what was ``made`` of it.
 
     Raises UserError where every validation sample is a training sample too."""
     tables = {
         name: np.load(folder / f"{name}.npy", allow_pickle=False)
         for name in ("sources", "continued", OFFSETS, "hashes", "lines")
     }
-    sources, offsets = tables["sources"], tables[OFFSETS]
-    hashes, num_sets = tables["hashes"], len(inputs.sets)
-    division = divide_samples(
-        config.data, config.seed, sources, tables["continued"], inputs.sources, inputs.num_train, hashes, num_sets
-    )
-    num_repeated, repeated = _check_repeated(config, inputs, meta["made"], tables, division)
-    set_of = dict(zip(range(len(inputs.sources) - len(inputs.sets), len(inputs.sources)), inputs.sets, strict=True))
+    of_samples, offsets = tables["sources"], tables[OFFSETS]
+    division = divide_samples(data, meta["seed"], of_samples, tables["continued"], sources, tables["hashes"])
+    num_repeated, repeated = _check_repeated(sources, data, meta["made"], tables, division)
     described = [
         _describe(
             source,
             made,
-            division.train[sources[division.train] == index],
-            division.validation[sources[division.validation] == index],
+            division.train[of_samples[division.train] == index],
+            division.validation[of_samples[division.validation] == index],
             offsets,
         )
-        | {"num_duplicates": int((sources[division.duplicates] == index).sum())}
-        | ({"set": set_of[index]} if index in set_of else {})
-        for index, (source, made) in enumerate(zip(inputs.sources, meta["made"], strict=True))
+        | {"num_duplicates": int((of_samples[division.duplicates] == index).sum())}
+        | ({"set": source.name} if source.use == "set" else {})
+        for index, (source, made) in enumerate(zip(sources, meta["made"], strict=True))
     ]
     notes = list(dict.fromkeys(note for made in meta["made"] for note in made["notes"]))
     notes += [line for source in described for line in note_columns(source)]
     totals = {name: sum(made.get(name, 0) for made in meta["made"]) for name in Outcome.COUNTS}
-    chosen = inputs.num_train > 1 or described[0]["weight"] != 1
-    by_source = [_note_source(source) for source in described[: inputs.num_train]] if chosen else []
+    num_train = sum(source.use == "train" for source in sources)
+    chosen = num_train > 1 or described[0]["weight"] != 1
+    by_source = [_note_source(source) for source in described[:num_train]] if chosen else []
     finish_store(
         folder,
         division.train,
         division.validation,
         {
             **meta,
-            "seed": config.seed,
-            "task": config.task,
-            "order": config.data.order,
+            "order": data.order,
             "sources": described,
             **totals,
             "largest_id": max(made["largest_id"] for made in meta["made"]),
-            "num_dropped": len(sources) - sum(map(len, (division.train, division.validation, division.duplicates))),
+            "num_dropped": len(of_samples) - sum(map(len, (division.train, division.validation, division.duplicates))),
             "num_repeated": num_repeated,
             "notes": [
                 *division.notes,
                 *repeated,
                 *notes,
-                *_note_counts(config, totals),
+                *_note_counts(data.max_length, totals),
                 *note_left_out(described),
                 *by_source,
             ],
@@ -243,8 +207,8 @@ def finish(config: RunConfig, inputs: Inputs, folder: Path, meta: dict[str, Any]
 
 
 def _check_repeated(
-    config: RunConfig,
-    inputs: Inputs,
+    sources: Sequence[ResolvedSource],
+    data: DataSection,
     made: Sequence[Mapping[str, Any]],
     tables: Mapping[str, np.ndarray],
     division: Division,
@@ -257,7 +221,7 @@ def _check_repeated(
         return 0, []
 
     pairs = [
-        " is ".join(_place_of(inputs, made, tables, int(sample)) for sample in pair)
+        " is ".join(_place_of(sources, made, tables, int(sample)) for sample in pair)
         for pair in zip(repeated[:MAX_PAIRS], twins[:MAX_PAIRS], strict=True)
     ]
     more = f" and {len(repeated) - len(pairs):,} more" if len(repeated) > len(pairs) else ""
@@ -265,9 +229,9 @@ def _check_repeated(
         count = f"{len(repeated):,} of {len(division.validation):,} validation samples"
         return len(repeated), [f"{count} are trained too (the same tokens): {', '.join(pairs)}{more}"]
     where, fix = "data.validation", "name other samples, or leave it out: then some of data.train are held out"
-    if (tables["sources"][division.validation] >= len(inputs.sources) - len(inputs.sets)).all():
+    if {sources[source].use for source in tables["sources"][division.validation]} == {"set"}:
         where, fix = "evaluate.data", "name other samples"
-    elif config.data.validation is None:
+    elif data.validation is None:
         where = "data.train"
         fix = "remove repeated samples, name others in data.validation, or set data.validation_fraction: 0"
     raise UserError(
@@ -279,12 +243,14 @@ def _check_repeated(
     )
 
 
-def _place_of(inputs: Inputs, made: Sequence[Mapping[str, Any]], tables: Mapping[str, np.ndarray], sample: int) -> str:
+def _place_of(
+    sources: Sequence[ResolvedSource], made: Sequence[Mapping[str, Any]], tables: Mapping[str, np.ndarray], sample: int
+) -> str:
     """``file:line`` of a sample of the store."""
     source = int(tables["sources"][sample])
     bounds = np.cumsum(made[source]["samples_of_files"])
     file = int(np.searchsorted(bounds, sample - int(np.searchsorted(tables["sources"], source)), side="right"))
-    return f"{inputs.files[source][file].name}:{tables['lines'][sample]}"
+    return f"{sources[source].files[file].name}:{tables['lines'][sample]}"
 
 
 def refuse_outside_ids(config: RunConfig, model_folder: str | Path, data: PreparedData, num_rows: int) -> None:
@@ -293,7 +259,7 @@ def refuse_outside_ids(config: RunConfig, model_folder: str | Path, data: Prepar
     """
     if data.largest_id < num_rows:
         return
-    folder, inputs = Path(data.folder), _find_inputs(config)
+    folder, sources = Path(data.folder), resolve_sources(config.data, config.evaluate.data)
     made = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["made"]
     tables = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("sources", "lines", OFFSETS)}
     ids = np.fromfile(folder / f"{PACKED_BY}.bin", dtype=TOKENS.item_dtype)
@@ -302,7 +268,7 @@ def refuse_outside_ids(config: RunConfig, model_folder: str | Path, data: Prepar
     tokens = open_tokenizer(Path(model_folder), config.model).convert_ids_to_tokens(outside.tolist())
     samples = np.searchsorted(tables[OFFSETS], places[first], side="right") - 1
     details = [
-        f"{_place_of(inputs, made, tables, int(sample))}: the token {token!r} has the id {number:,}"
+        f"{_place_of(sources, made, tables, int(sample))}: the token {token!r} has the id {number:,}"
         for token, number, sample in zip(tokens, outside, samples, strict=True)
     ]
     more = [f"and {len(details) - MAX_PAIRS:,} more tokens"] if len(details) > MAX_PAIRS else []
@@ -323,7 +289,7 @@ def note_columns(source: Mapping[str, Any]) -> list[str]:
 
 
 def _describe(
-    source: Source, made: Mapping[str, Any], train: np.ndarray, validation: np.ndarray, offsets: np.ndarray
+    source: ResolvedSource, made: Mapping[str, Any], train: np.ndarray, validation: np.ndarray, offsets: np.ndarray
 ) -> dict[str, Any]:
     """A source as ``meta["sources"]`` has it: what was asked, and how many samples and tokens of it each set has.
 
@@ -356,11 +322,10 @@ def _note_source(source: Mapping[str, Any]) -> str:
     )
 
 
-def _note_counts(config: RunConfig, totals: Mapping[str, int]) -> list[str]:
-    max_length = f"{config.data.max_length:,} tokens"
+def _note_counts(max_length: int, totals: Mapping[str, int]) -> list[str]:
     said = {
-        "num_truncated": ("sample", f"cut at {max_length}"),
-        "num_split": ("document", f"split into samples of at most {max_length}"),
+        "num_truncated": ("sample", f"cut at {max_length:,} tokens"),
+        "num_split": ("document", f"split into samples of at most {max_length:,} tokens"),
         "num_straddling_tokens": (
             "token",
             "across the beginning of a trained part (answers that begin, or prompts that end, in blanks)",

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
-from manyhands.config.schema import DataSection, RunConfig, Source
+from manyhands.config.data_schema import DataSection, Source
 from manyhands.config.sources import SplitSlice, parse_split
 from manyhands.core.errors import UserError
 from manyhands.data.arrow_files import read_arrow, read_parquet, split_arrow, split_parquet
@@ -33,18 +35,6 @@ from manyhands.data.files import (
 from manyhands.data.hub_sets import fetch_set, is_hub, list_saved_set
 from manyhands.data.text_files import count_documents, read_csv, read_json, read_jsonl, read_text
 
-__all__ = [
-    "FilePart",
-    "Row",
-    "Source",
-    "check_file",
-    "list_files",
-    "read_part",
-    "read_rows",
-    "resolve_sources",
-    "split_source",
-]
-
 READERS: dict[str, Callable[[FilePart, Findings], Iterator[Row]]] = {
     "jsonl": read_jsonl,
     "json": read_json,
@@ -59,41 +49,100 @@ FIXES = {
     "csv": "write a header and as many fields in each record, quoted where they hold separators, in UTF-8",
     "text": "save the file as UTF-8",
 }
+Use = Literal["train", "validation", "set"]  # a set is one of evaluate.data
 MIN_PART_BYTES = 1 << 20  # less is not worth a part of its own
 # Words in file names that say which split a file belongs to.
 SPLIT_WORDS = {"train": "train", "training": "train", "test": "test", "valid": "validation", "validation": "validation",
                "val": "validation", "dev": "validation", "eval": "validation"}  # fmt: skip
 
 
-def resolve_sources(value: str | Sequence[str | Source], data: DataSection) -> tuple[Source, ...]:
-    """``data.train`` or ``data.validation`` as sources, each with a name of its own, a format and fields. Reads no
-    file.
+@dataclass(frozen=True)
+class ResolvedSource:
+    """A source of a run: its files, and how its rows are read, with what it does not say itself taken from ``data``.
 
-    A source without a name is called by its file, folder or data set; a second of that name gets ``-2``. Two equal
-    names that were given are a UserError.
+    Resolved once in a preparation, whose stages each take what they need of it.
     """
-    given = (value,) if isinstance(value, str) else value
-    sources = [Source(path=item) if isinstance(item, str) else item for item in given]
-    asked = [source.name for source in sources if source.name is not None]
-    if twice := next((name for index, name in enumerate(asked) if name in asked[:index]), None):
+
+    name: str
+    path: str
+    use: Use
+    split: str
+    slices: tuple[tuple[SplitSlice, tuple[Path, ...]], ...]  # of the split, with the files of each in their order
+    format: str
+    fields: dict[str, str]
+    ignore: tuple[str, ...]
+    roles: dict[str, str]
+    drop_system: bool
+    too_long: str
+    weight: float
+    max_samples: int | None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(file for _, files in self.slices for file in files)
+
+
+def resolve_sources(data: DataSection, sets: Mapping[str, str] = MappingProxyType({})) -> tuple[ResolvedSource, ...]:
+    """The sources of ``data.train``, of ``data.validation``, and of ``evaluate.data``: ``sets``, a path by name.
+
+    Lists their files and fetches those of the hub. Raises UserError.
+    """
+    return tuple(resolve_source(source, data, name, use) for use, name, source in list_sources(data, sets))
+
+
+def list_sources(data: DataSection, sets: Mapping[str, str]) -> list[tuple[Use, str, Source]]:
+    """(use, name, source) of each in their order; as ``resolve_sources``, but reads no file."""
+    train, validation = name_sources(data.train), name_sources(data.validation or ())
+    listed: list[tuple[Use, str, Source]] = [("train", name, source) for name, source in train]
+    listed += [("validation", name, source) for name, source in validation]
+    return [*listed, *(("set", name, Source(path=path)) for name, path in sets.items())]
+
+
+def name_sources(value: str | Sequence[str | Source]) -> list[tuple[str, Source]]:
+    """Sources by their names: a source without one is called by its file, folder or data set; a second of that name
+    gets ``-2``. Two equal names that were given are a UserError.
+    """
+    sources = [
+        Source(path=item) if isinstance(item, str) else item for item in ((value,) if isinstance(value, str) else value)
+    ]
+    given = [source.name for source in sources if source.name is not None]
+    if twice := next((name for index, name in enumerate(given) if name in given[:index]), None):
         raise UserError(f"two sources have the name {twice}", where="data", fix="give each another name")
-    taken = set(asked)
-    resolved = []
+    named: dict[str, Source] = {}
     for source in sources:
-        name = source.name or _free_name(_stem(source.path), taken)
-        taken.add(name)
-        fields = data.fields if source.fields is None else source.fields
-        ignore = data.ignore if source.ignore is None else source.ignore
-        settled = {"name": name, "format": source.format or data.format, "fields": dict(fields), "ignore": ignore}
-        settled["too_long"] = source.too_long or data.too_long
-        resolved.append(source.model_copy(update=settled))
-    return tuple(resolved)
+        name = stem = source.name or _stem(source.path)
+        number = 2
+        while source.name is None and (name in given or name in named):
+            name, number = f"{stem}-{number}", number + 1
+        named[name] = source
+    return list(named.items())
 
 
-def resolve_sets(config: RunConfig) -> tuple[Source, ...]:
-    """The sources of ``evaluate.data``, one for each set, by its name."""
-    named = [Source(path=path, name=name) for name, path in config.evaluate.data.items()]
-    return resolve_sources(named, config.data) if named else ()
+def resolve_source(
+    value: Source | str | Path,
+    data: DataSection | None = None,
+    name: str = "",
+    use: Use = "train",
+) -> ResolvedSource:
+    """One source with its files, each checked; those of the hub are fetched for it. Raises UserError."""
+    source = value if isinstance(value, Source) else Source(path=str(value))
+    data = data or DataSection(train=source.path)
+    format = source.format or data.format
+    return ResolvedSource(
+        name or source.name or _stem(source.path),
+        source.path,
+        use,
+        source.split,
+        tuple((rows, _list_split(source, rows, format)) for rows in _read_split(source)),
+        format,
+        dict(data.fields if source.fields is None else source.fields),
+        data.ignore if source.ignore is None else source.ignore,
+        dict(source.roles),
+        source.drop_system,
+        source.too_long or data.too_long,
+        source.weight,
+        source.max_samples,
+    )
 
 
 def _stem(path: str) -> str:
@@ -102,22 +151,7 @@ def _stem(path: str) -> str:
     return stem.removeprefix("hub:") or "rows"
 
 
-def _free_name(name: str, taken: set[str]) -> str:
-    number = 2
-    free = name
-    while free in taken:
-        free, number = f"{name}-{number}", number + 1
-    return free
-
-
-def list_files(source: Source) -> tuple[Path, ...]:
-    """The files of a source in the order they are read, each checked. A hub data set is fetched for it. Raises
-    UserError.
-    """
-    return tuple(file for part in read_split(source) for file in _list_split(source, part))
-
-
-def read_split(source: Source) -> tuple[SplitSlice, ...]:
+def _read_split(source: Source) -> tuple[SplitSlice, ...]:
     """The slices that ``source.split`` names. Raises UserError."""
     try:
         slices = parse_split(source.split)
@@ -134,7 +168,8 @@ def read_split(source: Source) -> tuple[SplitSlice, ...]:
     return slices
 
 
-def _list_split(source: Source, rows: SplitSlice) -> tuple[Path, ...]:
+def _list_split(source: Source, rows: SplitSlice, format: str) -> tuple[Path, ...]:
+    """The files of a slice, in the order they are read."""
     if is_hub(source.path):
         return fetch_set(source, rows)
     path = Path(source.path).expanduser()
@@ -143,9 +178,9 @@ def _list_split(source: Source, rows: SplitSlice) -> tuple[Path, ...]:
     except (OSError, ValueError) as error:
         raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error
     files = tuple(map(check_file, _list_folder(path, rows.name) if is_folder else (path,)))
-    if any(kind_of(file) == "text" for file in files) and source.format not in ("auto", "text", None):
+    if any(kind_of(file) == "text" for file in files) and format not in ("auto", "text"):
         raise UserError(
-            f"a .txt file holds plain text, but its format is {source.format}",
+            f"a .txt file holds plain text, but its format is {format}",
             where=str(files[0]),
             fix="give a .jsonl file, or set data.format: text and task: cpt",
         )
@@ -199,7 +234,7 @@ def _splits_of(path: Path) -> set[str]:
     return {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
 
 
-def split_source(source: Source, num_parts: int) -> list[FilePart]:
+def split_source(source: ResolvedSource, num_parts: int) -> list[FilePart]:
     """Parts that hold every row of the source once, in order, about ``num_parts`` of a like size (one at least for each
     file).
 
@@ -208,10 +243,9 @@ def split_source(source: Source, num_parts: int) -> list[FilePart]:
     Raises UserError where a file cannot be read.
     """
     parts: list[FilePart] = []
-    groups = [(part, _list_split(source, part)) for part in read_split(source)]
-    sizes = {file: unpacked_bytes(file) for _, files in groups for file in files}
+    sizes = {file: unpacked_bytes(file) for file in source.files}
     wanted_bytes = max(MIN_PART_BYTES, sum(sizes.values()) / max(1, num_parts))
-    for rows, files in groups:
+    for rows, files in source.slices:
         pieces = [piece for file in files for piece in _split_file(file, max(1, round(sizes[file] / wanted_bytes)))]
         parts += pieces if rows.is_whole else _slice_parts(pieces, rows)
     if not parts:
@@ -330,11 +364,10 @@ def explain_unreadable(findings: Findings, where: str) -> UserError | None:
     return findings.make_error("{n} lines cannot be read", where=where, fix=fix)
 
 
-def read_rows(source: Source | str | Path) -> Iterator[Row]:
+def read_rows(value: ResolvedSource | Source | str | Path) -> Iterator[Row]:
     """All rows of a source, in order. A UserError at its end names up to 20 places that cannot be read."""
-    source = source if isinstance(source, Source) else Source(path=str(source))
-    findings, found_any = Findings(), False
-    files = list_files(source)
+    source = value if isinstance(value, ResolvedSource) else resolve_source(value)
+    findings, found_any, files = Findings(), False, source.files
     for part in split_source(source, 1):
         for row in read_part(part, findings):
             found_any = True

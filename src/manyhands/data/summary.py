@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from manyhands.config.schema import RunConfig
-from manyhands.config.sources import list_sources
+from manyhands.config.data_schema import BatchSection, DataSection
+from manyhands.config.schema import StopSection
 from manyhands.core.errors import UserError
 from manyhands.data.files import Findings
 from manyhands.data.order import SampleOrder
-from manyhands.data.sources import explain_unreadable
+from manyhands.data.sources import ResolvedSource, explain_unreadable
 from manyhands.data.store import TokenStore
 
 FIRST_SAMPLES = 65_536  # of the first epoch, whose lengths the plan is told
@@ -65,17 +65,17 @@ class PreparedData:
     largest_id: int = -1  # of all tokens but the placeholders of images
 
 
-def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
+def summarize(store: TokenStore, seed: int, batch: BatchSection, pack_tokens: int, stop: StopSection) -> PreparedData:
     """What the samples of a store add up to. Raises UserError where the weights leave none."""
     train, validation, meta = store.train, store.validation, store.meta
-    varies = config.batch.loss_tokens is not None or config.batch.packs is not None
+    varies = batch.loss_tokens is not None or batch.packs is not None
     try:
         order = store.order_samples(
-            config.seed,
+            seed,
             batch_samples=None if varies else 1,
-            batch_loss_tokens=config.batch.loss_tokens,
-            batch_packs=config.batch.packs,
-            pack_tokens=config.data.max_length,
+            batch_loss_tokens=batch.loss_tokens,
+            batch_packs=batch.packs,
+            pack_tokens=pack_tokens,
         )
     except ValueError as error:
         raise UserError(
@@ -108,11 +108,11 @@ def summarize(config: RunConfig, store: TokenStore) -> PreparedData:
         num_truncated=meta["num_truncated"],
         num_split=meta["num_split"],
         left_out=count_left_out(meta["sources"]),
-        steps_of_epochs=_steps_of_epochs(config, order) if varies else (),
+        steps_of_epochs=_steps_of_epochs(stop, order) if varies else (),
         sources=tuple((source["num_samples"], source["weight"]) for source in meta["sources"]),
         as_given=order.as_given,
         first_lengths=tuple(train.lengths[first].tolist()),
-        first_labels=tuple(train.num_loss_tokens[first].tolist()) if config.batch.loss_tokens is not None else (),
+        first_labels=tuple(train.num_loss_tokens[first].tolist()) if batch.loss_tokens is not None else (),
         largest_id=meta["largest_id"],
         **_sum_images(store),
     )
@@ -153,13 +153,13 @@ def count_left_out(sources: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
     return {key: counts for key, counts in found.items() if counts}
 
 
-def _steps_of_epochs(config: RunConfig, order: SampleOrder) -> tuple[int, ...]:
+def _steps_of_epochs(stop: StopSection, order: SampleOrder) -> tuple[int, ...]:
     """Steps of the epochs that the run begins, each of which has its own, as its samples come in another order; of the
     first ``COUNTED_EPOCHS`` alone if there are more: to lay out thousands of epochs takes minutes.
     """
     steps: list[int] = []
-    left = config.stop.max_steps or math.inf
-    while len(steps) < min(config.stop.epochs, COUNTED_EPOCHS) and left >= 0:
+    left = stop.max_steps or math.inf
+    while len(steps) < min(stop.epochs, COUNTED_EPOCHS) and left >= 0:
         steps.append(order.steps_per_epoch(len(steps)))
         left -= steps[-1]
     return tuple(steps)
@@ -240,16 +240,14 @@ class Outcome:
             else:
                 setattr(self, name, max(mine, value) if name in ("longest", "largest_id") else mine + value)
 
-    def explain_faults(self, config: RunConfig, where: str) -> list[UserError]:
+    def explain_faults(self, source: ResolvedSource, task: str, data: DataSection) -> list[UserError]:
         """One error with up to 20 faults of the rows for each kind, what cannot be read at all before what cannot be
         trained; where there are none and no sample is left either, why."""
-        max_length = config.data.max_length
-        ways = dict.fromkeys(rules.too_long for rules in list_sources(config) if rules.too_long in ("error", "split"))
-        too_long = " or ".join(ways) or config.data.too_long
+        where, max_length = source.path, data.max_length
         divides = (
             ", split to make several samples of each"
-            if config.task == "cpt"
-            else ", split to divide texts" * (config.task == "mixed")
+            if task == "cpt"
+            else ", split to divide texts" * (task == "mixed")
         )
         faults = [
             explain_unreadable(self.unreadable, where),
@@ -259,16 +257,16 @@ class Outcome:
                 where=where,
                 fix="correct or remove these rows, or set data.bad_images: skip to leave them out",
             )
-            if config.data.bad_images == "refuse"
+            if data.bad_images == "refuse"
             else None,
             self.too_long.make_error(
                 "{n} rows are longer than data.max_length",
                 where=where,
-                why=f"data.max_length is {max_length:,} tokens and data.too_long is {too_long}"
-                f"{', which cannot divide conversations' * ('split' in ways)}; the longest row has "
+                why=f"data.max_length is {max_length:,} tokens and data.too_long is {source.too_long}"
+                f"{', which cannot divide conversations' * (source.too_long == 'split')}; the longest row has "
                 f"{self.longest:,} tokens",
                 fix=f"set data.too_long to truncate to cut them, drop to leave them out"
-                f"{divides * ('error' in ways)}, or raise data.max_length",
+                f"{divides * (source.too_long == 'error')}, or raise data.max_length",
             ),
         ]
         errors = [fault for fault in faults if fault is not None]
@@ -290,7 +288,7 @@ class Outcome:
                     "no row is left",
                     where=where,
                     why=f"{self.num_too_long:,} rows are longer than data.max_length = {max_length:,} tokens and "
-                    f"{self.num_too_short:,} are shorter than data.min_length = {config.data.min_length:,}",
+                    f"{self.num_too_short:,} are shorter than data.min_length = {data.min_length:,}",
                     fix="change these limits, or set data.too_long: truncate",
                 )
             ]

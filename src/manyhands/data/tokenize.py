@@ -13,10 +13,10 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from manyhands.config.schema import DataSection
+from manyhands.config.data_schema import DataSection
 from manyhands.core.errors import UserError
 from manyhands.data.columns import PLACEHOLDERS, Columns
-from manyhands.data.files import Findings
+from manyhands.data.files import FilePart, Findings, Row
 from manyhands.data.formats import (
     Conversation,
     Format,
@@ -35,7 +35,7 @@ from manyhands.data.long_text import LONG_CHARACTERS, LongText, read_documents
 from manyhands.data.messages import MAX_WEIGHT, RowRefused
 from manyhands.data.render import Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
-from manyhands.data.sources import FilePart, Row, Source, read_part, take_rows
+from manyhands.data.sources import ResolvedSource, read_part, take_rows
 from manyhands.data.streams import (
     IMAGE_SOURCES,
     IMAGES,
@@ -76,7 +76,7 @@ class PartTokenizer:
         data: DataSection,
         task: str,
         tokenizer: Any,
-        sources: Sequence[Source],
+        sources: Sequence[ResolvedSource],
         formats: Sequence[Format | None],
         chunk_characters: int,
         images: ImageOpener | None = None,
@@ -94,7 +94,7 @@ class PartTokenizer:
         )
         self._images = images
         self._long_text = LongText(tokenizer)
-        self._columns = [Columns(source.fields or {}, source.ignore or (), images is not None) for source in sources]
+        self._columns = [Columns(source.fields, source.ignore, images is not None) for source in sources]
         self._placeholders = find_placeholders(tokenizer)
         self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
         self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
@@ -138,7 +138,7 @@ class PartTokenizer:
         self, rows: Iterable[Row], source: int, outcome: Outcome, writer: SegmentWriter
     ) -> Iterator[RowToRender | None]:
         """Rows to be rendered in chunks. A long text takes another way, and its place in order: None goes before it."""
-        fields, columns = self._sources[source].fields or {}, self._columns[source]
+        fields, columns = self._sources[source].fields, self._columns[source]
         unread: set[str] = set()
         left_out: set[str] = set()
         for given in rows:

@@ -10,7 +10,6 @@ does, however that ended. Knows no cache.
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -23,21 +22,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from manyhands.config.schema import RunConfig, Source
+from pydantic import TypeAdapter
+
+from manyhands.config.data_schema import DataSection
+from manyhands.config.schema import ModelSection
 from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.machine import count_cores, memory_bytes
-from manyhands.data.files import FilePart, Row
+from manyhands.data.files import FilePart, Row, unpacked_bytes
 from manyhands.data.formats import DETECT_ROWS, choose_format, trains_images
 from manyhands.data.image_open import ImageOpener
-from manyhands.data.sources import read_rows, split_source
+from manyhands.data.sources import ResolvedSource, read_rows, split_source
 from manyhands.data.streams import TOKENS
 from manyhands.data.summary import Outcome
-from manyhands.data.template import chat_template_kwargs_of, probe_in_subprocess
+from manyhands.data.template import complete_arguments, probe_in_subprocess
 from manyhands.data.tokenize import PartTokenizer, count_characters
 from manyhands.data.tokenizer import note_plain_markers, open_tokenizer, widen_cache
 
@@ -64,39 +66,22 @@ class Job:
     """
 
     folder: Path
-    config: RunConfig
+    task: str
+    data: DataSection
+    model: ModelSection
     model_folder: Path
-    sources: tuple[Source, ...]
+    sources: tuple[ResolvedSource, ...]
     parts: tuple[tuple[int, FilePart], ...]
     num_processes: int
     batch_characters: int
-    images: bool = False  # rows are read with their images
+    images: bool  # rows are read with their images
 
     def write(self) -> None:
-        values = {
-            "config": self.config.model_dump(mode="json"),
-            "model_folder": str(self.model_folder),
-            "sources": [source.model_dump(mode="json") for source in self.sources],
-            "parts": [(source, asdict(part)) for source, part in self.parts],
-            "num_processes": self.num_processes,
-            "batch_characters": self.batch_characters,
-            "images": self.images,
-        }
-        (self.folder / "job.json").write_text(json.dumps(values), encoding="utf-8")
+        (self.folder / "job.json").write_bytes(TypeAdapter(Job).dump_json(self))
 
     @staticmethod
     def read(folder: Path) -> Job:
-        values = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-        return Job(
-            folder,
-            RunConfig.model_validate(values["config"]),
-            Path(values["model_folder"]),
-            tuple(map(Source.model_validate, values["sources"])),
-            tuple((source, FilePart(**part)) for source, part in values["parts"]),
-            values["num_processes"],
-            values["batch_characters"],
-            values["images"],
-        )
+        return TypeAdapter(Job).validate_json((folder / "job.json").read_bytes())
 
     def segment(self, number: int, batch: int | None = None) -> Path:
         """Where the rows of a part go, or of one batch of a large one."""
@@ -122,17 +107,19 @@ def _name(number: int, batch: int | None) -> str:
 
 
 def plan_job(
-    config: RunConfig,
+    task: str,
+    data: DataSection,
+    model: ModelSection,
     model_folder: Path,
-    sources: Sequence[Source],
-    num_bytes: Sequence[int],
+    sources: Sequence[ResolvedSource],
     folder: Path,
     num_processes: int | None,
 ) -> Job:
-    """Divides sources of so many bytes into parts, and chooses the number of processes where it is None."""
-    images = trains_images(config, model_folder, sources)
-    if images:  # each is decoded once, which takes longer than the text of its row
-        num_bytes = [IMAGE_ROWS_FACTOR * size for size in num_bytes]
+    """Divides sources into parts, and chooses the number of processes where it is None."""
+    images = trains_images(data.images, model_folder, sources)
+    # Each image is decoded once, which takes longer than the text of its row.
+    factor = IMAGE_ROWS_FACTOR if images else 1
+    num_bytes = [factor * sum(map(unpacked_bytes, source.files)) for source in sources]
     wanted = choose_num_processes(sum(num_bytes)) if num_processes is None else num_processes
     parts = [
         (index, part)
@@ -140,15 +127,9 @@ def plan_job(
         for part in split_source(source, max(1, round(size / PART_BYTES)) if wanted > 1 else 1)
     ]
     useful = wanted if any(part.large for _, part in parts) else len(parts)
+    num_processes = max(1, min(wanted, useful))
     return Job(
-        folder,
-        config,
-        model_folder,
-        tuple(sources),
-        tuple(parts),
-        max(1, min(wanted, useful)),
-        BATCH_CHARACTERS,
-        images,
+        folder, task, data, model, model_folder, tuple(sources), tuple(parts), num_processes, BATCH_CHARACTERS, images
     )
 
 
@@ -190,26 +171,26 @@ class _Progress:
 
 def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
     """The ``PartTokenizer`` of a job, and notes for the user on its tokenizer."""
-    config, model = job.config, job.config.model
-    tokenizer = open_tokenizer(job.model_folder, model)
+    data, tokenizer = job.data, open_tokenizer(job.model_folder, job.model)
     if getattr(tokenizer, "is_fast", False):
         widen_cache(tokenizer)
-    if config.task != "cpt" and tokenizer.chat_template:
-        probe_in_subprocess(partial(tokenizer.apply_chat_template, tokenize=False, **chat_template_kwargs_of(config)))
-    images = ImageOpener(config, job.model_folder, tokenizer, job.folder / "fetched") if job.images else None
+    if job.task != "cpt" and tokenizer.chat_template:
+        arguments = complete_arguments(data.chat_template_kwargs, data.date)
+        probe_in_subprocess(partial(tokenizer.apply_chat_template, tokenize=False, **arguments))
+    images = ImageOpener(data, job.model_folder, tokenizer, job.folder / "fetched") if job.images else None
     formats = [
         choose_format(
-            list(islice(read_rows(source), DETECT_ROWS)), source, config.task, bool(tokenizer.chat_template), job.images
+            list(islice(read_rows(source), DETECT_ROWS)), source, job.task, bool(tokenizer.chat_template), job.images
         )
         for source in job.sources
     ]
-    notes = [] if config.task == "cpt" else note_plain_markers(tokenizer)
+    notes = [] if job.task == "cpt" else note_plain_markers(tokenizer)
     if "prompt" in formats and not tokenizer.chat_template:
         # A chat model whose template got lost would train on rows that no chat ever shows it.
         notes.insert(
             0, "no chat template: prompt and completion are concatenated unchanged (model.chat_template sets one)"
         )
-    return PartTokenizer(config.data, config.task, tokenizer, job.sources, formats, chunk_characters, images), notes
+    return PartTokenizer(data, job.task, tokenizer, job.sources, formats, chunk_characters, images), notes
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class PromptImages:
 
     @cached_property
     def _opener(self) -> ImageOpener:
-        return ImageOpener(self._config, self._folder, self._tokenizer)
+        return ImageOpener(self._config.data, self._folder, self._tokenizer)
 
     @cached_property
     def _batcher(self) -> ImageBatcher:

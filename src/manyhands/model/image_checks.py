@@ -145,7 +145,7 @@ class ProbeImages:
     """Documents of text around one drawn image each, as batches. Raises UserError where the processor takes none."""
 
     def __init__(self, config: RunConfig, work: ImageWork, tokenizer: Any) -> None:
-        self._opener = ImageOpener(config, work.model_folder, tokenizer)
+        self._opener = ImageOpener(config.data, work.model_folder, tokenizer)
         self._work, self._tokenizer = replace(work, cache="", disk_bytes=0, memory_bytes=0, features=None), tokenizer
         self._drawn: dict[int, OpenedImage] = {}
 

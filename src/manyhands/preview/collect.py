@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from manyhands.config.data_schema import MOST_PIXELS
-from manyhands.config.schema import RunConfig, Source
+from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.cache import UNFINISHED
 from manyhands.data.image_files import BadImage, PixelBounds, decode, read_bytes
 from manyhands.data.prepare import prepare
-from manyhands.data.sources import list_files, resolve_sources
+from manyhands.data.sources import ResolvedSource, resolve_sources
 from manyhands.data.store import TokenStore
 from manyhands.data.streams import TOKENS, Sample, StoredImage, from_streams, weights_of
 from manyhands.data.summary import PreparedData, summarize
@@ -67,7 +67,7 @@ def collect(config: RunConfig, *, step: int = 1, max_samples: int | None = 3, re
         facts = prepare(config, folder, lambda line: report(line) if line.startswith(PROGRESS) else None)
     except UserError as error:
         return _collect_usable(config, folder, tokenizer, error, step, max_samples, report)
-    sources = resolve_sources(config.data.train, config.data)
+    sources = resolve_sources(config.data)
     return _collect(
         config, folder, tokenizer, facts, TokenStore.open(facts.folder), sources, (), step, max_samples, report
     )
@@ -99,7 +99,7 @@ def _collect_usable(
         if usable.store is None:
             return faults_alone
         try:
-            facts = summarize(config, usable.store)
+            facts = summarize(usable.store, config.seed, config.batch, config.data.max_length, config.stop)
         except UserError:  # weights that leave no row
             return faults_alone
         return _collect(
@@ -115,7 +115,7 @@ def _collect(
     tokenizer: Any,
     facts: PreparedData,
     store: TokenStore,
-    sources: Sequence[Source],
+    sources: Sequence[ResolvedSource],
     refused: Sequence[Refused],
     step: int,
     max_samples: int | None,
@@ -128,12 +128,11 @@ def _collect(
     if isinstance(planned, Plan):
         batch, rows = _lay_out(planned, store, config.seed, step)
     shown = rows[:max_samples]
-    files = tuple(map(list_files, sources))
     return Preview(
         config.name,
         config.model.name,
         config.data.max_length,
-        rows=tuple(_decode(tokenizer, store, sources, files, int(row)) for row in shown),
+        rows=tuple(_decode(tokenizer, store, sources, int(row)) for row in shown),
         num_more_rows=len(rows) - len(shown),
         batch=batch,
         plan_error=planned if isinstance(planned, UserError) else None,
@@ -210,18 +209,16 @@ def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[Shown
     )
 
 
-def _decode(
-    tokenizer: Any, store: TokenStore, sources: Sequence[Source], files: Sequence[Sequence[Path]], row: int
-) -> ShownSample:
+def _decode(tokenizer: Any, store: TokenStore, sources: Sequence[ResolvedSource], row: int) -> ShownSample:
     train = store.train
     sample = train.sample(row)
     ids, weights = sample[TOKENS.name], weights_of(sample)
     weights[0] = 0  # nothing comes before the first token, so it is never a target
-    number = int(train.sources[row])
-    source, file = sources[number], files[number][store.file_number(row)]
+    source = sources[int(train.sources[row])]
+    file = source.files[store.file_number(row)]
     return ShownSample(
         row,
-        source.name or source.path,
+        source.name,
         f"{_seen_from_here(file)}:{store.line(row)}",
         len(ids),
         int(train.num_loss_tokens[row]),
