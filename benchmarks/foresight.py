@@ -47,7 +47,7 @@ def main() -> int:
 
 def fit_rows(options: argparse.Namespace) -> int:
     from benchmarks.foresight_fit import by_group, describe_errors, errors_of, fit, print_rows, read_rows, write_fitted
-    from manyhands.planner.rates import load_fitted
+    from manyhands.planner.time.rates import load_fitted
 
     rows = read_rows(options.rows)
     seen = [row for row in rows if row.group == "fitted"]
@@ -64,7 +64,7 @@ def fit_rows(options: argparse.Namespace) -> int:
 
 def write_report(options: argparse.Namespace) -> int:
     from benchmarks.foresight_fit import read_rows, report
-    from manyhands.planner.rates import load_fitted
+    from manyhands.planner.time.rates import load_fitted
 
     options.page.write_text(report(read_rows(options.rows), load_fitted()))
     return 0
@@ -75,7 +75,7 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the cases")
     fitting = commands.add_parser(
-        "fit", help="estimate measured cases again, and fit the constants of planner/time.toml"
+        "fit", help="estimate measured cases again, and fit the constants of planner/time/fitted.toml"
     )
     fitting.add_argument("rows", type=Path, nargs="+")
     fitting.add_argument("--check", action="store_true", help="fit nothing: only say how good the estimates are")

@@ -1,6 +1,6 @@
 """The configurations on which the plan's memory and time are compared with what a run takes. No torch.
 
-Every shape is either fitted to or held out: the constants of ``planner/time.toml`` and the margins of the memory
+Every shape is either fitted to or held out: the constants of ``planner/time/fitted.toml`` and the margins of the memory
 estimate are fitted to the first kind alone; ``docs/planner-accuracy.md`` states the plan's accuracy on the second.
 """
 

@@ -19,13 +19,14 @@ from manyhands import families
 from manyhands.facts.gpu_kinds import kind_of
 from manyhands.facts.model import MLP_OUTPUT_NORMS
 from manyhands.facts.types import Calibration, GpuKind, ModelFacts
-from manyhands.planner.estimate_input import EstimateInput, TrainedWeights
-from manyhands.planner.host_memory import keep_on_device
 from manyhands.planner.layout import Layout, Mesh
-from manyhands.planner.memory import estimate_terms
-from manyhands.planner.rates import REFERENCE_KIND, Fitted, load_fitted, rates_of, rates_of_kind
-from manyhands.planner.time import TimeInput, estimate_step
-from manyhands.planner.work import work_of_lengths
+from manyhands.planner.memory.host import keep_on_device
+from manyhands.planner.memory.input import EstimateInput, TrainedWeights
+from manyhands.planner.memory.terms import estimate_terms
+from manyhands.planner.time.input import TimeInput
+from manyhands.planner.time.rates import REFERENCE_KIND, Fitted, load_fitted, rates_of, rates_of_kind
+from manyhands.planner.time.terms import estimate_step
+from manyhands.planner.time.work import work_of_lengths
 
 GIB = 2**30
 # Runs of code that has been changed where they show: their cases are to be measured again
@@ -40,7 +41,7 @@ OUTDATED = {
 FAR = 0.25  # an error beyond it (of a logarithm) is a term that is missing, for which no constant makes up
 PRIOR = 0.002  # how strongly a constant is drawn to its present value, where rows say little of it
 MAX_SHARE = 0.9  # of a datasheet's rate: elementwise kernels alone reach 4.3 of an H200's 4.8 TB/s
-TIME_FILE = Path(__file__).parents[1] / "src" / "manyhands" / "planner" / "time.toml"
+TIME_FILE = Path(__file__).parents[1] / "src" / "manyhands" / "planner" / "time" / "fitted.toml"
 
 
 INTRODUCTION = (
@@ -48,9 +49,9 @@ INTRODUCTION = (
     "(`benchmarks/results/*foresight-*.jsonl`). Every row holds what the estimate is a function of, and today's code "
     "estimates it again. Memory is compared with the most that a process held, in torch's allocator and outside of it, "
     "on the rank that held most; for packs of mixed lengths at the largest pack that ran. Seconds, planned from "
-    "datasheets and the constants of `src/manyhands/planner/time.toml`, are compared with the median of the timed "
-    "steps; where lengths are mixed, each step is planned separately, and the step with the median error counts. An "
-    "error is planned over measured, less one: below zero the plan was too low."
+    "datasheets and the constants of `src/manyhands/planner/time/fitted.toml`, are compared with the median of the "
+    "timed steps; where lengths are mixed, each step is planned separately, and the step with the median error counts. "
+    "An error is planned over measured, less one: below zero the plan was too low."
 )
 
 

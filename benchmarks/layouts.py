@@ -41,8 +41,8 @@ from manyhands.facts.gpu_kinds import AskedGpus, describe_host, kind_of, load_ki
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import GpuKind
 from manyhands.planner.layout import Checkpointing, Layout, Strategy
-from manyhands.planner.rates import REFERENCE_KIND
 from manyhands.planner.search import plan
+from manyhands.planner.time.rates import REFERENCE_KIND
 from manyhands.planner.types import Candidate, Plan
 
 OTHER = "this machine"  # of no known kind, such as a CPU

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.foresight_cases import CASES, FITTED, HELD_OUT
 from benchmarks.foresight_fit import by_group, read_rows, report
-from manyhands.planner.rates import load_fitted
+from manyhands.planner.time.rates import load_fitted
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -17,8 +17,8 @@ from manyhands.engine.apply import compile_blocks
 from manyhands.facts.model import read_model_facts
 from manyhands.families import known_modules
 from manyhands.model.weights import quantized_layers
-from manyhands.planner.activations import kept_bytes_per_token, linear_bytes_per_token
 from manyhands.planner.layout import Checkpointing
+from manyhands.planner.memory.activations import kept_bytes_per_token, linear_bytes_per_token
 from tests.planner.test_memory import FULL
 from tests.support.plans import change_input, make_layout
 from tests.support.tiny import tiny_config, tiny_model

@@ -24,7 +24,7 @@ from manyhands.launch.prepare import prepare_run
 from manyhands.launch.resume_rules import describe_run, refuse_other_run
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.start import start
-from manyhands.planner.types import RanOut
+from manyhands.planner.types import OutOfMemory
 from tests.launch.builders import make_config, make_plan
 from tests.support.plans import explain_why
 
@@ -236,7 +236,7 @@ def test_after_a_launch_that_ran_out_of_memory_the_next_start_plans_smaller(worl
     first = prepare().plan
     measured = {"needed": 5, "available": 4}
     world.run.write_failed(UserError("out of GPU memory", kind=OUT_OF_MEMORY, data=measured), first)
-    small = RanOut(
+    small = OutOfMemory(
         number=1,
         layout=make_plan(full_micro_tokens=2048).layout,
         estimated_bytes=1,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from manyhands.facts.model import read_model_facts
-from manyhands.planner.elementwise import moved_values, num_kernels
+from manyhands.planner.time.elementwise import moved_values, num_kernels
 from tests.support.plans import change_input, make_input
 
 NUM_TOKENS = 512

@@ -151,7 +151,7 @@ def test_every_reason_of_a_plan_is_a_code_and_json():
         assert all(candidate.chosen == (candidate.reason is None) for candidate in made.candidates)
 
 
-@pytest.mark.parametrize("path", sorted(Path(reasons.__file__).parent.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(Path(reasons.__file__).parent.rglob("*.py")), ids=lambda path: path.name)
 def test_prose_stands_in_one_file(path: Path) -> None:
     """Elsewhere in the room a string of four words or more is a docstring, or stands in a function that makes errors,
     outside of its reasons.

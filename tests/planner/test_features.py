@@ -10,8 +10,8 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts, ModelFacts
 from manyhands.planner.features import FILE_BYTES
+from manyhands.planner.memory.images import kept_by_images, num_units
 from manyhands.planner.search import base_input, plan
-from manyhands.planner.towers import kept_by_images, num_units
 from manyhands.planner.types import Plan
 from tests.planner.examples import data_facts, facts, gemma_4b_with_images, run_config
 from tests.support.plans import explain_why

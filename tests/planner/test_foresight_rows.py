@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.foresight_cases import CASES
 from benchmarks.foresight_fit import Measured, fit, read_rows, report
-from manyhands.planner.rates import load_fitted
+from manyhands.planner.time.rates import load_fitted
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 ROWS = read_rows(sorted(RESULTS.glob("*foresight-*.jsonl")))

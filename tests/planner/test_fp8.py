@@ -7,8 +7,8 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.facts.types import GpuFacts, HostFacts
-from manyhands.planner import memory
-from manyhands.planner.activations import block_bytes_per_token
+from manyhands.planner.memory import terms as memory
+from manyhands.planner.memory.activations import block_bytes_per_token
 from manyhands.planner.search import plan
 from tests.planner.examples import facts, llama_1b, llama_8b, run_config
 from tests.support.plans import change_input, explain_why, make_input

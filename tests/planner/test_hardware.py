@@ -106,14 +106,14 @@ def test_more_gpus_of_a_kind_never_forbid_a_run(kind, few, factor, method):
 
 
 def test_a_plan_for_gpus_elsewhere_costs_no_more_than_one_for_here(monkeypatch):
-    judged = []
-    real_judge = candidates.Limits.judge
-    monkeypatch.setattr(candidates.Limits, "judge", lambda *given: judged.append(1) or real_judge(*given))
+    evaluated = []
+    evaluate = candidates.Limits.evaluate
+    monkeypatch.setattr(candidates.Limits, "evaluate", lambda *given: evaluated.append(1) or evaluate(*given))
     absent = facts_for("64x8xH200")
     plan(run_config(method__name="full"), absent)
-    elsewhere = len(judged)
+    elsewhere = len(evaluated)
     plan(run_config(method__name="full"), absent.model_copy(update={"host": real(absent.host)}))
-    assert 0 < elsewhere == len(judged) - elsewhere
+    assert 0 < elsewhere == len(evaluated) - elsewhere
     assert elsewhere < 1_000  # some 50 microseconds each
 
 

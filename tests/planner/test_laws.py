@@ -13,13 +13,14 @@ from manyhands.core.errors import UserError
 from manyhands.facts.gpu_kinds import load_kinds
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.planner.candidates import CHECKPOINTING, SAME_SPEED
-from manyhands.planner.estimate_input import EstimateInput
-from manyhands.planner.memory import estimate_terms
-from manyhands.planner.rates import load_fitted, rates_of_kind
+from manyhands.planner.memory.input import EstimateInput
+from manyhands.planner.memory.terms import estimate_terms
 from manyhands.planner.search import plan
-from manyhands.planner.time import TimeInput, estimate_step
+from manyhands.planner.time.input import TimeInput
+from manyhands.planner.time.rates import load_fitted, rates_of_kind
+from manyhands.planner.time.terms import estimate_step
+from manyhands.planner.time.work import MeanStep, MicroBatchGroup
 from manyhands.planner.types import Plan
-from manyhands.planner.work import MeanStep, Micro
 from tests.planner.examples import GIB, data_facts, facts, model_facts, run_config
 from tests.support.plans import change_input, make_input
 
@@ -69,7 +70,7 @@ def estimated(model: Any, layout: dict[str, Any], *, adapters: bool, tokens: int
 
 def seconds(setup: EstimateInput, tokens: float, pairs: float) -> dict[str, float]:
     fitted, kind = load_fitted(), next(kind for kind in load_kinds() if kind.name == "H200")
-    work = MeanStep((Micro(2.0, tokens, pairs, pairs),), tokens, 1.0)
+    work = MeanStep((MicroBatchGroup(2.0, tokens, pairs, pairs),), tokens, 1.0)
     return estimate_step(
         TimeInput(setup, work, rates_of_kind(kind, fitted), fitted, "varlen", num_local=setup.layout.world_size)
     )
@@ -118,7 +119,7 @@ def test_a_step_takes_no_longer_on_faster_hardware(model: Any, layout: Any, adap
     setup = estimated(model, layout, adapters=adapters, tokens=4096, ranks=4)
     fitted, kind = load_fitted(), next(kind for kind in load_kinds() if kind.name == "H100-PCIe")
     rates = rates_of_kind(kind, fitted)
-    work = MeanStep((Micro(2.0, 4096, 4096 * 2048, 4096 * 2048),), 4096, 1.0)
+    work = MeanStep((MicroBatchGroup(2.0, 4096, 4096 * 2048, 4096 * 2048),), 4096, 1.0)
     asked = TimeInput(setup, work, rates, fitted, "varlen", num_local=4)
     before = sum(estimate_step(asked).values())
     for name in ("matmul", "memory", "link", "attention"):

@@ -8,7 +8,8 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
-from manyhands.planner import host_memory, memory
+from manyhands.planner.memory import host as host_memory
+from manyhands.planner.memory import terms as memory
 from manyhands.planner.search import plan
 from tests.planner.examples import data_facts, facts, llama_1b, llama_8b, run_config
 from tests.planner.test_memory import BLOCK, FULL, ROOT, sharded

@@ -9,10 +9,10 @@ import math
 
 import pytest
 
-from manyhands.planner import memory
-from manyhands.planner.activations import block_bytes_per_token, kept_bytes_per_token, moved_bytes
-from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.layout import Mesh
+from manyhands.planner.memory import terms as memory
+from manyhands.planner.memory.activations import block_bytes_per_token, kept_bytes_per_token, moved_bytes
+from manyhands.planner.memory.input import EstimateInput
 from tests.planner.examples import llama_8b, model_facts
 from tests.support.plans import change_input, make_input
 
@@ -270,7 +270,7 @@ def test_of_gradients_in_host_memory_the_pool_that_reduces_keeps_the_largest_uni
 def test_gradients_of_blocks_that_keep_less_than_one_leave_room_between_them():
     """Nothing up to half of a gradient; most at one; where blocks keep more, the loss is the worst moment."""
     sizes = [
-        memory.unfilled(
+        memory.gap_bytes(
             make_input(
                 llama_8b(),
                 strategy="fsdp",
@@ -285,7 +285,7 @@ def test_gradients_of_blocks_that_keep_less_than_one_leave_room_between_them():
         for tokens in (1024, 2048, 4096, 8192, 16384)
     ]
     assert sizes == sorted(sizes) and sizes[0] == sizes[1] == 0 < sizes[2] <= sizes[3] == sizes[4]
-    assert memory.unfilled(make_input(llama_8b(), full_micro_tokens=4096, device="cuda")) == 0
+    assert memory.gap_bytes(make_input(llama_8b(), full_micro_tokens=4096, device="cuda")) == 0
 
 
 @pytest.mark.parametrize(

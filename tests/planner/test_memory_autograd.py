@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
 from manyhands.facts.model import read_model_facts
-from manyhands.planner.activations import block_bytes_per_token
-from manyhands.planner.estimate_input import EstimateInput
+from manyhands.planner.memory.activations import block_bytes_per_token
+from manyhands.planner.memory.input import EstimateInput
 from tests.support.plans import change_input, make_input
 
 NUM_TOKENS = 256

@@ -22,11 +22,10 @@ from manyhands.bench.shapes import write_model_folder
 from manyhands.facts.model import read_model_facts
 from manyhands.facts.types import ModelFacts
 from manyhands.planner.candidates import memory_limits
-from manyhands.planner.choices import decide
+from manyhands.planner.choices import decide, resolve_auto
 from manyhands.planner.layout import change
-from manyhands.planner.memory import WORKSPACE_BYTES
+from manyhands.planner.memory.terms import WORKSPACE_BYTES
 from manyhands.planner.search import base_input, plan
-from manyhands.planner.settle import settle
 from manyhands.planner.types import Plan
 from tests.planner.examples import GIB, data_facts, facts
 
@@ -100,7 +99,7 @@ def plan_again(measured: dict[str, Any], folder: Path) -> Plan:
     if not measured.get("lighter_layers"):
         return made
     # Only the plan mixes modes, and it may choose another mix now: the estimate is of what was measured.
-    settled, _ = settle(config, machine)
+    settled, _ = resolve_auto(config, machine)
     decisions = decide(settled, machine)
     layout = change(
         made.layout,
@@ -112,7 +111,7 @@ def plan_again(measured: dict[str, Any], folder: Path) -> Plan:
     return made.model_copy(
         update={
             "layout": layout,
-            "memory": limits.judge(base_input(config, machine), layout).memory,
+            "memory": limits.evaluate(base_input(config, machine), layout).memory,
         }
     )
 

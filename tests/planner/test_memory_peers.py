@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.core.limits import GIB
-from manyhands.planner.memory import CONTEXT_BYTES, at_the_loss, estimate_terms
+from manyhands.planner.memory.terms import CONTEXT_BYTES, at_the_loss, estimate_terms
 from tests.planner.examples import llama_1b, llama_8b
 from tests.support.plans import change_input, make_input
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.planner import memory
+from manyhands.planner.memory import terms as memory
 from tests.planner.examples import llama_8b
 from tests.support.plans import change_input, make_input
 

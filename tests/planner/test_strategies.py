@@ -13,8 +13,9 @@ import pytest
 
 from manyhands.config.checks import check
 from manyhands.core.errors import UserError
-from manyhands.planner import host_memory, memory
-from manyhands.planner.activations import linear_bytes_per_token
+from manyhands.planner.memory import host as host_memory
+from manyhands.planner.memory import terms as memory
+from manyhands.planner.memory.activations import linear_bytes_per_token
 from manyhands.planner.search import plan
 from manyhands.planner.text import explain
 from manyhands.planner.types import Plan

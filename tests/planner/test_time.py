@@ -9,12 +9,12 @@ import pytest
 
 from manyhands.facts.gpu_kinds import describe_host, load_kinds, parse_gpus
 from manyhands.facts.types import Calibration
-from manyhands.planner import time
-from manyhands.planner.host_memory import fetched_alone
-from manyhands.planner.rates import load_fitted, load_reference, rates_of, rates_of_kind
+from manyhands.planner.memory.host import fetched_alone
 from manyhands.planner.search import base_input, plan
-from manyhands.planner.time import TimeInput
-from manyhands.planner.work import MeanStep, Micro, count_pairs, work_of_lengths
+from manyhands.planner.time import terms as time
+from manyhands.planner.time.input import TimeInput
+from manyhands.planner.time.rates import load_fitted, load_reference, rates_of, rates_of_kind
+from manyhands.planner.time.work import MeanStep, MicroBatchGroup, count_pairs, work_of_lengths
 from tests.planner.examples import data_facts, facts, llama_8b, run_config
 from tests.support.plans import change_input, make_input
 
@@ -23,11 +23,11 @@ FITTED = load_fitted()
 RATES = rates_of_kind(H200, FITTED)
 LORA = change_input(make_input(llama_8b(), num_adapter_parameters=1000, adapter_rank=16), full_micro_tokens=8192)
 FULL = change_input(LORA, num_adapter_parameters=0)
-MICRO = Micro(1.0, 8192, 4096 * 8192, 4096 * 8192)
+MICRO = MicroBatchGroup(1.0, 8192, 4096 * 8192, 4096 * 8192)
 WEIGHTS = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14336  # of a block
 
 
-def asked(setup=LORA, *micros: Micro, **changes) -> TimeInput:
+def asked(setup=LORA, *micros: MicroBatchGroup, **changes) -> TimeInput:
     work = MeanStep(micros or (MICRO,), 8192, 2)
     return replace(TimeInput(setup, work, RATES, FITTED, "varlen", num_local=setup.layout.world_size), **changes)
 
@@ -145,7 +145,7 @@ def test_sums_of_micro_batches_are_counted_from_the_second_one_on():
 
 
 def test_many_small_micro_batches_wait_for_the_host():
-    small = Micro(64.0, 128, 128 * 64, 128 * 64)
+    small = MicroBatchGroup(64.0, 128, 128 * 64, 128 * 64)
     terms = time.estimate_step(asked(LORA, small))
     assert terms["host"] > 0.5 * sum(terms.values())
     assert time.estimate_step(asked())["host"] < 0.02

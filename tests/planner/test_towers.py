@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from manyhands.facts.gpu_kinds import load_kinds
 from manyhands.facts.types import Facts
 from manyhands.planner.candidates import CHECKPOINTING
-from manyhands.planner.clock import lay_out
 from manyhands.planner.efficiency import largest_samples
-from manyhands.planner.estimate_input import EstimateInput, describe_images
-from manyhands.planner.memory import estimate_terms
-from manyhands.planner.rates import load_fitted, rates_of_kind
-from manyhands.planner.search import base_input, plan
-from manyhands.planner.time import TimeInput
-from manyhands.planner.towers import (
+from manyhands.planner.memory.images import (
     kept_by_images,
     memory_by_part,
     num_units,
     outer_gathered,
     tower_at_work,
-    towers_s,
     with_images,
 )
-from manyhands.planner.work import MeanStep, Micro
+from manyhands.planner.memory.input import EstimateInput, describe_images
+from manyhands.planner.memory.terms import estimate_terms
+from manyhands.planner.search import base_input, plan
+from manyhands.planner.time.clock import lay_out
+from manyhands.planner.time.input import TimeInput
+from manyhands.planner.time.rates import load_fitted, rates_of_kind
+from manyhands.planner.time.terms import towers_s
+from manyhands.planner.time.work import MeanStep, MicroBatchGroup
 from tests.planner.examples import data_facts, facts, gemma_4b_with_images, model_facts, run_config, tower_facts
 from tests.support.plans import change_input, explain_why
 
@@ -172,7 +172,7 @@ def test_laws_of_memory(tower: Any, parts: Any, layout: Any) -> None:
 
 def seconds(s: EstimateInput, samples: float = 8.0) -> float:
     fitted, kind = load_fitted(), next(kind for kind in load_kinds() if kind.name == "H200")
-    work = MeanStep((Micro(1.0, 4096.0, 1e6, 1e6),), 4096.0 * 8, samples)
+    work = MeanStep((MicroBatchGroup(1.0, 4096.0, 1e6, 1e6),), 4096.0 * 8, samples)
     return towers_s(TimeInput(s, work, rates_of_kind(kind, fitted), fitted, "varlen", num_local=1))
 
 

@@ -12,8 +12,8 @@ from manyhands.convert.trainable import train_by_pattern
 from manyhands.core.errors import UserError
 from manyhands.facts.model import read_model_facts
 from manyhands.optim.registry import OPTIMIZERS, TrainedCounts
-from manyhands.planner.estimate_input import TrainedWeights, count_trained
-from manyhands.planner.memory import estimate_terms, optimizer, reduction, root_reduction, state_bytes
+from manyhands.planner.memory.input import TrainedWeights, count_trained
+from manyhands.planner.memory.terms import estimate_terms, optimizer, reduction, root_reduction, state_bytes
 from manyhands.planner.search import plan
 from tests.planner.examples import facts, llama_8b, run_config
 from tests.support.plans import change_input, make_input

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from manyhands.config.checks import check
-from manyhands.planner import host_memory, memory
+from manyhands.planner.memory import host as host_memory
+from manyhands.planner.memory import terms as memory
 from manyhands.planner.search import plan
 from tests.config.builders import config
 from tests.planner.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config

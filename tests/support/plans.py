@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from manyhands.facts.types import ModelFacts
-from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.layout import Layout, change, lay_out, mesh_of
+from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.text import explain
 from manyhands.planner.types import Code, Plan
 

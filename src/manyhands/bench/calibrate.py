@@ -4,7 +4,7 @@ host, collectives.
     python -m manyhands.bench.calibrate              # one JSON line, and the file that plans read
 
 ``manyhands doctor --calibrate`` starts it. Each rate is that of a second's work after a shorter one, as the power limit
-lets it; the same procedure gave the reference in ``planner/time.toml``, and plans use the ratio of the two.
+lets it; the same procedure gave the reference in ``planner/time/fitted.toml``, and plans use the ratio of the two.
 """
 
 from __future__ import annotations

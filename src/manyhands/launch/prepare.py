@@ -277,8 +277,8 @@ def _plan_launch(
     """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried
     again. ``num_left``: plan for so many of the GPUs that the last launch had.
     """
+    from manyhands.planner.oom import NothingSmaller
     from manyhands.planner.search import plan
-    from manyhands.planner.smaller import NothingSmaller
     from manyhands.planner.steps import explain_longer
 
     facts = gather_facts(

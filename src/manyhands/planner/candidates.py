@@ -1,10 +1,10 @@
 """The layouts that could carry out a run: which there are, what each needs and takes, which is chosen, why others
 were not. Pure.
 
-The fastest by the estimated seconds of a step is chosen (``clock.py``); of those as fast within 0.5 % the one that
-needs the least memory, if that spares a twentieth. Each spends what memory is left first (``spend``): unsharded
-gradients wait for the last micro-batch (``reduce_once``), and as many of the last layers as fit have lighter activation
-checkpointing (``lighten``).
+The fastest by the estimated seconds of a step is chosen (``time/clock.py``); of those as fast within 0.5 % the one that
+needs the least memory, if that spares a twentieth. Each first uses the memory that is left: unsharded gradients wait
+for the last micro-batch (``defer_reduction``), and as many of the last layers as fit have lighter activation
+checkpointing (``relax_checkpointing``).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from manyhands.config.schema import RunConfig
 from manyhands.facts.types import Facts
 from manyhands.planner.batch import BatchSplit
 from manyhands.planner.choices import Decisions
-from manyhands.planner.clock import Clock
-from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.hardware import ranks_per_machine
-from manyhands.planner.host_memory import estimate_host_terms, keep_on_device
 from manyhands.planner.layout import LIGHTER, ZERO_STAGES, Checkpointing, Layout, Strategy, change, mesh_of
-from manyhands.planner.memory import estimate_terms
-from manyhands.planner.types import Candidate, MemoryEstimate, RanOut, Reason, reason
+from manyhands.planner.memory.host import estimate_host_terms, keep_on_device
+from manyhands.planner.memory.input import EstimateInput
+from manyhands.planner.memory.terms import estimate_terms
+from manyhands.planner.time.clock import Clock
+from manyhands.planner.types import Candidate, MemoryEstimate, OutOfMemory, Reason, reason
 
 SAME_SPEED = 0.005  # share of a step that the estimate cannot tell apart: of pairs of layouts it is off by 0.8 %
 GAIN = 0.002  # share of a step for which memory that is left is spent
-WORTHWHILE = 0.05  # share of memory for which one as fast takes the place of the fastest
+MIN_MEMORY_SAVING = 0.05  # share of memory for which one as fast takes the place of the fastest
 USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "except_attention", "full")  # the fastest first
 RECOMPUTED: dict[Checkpointing, int] = {"none": 0, "selective": 1, "except_attention": 2, "full": 2}
@@ -50,7 +50,7 @@ class Limits:
     num_local: int  # ranks that share the host's memory
     clock: Clock | None = None  # None: nothing is said of time
 
-    def judge(self, base: EstimateInput, layout: Layout) -> Candidate:
+    def evaluate(self, base: EstimateInput, layout: Layout) -> Candidate:
         """The layout with what it needs; ``base`` is the estimate input of any layout of the run."""
         asked = replace(base, layout=layout)
         terms = estimate_terms(asked)
@@ -62,9 +62,9 @@ class Limits:
         step_s = sum(self.clock.terms(asked).values()) if self.clock is not None else None
         return Candidate(layout=layout, memory=memory, step_s=step_s and float(f"{step_s:.6g}"))
 
-    def judge_memory(self, base: EstimateInput, layout: Layout) -> Candidate:
+    def evaluate_memory(self, base: EstimateInput, layout: Layout) -> Candidate:
         """The same without its seconds, which take five times as long to estimate where lengths are mixed."""
-        return replace(self, clock=None).judge(base, layout)
+        return replace(self, clock=None).evaluate(base, layout)
 
 
 def margin_of(s: EstimateInput) -> float:
@@ -144,12 +144,12 @@ def list_candidates(
             full_micro_tokens=split.full_micro_tokens,
             accumulates=split.accumulates,
         )
-        candidate = limits.judge_memory(base, layout)
+        candidate = limits.evaluate_memory(base, layout)
         if parallel.offload_activations == "auto":
             candidate = _move_activations(candidate, base, limits)
         candidates.append(candidate)
     if any(candidate.memory.fits for candidate in candidates):
-        return [limits.judge(base, candidate.layout) for candidate in candidates]
+        return [limits.evaluate(base, candidate.layout) for candidate in candidates]
     return candidates
 
 
@@ -163,7 +163,7 @@ def _move_activations(candidate: Candidate, base: EstimateInput, limits: Limits)
     """
     if candidate.layout.activation_checkpointing not in ("except_attention", "full") or limits.host is None:
         return candidate
-    moved = limits.judge_memory(base, change(candidate.layout, offload_activations=True))
+    moved = limits.evaluate_memory(base, change(candidate.layout, offload_activations=True))
     return moved if moved.memory.fits_host and moved.memory.total < candidate.memory.total else candidate
 
 
@@ -190,12 +190,12 @@ def choose_candidate(
 
     So explicit keys that leave one layout are obeyed as long as the estimate is not over the limit itself.
     """
-    spent = [(c, spend(config, c, base, limits)) for c in candidates if c.memory.is_safe]
+    spent = [(c, use_spare_memory(config, c, base, limits)) for c in candidates if c.memory.is_safe]
     if spent:
         fastest = min(spent, key=lambda pair: (seconds_of(pair[1]), pair[1].memory.total))
         as_fast = [pair for pair in spent if not is_faster(fastest[1], pair[1], SAME_SPEED)]
         smallest = min(as_fast, key=lambda pair: (pair[1].memory.total, seconds_of(pair[1])))
-        spares = smallest[1].memory.total < (1 - WORTHWHILE) * fastest[1].memory.total
+        spares = smallest[1].memory.total < (1 - MIN_MEMORY_SAVING) * fastest[1].memory.total
         return smallest if spares else fastest
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
     least = min(fitting, key=lambda c: (c.memory.total, seconds_of(c)), default=None)
@@ -207,18 +207,18 @@ def seconds_of(candidate: Candidate) -> float:
     return candidate.step_s
 
 
-def spend(config: RunConfig, candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+def use_spare_memory(config: RunConfig, candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
     """The candidate with what memory it leaves spent on speed: first on unsharded gradients, or on lighter layers
     alone where these gain more by what the gradients would take.
     """
-    once = reduce_once(candidate, base, limits)
-    spent = lighten(config, once, base, limits)
+    once = defer_reduction(candidate, base, limits)
+    spent = relax_checkpointing(config, once, base, limits)
     if once is candidate:
         return spent
-    return min(spent, lighten(config, candidate, base, limits), key=seconds_of)
+    return min(spent, relax_checkpointing(config, candidate, base, limits), key=seconds_of)
 
 
-def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+def defer_reduction(candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
     """The same with sharded gradients reduced once a step, where unsharded ones fit on every rank until then; else
     itself.
 
@@ -226,11 +226,11 @@ def reduce_once(candidate: Candidate, base: EstimateInput, limits: Limits) -> Ca
     """
     if candidate.layout.mesh.num_shards == 1 or not candidate.layout.accumulates or candidate.layout.zero_stage:
         return candidate
-    once = limits.judge(base, change(candidate.layout, reduce_every=False))
+    once = limits.evaluate(base, change(candidate.layout, reduce_every=False))
     return once if once.memory.is_safe and not is_faster(candidate, once) else candidate
 
 
-def lighten(config: RunConfig, chosen: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+def relax_checkpointing(config: RunConfig, chosen: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
     """The candidate with the next lighter activation checkpointing in as many of the last layers as fit, if these are
     an eighth at least, not all, and it is faster for it; else itself, and so where keys give the mode or move
     activations off the device. Activations then stay on the device.
@@ -248,17 +248,17 @@ def lighten(config: RunConfig, chosen: Candidate, base: EstimateInput, limits: L
         activation_checkpointing=LIGHTER[chosen.layout.activation_checkpointing],
         offload_activations=False,
     )
-    if limits.judge_memory(base, uniform).memory.is_safe:
+    if limits.evaluate_memory(base, uniform).memory.is_safe:
         return chosen  # a candidate itself
     fewest, most, found = max(1, -(-base.model.num_layers // 8)), base.model.num_layers - 1, None
     while fewest <= most:  # what a layer keeps only grows, so the largest number that fits is found by halves
         count = (fewest + most) // 2
         layout = change(chosen.layout, lighter_layers=count, offload_activations=False)
-        if limits.judge_memory(base, layout).memory.is_safe:
+        if limits.evaluate_memory(base, layout).memory.is_safe:
             found, fewest = layout, count + 1
         else:
             most = count - 1
-    lighter = chosen if found is None else limits.judge(base, found)
+    lighter = chosen if found is None else limits.evaluate(base, found)
     return lighter if is_faster(lighter, chosen) else chosen
 
 
@@ -285,7 +285,7 @@ def keeps_less_by_choice(chosen: Candidate, candidates: list[Candidate]) -> bool
     )
 
 
-def with_reason(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Candidate:
+def with_reason(candidate: Candidate, chosen: Candidate, ran_out: OutOfMemory | None) -> Candidate:
     """The candidate marked as chosen, or with the reason why it was not. ``ran_out``: a plan that did, which all that
     are compared are smaller than.
     """
@@ -294,7 +294,7 @@ def with_reason(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None)
     return candidate.model_copy(update={"reason": _why_lost(candidate, chosen, ran_out)})
 
 
-def _why_lost(candidate: Candidate, chosen: Candidate, ran_out: RanOut | None) -> Reason:
+def _why_lost(candidate: Candidate, chosen: Candidate, ran_out: OutOfMemory | None) -> Reason:
     layout, memory = candidate.layout, candidate.memory
     total, limit = memory.total, memory.limit
     if ran_out is not None and total <= limit:

@@ -11,9 +11,9 @@ from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.advice import DOES_NOT_FIT
 from manyhands.planner.candidates import Limits
 from manyhands.planner.choices import Decisions
-from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.features import Features
-from manyhands.planner.memory import state_bytes
+from manyhands.planner.memory.input import EstimateInput
+from manyhands.planner.memory.terms import state_bytes
 from manyhands.planner.steps import Steps
 from manyhands.planner.text import DISK, describe_limit, fill
 from manyhands.planner.types import LOG_BYTES, Candidate, DiskEstimate, Reason, reason

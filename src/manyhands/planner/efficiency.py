@@ -24,10 +24,10 @@ from manyhands.data.pack import (
 from manyhands.data.store import SampleSet
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.planner.batch import ceil_div, constant_pack_tokens
-from manyhands.planner.clock import lay_out
 from manyhands.planner.layout import Layout, change, mesh_of
+from manyhands.planner.time.clock import lay_out
+from manyhands.planner.time.work import sample_steps
 from manyhands.planner.types import Plan, reason
-from manyhands.planner.work import sample_steps
 
 MAX_STEPS, MAX_SAMPLES = 20, 16_384  # laid out, spread over the epoch; one step in any case
 GOOD_SHARE = 0.9

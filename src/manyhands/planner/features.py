@@ -16,8 +16,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.units import format_size
 from manyhands.data.image_cache import KEPT_SHARE
 from manyhands.facts.types import Facts, TowerFacts
-from manyhands.planner.clock import Clock
-from manyhands.planner.estimate_input import EstimateInput
+from manyhands.planner.memory.input import EstimateInput
+from manyhands.planner.time.clock import Clock
 from manyhands.planner.types import DiskEstimate, Reason, reason
 
 NO_TOWER = "no_tower"

@@ -7,9 +7,9 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.units import count_of
 from manyhands.facts.types import Facts, ModelFacts
-from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.layout import ZERO_STAGES
-from manyhands.planner.towers import memory_by_part, num_units
+from manyhands.planner.memory.images import memory_by_part, num_units
+from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.types import PartState, Reason, reason
 
 OUTER_PARTS = ("vision", "projector")  # what leads to the language model's embeddings, in the order of the forward pass

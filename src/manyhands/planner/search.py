@@ -23,35 +23,33 @@ from manyhands.planner.candidates import (
     memory_limits,
     with_reason,
 )
-from manyhands.planner.checkpoint_interval import space_checkpoints
+from manyhands.planner.checkpoints import Saving, choose_saving, space_checkpoints, staging
 from manyhands.planner.checks import check_disk, estimate_disk, explain_samples, nothing_fits, warn_of_values
-from manyhands.planner.choices import Decisions, decide, fuses_optimizer
-from manyhands.planner.clock import estimate_time, explain_links, make_clock
+from manyhands.planner.choices import Decisions, decide, fuses_optimizer, resolve_auto
 from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.efficiency import with_efficiency
-from manyhands.planner.estimate_input import (
+from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
+from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
+from manyhands.planner.layout import DTYPE_BYTES, lay_out, mesh_of
+from manyhands.planner.memory.input import (
     EstimateInput,
     count_adapter_parameters,
     count_text,
     describe_images,
     with_towers,
 )
-from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
-from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
-from manyhands.planner.host_memory import Saving, choose_saving, staging
-from manyhands.planner.layout import DTYPE_BYTES, lay_out, mesh_of
+from manyhands.planner.oom import NothingSmaller as NothingSmaller
+from manyhands.planner.oom import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.planner.parts import explain_images, price_images, rate_parts
-from manyhands.planner.settle import settle
-from manyhands.planner.smaller import NothingSmaller as NothingSmaller
-from manyhands.planner.smaller import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.planner.steps import Steps, count_steps
+from manyhands.planner.time.clock import estimate_time, explain_links, make_clock
 from manyhands.planner.types import (
     Candidate,
     Cause,
     DiskEstimate,
     MemoryFound,
+    OutOfMemory,
     Plan,
-    RanOut,
     Reason,
     TimeEstimate,
     reason,
@@ -59,7 +57,7 @@ from manyhands.planner.types import (
 
 
 @dataclass(frozen=True)
-class LaunchAsked:
+class LaunchRequest:
     """Which launch of the run is planned, as in ``plan``."""
 
     number: int
@@ -77,7 +75,7 @@ class SearchResult:
     steps: Steps
     features: Features
     limits: Limits
-    ran_out: RanOut | None
+    ran_out: OutOfMemory | None
     candidates: list[Candidate]
     chosen: Candidate
 
@@ -103,16 +101,16 @@ def plan(
     NothingSmaller where nothing is left to try.
     """
     try:
-        return _plan(config, facts, LaunchAsked(number, cause, before, found))
+        return _plan(config, facts, LaunchRequest(number, cause, before, found))
     except UserError as error:
         if error.kind != DOES_NOT_FIT:
             raise
-        raise with_advice(error, config, facts, lambda c, f: _plan(c, f, LaunchAsked(number))) from None
+        raise with_advice(error, config, facts, lambda c, f: _plan(c, f, LaunchRequest(number))) from None
 
 
-def _plan(config: RunConfig, facts: Facts, launch: LaunchAsked) -> Plan:
+def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
     digest = config.digest
-    config, why_settled = settle(config, facts)  # from here on no `auto`
+    config, why_resolved = resolve_auto(config, facts)  # from here on no `auto`
     made = decide(config, facts)
     found = _search(config, facts, made, launch)
     asked = found.asked
@@ -175,12 +173,14 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchAsked) -> Plan:
         time=time,
         environment=environment,
         candidates=tuple(with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
-        why=_explain(config, facts, made, found, disk, saving, why_settled, reason("environment", **environment)),
+        why=_explain(config, facts, made, found, disk, saving, why_resolved, reason("environment", **environment)),
     )
     return with_efficiency(whole, facts)
 
 
-def _search(config: RunConfig, facts: Facts, made: Decisions, launch: LaunchAsked, obstacle: str = "") -> SearchResult:
+def _search(
+    config: RunConfig, facts: Facts, made: Decisions, launch: LaunchRequest, obstacle: str = ""
+) -> SearchResult:
     """``obstacle``: why features of images are not kept, where something is known that stands against it."""
     splits = useful_splits(config, facts.data, made.world_size, made.device)
     limits = memory_limits(config, facts, made)
@@ -215,7 +215,7 @@ def _choose(
     base: EstimateInput,
     made: Decisions,
     limits: Limits,
-    ran_out: RanOut | None,
+    ran_out: OutOfMemory | None,
 ) -> tuple[list[Candidate], Candidate]:
     """The chosen candidate, and all candidates with it among them."""
     if ran_out is not None:
@@ -237,7 +237,7 @@ def _choose(
 
 def base_input(config: RunConfig, facts: Facts) -> EstimateInput:
     """What the estimates of all candidates share; the layout is a copy on each rank, without micro-batches."""
-    config, _ = settle(config, facts)
+    config, _ = resolve_auto(config, facts)
     return _base_input(config, facts, decide(config, facts))
 
 
@@ -314,14 +314,14 @@ def _explain(
     found: SearchResult,
     disk: DiskEstimate,
     saving: Saving,
-    why_settled: tuple[Reason, ...],
+    why_resolved: tuple[Reason, ...],
     why_environment: Reason,
 ) -> tuple[Reason, ...]:
     """All reasons, in the order in which they are shown. UserError where the disk or validation samples are lacking."""
     why_disk = check_disk(config, disk)
     return (
         *made.why_ranks,
-        *why_settled,
+        *why_resolved,
         *explain_smaller(found.chosen, found.ran_out),
         *_why_layout(config, facts, found),
         *made.why_numerics,

@@ -22,11 +22,11 @@ PartState = Literal["left_out", "frozen", "trained"]
 Cause = Literal["first", "resume", "resize", "out_of_memory"]
 
 
-class Part(BaseModel):
+class FrozenModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class MemoryEstimate(Part):
+class MemoryEstimate(FrozenModel):
     """Bytes a rank holds at its worst moment, by term. ``limit`` is what a rank may use."""
 
     terms: dict[str, int]  # weights, gradients, optimizer, activations, logits, gathered, pools, overhead
@@ -62,8 +62,8 @@ class MemoryEstimate(Part):
         return self.host_limit is None or self.host_total <= self.host_limit
 
 
-class TimeEstimate(Part):
-    """Seconds of a mean step by term (``planner/time.py``), and what follows for the run."""
+class TimeEstimate(FrozenModel):
+    """Seconds of a mean step by term (``time/terms.py``), and what follows for the run."""
 
     terms: dict[str, float]  # those hidden behind others left out
     step_s: float  # their sum
@@ -78,7 +78,7 @@ class TimeEstimate(Part):
     source: Literal["measured", "datasheet", "assumed"]  # of the GPUs' rates
 
 
-class Candidate(Part):
+class Candidate(FrozenModel):
     """One layout that was considered; ``reason`` says why it was not chosen (None for the chosen one)."""
 
     layout: Layout
@@ -88,7 +88,7 @@ class Candidate(Part):
     reason: Reason | None = None
 
 
-class DiskEstimate(Part):
+class DiskEstimate(FrozenModel):
     """What a run's folder holds at its fullest, in bytes."""
 
     checkpoint_bytes: int  # of one
@@ -107,7 +107,7 @@ class DiskEstimate(Part):
         return self.free_bytes is None or self.total + LOG_BYTES <= self.free_bytes
 
 
-class MemoryFound(Part):
+class MemoryFound(FrozenModel):
     """What a rank measured when its memory ran out, in bytes of its device, what is outside of torch's allocator
     included.
     """
@@ -116,7 +116,7 @@ class MemoryFound(Part):
     available: int  # to this rank: held, and free
 
 
-class RanOut(Part):
+class OutOfMemory(FrozenModel):
     """A plan that ran out of memory: those after it take less."""
 
     number: int
@@ -127,7 +127,7 @@ class RanOut(Part):
     again: bool = False  # it had been made after one that ran out, and took too much still
 
 
-class Plan(Part):
+class Plan(FrozenModel):
     """Everything derived for one launch. Workers read this and the config, and nothing else."""
 
     version: Literal[1] = 1
@@ -177,7 +177,7 @@ class Plan(Part):
     efficiency: float | None = None  # expected share of the computed tokens that is useful
     memory: MemoryEstimate
     disk: DiskEstimate | None = None
-    ran_out: RanOut | None = None  # the newest plan of the run that did, where this one is smaller for that
+    ran_out: OutOfMemory | None = None  # the newest plan of the run that did, where this one is smaller for that
     step_s: float | None = None  # of a mean step; None: of a CPU or an unknown GPU, whose rates are not known
     time: TimeEstimate | None = None  # the same in its parts, and of the run
     environment: dict[str, str] = {}  # what launch/environment.py sets for every worker

@@ -21,7 +21,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.core.secret_values import find_secrets
 from manyhands.facts.types import GpuKind, HostFacts
-from manyhands.planner.host_memory import STAGING
+from manyhands.planner.checkpoints import STAGING
 from manyhands.planner.types import Plan
 
 Target = Literal["slurm", "kubernetes", "skypilot"]

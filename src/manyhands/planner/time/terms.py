@@ -1,10 +1,11 @@
 """Seconds of a step: one small function a term. Pure arithmetic; knows no torch and reads nothing.
 
 Its input is a ``TimeInput``: what memory is estimated from (``EstimateInput``), what a mean step computes
-(``work.py``), and what the GPUs sustain (``rates.py``, whose fitted shares stand in ``time.toml``).
+(``work.py``), and what the GPUs sustain (``rates.py``, whose fitted shares are in ``fitted.toml``). What ranks exchange
+is in ``collectives.py``, what a block's elementwise kernels move in ``elementwise.py``.
 
-Notation, beside that of ``memory.py``: T tokens of a micro-batch, F FLOP/s of matmuls, M bytes/s of memory, N bytes/s
-of collectives, c bytes of a compute element, S ranks that share one copy. A matmul of (m, k) and (k, n) takes
+Notation, beside that of ``memory/terms.py``: T tokens of a micro-batch, F FLOP/s of matmuls, M bytes/s of memory, N
+bytes/s of collectives, c bytes of a compute element, S ranks that share one copy. A matmul of (m, k) and (k, n) takes
 ``2 m k n`` operations. Time of micro-batches is summed; that of updates is once a step. The GPU's work and the host's
 launches run beside each other: a step takes as long as the longer of the two. Measured: ``docs/planner-accuracy.md``.
 """
@@ -12,20 +13,17 @@ launches run beside each other: a step takes as long as the longer of the two. M
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 from manyhands.optim.registry import OPTIMIZERS
-from manyhands.planner import zero
-from manyhands.planner.activations import moved_bytes
-from manyhands.planner.collectives import accumulation, communication, copies, gathers, whole_bytes
-from manyhands.planner.elementwise import moved_values, num_kernels
-from manyhands.planner.estimate_input import EstimateInput
-from manyhands.planner.host_memory import fetched_alone
 from manyhands.planner.layout import Checkpointing
-from manyhands.planner.rates import Fitted, GpuRates
-from manyhands.planner.towers import reading_s, towers_s
-from manyhands.planner.work import MeanStep, Micro
+from manyhands.planner.memory.activations import moved_bytes
+from manyhands.planner.memory.host import fetched_alone
+from manyhands.planner.memory.images import mlp_of
+from manyhands.planner.memory.input import EstimateInput
+from manyhands.planner.time.collectives import accumulation, communication, copies, gathers, whole_bytes
+from manyhands.planner.time.elementwise import moved_values, num_kernels
+from manyhands.planner.time.input import TimeInput
+from manyhands.planner.time.work import MicroBatchGroup
 
 TILE = (128, 256)  # rows and columns that one multiprocessor computes of a matmul at a time
 NUM_PROCESSORS = 132  # of Hopper
@@ -46,24 +44,16 @@ FUSED_AGAIN = 0.45
 # The host's time to gather and reduce one block by ``fully_shard``: 0.9 ms of hooks (processor time on a CPU, with
 # collectives that do nothing); the rest, for launches of copies and collectives, is a guess
 SHARD_LAYER_S = 0.0012
+# Of stage 3, times the host's time of a block that is not compiled: each module is fetched and released by hooks in
+# Python, each weight is a gather of its own. Processor time of a rank's main thread by blocks of a tiny model, on a
+# CPU, beside DDP's: 3.5 times without activation checkpointing, 2.6 times with.
+STAGE_3_HOOKS = 3.0
 CHUNK_S = 0.00002  # the host's time for one parameter in the update
 # To and from host memory together, by all GPUs of a machine: four H200s moved 27 GB/s each way at the same time
 HOST_COPIES_BYTES_S = 216e9
+READ_BYTES_S = 1e9  # assumed, of kept features of images: what one machine's disk gives all its ranks
+EAGER_PASSES, COMPILED_PASSES = 3.0, 1.5  # times that values of a block of a tower are read or written
 SYNC_UPDATE_BYTES = 12  # gradients clipped and their norm summed: read, written, read, in float32
-
-
-@dataclass(frozen=True)
-class TimeInput:
-    """One layout of one run, as far as time is concerned."""
-
-    estimate: EstimateInput
-    work: MeanStep
-    rates: GpuRates
-    fitted: Fitted
-    attention: Literal["varlen", "sdpa", "blockwise"]
-    num_local: int  # ranks of one machine
-    has_flash4: bool = False  # FlashAttention 4 is installed, which is as fast for packs as for samples of one length
-    collate_tokens_s: float = math.inf  # tokens/s that the rank's thread or processes collate
 
 
 def estimate_step(s: TimeInput) -> dict[str, float]:
@@ -152,7 +142,7 @@ def full_adapter_parameters(e: EstimateInput) -> int:
     return e.model.num_layers * e.adapter_rank * sides
 
 
-def matmuls(s: TimeInput, micro: Micro) -> float:
+def matmuls(s: TimeInput, micro: MicroBatchGroup) -> float:
     """``L`` times the forward and backward matmuls of one block."""
     both = (block_matmuls(s, micro.tokens, backward=backward) for backward in (False, True))
     return s.estimate.model.num_layers * sum(both)
@@ -180,12 +170,12 @@ def block_attention(s: TimeInput, pairs: float, tokens: float, *, backward: bool
     return seconds * (SDPA_MASKED if s.estimate.builds_mask else 1.0)
 
 
-def attention(s: TimeInput, micro: Micro) -> float:
+def attention(s: TimeInput, micro: MicroBatchGroup) -> float:
     """All layers, forward and backward; layers with a window see fewer pairs."""
     return sum(all_attention(s, micro, backward=backward) for backward in (False, True))
 
 
-def all_attention(s: TimeInput, micro: Micro, *, backward: bool) -> float:
+def all_attention(s: TimeInput, micro: MicroBatchGroup, *, backward: bool) -> float:
     model = s.estimate.model
     windowed = windowed_layers(s)
     whole = (model.num_layers - windowed) * block_attention(s, micro.pairs, micro.tokens, backward=backward)
@@ -206,12 +196,12 @@ def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
     return moved / s.rates.memory + KERNEL_S * num_kernels(e, backward=backward)
 
 
-def elementwise(s: TimeInput, micro: Micro) -> float:
+def elementwise(s: TimeInput, micro: MicroBatchGroup) -> float:
     both = (block_elementwise(s, micro.tokens, backward=backward) for backward in (False, True))
     return s.estimate.model.num_layers * sum(both)
 
 
-def head(s: TimeInput, micro: Micro) -> float:
+def head(s: TimeInput, micro: MicroBatchGroup) -> float:
     """Logits ``T V H``, the gradient of the hidden states, and of a trained head its own; logits are read and written
     some times in place.
     """
@@ -239,7 +229,7 @@ def modes(e: EstimateInput) -> tuple[Checkpointing, ...]:
     return e.layout.checkpointing_by_layer(e.model.num_layers)
 
 
-def recomputation(s: TimeInput, micro: Micro) -> float:
+def recomputation(s: TimeInput, micro: MicroBatchGroup) -> float:
     """What blocks compute again in the backward pass: all of the forward pass, all but attention, or all but attention
     and the linear layers.
     """
@@ -302,6 +292,46 @@ def offload(s: TimeInput, compute: float) -> float:
     return alone / s.rates.pcie + max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
 
 
+def towers_s(s: TimeInput) -> float:
+    """Seconds of tower and projector in a mean step of a rank: ``2 N`` operations for each weight of the blocks'
+    matrices, ``4 N n h`` of attention over images (or squares) of n patches, forward once; of a trained tower backward
+    twice more, and once more where its blocks are computed again. Values of a trained tower, which is not compiled, are
+    read and written in passes of their own.
+    """
+    e, images = s.estimate, s.estimate.images
+    if images is None:
+        return 0.0
+    tower, ranks = images.tower, e.layout.data_parallel_degree
+    units = s.work.num_samples / ranks * images.mean_units
+    patches = units * tower.patches_per_unit
+    weights = sum(out * into for out, into in tower.block_linear_shapes.values())
+    padded = -(-tower.hidden_size // tower.num_heads // HEAD_WIDTH) * HEAD_WIDTH * tower.num_heads
+    inner, _ = mlp_of(tower)
+    layers = tower.num_layers
+    forward = layers * patches * 2.0 * weights / s.rates.matmul
+    forward += layers * patches * 4.0 * images.mean_patches * padded / s.rates.attention
+    moved = e.compute_bytes * layers * patches * (8 * tower.hidden_size + 2 * inner)
+    mode, trained = e.layout.activation_checkpointing, images.vision == "trained"
+    forward += (COMPILED_PASSES if e.layout.compile and not trained else EAGER_PASSES) * moved / s.rates.memory
+    times = 1.0 + (2.0 if trained else 0.0) + (1.0 if trained and mode in ("full", "except_attention") else 0.0)
+    projector = 2.0 * units * tower.tokens_per_unit * tower.num_projector_parameters / s.rates.matmul
+    if images.kept_bytes:  # by the first pass alone
+        times /= images.passes
+        projector *= 1.0 if images.projector == "trained" else 1.0 / images.passes
+    return times * forward + projector * (3.0 if trained or images.projector == "trained" else 1.0)
+
+
+def reading_s(s: TimeInput) -> float:
+    """Seconds in which the disk gives a rank the kept features of a mean step's images, those of other ranks of the
+    machine beside them; the first pass reads none.
+    """
+    images = s.estimate.images
+    if images is None or not images.kept_bytes:
+        return 0.0
+    units = s.work.num_samples / s.estimate.layout.data_parallel_degree * images.mean_units
+    return (1 - 1 / images.passes) * units * images.kept_bytes * s.num_local / READ_BYTES_S
+
+
 def host(s: TimeInput) -> float:
     """What the host takes to launch a step: each block of each micro-batch, and once loss, norm and update."""
     e = s.estimate
@@ -312,7 +342,7 @@ def host(s: TimeInput) -> float:
     if e.layout.wrapper == "fully_shard":
         layer += SHARD_LAYER_S
     if e.layout.zero_stage == 3:
-        layer *= zero.STAGE_3_HOOKS
+        layer *= STAGE_3_HOOKS
     return s.rates.launch * s.work.num_micro * e.model.num_layers * layer + host_once(s)
 
 

@@ -1,7 +1,7 @@
 """What the terms of the memory estimate are functions of: dimensions, layout, how many weights are trained, bytes of
 optimizer states. Plain values; no torch.
 
-The notation is that of ``memory.py``.
+The notation is that of ``terms.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from manyhands.planner.checkpoint_interval import best_interval, goodput
+from manyhands.planner.checkpoints import best_interval, goodput
 from manyhands.planner.search import plan
 from tests.planner.examples import GIB, data_facts, facts, llama_8b, on_nodes, run_config
 from tests.support.plans import explain_why

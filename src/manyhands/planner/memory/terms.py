@@ -1,7 +1,7 @@
 """Bytes a rank holds at its worst moment: one small function a term. Pure arithmetic; knows no torch and reads nothing.
 
-Its input is an ``EstimateInput`` (estimate_input.py); what blocks keep and need is in ``activations.py``, gradients are
-in ``gradients.py``, and what is offloaded in ``host_memory.py``; on a CPU the device is the machine, and nothing moves.
+Its input is an ``EstimateInput`` (``input.py``); what blocks keep and need is in ``activations.py``, gradients are
+in ``gradients.py``, and what is offloaded in ``host.py``; on a CPU the device is the machine, and nothing moves.
 
 Notation, here and there: P parameters, A trained parameters of adapters, B parameters of one block, R of the rest
 (embeddings, last norm, head), L blocks, T tokens of a micro-batch, H hidden size, I inner size of the MLP, V
@@ -28,16 +28,15 @@ from manyhands.core.limits import (
     MIN_CHUNK_TOKENS,
 )
 from manyhands.optim.registry import OPTIMIZERS, TrainedCounts
-from manyhands.planner import zero
-from manyhands.planner.activations import (
+from manyhands.planner.memory import zero
+from manyhands.planner.memory.activations import (
     attention_mask,
     block_at_work,
     block_scores,
     kept_activations,
     kept_bytes_per_token,
 )
-from manyhands.planner.estimate_input import EstimateInput, TrainedWeights
-from manyhands.planner.gradients import (
+from manyhands.planner.memory.gradients import (
     BLOCKS_IN_FLIGHT,
     earlier_gradients,
     gradients,
@@ -47,7 +46,8 @@ from manyhands.planner.gradients import (
     root_reduction,
     unreduced,
 )
-from manyhands.planner.towers import with_images
+from manyhands.planner.memory.images import with_images
+from manyhands.planner.memory.input import EstimateInput, TrainedWeights
 
 GATHERED_BLOCKS = 3  # these two, and the buffer that the next one came in, until it is copied out of it
 # CUDA context and loaded kernels, 0.80 to 0.82 GiB measured on H200s; on CPU the imports
@@ -96,7 +96,7 @@ def in_the_backward_pass(s: EstimateInput) -> dict[str, int]:
 
 def at_its_end(s: EstimateInput) -> dict[str, int]:
     """All gradients are there; the first block is at work, or those of the root are reduced, whichever is more. Of what
-    waited for the last micro-batch, the blocks' have been reduced. ``unfilled`` lies between the gradients.
+    waited for the last micro-batch, the blocks' have been reduced. ``gap_bytes`` lies between the gradients.
     """
     first = (
         s.layout.full_micro_tokens * kept_bytes_per_token(s, s.layout.activation_checkpointing)
@@ -104,7 +104,7 @@ def at_its_end(s: EstimateInput) -> dict[str, int]:
         + attention_mask(s)
         + block_scores(s)
     )
-    block = {"dequantized": dequantized(s), "activations": first, "logits": 0, "reduction": reduction(s) + unfilled(s)}
+    block = {"dequantized": dequantized(s), "activations": first, "logits": 0, "reduction": reduction(s) + gap_bytes(s)}
     root = {"dequantized": 0, "activations": 0, "logits": 0, "reduction": root_reduction(s)}
     terms = max(block, root, key=lambda terms: sum(terms.values()))
     waiting = min(unreduced(s), s.num_root_parameters * s.sum_bytes) if s.layout.accumulates else 0
@@ -276,7 +276,7 @@ def partly_filled(s: EstimateInput) -> int:
     return layers * max(0, left) * s.compute_bytes
 
 
-def unfilled(s: EstimateInput) -> int:
+def gap_bytes(s: EstimateInput) -> int:
     """Room between sharded gradients that none of them fits into, beyond what is counted as on its way.
 
     A unit's sums are one tensor of ``g = 4 B / S``; a block's backward pass frees the ``a`` bytes that it kept. Where
@@ -303,16 +303,16 @@ def pools(s: EstimateInput, terms: dict[str, int]) -> int:
     which one block's is counted in ``gathered``; and of weights that are cast the root's shards in compute dtype beside
     it, ``R c / S`` (``foreach_all_gather``). Blocks whose gathered weights come and go among activations that stay
     leave one block's room between them. Reductions have another pool, in which the next steps' activations find no
-    room: see ``reduced_apart`` and ``divided_apart``. So have DeepSpeed's buckets, and weights that its stage 3 has
-    released.
+    room: see ``reduce_pool_bytes`` and ``divide_buffer_bytes``. So have DeepSpeed's buckets, and weights that its
+    stage 3 has released.
     """
     if s.layout.zero_stage and s.layout.device == "cuda":
         return (0 if terms["reduction"] else zero.buckets(s)) + zero.released_weights(s)
     if s.layout.wrapper != "fully_shard" or s.layout.device == "cpu":
         return 0
-    apart = reduced_apart(s, terms["gradients"])
+    apart = reduce_pool_bytes(s, terms["gradients"])
     if s.num_shards == 1:
-        return apart + divided_apart(s)
+        return apart + divide_buffer_bytes(s)
     block = s.model.num_block_parameters * s.compute_bytes if s.trains_everything else s.frozen_block_bytes
     root = s.num_root_parameters * (s.compute_bytes if s.trains_everything else s.frozen_bytes)
     cast = root // s.num_shards if s.is_cast and s.layout.offload != "all" else 0
@@ -322,7 +322,7 @@ def pools(s: EstimateInput, terms: dict[str, int]) -> int:
     return gathering + between + apart
 
 
-def divided_apart(s: EstimateInput) -> int:
+def divide_buffer_bytes(s: EstimateInput) -> int:
     """What FSDP2 makes of the largest unit's sums where replicas have nothing to scatter: a quotient of its own, by the
     factor of 1 that several ranks are given, in the stream that reduces (``foreach_reduce``): ``4 max(R, B)``.
     """
@@ -338,7 +338,7 @@ def largest_sums(s: EstimateInput) -> int:
     return largest * (s.sum_bytes if several else s.master_bytes) // s.num_shards
 
 
-def reduced_apart(s: EstimateInput, counted: int) -> int:
+def reduce_pool_bytes(s: EstimateInput, counted: int) -> int:
     """Gradients in the pool of the stream that reduces them, beyond those that are ``counted``.
 
     All of them until the step where they are cast when they are reduced, and of replicas that reduce several

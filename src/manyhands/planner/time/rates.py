@@ -1,5 +1,5 @@
 """What the GPUs of a plan sustain: from a calibration of this machine, or from datasheets and the fitted shares of
-``time.toml``. Pure but for reading that file once.
+``fitted.toml``. Pure but for reading that file once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NODE_LATENCY_S = 80e-6  # and across machines
 
 @dataclass(frozen=True)
 class Fitted:
-    """``time.toml``, which explains each value."""
+    """``fitted.toml``, which explains each value."""
 
     matmul_share: float
     burst_share: float
@@ -87,7 +87,7 @@ def cpu_rates(num_cores: float) -> GpuRates:
 
 @lru_cache
 def load_fitted() -> Fitted:
-    table = tomllib.loads((files("manyhands.planner") / "time.toml").read_text(encoding="utf-8"))["fitted"]
+    table = tomllib.loads((files("manyhands.planner.time") / "fitted.toml").read_text(encoding="utf-8"))["fitted"]
     return Fitted(**{part.name: float(table[part.name]) for part in fields(Fitted)})
 
 
@@ -124,8 +124,8 @@ def rates_of(kind: GpuKind | None, calibration: Calibration | None, fitted: Fitt
 
 @lru_cache
 def load_reference() -> dict[str, float]:
-    """``[reference]`` of ``time.toml``: what a calibration measured where the shares were fitted."""
-    table = tomllib.loads((files("manyhands.planner") / "time.toml").read_text(encoding="utf-8"))["reference"]
+    """``[reference]`` of ``fitted.toml``: what a calibration measured where the shares were fitted."""
+    table = tomllib.loads((files("manyhands.planner.time") / "fitted.toml").read_text(encoding="utf-8"))["reference"]
     return {name: float(value) for name, value in table.items()}
 
 

@@ -9,12 +9,12 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.core.units import format_gib
 from manyhands.planner.candidates import USABLE_SHARE, Limits, choose_candidate, is_alike
+from manyhands.planner.checkpoints import STAGING
 from manyhands.planner.choices import Decisions
-from manyhands.planner.estimate_input import EstimateInput
-from manyhands.planner.host_memory import STAGING
 from manyhands.planner.layout import Layout
+from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.text import describe_layout
-from manyhands.planner.types import Candidate, Cause, MemoryFound, Plan, RanOut, Reason, reason
+from manyhands.planner.types import Candidate, Cause, MemoryFound, OutOfMemory, Plan, Reason, reason
 
 STEP = 0.9  # of the estimate that was too low, at most, if what was measured does not say less
 ROOM_FOR_MORE = 1.1  # times as much memory as when a plan ran out of it: larger ones may be tried again
@@ -36,7 +36,7 @@ class NothingSmaller(UserError):
 
 def find_ran_out(
     cause: Cause, before: Plan | None, made: Decisions, limits: Limits, found: MemoryFound | None
-) -> RanOut | None:
+) -> OutOfMemory | None:
     """The plan that this one must be smaller than. None where another number of ranks, or more memory than by then,
     starts afresh.
     """
@@ -46,7 +46,7 @@ def find_ran_out(
         kept = before.ran_out
         return kept if kept is not None and limits.device <= ROOM_FOR_MORE * kept.limit else None
     estimated = before.memory.total - before.memory.terms.get(STAGING, 0)  # which candidates do not have
-    return RanOut(
+    return OutOfMemory(
         number=before.number,
         layout=before.layout,
         estimated_bytes=estimated,
@@ -56,7 +56,7 @@ def find_ran_out(
     )
 
 
-def bytes_within(limits: Limits, ran_out: RanOut) -> int | None:
+def bytes_within(limits: Limits, ran_out: OutOfMemory) -> int | None:
     """What the next plan may be estimated to need: the memory that was really there, less the share by which the need
     exceeded its estimate, and a step below that estimate, as memory ran out before all of the need was seen. None where
     nothing was measured, or a plan made so ran out as well.
@@ -69,7 +69,7 @@ def bytes_within(limits: Limits, ran_out: RanOut) -> int | None:
 
 
 def choose_within(
-    config: RunConfig, candidates: list[Candidate], base: EstimateInput, limits: Limits, ran_out: RanOut
+    config: RunConfig, candidates: list[Candidate], base: EstimateInput, limits: Limits, ran_out: OutOfMemory
 ) -> Candidate | None:
     """The fastest of the candidates within ``bytes_within``; one of them, or one with what memory it leaves spent."""
     most = bytes_within(limits, ran_out)
@@ -77,17 +77,17 @@ def choose_within(
         return None
     within = replace(limits, device=most)
     layouts = [c.layout for c in candidates if c.layout.full_micro_tokens <= ran_out.layout.full_micro_tokens]
-    chosen = choose_candidate(config, [within.judge(base, layout) for layout in layouts], base, within)
+    chosen = choose_candidate(config, [within.evaluate(base, layout) for layout in layouts], base, within)
     if chosen is None:
         return None
-    smaller = limits.judge(base, chosen[1].layout)
+    smaller = limits.evaluate(base, chosen[1].layout)
     same = next((c for c in candidates if c.layout == smaller.layout), None)
     if same is None:
         candidates.append(smaller)
     return same or smaller
 
 
-def choose_smaller(candidates: list[Candidate], ran_out: RanOut) -> Candidate | None:
+def choose_smaller(candidates: list[Candidate], ran_out: OutOfMemory) -> Candidate | None:
     """What follows a plan that ran out of memory: the same layout with at most half the tokens per micro-batch, or the
     next fewer.
 
@@ -106,7 +106,7 @@ def choose_smaller(candidates: list[Candidate], ran_out: RanOut) -> Candidate | 
     return min(rest, key=lambda c: c.memory.total, default=None)
 
 
-def explain_smaller(chosen: Candidate, ran_out: RanOut | None) -> tuple[Reason, ...]:
+def explain_smaller(chosen: Candidate, ran_out: OutOfMemory | None) -> tuple[Reason, ...]:
     if ran_out is None:
         return ()
     found = ran_out.found
@@ -128,7 +128,7 @@ def _values(layout: Layout) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in LAYOUT_FIELDS}
 
 
-def nothing_smaller(config: RunConfig, ran_out: RanOut, made: Decisions) -> NothingSmaller:
+def nothing_smaller(config: RunConfig, ran_out: OutOfMemory, made: Decisions) -> NothingSmaller:
     """What is left to a user where even the smallest plan ran out of memory."""
     parallel, batch = config.parallel, config.batch
     advice = [

@@ -17,8 +17,8 @@ from manyhands.planner.layout import Layout
 
 
 @dataclass(frozen=True)
-class Micro:
-    """Micro-batches of about one size. ``count`` of them in a mean step."""
+class MicroBatchGroup:
+    """MicroBatchGroup-batches of about one size. ``count`` of them in a mean step."""
 
     count: float
     tokens: float  # that are computed, padding included
@@ -30,7 +30,7 @@ class Micro:
 class MeanStep:
     """A mean step of one rank, and what all ranks together train in it."""
 
-    micros: tuple[Micro, ...]
+    micros: tuple[MicroBatchGroup, ...]
     num_tokens: float  # of samples, all ranks
     num_samples: float  # all ranks
 
@@ -54,14 +54,14 @@ def work_of_lengths(
     """From sample lengths ``[step][micro-batch][rank]``; of each micro-batch the largest rank counts, once for its
     tokens and once for its pairs.
     """
-    micros: list[Micro] = []
+    micros: list[MicroBatchGroup] = []
     tokens = samples = 0
     for step in steps:
         for parts in step:
             sizes = [_computed_tokens(part, layout, tile) for part in parts]
             pairs = max(_pairs(part, layout, None) for part in parts)
             windows = pairs if window is None else max(_pairs(part, layout, window) for part in parts)
-            micros.append(Micro(1 / len(steps), max(sizes), pairs, windows))
+            micros.append(MicroBatchGroup(1 / len(steps), max(sizes), pairs, windows))
             tokens += sum(int(part.sum()) for part in parts)
             samples += sum(len(part) for part in parts)
     return MeanStep(_merge(micros), tokens / len(steps), samples / len(steps))
@@ -79,14 +79,14 @@ def _pairs(lengths: np.ndarray, layout: Layout, window: int | None) -> float:
     return count_pairs(lengths, window)
 
 
-def _merge(micros: list[Micro]) -> tuple[Micro, ...]:
+def _merge(micros: list[MicroBatchGroup]) -> tuple[MicroBatchGroup, ...]:
     """Those of equal tokens together, with the mean of their pairs: in these seconds are linear."""
     sums: dict[float, np.ndarray] = {}
     for micro in micros:
         more = micro.count * np.array([1.0, micro.pairs, micro.window_pairs])
         sums[micro.tokens] = sums.get(micro.tokens, 0.0) + more
     return tuple(
-        Micro(float(count), tokens, float(pairs / count), float(windows / count))
+        MicroBatchGroup(float(count), tokens, float(pairs / count), float(windows / count))
         for tokens, (count, pairs, windows) in sums.items()
     )
 
@@ -111,7 +111,7 @@ def mean_work(
         count = float(max(1, ceil_div(round(rank_samples * mean), capacity)))
         filled = rank_samples / count
         micro_tokens = layout.pack_tokens or padded_tokens(round(filled * mean))
-    micro = Micro(count, micro_tokens, filled * count_pairs(length), filled * count_pairs(length, window))
+    micro = MicroBatchGroup(count, micro_tokens, filled * count_pairs(length), filled * count_pairs(length, window))
     return MeanStep((micro,), samples * mean, samples)
 
 

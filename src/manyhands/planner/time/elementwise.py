@@ -3,12 +3,12 @@ embeddings, the gated activation. Pure arithmetic; knows no torch.
 
 Compiled, a kernel reads what goes into it once and writes its result once. Not compiled, every operation of
 transformers' modules is a kernel of its own. Values are those of the dtype that computes; the notation is that of
-``memory.py``.
+``memory/terms.py``.
 """
 
 from __future__ import annotations
 
-from manyhands.planner.estimate_input import EstimateInput
+from manyhands.planner.memory.input import EstimateInput
 
 
 def moved_values(e: EstimateInput, *, backward: bool) -> float:

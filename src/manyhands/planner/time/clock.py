@@ -19,21 +19,21 @@ from manyhands.facts.gpu_kinds import kind_of_all
 from manyhands.facts.types import DataFacts, Facts, GpuKind
 from manyhands.planner.batch import ceil_div
 from manyhands.planner.choices import COLLATE_SAMPLE_S, COLLATE_TOKEN_S, Decisions
-from manyhands.planner.collectives import between_nodes
-from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.layout import Layout
-from manyhands.planner.rates import Fitted, GpuRates, cpu_rates, load_fitted, peak_flops, rates_of
+from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.steps import Steps
-from manyhands.planner.time import (
-    TimeInput,
+from manyhands.planner.time.collectives import between_nodes
+from manyhands.planner.time.input import TimeInput
+from manyhands.planner.time.rates import Fitted, GpuRates, cpu_rates, load_fitted, peak_flops, rates_of
+from manyhands.planner.time.terms import (
     all_attention,
     block_elementwise,
     block_matmuls,
     estimate_step,
     head,
 )
+from manyhands.planner.time.work import MeanStep, MicroBatchGroup, mean_work, sample_steps, work_of_lengths
 from manyhands.planner.types import Candidate, DiskEstimate, Reason, TimeEstimate, reason
-from manyhands.planner.work import MeanStep, Micro, mean_work, sample_steps, work_of_lengths
 
 MAX_STEPS, MAX_SAMPLES = 6, 2_048  # laid out for each size of micro-batches
 DISK_BYTES_S = 1e9  # assumed, of one machine's disk: one process after the other writes and reads at this rate
@@ -114,7 +114,7 @@ def collate_rate(data: DataFacts) -> float:
 
 
 def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int, batch: dict[str, Any]) -> Clock:
-    """``config`` is settled; ``batch``: fields of the plan that say which samples form a step."""
+    """``config`` is resolved; ``batch``: fields of the plan that say which samples form a step."""
     fitted = load_fitted()
     kind = (facts.host.kind or kind_of_all(made.gpus)) if made.device == "cuda" else None
     cores = facts.host.num_cores / num_local
@@ -200,7 +200,7 @@ def _forward(clock: Clock, asked: EstimateInput, num_tokens: int, mean_length: f
         return 0.0
     s = clock.describe(asked)
     pairs = tokens * mean_length / 2
-    micro = Micro(1.0, tokens, pairs, pairs)
+    micro = MicroBatchGroup(1.0, tokens, pairs, pairs)
     layers = asked.model.num_layers
     seconds = layers * (
         block_matmuls(s, tokens, backward=False) + block_elementwise(s, tokens, backward=False)

@@ -1,27 +1,20 @@
-"""Host memory: what a rank holds there, and what is left of it on the device; whether checkpoints are written beside
-the training, and the memory that they pass through. Pure arithmetic, as in ``memory.py``.
+"""Host memory: what a rank holds there, and what is left of it on the device. Pure arithmetic, as in
+``terms.py``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from manyhands.config.schema import RunConfig
-from manyhands.core.errors import UserError
 from manyhands.core.limits import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_DEVICE, UPDATE_SLICE, UPDATE_SLICES_ON_DEVICE
-from manyhands.planner.activations import moved_bytes
-from manyhands.planner.estimate_input import EstimateInput
-from manyhands.planner.gradients import gradients, gradients_on_host
-from manyhands.planner.steps import Steps
-from manyhands.planner.text import WAITING, fill
-from manyhands.planner.types import DiskEstimate, MemoryEstimate, Reason, reason
+from manyhands.planner.memory.activations import moved_bytes
+from manyhands.planner.memory.gradients import gradients, gradients_on_host
+from manyhands.planner.memory.input import EstimateInput
 
 PINNED = 1 / math.log(2)  # torch rounds pinned blocks up to powers of 2: this much on average
 # Of pinned memory, the GPU's page tables: 8 bytes for each page of 4 KiB. Outside of torch's allocator were 0.84, 0.85,
 # 0.89 and 0.95 GiB beside 8, 16, 32 and 64 GiB of pinned activations, in place of 0.82.
 PAGE_TABLE_SHARE = 8 / 4096
-STAGING = "staging"  # the term of the estimate
 
 
 def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
@@ -115,69 +108,3 @@ def fetched_alone(s: EstimateInput, num_micro: float, gathers: float, whole_byte
     )
     root, first = num_micro * (whole_bytes - blocks), num_micro * blocks / s.model.num_layers
     return root + first, gathers * blocks - first
-
-
-@dataclass(frozen=True)
-class Saving:
-    """``memory`` is the layout's, with what is staged. ``why`` is empty where there is nothing to decide."""
-
-    is_async: bool
-    memory: MemoryEstimate
-    why: tuple[Reason, ...]
-
-
-def choose_saving(
-    config: RunConfig,
-    asked: EstimateInput,
-    memory: MemoryEstimate,
-    disk: DiskEstimate,
-    steps: Steps,
-    usable_host: int | None,
-) -> Saving:
-    """``asked`` has the chosen layout, ``memory`` is what it needs. ``usable_host``: of the host's memory, a rank's
-    share in bytes; None on a CPU, where the device is the host. UserError where ``checkpoint.asynchronous: true``
-    cannot be.
-
-    The last checkpoint has no training beside it, so a run that saves once has nothing to decide.
-    """
-    wanted, on_host = config.checkpoint.asynchronous, usable_host is None
-    if not _saves_between(config, steps):
-        return Saving(False, memory, ())
-    size = staging(asked, disk.checkpoint_bytes)
-    free = memory.limit - memory.total if usable_host is None else usable_host - memory.host_total
-    waits = None
-    if asked.layout.zero_stage:
-        waits = reason("saving", how="zero")
-    elif wanted is False:
-        waits = reason("saving", how="asked")
-    elif size > free:
-        waits = reason("saving", how="memory", bytes=size, free=max(0, free))
-    if waits is not None and wanted is True:
-        raise UserError(
-            "checkpoints cannot be written while training continues",
-            where="checkpoint.asynchronous: true",
-            why=fill(WAITING[waits.values["how"]], waits.values),
-            fix="write checkpoint.asynchronous: auto, which writes them as it can",
-        )
-    if waits is not None:
-        return Saving(False, memory, (waits,))
-    term = {STAGING: size}
-    update = {"terms": memory.terms | term} if on_host else {"host_terms": memory.host_terms | term}
-    if not on_host:
-        update |= {"host_limit": usable_host}  # type: ignore[dict-item]
-    return Saving(True, memory.model_copy(update=update), (reason("saving", how="beside", bytes=size),))
-
-
-def staging(s: EstimateInput, checkpoint_bytes: int) -> int:
-    """Host memory through which a checkpoint is written beside the training: this rank's share, ``checkpoint_bytes /
-    world size``. Where ranks are replicas they share whole tensors out, and the largest one may come on top.
-    """
-    replicas = s.layout.world_size // s.num_shards
-    largest = s.head_elements * s.master_bytes // s.num_shards if s.num_trained_in_head and replicas > 1 else 0
-    return min(checkpoint_bytes // s.num_shards, checkpoint_bytes // s.layout.world_size + largest)
-
-
-def _saves_between(config: RunConfig, steps: Steps) -> bool:
-    section = config.checkpoint
-    by_steps = steps.checkpoint_per_epoch > 0 or 0 < steps.checkpoint_every < steps.total
-    return by_steps or section.keep_best or section.every_minutes is not None

@@ -1,14 +1,14 @@
 """Bytes of activations: what a block's graph keeps a token, what all keep, what one needs at work. Pure arithmetic;
 knows no torch.
 
-The notation is that of ``memory.py``.
+The notation is that of ``terms.py``.
 """
 
 from __future__ import annotations
 
 from manyhands.core.limits import MAX_BLOCK_SCORES, PASSING_TENSORS
-from manyhands.planner.estimate_input import EstimateInput
 from manyhands.planner.layout import Checkpointing
+from manyhands.planner.memory.input import EstimateInput
 
 
 def kept_activations(s: EstimateInput, passing_bytes: int) -> int:

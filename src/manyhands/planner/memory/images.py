@@ -1,7 +1,7 @@
-"""What images add to the estimates of memory and time: vision tower, projector, pixels and features. Pure arithmetic;
+"""What images add to the estimate of memory: vision tower, projector, pixels and features. Pure arithmetic;
 knows no torch and reads nothing.
 
-Notation beside that of ``memory.py``: N patches of a micro-batch, h the tower's hidden size, i the inner size of its
+Notation beside that of ``terms.py``: N patches of a micro-batch, h the tower's hidden size, i the inner size of its
 MLP, G placeholders of a micro-batch, which become features, W parameters of tower and projector that are trained.
 A frozen part is in compute dtype on every rank and keeps nothing for a backward pass; a trained one has masters,
 gradients and states as the rest has them, is sharded with it, and is cast where it is used. Blocks of a trained tower
@@ -11,22 +11,15 @@ are computed again as those of the decoder are.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from manyhands.facts.types import TowerFacts
-from manyhands.planner.estimate_input import EstimateInput, ImageInput
 from manyhands.planner.layout import Checkpointing
-
-if TYPE_CHECKING:
-    from manyhands.planner.time import TimeInput
+from manyhands.planner.memory.input import EstimateInput, ImageInput
 
 Moment = dict[str, int]
-GATHERED_BLOCKS = 3  # as memory.py has it for the decoder's
+GATHERED_BLOCKS = 3  # as terms.py has it for the decoder's
 ROUNDING = 1e-9  # of a quotient of whole numbers
-HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 BATCHES_AHEAD = 2  # micro-batches whose kept features are on the device before they are used
-READ_BYTES_S = 1e9  # assumed, of kept features: what one machine's disk gives all its ranks
-EAGER_PASSES, COMPILED_PASSES = 3.0, 1.5  # times that values of a block are read or written
 
 
 def with_images(s: EstimateInput, standing: Moment, moments: tuple[Moment, ...]) -> tuple[Moment, tuple[Moment, ...]]:
@@ -174,43 +167,3 @@ def memory_by_part(s: EstimateInput) -> dict[str, dict[str, int]]:
             parts[part] = {"weights": size * s.frozen_bytes}
     parts["images"] = {"activations": kept_by_images(s), "tower at work": tower_at_work(s, images, backward=False)}
     return parts
-
-
-def towers_s(s: TimeInput) -> float:
-    """Seconds of tower and projector in a mean step of a rank: ``2 N`` operations for each weight of the blocks'
-    matrices, ``4 N n h`` of attention over images (or squares) of n patches, forward once; of a trained tower backward
-    twice more, and once more where its blocks are computed again. Values of a trained tower, which is not compiled, are
-    read and written in passes of their own.
-    """
-    e, images = s.estimate, s.estimate.images
-    if images is None:
-        return 0.0
-    tower, ranks = images.tower, e.layout.data_parallel_degree
-    units = s.work.num_samples / ranks * images.mean_units
-    patches = units * tower.patches_per_unit
-    weights = sum(out * into for out, into in tower.block_linear_shapes.values())
-    padded = -(-tower.hidden_size // tower.num_heads // HEAD_WIDTH) * HEAD_WIDTH * tower.num_heads
-    inner, _ = mlp_of(tower)
-    layers = tower.num_layers
-    forward = layers * patches * 2.0 * weights / s.rates.matmul
-    forward += layers * patches * 4.0 * images.mean_patches * padded / s.rates.attention
-    moved = e.compute_bytes * layers * patches * (8 * tower.hidden_size + 2 * inner)
-    mode, trained = e.layout.activation_checkpointing, images.vision == "trained"
-    forward += (COMPILED_PASSES if e.layout.compile and not trained else EAGER_PASSES) * moved / s.rates.memory
-    times = 1.0 + (2.0 if trained else 0.0) + (1.0 if trained and mode in ("full", "except_attention") else 0.0)
-    projector = 2.0 * units * tower.tokens_per_unit * tower.num_projector_parameters / s.rates.matmul
-    if images.kept_bytes:  # by the first pass alone
-        times /= images.passes
-        projector *= 1.0 if images.projector == "trained" else 1.0 / images.passes
-    return times * forward + projector * (3.0 if trained or images.projector == "trained" else 1.0)
-
-
-def reading_s(s: TimeInput) -> float:
-    """Seconds in which the disk gives a rank the kept features of a mean step's images, those of other ranks of the
-    machine beside them; the first pass reads none.
-    """
-    images = s.estimate.images
-    if images is None or not images.kept_bytes:
-        return 0.0
-    units = s.work.num_samples / s.estimate.layout.data_parallel_degree * images.mean_units
-    return (1 - 1 / images.passes) * units * images.kept_bytes * s.num_local / READ_BYTES_S

@@ -1,13 +1,13 @@
 """Bytes of gradients: those that stay until the step, those that wait, and those on their way over ranks. Pure
 arithmetic; knows no torch.
 
-The notation is that of ``memory.py``.
+The notation is that of ``terms.py``.
 """
 
 from __future__ import annotations
 
-from manyhands.planner import zero
-from manyhands.planner.estimate_input import EstimateInput
+from manyhands.planner.memory import zero
+from manyhands.planner.memory.input import EstimateInput
 
 BLOCKS_IN_FLIGHT = 2  # FSDP2 gathers the next block while one computes, and reduces one while the next gives gradients
 

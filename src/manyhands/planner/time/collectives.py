@@ -1,17 +1,15 @@
 """Seconds of what ranks exchange in a step, of copies on the way there, and of sums of micro-batches. Pure arithmetic;
-knows no torch. The notation is that of ``time.py``.
+knows no torch. The notation is that of ``terms.py``; h bytes of an
+element of a trained weight as ZeRO computes with it (DeepSpeed 0.19.8, options of ``engine/deepspeed.py``).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from manyhands.planner import zero
-from manyhands.planner.estimate_input import EstimateInput
-from manyhands.planner.rates import LATENCY_S, NODE_LATENCY_S
-
-if TYPE_CHECKING:
-    from manyhands.planner.time import TimeInput
+from manyhands.core.limits import ZERO_BUCKET
+from manyhands.planner.memory import zero
+from manyhands.planner.memory.input import EstimateInput
+from manyhands.planner.time.input import TimeInput
+from manyhands.planner.time.rates import LATENCY_S, NODE_LATENCY_S
 
 # A bfloat16 gradient added to a float32 sum moves 10 bytes, by a kernel that is not vectorised and takes as long as
 # others for 18: 15.8 ms of 3.8e9 parameters, 31.7 ms of 7.2e9
@@ -19,10 +17,16 @@ MIXED_SUM_BYTES = 18
 
 
 def gathers(s: TimeInput) -> float:
-    """Times that a block's shards are gathered in a step: once or twice for each micro-batch; by ZeRO as it does."""
+    """Times that a block's shards are gathered in a step: once or twice for each micro-batch.
+
+    By ZeRO's stages 1 and 2 once, after the update; by stage 3 in each micro-batch's forward and backward pass, and
+    again where blocks are computed again.
+    """
     layout = s.estimate.layout
+    if layout.zero_stage == 3:
+        return s.work.num_micro * (3.0 if layout.activation_checkpointing == "full" else 2.0)
     if layout.zero_stage:
-        return zero.gathers(s)
+        return 1.0
     return s.work.num_micro * (2 if layout.reshard_after_forward else 1)
 
 
@@ -33,7 +37,7 @@ def copies(s: TimeInput) -> float:
     """
     e = s.estimate
     if e.layout.zero_stage:
-        return zero.copies(s)
+        return _zero_copies(s)
     if e.layout.wrapper != "fully_shard":
         return 0.0
     held, c = whole_bytes(e), e.compute_bytes
@@ -84,7 +88,7 @@ def communication(s: TimeInput, compute: float) -> float:
     rate = s.rates.node_link if across else s.rates.link
     latency = NODE_LATENCY_S if layout.world_size > s.num_local else LATENCY_S
     if layout.zero_stage:
-        beside, alone = zero.collectives(s, rate, latency)
+        beside, alone = _zero_collectives(s, rate, latency)
         hidden = min(beside, compute)
         return alone + (beside - hidden) + s.fitted.overlap_cost * hidden
     rounds = s.work.num_micro if layout.reduce_every else 1.0
@@ -128,3 +132,54 @@ def between_nodes(s: TimeInput) -> float:
         leaving = sums * min(shard, s.num_local) / shard
         moved += (rounds if shard > 1 else 1.0) * leaving * 2 * (copies_of - 1) / copies_of
     return moved
+
+
+def _zero_copies(s: TimeInput) -> float:
+    """Bytes over M that ZeRO copies beside its collectives.
+
+    ==================================  =================  ======================
+    a gradient, each micro-batch        stages 1 and 2     stage 3
+    ==================================  =================  ======================
+    into the bucket                     2 h                h + 4
+    packed for all ranks                2 h                8
+    divided by their number             0                  8
+    to float32 and back (h is not 4)    2 (h + 4)          0
+    into the partition                  (20 + h) / S       8 / S
+    ==================================  =================  ======================
+
+    Once a step the update copies its part from float32, ``(4 + h) / S``; stage 3 flattens the gradients before,
+    ``8 / S``. By stage 3 each gather packs shards and unpacks weights: ``h (2 / S + 2)`` of all.
+    """
+    e = s.estimate
+    h, shards = e.held_bytes, e.num_shards
+    if e.layout.zero_stage == 3:
+        gradient, update = h + 4 + 8 + 8 + 8 / shards, (4 + h + 8) / shards
+    else:
+        gradient = 4 * h + (2 * (h + 4) if h != 4 else 0) + (16 + 4 + h) / shards
+        update = (4 + h) / shards
+    moved = e.num_trained * (s.work.num_micro * gradient + update)
+    if e.layout.zero_stage == 3:
+        moved += gathers(s) * e.model.num_parameters * zero.gathered_bytes(e) * (2 / shards + 2)
+    return moved / s.rates.memory
+
+
+def _zero_collectives(s: TimeInput, rate: float, latency: float) -> tuple[float, float]:
+    """Seconds of collectives of N bytes/s: those that compute may hide, and those that nothing can.
+
+    Stages 1 and 2 sum whole buckets on all ranks (``use_multi_rank_bucket_allreduce``), in float32, and gather what the
+    update has changed: ``4 trained 2 (S - 1) / S`` and ``h trained (S - 1) / S``. Stage 3 gathers and reduces shards.
+    Nothing is beside the gather after the update, nor beside the root's gradients, the last to come: R / P of all.
+    """
+    e = s.estimate
+    share = (e.num_shards - 1) / e.num_shards
+    units = e.num_trained / min(e.num_trained, ZERO_BUCKET) + 1
+    root = e.num_root_parameters / e.model.num_parameters if e.trains_everything else 0.0
+    both_ways = 1 if e.layout.zero_stage == 3 else 2
+    reducing = s.work.num_micro * (both_ways * e.num_trained * e.sum_bytes * share / rate + units * latency)
+    if e.layout.zero_stage == 3:
+        weights = e.model.num_layers * len(e.model.block_linear_shapes) + 1
+        held = e.model.num_parameters * zero.gathered_bytes(e)
+        fetching = gathers(s) * (held * share / rate + weights * latency)
+        return fetching + (1 - root) * reducing, root * reducing
+    gathering = e.num_trained * e.held_bytes * share / rate + units * latency
+    return (1 - root) * reducing, root * reducing + gathering
