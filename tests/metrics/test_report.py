@@ -9,6 +9,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.core.terms import Metric
 from manyhands.metrics.report import write_report
 from manyhands.planner.types import MemoryEstimate, Plan
 from manyhands.training.types import TrainState
@@ -132,6 +133,18 @@ def test_the_report_says_what_was_set_on_what_it_was_trained_and_what_to_do_next
     assert (
         page.rstrip().endswith(f"manyhands tensorboard {tmp_path}") and f"manyhands export {tmp_path} --merge" in page
     )
+
+
+def test_figures_of_a_declared_metric_have_its_label_and_unit(tmp_path):
+    metrics = (Metric("preferred", "preferred", label="pairs preferred", is_share=True),)
+    evaluations = [{"step": 4, "loss": 0.9, "preferred": 0.5, "unknown_one": 2.0}]
+    measured = MEASURED | {"metrics": metrics, "evaluations": evaluations}
+    write_report(tmp_path, make_plan(), CONFIG, TrainState(step=4), measured)
+    page = (tmp_path / "report.md").read_text()
+    assert (
+        "| step | held-out loss | pairs preferred | unknown one |" in page and "| 4 | 0.9000 | 50.00% | 2.000 |" in page
+    )
+    assert "pairs preferred" in (tmp_path / "report.html").read_text()
 
 
 def test_names_and_samples_are_no_markup_and_steer_no_terminal(tmp_path):

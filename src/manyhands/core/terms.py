@@ -7,7 +7,7 @@ loop over what is declared and know no name. Imports neither torch nor numpy: th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_EXPONENT = 700.0  # exp of more is beyond float64
-_METRICS: dict[str, Metric] = {}  # declared in this process, by name: rows of files hold names alone
 
 
 class SampleTables(Protocol):
@@ -83,14 +82,6 @@ class LossTerm:
     metrics: tuple[Metric, ...] = ()
     entries: frozenset[str] = frozenset()
 
-    def __post_init__(self) -> None:
-        _METRICS.update({metric.name: metric for metric in self.metrics})
-
-
-def find_metric(name: str) -> Metric:
-    """The metric that a row's figure is of; of one that another process declared, its name alone."""
-    return _METRICS.get(name) or Metric(name, name, label=name.replace("_", " "))
-
 
 LANGUAGE_MODEL = LossTerm(
     "lm",
@@ -99,3 +90,9 @@ LANGUAGE_MODEL = LossTerm(
         Metric("accuracy", "correct", label="token accuracy", is_share=True),
     ),
 )
+
+
+def find_metric(name: str, declared: Iterable[Metric]) -> Metric:
+    """The metric of ``declared`` or of the language model that a figure is of; of an unknown one, its name alone."""
+    known = {metric.name: metric for metric in (*LANGUAGE_MODEL.metrics, *declared)}
+    return known.get(name) or Metric(name, name, label=name.replace("_", " "))

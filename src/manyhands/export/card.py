@@ -72,6 +72,7 @@ class Card:
         versions, source = self.versions or {}, Path(plan.model_folder)
         libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
         tools = f"manyhands {versions.get('manyhands', '')}".strip() + (f" ({libraries})" if libraries else "")
+        declared = [metric for term in TASKS[config.task].terms for metric in term.metrics]
         shown = {row.step: row for row in self.evaluations if row.step in (0, self.step)}
         is_qlora, folder_name = config.method.name == "qlora", Path(config.model.name).name
         quantized = self.kind == "adapter" and is_qlora and plan.stored_nf4 is None
@@ -103,7 +104,7 @@ class Card:
             checkpointing=describe_checkpointing(plan.layout),
             count_of=count_of,
             evaluations=shown,
-            metrics=[find_metric(name) for name in shown[self.step].figures] if self.step in shown else [],
+            metrics=[find_metric(name, declared) for name in shown[self.step].figures] if self.step in shown else [],
             held_out=", ".join(source["name"] for source in self.data or () if source["num_validation_samples"]),
             remote=", trust_remote_code=True" if config.model.trust_remote_code else "",
             revision=f", revision={_python(config.model.revision)}" if config.model.revision else "",

@@ -97,7 +97,7 @@ class ConsoleSink(Sink):
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._first, self._last = self._first or evaluation, evaluation
         counts = f"{count_of(evaluation.num_samples, 'sample')}, {count_of(evaluation.num_loss_tokens, 'loss token')}"
-        metrics = [find_metric(name) for name in evaluation.figures]
+        metrics = [find_metric(name, evaluation.declared) for name in evaluation.figures]
         texts = [f", {each.label} {each.format(evaluation.figures[each.name], '.2f', '.1%')}" for each in metrics]
         self._show(
             f"{_when(evaluation)}: held-out loss {evaluation.loss:.4f}{''.join(texts)}"

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from manyhands.core.limits import GIB
-from manyhands.core.terms import find_metric
 from manyhands.core.text import printable_value
 from manyhands.core.units import format_duration
-from manyhands.training.types import figures_of
+from manyhands.metrics.summary import metrics_of
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 GRAY = 7  # of the page's colors: what was measured
@@ -141,7 +140,7 @@ def _evaluations(report: Mapping[str, Any]) -> list[list[str]]:
     """Labels, then cells; empty where there is no evaluation."""
     if not (rows := report.get("evaluations")):
         return []
-    metrics = [find_metric(name) for name in dict.fromkeys(name for row in rows for name in figures_of(row))]
+    metrics = metrics_of(report)
     return [["step", "held-out loss", *(metric.label for metric in metrics)]] + [
         [
             f"{row['step']:,}",

@@ -19,7 +19,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.files import read_rows, write_atomically
 from manyhands.core.limits import GIB
-from manyhands.core.terms import find_metric
+from manyhands.core.terms import LANGUAGE_MODEL
 from manyhands.core.text import code_span, in_markdown, indented, printable
 from manyhands.core.units import count_of, draw_line
 from manyhands.metrics.page import render_report
@@ -27,6 +27,7 @@ from manyhands.metrics.summary import (
     describe_settings,
     describe_versions,
     make_curve,
+    metrics_of,
     name_time,
     read_evaluations,
 )
@@ -45,9 +46,9 @@ def write_report(
     """Writes report.json, report.md and report.html into ``folder`` and returns what report.json holds.
 
     ``measured`` may hold: num_parameters, num_trained_parameters, losses, seconds_by_step, tokens_by_step,
-    input_wait_by_step (one value a step of this launch), evaluations (in order), devices (the last reading of each
-    rank), peak_bytes_by_rank, checkpoint_s, verified (folder name -> what verification found), data (as
-    ``describe_data`` has it), device (its name), started (seconds since 1970).
+    input_wait_by_step (one value a step of this launch), evaluations (in order), metrics (what their figures
+    are), devices (the last reading of each rank), peak_bytes_by_rank, checkpoint_s, verified (folder name -> what
+    verification found), data (as ``describe_data`` has it), device (its name), started (seconds since 1970).
     """
     path = Path(folder)
     evaluations = list(measured.get("evaluations", []))
@@ -68,6 +69,7 @@ def write_report(
 def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapping[str, Any]) -> dict[str, Any]:
     """The report as plain values: bytes, seconds, tokens, nats."""
     peaks = measured.get("peak_bytes_by_rank") or [int(device["peak_bytes"]) for device in measured.get("devices", [])]
+    further = [metric for metric in measured.get("metrics", ()) if metric not in LANGUAGE_MODEL.metrics]
     evaluations = [
         _pick(row, "step", "loss", *figures_of(row), "num_samples", "num_loss_tokens")
         | ({"sets": row["sets"]} if row.get("sets") else {})
@@ -114,6 +116,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
             "restarts": measured.get("restarts") or None,
             "curve": measured.get("curve") or None,
             "evaluations": evaluations,
+            "metrics": {each.name: {"label": each.label, "is_share": each.is_share} for each in further} or None,
             "samples": _samples(measured.get("evaluations", [])) or None,
             "best": {"step": state.best_step, "loss": state.best_loss} if state.best_step is not None else None,
             "verified": measured.get("verified"),
@@ -185,7 +188,7 @@ def format_report(report: Mapping[str, Any]) -> str:
         )
     lines += _restart_lines(report.get("restarts", []))
     lines += _curve_lines(report.get("curve", []))
-    lines += _evaluation_lines(report.get("evaluations", []))
+    lines += _evaluation_lines(report)
     lines += _sample_lines(report.get("samples", []))
     for name, found in report.get("verified", {}).items():
         lines += ["", f"Verified `{name}/`: {in_markdown(found)}"]
@@ -202,10 +205,10 @@ def _restart_lines(restarts: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["", f"Restarted {times} after a fault, {lost} steps done again: {in_markdown('; '.join(causes))}."]
 
 
-def _evaluation_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not evaluations:
+def _evaluation_lines(report: Mapping[str, Any]) -> list[str]:
+    if not (evaluations := report.get("evaluations")):
         return ["", "Nothing was held out: no validation loss."]
-    metrics = [find_metric(name) for name in dict.fromkeys(name for row in evaluations for name in figures_of(row))]
+    metrics = metrics_of(report)
     labels = ["step", "held-out loss", *(in_markdown(metric.label) for metric in metrics)]
     lines = ["", f"| {' | '.join(labels)} |", f"|{'---|' * len(labels)}"]
     for row in evaluations:

@@ -15,6 +15,7 @@ from typing import Any
 
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.files import read_rows
+from manyhands.core.terms import Metric, find_metric
 from manyhands.data.summary import count_left_out
 from manyhands.planner.types import Plan, method_of
 from manyhands.training.types import Evaluation, figures_of
@@ -105,7 +106,7 @@ def _read_evaluation(row: Mapping[str, Any]) -> Evaluation | None:
         field.name: math.nan if row.get(field.name) is None else row[field.name] for field in fields(Evaluation)
     }
     figures = {name: math.nan if value is None else value for name, value in figures_of(row).items()}
-    groups = {"figures": figures} | {name: row.get(name) or {} for name in ("sets", "terms", "metrics")}
+    groups = {"figures": figures, "declared": ()} | {name: row.get(name) or {} for name in ("sets", "terms", "metrics")}
     try:
         samples = tuple((sample["prompt"], sample["answer"]) for sample in row.get("samples") or ())
     except (TypeError, KeyError):
@@ -113,11 +114,18 @@ def _read_evaluation(row: Mapping[str, Any]) -> Evaluation | None:
     numbers = [value for name, value in values.items() if name not in {"samples", *groups}]
     if not all(isinstance(value, int | float) for value in (*numbers, *figures.values())):
         return None
-    if not all(isinstance(group, dict) for group in groups.values()):
+    if not all(isinstance(groups[name], dict) for name in ("sets", "terms", "metrics")):
         return None
     if not all(isinstance(one, dict) for one in groups["sets"].values()):
         return None
     return Evaluation(**(values | groups | {"samples": samples}))
+
+
+def metrics_of(report: Mapping[str, Any]) -> list[Metric]:
+    """The metrics whose figures a report's evaluations have, in order."""
+    declared = [Metric(name, name, **values) for name, values in (report.get("metrics") or {}).items()]
+    names = dict.fromkeys(name for row in report.get("evaluations") or () for name in figures_of(row))
+    return [find_metric(name, declared) for name in names]
 
 
 def make_curve(rows: Sequence[Mapping[str, Any]], num_points: int = CURVE_POINTS) -> list[dict[str, Any]]:

@@ -295,6 +295,7 @@ def evaluate(
             for name, (loss, figures, _) in measured.items()
         },
         terms=losses if len(losses) > 1 else {},
+        declared=tuple(metric for term in terms for metric in term.metrics),
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from manyhands.core.terms import Metric
 
 # One micro-batch: named tensors; see data/batches.py for the names.
 Batch = Mapping[str, Any]
@@ -164,10 +166,12 @@ class Evaluation:
         default_factory=dict
     )  # the loss by term, each over its own weight, where there are several
     metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, by name
+    declared: tuple[Metric, ...] = ()  # what the figures are; not part of a row
 
     def to_row(self) -> dict[str, Any]:
         """Its values as metrics.jsonl has them: each figure under its own name."""
-        values = asdict(self)
+        values = asdict(replace(self, declared=()))
+        del values["declared"]
         return {"step": self.step, "loss": self.loss, **values.pop("figures"), **values}
 
 

@@ -56,7 +56,7 @@ class RunEngine(Engine, Protocol):
 
     def next_token_logits(self, input_ids: torch.Tensor, entries: Batch | None = None) -> torch.Tensor:
         """Logits (b, v) of the token after ``input_ids`` (b, t), without gradients. ``entries``: those of a batch
-        beside the ids, such as their images and ``position_ids``."""
+        beside the ids, such as their ``position_ids``."""
         ...
 
 

@@ -262,3 +262,4 @@ class ProgressHook(Hook):
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self.measured.setdefault("evaluations", []).append(evaluation.to_row())
+        self.measured["metrics"] = evaluation.declared
