@@ -192,7 +192,10 @@ def _check_method(config: RunConfig) -> Findings:
     if config.method.name != "qlora":
         yield from _unused(config, ("method.init", "method.double_quant"), "method.name", "set method.name: qlora")
     elif config.method.init == "loftq":
-        yield from _check_loftq(config)
+        if config.method.dora:
+            yield "`method.init: loftq` and `method.dora` both change the initial magnitudes of the weights: remove one"
+        if config.method.adapter is not None:
+            yield "`method.init: loftq` would overwrite the LoRA matrices of `method.adapter`: remove one"
     if config.method.name != "patterns":
         yield from _unused(config, ("method.train", "method.freeze"), "method.name", "set method.name: patterns")
 
@@ -214,13 +217,6 @@ def _check_parts(config: RunConfig) -> Findings:
         )
     elif language in ("full", "lora", "qlora") and language != method.name:
         yield f"`method.parts.language: {language}` contradicts `method.name: {method.name}`: keep one"
-
-
-def _check_loftq(config: RunConfig) -> Findings:
-    if config.method.dora:
-        yield "`method.init: loftq` and `method.dora` both change the initial magnitudes of the weights: remove one"
-    if config.method.adapter is not None:
-        yield "`method.init: loftq` would overwrite the LoRA matrices of `method.adapter`: remove one"
 
 
 def _check_optimizer(config: RunConfig) -> Findings:

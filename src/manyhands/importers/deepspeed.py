@@ -112,20 +112,15 @@ OPEN = names(
 SCHEDULES: Mapping[str, str] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def _map_monitor(t: Translator, key: str) -> None:
-    """A tracker that DeepSpeed itself writes to; its project is called deepspeed unless the file names another."""
-    options = t.get(key)
-    if isinstance(options, Mapping) and options.get("enabled"):
-        map_trackers(t, {key: [key]}, {}, {"wandb": options.get("project") or "deepspeed"})
-    t.no_op(key)
-
-
 def translate(t: Translator) -> None:
     """Every key of a DeepSpeed file."""
     for key in ALREADY & t.values.keys():
         t.no_op(key)
-    for key in MONITORS:
-        _map_monitor(t, key)
+    for key in MONITORS:  # its project is called deepspeed unless the file names another
+        options = t.get(key)
+        if isinstance(options, Mapping) and options.get("enabled"):
+            map_trackers(t, {key: [key]}, {}, {"wandb": options.get("project") or "deepspeed"})
+        t.no_op(key)
     for key, (allowed, why) in OFF.items():
         t.only(key, allowed, why)
     _map_sums(t)

@@ -196,7 +196,8 @@ def map_timeout(t: Translator) -> None:
 
 def map_report_to(t: Translator, key: str = "report_to") -> None:
     """``report_to``: trackers by name, with their projects; and the keys that only a tracker reads."""
-    asked = _as_list(t.get(key))
+    value = t.get(key)
+    asked = [str(one) for one in (value if isinstance(value, (list, tuple)) else [] if value is None else [value])]
     unknown = next((one for one in asked if one not in INTEGRATIONS), None)
     if unknown is not None:
         near = nearest_name(unknown, sorted(INTEGRATIONS))
@@ -219,10 +220,6 @@ def map_uploads(t: Translator, switch: str, keys: Iterable[str]) -> None:
         if uploads and key != switch and t.get(key) not in (None, False):
             t.ignore(key, "`manyhands push` has options of its own")
         t.no_op(key, f"only {switch} reads it" if t.has(key) and key != switch else "")
-
-
-def _as_list(value: Any) -> list[str]:
-    return [str(one) for one in (value if isinstance(value, (list, tuple)) else [] if value is None else [value])]
 
 
 def choose_optimizer(t: Translator, key: str, known: Mapping[str, tuple[str, str]], default: str = "") -> None:

@@ -138,17 +138,16 @@ def find_file(t: Translator, name: str) -> tuple[Path, str] | None:
     return None if above is None else (above / name, str(above))
 
 
-def list_names(t: Translator, key: str) -> list[str]:
-    """``dataset: a,b`` or a list of names."""
-    value = t.get(key)
-    parts = value if isinstance(value, list) else str(value or "").split(",")
+def split_names(value: Any) -> list[str]:
+    """Names that are separated by commas, or a list of them."""
+    parts = value if isinstance(value, list) else str("" if value is None else value).split(",")
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
 def make_sources(t: Translator, key: str, info: DatasetInfo, wanted: Wanted) -> Sources | None:
     """The data sets that ``key`` names; None where one of them is refused."""
     sources = Sources()
-    for name in list_names(t, key):
+    for name in split_names(t.get(key) or ""):
         try:
             if info.online:
                 entry: Any = {"hf_hub_url": name}

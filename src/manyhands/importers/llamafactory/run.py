@@ -16,7 +16,7 @@ from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.images import PROJECTOR_IS_KEPT, TOWER_ADAPTERS, split_projector
 from manyhands.importers.llamafactory import keys
-from manyhands.importers.llamafactory.data import DatasetInfo, Sources, Wanted, make_sources, read_info
+from manyhands.importers.llamafactory.data import DatasetInfo, Sources, Wanted, make_sources, read_info, split_names
 from manyhands.importers.llamafactory.templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
 from manyhands.importers.translation import Translator, clean_name
 
@@ -375,7 +375,7 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     t.no_op("adapter_folder", "only adapter_name_or_path reads it")
     t.no_op("create_new_adapter")
     rank = t.count("lora_rank", 8)
-    _map_or_carry(t, "lora_rank", "method.rank", rank, 8)
+    _map_or_set_default(t, "lora_rank", "method.rank", rank)
     alpha = t.number("lora_alpha")
     if alpha:
         t.map("lora_alpha", "method.alpha", alpha)
@@ -383,34 +383,28 @@ def _map_lora(t: Translator, bits: int | None) -> None:
         t.no_op("lora_alpha")
         t.set_tool_default("method.alpha", 2 * rank, f"{keys.TOOL}'s default: twice the rank")
     dropout = t.number("lora_dropout", 0) or 0
-    _map_or_carry(t, "lora_dropout", "method.dropout", dropout, 0)
-    targets = _split_names(t.get("lora_target", "all"))
-    _map_or_carry(t, "lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets, "all")
+    _map_or_set_default(t, "lora_dropout", "method.dropout", dropout)
+    targets = split_names(t.get("lora_target", "all"))
+    _map_or_set_default(t, "lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets)
     for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
         if t.flag(key):
             t.map(key, f"method.{native}", True)
         t.no_op(key)
-    _map_saved_modules(t)
-
-
-def _map_or_carry(t: Translator, key: str, native: str, value: Any, default: Any) -> None:
-    if t.has(key):
-        t.map(key, native, value)
-    else:
-        t.set_tool_default(native, "all-linear" if default == "all" else value, f"{keys.TOOL}'s default")
-
-
-def _map_saved_modules(t: Translator) -> None:
     if t.has("additional_target"):
-        saved, _ = split_projector(_split_names(t.get("additional_target")))
+        saved, _ = split_projector(split_names(t.get("additional_target")))
         t.map("additional_target", "method.modules_to_save", saved or None)  # the projector is one of method.parts
     elif t.flag("resize_vocab"):
         why = f"{keys.TOOL} trains embeddings and head with resize_vocab"
         t.map("resize_vocab", "method.modules_to_save", ["embed_tokens", "lm_head"], why)
 
 
+def _map_or_set_default(t: Translator, key: str, native: str, value: Any) -> None:
+    t.map(key, native, value)
+    t.set_tool_default(native, value, f"{keys.TOOL}'s default")
+
+
 def _map_adapter(t: Translator) -> None:
-    paths = _split_names(t.get("adapter_name_or_path"))
+    paths = split_names(t.get("adapter_name_or_path"))
     if t.has("adapter_name_or_path") and not paths:
         t.refuse("adapter_name_or_path", f"got {show(t.get('adapter_name_or_path'))}, allowed: a folder")
         return
@@ -423,7 +417,7 @@ def _map_adapter(t: Translator) -> None:
         t.map("adapter_name_or_path", "method.adapter", folder)
         t.map("adapter_folder", "method.adapter", folder)
     dropout = t.number("lora_dropout", 0) or 0
-    _map_or_carry(t, "lora_dropout", "method.dropout", dropout, 0)
+    _map_or_set_default(t, "lora_dropout", "method.dropout", dropout)
     for key in keys.OF_LORA & t.values.keys():
         t.no_op(key, "the adapter that is trained on has its own")
 
@@ -433,21 +427,15 @@ def _map_freeze(t: Translator) -> None:
     layers_key, modules_key = "freeze_trainable_layers", "freeze_trainable_modules"
     count = t.integer(layers_key, 2) or 0
     layers = f"layers[-{count}:]" if count > 0 else f"layers[:{-count}]"
-    modules = _split_names(t.get(modules_key, "all"))
+    modules = split_names(t.get(modules_key, "all"))
     train = [layers if name == "all" else f"{layers}.{name}" for name in modules] if count else []
-    train += [f"*{name}*" for name in _split_names(t.get("freeze_extra_modules", ""))]
+    train += [f"*{name}*" for name in split_names(t.get("freeze_extra_modules", ""))]
     if not train:
         t.refuse(layers_key, "0 layers leave nothing to train: write how many of the last layers to train")
         return
     for key in (layers_key, modules_key, "freeze_extra_modules"):
         t.map(key, "method.train", train)
     t.set_tool_default("method.train", train, f"{keys.TOOL}'s default: the last two layers")
-
-
-def _split_names(value: Any) -> list[str]:
-    """Names that are separated by commas, or a list of them."""
-    parts = value if isinstance(value, list) else str("" if value is None else value).split(",")
-    return [str(part).strip() for part in parts if str(part).strip()]
 
 
 def _map_images(t: Translator, info: DatasetInfo | None, has_images: bool) -> None:
@@ -483,7 +471,7 @@ def _note_no_images(t: Translator) -> None:
 
 
 def _saves_projector(t: Translator) -> bool:
-    return split_projector(_split_names(t.get("additional_target", "")))[1]
+    return split_projector(split_names(t.get("additional_target", "")))[1]
 
 
 def _map_parts(t: Translator) -> None:
