@@ -33,7 +33,7 @@ def main() -> None:
         act(what, folder, rank, heartbeat)
     except Exception as error:
         if what == "raise, written late":
-            time.sleep(4)
+            sleep_beyond_loss(folder)
         write_failure(folder, rank, "train", error)
         if looks_like_consequence(error):
             wait_for_cause(folder, rank, int(os.environ["WORLD_SIZE"]), limit_s=LONG_S)
@@ -54,7 +54,8 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
             time.sleep(0.3)
             raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
         case "raise" | "raise late" | "raise, written late":
-            time.sleep(4 if what == "raise late" else 0.3)
+            if what == "raise late":
+                sleep_beyond_loss(folder)
             raise ValueError("the cat sat on the keyboard")
         case "raise when heard":
             while not (folder.path / "heard").exists() and time.monotonic() < deadline:
@@ -83,10 +84,10 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
             heartbeat.count_collectives = lambda: 1
             sleep()
         case "kill late":
-            time.sleep(4)
+            sleep_beyond_loss(folder)
             os.kill(os.getpid(), 9)
         case "abort late":
-            time.sleep(4)
+            sleep_beyond_loss(folder)
             os.abort()
         case "stop":
             heartbeat.beat("save", 2)
@@ -132,6 +133,15 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
             mutex = ctypes.create_string_buffer(64)
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # no signal interrupts it
+
+
+def sleep_beyond_loss(folder: RunFolder) -> None:
+    """Until rank 0 has reported that it lost its peer, and long enough for a launcher that does not wait to end this
+    rank.
+    """
+    while not folder.failure(0).exists():
+        time.sleep(0.05)
+    time.sleep(1)
 
 
 def sleep() -> None:

@@ -14,7 +14,7 @@ import torch
 from manyhands.core import files
 from manyhands.core.errors import UserError
 from manyhands.core.files import write_json
-from manyhands.launch.failure import describe_lost, find_cause, first_failure, looks_like_consequence, write_failure
+from manyhands.launch.failure import describe_lost, find_cause, looks_like_consequence, write_failure
 from manyhands.launch.heartbeat import Beat, Heartbeat, read_beat
 from manyhands.launch.run_folder import RunFolder
 from manyhands.planner.types import MemoryFound
@@ -37,44 +37,46 @@ LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by pe
 def test_a_cause_wins_over_an_earlier_consequence(folder):
     write_failure(folder, 0, "train", LOST)
     write_failure(folder, 1, "open data", KeyError("ids"))
-    text = str(first_failure(folder, {0: ended(1), 1: ended(1)}))
+    text = str(find_cause(folder, {0: ended(1), 1: ended(1)}).error)
     assert "rank 1 failed in stage 'open data': KeyError: 'ids'" in text
 
 
 def test_the_earliest_of_two_causes(folder):
     write_failure(folder, 1, "train", ValueError("first"))
     write_failure(folder, 0, "train", ValueError("second"))
-    assert "first" in first_failure(folder, {}).what
+    assert "first" in find_cause(folder).error.what
 
 
 def test_a_killed_rank_wins_over_those_that_lost_it(folder):
     write_failure(folder, 0, "train", LOST)
-    error = first_failure(folder, {0: ended(1), 1: ended(-9), 2: ended(-6), 3: ended(-15)})
+    error = find_cause(folder, {0: ended(1), 1: ended(-9), 2: ended(-6), 3: ended(-15)}).error
     assert error.what == "rank 1 was killed (SIGKILL)" and error.exit_code == 1
 
 
 def test_a_killed_rank_wins_over_an_earlier_error_of_torch_whose_words_are_new(folder):
     write_failure(folder, 0, "train", RuntimeError("the ring has a gap"))
     later = time.time() + 100
-    assert "rank 1 was killed (SIGKILL)" in first_failure(folder, {0: ended(1), 1: ended(-9, timestamp=later)}).what
+    assert "rank 1 was killed (SIGKILL)" in find_cause(folder, {0: ended(1), 1: ended(-9, timestamp=later)}).error.what
     write_failure(folder, 2, "train", KeyError("ids"))
-    assert "rank 2 failed" in first_failure(folder, {0: ended(1)}).what, "and so does an error of our own"
+    assert "rank 2 failed" in find_cause(folder, {0: ended(1)}).error.what, "and so does an error of our own"
 
 
 def test_a_run_of_one_process_has_no_peers_to_lose(folder):
     write_failure(folder, 0, "train", RuntimeError("connection reset"), world_size=1)
-    assert "rank 0 failed in stage 'train': RuntimeError: connection reset" in first_failure(folder, {0: ended(1)}).what
+    assert (
+        "rank 0 failed in stage 'train': RuntimeError: connection reset" in find_cause(folder, {0: ended(1)}).error.what
+    )
 
 
 def test_what_the_watch_killed_is_nobodys_cause(folder):
-    error = first_failure(folder, {0: ended(-9, pid=7), 1: ended(4, pid=8)}, ended_by_us={7})
+    error = find_cause(folder, {0: ended(-9, pid=7), 1: ended(4, pid=8)}, ended_by_us={7}).error
     assert "rank 1 ended with exit code 4" in error.what
 
 
 def test_only_consequences_name_where_the_others_were(folder):
     Heartbeat(folder, 1).beat("save checkpoint", 12)
     write_failure(folder, 0, "train", LOST)
-    text = str(first_failure(folder, {0: ended(1)}))
+    text = str(find_cause(folder, {0: ended(1)}).error)
     assert "rank 0 lost its peers" in text and "rank 1 was last in stage 'save checkpoint', step 12" in text
 
 
@@ -99,7 +101,7 @@ def test_a_user_error_keeps_everything(folder):
     error = UserError("bad row", where="a.jsonl:3", why="because", fix="mend", details=["one", "two"], exit_code=2)
     write_failure(folder, 1, "open data", error)
     write_failure(folder, 1, "end", ValueError("something that follows from it"))
-    assert str(first_failure(folder, {1: ended(2)})) == str(error)
+    assert str(find_cause(folder, {1: ended(2)}).error) == str(error)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_on_a_full_disk_the_cause_and_the_status_are_written_all_the_same(folder
         assert files.is_disk_full(error) and not files.is_disk_full(OSError(errno.EACCES, "Permission denied"))
         write_failure(folder, 0, "train", files.explain_full_disk(error, folder.path))
     heartbeat.close()
-    cause = first_failure(folder, {0: ended(1)})
+    cause = find_cause(folder, {0: ended(1)}).error
     assert (
         (cause.what, cause.kind) == ("the disk is full", "disk_full")
         and cause.where == "metrics.jsonl"
@@ -164,7 +166,7 @@ def test_on_a_full_disk_the_cause_and_the_status_are_written_all_the_same(folder
 
 def test_a_rank_that_could_not_say_that_the_disk_is_full_is_spoken_for(folder, monkeypatch):
     monkeypatch.setattr("manyhands.launch.failure.shutil.disk_usage", lambda path: SimpleNamespace(free=0))
-    assert "probably the disk is full: 0 bytes are free" in first_failure(folder, {0: ended(1)}).why
+    assert "probably the disk is full: 0 bytes are free" in find_cause(folder, {0: ended(1)}).error.why
 
 
 @pytest.mark.parametrize(("limit_s", "moves"), [(3600.0, True), (0.0, False)])
@@ -211,7 +213,7 @@ def test_what_a_gpu_held_when_memory_ran_out_reaches_the_next_plan(folder, monke
     error = explain_out_of_memory(rank, torch.OutOfMemoryError(text))
     assert error.where == "rank 1: 62.0 GiB needed or more, 61.0 GiB available, planned 0.0 GiB"
     write_failure(folder, 1, "train", error)
-    folder.write_failed(first_failure(folder, {}), plan)
+    folder.write_failed(find_cause(folder).error, plan)
     assert folder.ran_out_of_memory(plan)
     assert folder.memory_found() == MemoryFound(needed=62 * gib, available=61 * gib)
     folder.write_failed(UserError("out of memory", kind="out_of_memory"), plan)

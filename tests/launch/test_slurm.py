@@ -15,7 +15,7 @@ from manyhands.launch.environment import Launcher, detect_launcher, refuse_silen
 from manyhands.launch.failure import write_failure
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.slurm import expand_hosts, read_place, refuse_outside_step, refuse_unknown_host
-from manyhands.launch.workers import _have_saved
+from manyhands.launch.workers import signal_of_end
 from tests.launch.builders import make_config
 
 JOB = {
@@ -214,12 +214,21 @@ def test_the_launcher_passes_the_notice_on_to_its_workers():
     assert (done.stdout.strip(), done.returncode) == ("138", 0), done.stderr
 
 
-def test_workers_that_have_saved_are_no_failure(tmp_path):
+@pytest.mark.parametrize(
+    ("codes", "received"),
+    [
+        ([138, 138], signal.SIGUSR1),
+        ([138, 130, -15, 143], signal.SIGUSR1),
+        ([130], None),
+        ([138, 1], None),
+        ([138, -9], None),
+    ],
+)
+def test_workers_that_have_saved_are_no_failure(tmp_path, codes, received):
     folder = RunFolder(tmp_path)
-    assert _have_saved(folder, [138, 138]) and _have_saved(folder, [138, 130, -15, 143])
-    assert not _have_saved(folder, [130]) and not _have_saved(folder, [138, 1]) and not _have_saved(folder, [138, -9])
+    assert signal_of_end(folder, codes) == received
     write_failure(folder, 1, "train", UserError("the disk is full"))
-    assert not _have_saved(folder, [138, 138])
+    assert signal_of_end(folder, codes) is None
 
 
 BLOCKED = """

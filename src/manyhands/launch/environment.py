@@ -331,10 +331,17 @@ def launcher_environment(
     """This process's environment while workers start, as torch's agent passes its own on to them; restored
     afterwards. ``num_local``: its ranks, where others are on other nodes; ``added``: variables of this node.
     """
+    with restored_environment():
+        os.environ.update({name: value for name, value in (added or {}).items() if name not in os.environ})
+        os.environ.update(worker_environment(plan, num_local or plan.layout.world_size))
+        os.environ[LAUNCHER_PID] = str(os.getpid())
+        yield
+
+
+@contextlib.contextmanager
+def restored_environment() -> Iterator[None]:
+    """Afterwards this process's variables are those of before."""
     before = dict(os.environ)
-    os.environ.update({name: value for name, value in (added or {}).items() if name not in os.environ})
-    os.environ.update(worker_environment(plan, num_local or plan.layout.world_size))
-    os.environ[LAUNCHER_PID] = str(os.getpid())
     try:
         yield
     finally:

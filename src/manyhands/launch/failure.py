@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from manyhands.core.errors import (
@@ -267,13 +268,10 @@ class FoundCause:
         return FoundCause(tier, when, UserError.from_json(error), rank)
 
 
-def first_failure(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us: Collection[int] = ()) -> UserError:
-    """The cause of a failed launch, as one error to show (``find_cause``)."""
-    return find_cause(folder, exits, ended_by_us).error
-
-
-def find_cause(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us: Collection[int] = ()) -> FoundCause:
-    """The cause of a failed launch.
+def find_cause(
+    folder: RunFolder, exits: Mapping[int, RankExit] = MappingProxyType({}), ended_by_us: Collection[int] = ()
+) -> FoundCause:
+    """The cause of a failed launch, as one error to show.
 
     ``exits``: failed ranks as the agent saw them (``ChildFailedError.failures``). ``ended_by_us``: pids the watch has
     killed, which are nobody's cause.
@@ -281,7 +279,10 @@ def find_cause(folder: RunFolder, exits: Mapping[int, RankExit], ended_by_us: Co
     if not folder.path.exists():
         return FoundCause(0, time.time(), folder.explain_gone())
     written = folder.read_failures()
-    candidates = [(_tier_of_reason(reason), reason["time"], rank) for rank, reason in written.items()]
+    candidates = [
+        (4 if reason["consequence"] else 1 if reason["unclear"] else 0, reason["time"], rank)
+        for rank, reason in written.items()
+    ]
     # The agent's clock has whole seconds; a reason written in the same second was there first.
     candidates += [
         (_tier_of_exit(e, ended_by_us), e.timestamp + 1.0, rank) for rank, e in exits.items() if rank not in written
@@ -304,10 +305,6 @@ def log_tail(folder: RunFolder, rank: int, num_lines: int = TAIL_LINES) -> str:
     except FileNotFoundError:
         return ""
     return _indent("\n".join(lines), num_lines)
-
-
-def _tier_of_reason(reason: Mapping[str, Any]) -> int:
-    return 4 if reason["consequence"] else 1 if reason["unclear"] else 0
 
 
 def _tier_of_exit(exited: RankExit, ended_by_us: Collection[int]) -> int:

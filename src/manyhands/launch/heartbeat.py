@@ -152,24 +152,16 @@ class Heartbeat:
     def _tick(self) -> None:
         while not self._done.wait(TICK_S):
             before, self._cpu_s = self._cpu_s, time.process_time()
-            if self.counts_processor and self._cpu_s - before > WORKING_CPU_S:
-                self._count_processor()
+            now, last = time.monotonic(), max(self._now[2], self._advanced)
+            works = self.counts_processor and self._cpu_s - before > WORKING_CPU_S
+            if works and now - last < WORKING_LIMIT_S:  # libraries are at work; unless nothing else moves for too long
+                self._worked = now
             self._write()
             self._stack_dumper.dump_if_requested(self.read_collectives)
-            if self._launcher and os.getppid() != self._launcher:
-                self._end_orphan()
-
-    def _count_processor(self) -> None:
-        """Libraries are at work; unless nothing else has moved for too long."""
-        last = max(self._now[2], self._advanced)
-        if time.monotonic() - last < WORKING_LIMIT_S:
-            self._worked = time.monotonic()
-
-    def _end_orphan(self) -> None:
-        """The launcher was killed and cannot end this rank: SIGTERM first, then an exit."""
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(ORPHAN_GRACE_S)
-        os._exit(128 + signal.SIGTERM)
+            if self._launcher and os.getppid() != self._launcher:  # it was killed, and cannot end this rank
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(ORPHAN_GRACE_S)
+                os._exit(128 + signal.SIGTERM)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
@@ -81,13 +81,6 @@ def open_channel(
         time.sleep(RETRY_S)  # node 0 is still ending what this node was lost in
 
 
-class Store(Protocol):
-    """Torch's, as far as it is asked here."""
-
-    @property
-    def port(self) -> int: ...
-
-
 class LauncherGroup:
     """This node among all of them, for the time of a run. ``environment``: variables for its workers; ``asked``:
     ``parallel.gpus``; ``least``: ``launch.min_gpus``.
@@ -106,7 +99,7 @@ class LauncherGroup:
         self.node, self.num_nodes = channel.node, channel.num_nodes
         self.environment = {**network_environment(channel.address), **environment}
         self.attempt = 0
-        self._store: Store | None = None  # of the newest attempt, on node 0: it is there as long as it is referred to
+        self._store: Any = None  # of the newest attempt, on node 0: it is there as long as it is referred to
         ends = list(accumulate(group.num_ranks))
         self._ranks = [range(end - count, end) for end, count in zip(ends, group.num_ranks, strict=True)]
         self._told: list[FoundCause] = []  # why other nodes have failed in this attempt: they may be gone by the end
@@ -119,7 +112,7 @@ class LauncherGroup:
         """Of this node."""
         return self._ranks[self.node]
 
-    def begin(self, open_store: Callable[[str | None], Store]) -> tuple[str, int]:
+    def begin(self, open_store: Callable[[str | None], Any]) -> tuple[str, int]:
         """Before each launch: where torch's store is, which ``open_store`` opens on node 0, at the address by which the
         others reach it. A new one each time: the store of a launch that failed has its addresses.
 

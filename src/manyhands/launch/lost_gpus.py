@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from manyhands.config.schema import RunConfig
@@ -254,14 +253,3 @@ def find_lost(
     lost = Lost(gpus, why)
     lost.refuse(error, config.launch.min_gpus)
     return lost
-
-
-@contextmanager
-def restored_environment() -> Iterator[None]:
-    """Afterwards this process's variables are those of before; ``LaunchGpus.hide`` changes them for all launches."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -149,7 +149,16 @@ def prepare_run(
             return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
         if not (fresh or dry_run):
             fetch_run(folder, config, report)
-        _make_ready(folder, dry_run, host)
+        with refuse_unusable(folder):
+            folder.remove_temporaries()
+            if not dry_run:
+                folder.stop_file.unlink(missing_ok=True)  # meant for an earlier launch
+        if host is not None and folder.was_started():
+            raise UserError(
+                "this run has been started, and its plans are for the machine it runs on",
+                where=str(folder.path),
+                fix="plan for other GPUs with `manyhands plan`, which writes nothing",
+            )
         longer = bool(changed_limits(folder, config))
         if longer and not (dry_run and config.checkpoint.copy_to):  # copies are fetched by the start itself
             refuse_without_checkpoint(folder, config)
@@ -163,12 +172,19 @@ def prepare_run(
             if writes:
                 if folder.is_finished and (renamed := folder.reopen()):
                     report(f"note: exports of the run as it was are now {', '.join(renamed)}")
-                _write(folder, config, plan, origin)
+                folder.create()
+                folder.write_config(config)
+                if origin is not None:
+                    folder.write_origin(origin)
+                folder.write_plan(plan)
             if not dry_run:
                 folder.clear_ranks()
     except BaseException:
         if not was_there:
-            _remove_empty(folder)
+            with contextlib.suppress(OSError):  # another start of this name has the folder by now
+                if {entry.name for entry in folder.path.iterdir()} <= {folder.lock_file.name}:
+                    folder.lock_file.unlink(missing_ok=True)
+                    folder.path.rmdir()
         lock.release()
         raise
     resume = folder.newest_step() is not None
@@ -195,23 +211,6 @@ def _take_folder(
                 if not fresh:
                     raise
                 running.add(config.name)  # of another fresh start, which writes run.json once its data is prepared
-
-
-def _make_ready(folder: RunFolder, dry_run: bool, host: HostFacts | None) -> None:
-    with refuse_unusable(folder):
-        folder.remove_temporaries()
-        if not dry_run:
-            folder.stop_file.unlink(missing_ok=True)  # meant for an earlier launch
-    if host is not None and folder.was_started():
-        raise _planned_elsewhere(folder)
-
-
-def _write(folder: RunFolder, config: RunConfig, plan: Plan, origin: LoadedRun | None) -> None:
-    folder.create()
-    folder.write_config(config)
-    if origin is not None:
-        folder.write_origin(origin)
-    folder.write_plan(plan)
 
 
 @raise_when_stopped()
@@ -317,21 +316,6 @@ def _plan_launch(
     if before is None:
         refuse_unmatched(config, after, facts.model)
     return after if asked is config else after.model_copy(update={"config_digest": config.digest})
-
-
-def _planned_elsewhere(folder: RunFolder) -> UserError:
-    return UserError(
-        "this run has been started, and its plans are for the machine it runs on",
-        where=str(folder.path),
-        fix="plan for other GPUs with `manyhands plan`, which writes nothing",
-    )
-
-
-def _remove_empty(folder: RunFolder) -> None:
-    with contextlib.suppress(OSError):  # another start of this name has the folder by now
-        if {entry.name for entry in folder.path.iterdir()} <= {folder.lock_file.name}:
-            folder.lock_file.unlink(missing_ok=True)
-            folder.path.rmdir()
 
 
 def gather_facts(

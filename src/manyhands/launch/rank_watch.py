@@ -20,7 +20,7 @@ from typing import TextIO
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.machine import end_with
 from manyhands.core.text import print_safely
-from manyhands.launch.failure import claim_terminal, first_failure, record_for_torch, write_failure
+from manyhands.launch.failure import claim_terminal, find_cause, record_for_torch, write_failure
 from manyhands.launch.heartbeat import START, read_beat, this_host
 from manyhands.launch.run_folder import RunFolder
 from manyhands.launch.watch import Watch, kill_descendants, kill_group
@@ -113,7 +113,7 @@ def main(path: str, timeout_s: str, parent: str) -> None:
     folder = RunFolder(path)
 
     def report() -> None:
-        cause = first_failure(folder, {})
+        cause = find_cause(folder).error
         if claim_terminal(folder):
             print(cause, flush=True)
         beat = read_beat(folder, 0)

@@ -152,15 +152,10 @@ class RunFolder:
                 "run.json cannot be read", where=str(self.run_json), why=error.strerror or str(error)
             ) from None
         except (ValidationError, UnicodeDecodeError) as error:
-            reason = (
-                "; ".join(_format(finding) for finding in error.errors()[:5])
-                if isinstance(error, ValidationError)
-                else str(error)
-            )
             raise UserError(
                 "the run's run.json is damaged, or was not written by this version of manyhands",
                 where=str(self.run_json),
-                why=reason,
+                why=_explain_invalid(error),
                 fix="restore the file, or use another name or --fresh for a new run; this folder was not changed",
             ) from None
 
@@ -259,13 +254,8 @@ class RunFolder:
         try:
             return Plan.model_validate_json(path.read_text(encoding="utf-8"))
         except (ValidationError, UnicodeDecodeError, OSError) as error:
-            reason = (
-                "; ".join(_format(finding) for finding in error.errors()[:5])
-                if isinstance(error, ValidationError)
-                else str(error)
-            )
             what = "the run's plan is damaged, or was not written by this version of manyhands"
-            raise UserError(what, where=str(path), why=reason, fix=fix) from None
+            raise UserError(what, where=str(path), why=_explain_invalid(error), fix=fix) from None
 
     # Its state.
 
@@ -465,8 +455,10 @@ def _list(folder: Path, pattern: str) -> list[Path]:
     return []
 
 
-def _format(finding: Any) -> str:
-    return f"{'.'.join(map(str, finding['loc'])) or 'file'}: {finding['msg']}"
+def _explain_invalid(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}" for each in error.errors()[:5])
 
 
 def describe_earlier_result(folder: Path) -> str:

@@ -18,9 +18,9 @@ from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
 from manyhands.importers.load import LoadedRun
 from manyhands.importers.report import summarize
-from manyhands.launch.environment import ATTEMPT, detect_launcher, refuse_alone
+from manyhands.launch.environment import ATTEMPT, detect_launcher, refuse_alone, restored_environment
 from manyhands.launch.folder_lock import FolderLock, take_over
-from manyhands.launch.lost_gpus import DriverReports, LaunchGpus, Lost, find_lost, restored_environment
+from manyhands.launch.lost_gpus import DriverReports, LaunchGpus, Lost, find_lost
 from manyhands.launch.nodes import NodeInfo, host_name
 from manyhands.launch.prepare import Prepared, plan_fewer, plan_smaller, prepare_run, summarize_start
 from manyhands.launch.restarts import (

@@ -30,6 +30,7 @@ from manyhands.planner.types import Plan
 POLL_S = 0.5
 NOTHING: Mapping[str, str] = {}
 WORKER = "manyhands.worker"
+ENDED_WELL = {EXIT_SAVED, EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM}  # exit codes of ranks that were stopped
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
 
 
@@ -206,7 +207,9 @@ def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], wat
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    _quiet_agent()
+    for name in list(logging.root.manager.loggerDict):  # the agent logs a failure in some forty lines
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     pids: set[int] = set()
     config = agent_config(
         place.endpoint,
@@ -224,10 +227,9 @@ def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], wat
         pids |= {failure.pid for failure in error.failures.values()}
         if watch.verdict is not None:
             return LaunchEnd(cause=FoundCause(0, time.time(), watch.verdict, watch.verdict.rank))
-        if _have_saved(folder, [failure.exitcode for failure in error.failures.values()]):
-            return LaunchEnd(signal.SIGUSR1)
-        if _have_stopped(folder, [failure.exitcode for failure in error.failures.values()]):
-            return LaunchEnd(signal.SIGINT)  # as if by Ctrl-C
+        received = signal_of_end(folder, {failure.exitcode for failure in error.failures.values()})
+        if received is not None:
+            return LaunchEnd(received)
         return LaunchEnd(cause=find_cause(folder, error.failures, watch.killed))
     except RuntimeError as error:
         if place.num_nodes == 1 or not type(error).__module__.startswith("torch"):
@@ -267,20 +269,10 @@ def _passing_on_notice() -> Iterator[None]:
         thread.join()
 
 
-def _have_saved(folder: RunFolder, exit_codes: Collection[int]) -> bool:
-    """Whether the workers have ended on SIGUSR1: some say so, and the others ended with them."""
-    with_them = (EXIT_SAVED, EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM)
-    return EXIT_SAVED in exit_codes and all(code in with_them for code in exit_codes) and not folder.read_failures()
-
-
-def _have_stopped(folder: RunFolder, exit_codes: Collection[int]) -> bool:
-    """Whether the workers have ended on the file STOP."""
-    with_them = (EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM)
-    return folder.was_stopped_by_file() and all(code in with_them for code in exit_codes) and not folder.read_failures()
-
-
-def _quiet_agent() -> None:
-    """The agent logs a failure in some forty lines; ours is the one that is shown."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+def signal_of_end(folder: RunFolder, exit_codes: Collection[int]) -> signal.Signals | None:
+    """By which signal the workers have ended, the file STOP being as good as Ctrl-C; None where any has failed."""
+    if not set(exit_codes) <= ENDED_WELL or folder.read_failures():
+        return None
+    if EXIT_SAVED in exit_codes:  # the others have ended with those that say so
+        return signal.SIGUSR1
+    return signal.SIGINT if folder.was_stopped_by_file() else None

@@ -21,7 +21,7 @@ from manyhands.launch.failure import (
     claim_terminal,
     describe_failure,
     describe_lost,
-    first_failure,
+    find_cause,
     is_lost,
     looks_like_consequence,
     record_for_torch,
@@ -151,7 +151,7 @@ class Session(Process):
                 limit_s = self.config.parallel.timeout_s if self.config is not None else DEFAULT_TIMEOUT_S
                 self.show_lost(error, wait_for_cause(self.folder, rank, world_size, limit_s))
                 if self.folder.has_cause():  # of another machine, whose terminal is not this one
-                    self._show(str(first_failure(self.folder, {})))
+                    self._show(str(find_cause(self.folder).error))
             record_for_torch(error, stage, rank)
 
     def show_end(self) -> None:
@@ -160,7 +160,7 @@ class Session(Process):
             return
         if not self.folder.has_cause():
             return self.show_lost()
-        cause = first_failure(self.folder, {})
+        cause = find_cause(self.folder).error
         self._show(str(cause))
         self._write_failed(str(cause), cause)
         record_for_torch(cause, self.stage, self.launcher.rank)
