@@ -141,7 +141,7 @@ def sleep_beyond_loss(folder: RunFolder) -> None:
     """
     while not folder.failure(0).exists():
         time.sleep(0.05)
-    time.sleep(1)
+    time.sleep(2)
 
 
 def sleep() -> None:

@@ -80,6 +80,11 @@ def until(true: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+def gather(channels: list[Channel], **options: Any) -> list[Any]:
+    """What each channel's ``gather`` returns of their nodes' numbers, or its error as text."""
+    return at_once(*(lambda channel=channel: channel.gather("x", channel.node, **options) for channel in channels))
+
+
 def vanish(channel: Channel) -> None:
     """As if the launcher was killed: its connections end, and it says nothing."""
     channel.is_closed = True  # first: it must not tell one node that another, whose connection ends before, is lost
@@ -91,8 +96,7 @@ def vanish(channel: Channel) -> None:
 def test_all_come_and_gather(meeting: Meeting):
     channels = meeting.all_come(*(hello(node, 3) for node in (0, 1, 2)))
     assert [channel.names for channel in channels] == [["gpu0", "gpu1", "gpu2"]] * 3
-    gathered = at_once(*(lambda channel=channel: channel.gather("square", channel.node**2) for channel in channels))
-    assert gathered == [[0, 1, 4]] * 3
+    assert gather(channels) == [[0, 1, 2]] * 3
 
 
 def test_a_host_name_writes_no_line_and_no_escape_sequence(meeting: Meeting):
@@ -139,10 +143,7 @@ def test_who_ends_the_connection_before_node_0_listens_is_not_taken_for_it(meeti
 
     late, early = at_once(come_late, lambda: meeting.come(hello(1, 2)))
     assert ended.is_set() and isinstance(late, Channel) and isinstance(early, Channel), (late, early)
-    assert at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in (late, early)))[0] == [
-        0,
-        1,
-    ]
+    assert gather([late, early]) == [[0, 1]] * 2
 
 
 def test_a_program_that_never_answers_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
@@ -190,8 +191,7 @@ def test_a_second_start_does_not_disturb_a_run_that_has_begun(meeting: Meeting):
     channels = meeting.all_come(hello(0, 2), hello(1, 2))
     (text,) = meeting.all_come(hello(1, 2, host="gpu9"))
     assert "node 1 came twice: from gpu1 and from gpu9" in text
-    gathered = at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in channels))
-    assert gathered == [[0, 1]] * 2
+    assert gather(channels) == [[0, 1]] * 2
 
 
 def stranger(meeting: Meeting) -> socket.socket:
@@ -250,14 +250,12 @@ def test_who_does_not_know_the_secret_gets_no_answer_and_changes_nothing(said: b
     (second,) = meeting.all_come(hello(1, 2))
     first.join(LONG_S)
     knock_in_vain()
-    assert (
-        at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in (found[0], second)))
-        == [[0, 1]] * 2
-    )
+    assert gather([found[0], second]) == [[0, 1]] * 2
     assert meeting.channels[0].trouble is None and meeting.channels[0].names == ["gpu0", "gpu1"]
 
 
 def test_silent_slow_and_many_strangers_keep_no_node_waiting(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel_module, "MAX_STRANGERS", 4)
     first = threading.Thread(target=meeting.all_come, args=(hello(0, 2),))
     first.start()
     until(lambda: meeting.channels and meeting.channels[0]._listener)
@@ -331,8 +329,7 @@ def test_who_is_refused_cannot_disturb_the_run_afterwards(meeting: Meeting):
         assert b"came twice" in second.recv(1 << 16)
         second.sendall(b"no JSON\n")
         assert second.recv(1 << 16) == b""
-    gathered = at_once(*(lambda channel=channel: channel.gather("x", channel.node) for channel in channels))
-    assert gathered == [[0, 1]] * 2
+    assert gather(channels) == [[0, 1]] * 2
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.3"])
@@ -384,7 +381,7 @@ def test_it_comes_again_by_itself(meeting: Meeting, tmp_path: Path, monkeypatch:
     again = at_once(end_and_begin_anew, lambda: open_channel(config, second))
     try:
         assert [channel.num_nodes for channel, _ in again] == [2, 2]
-        assert at_once(*(lambda c=c: c.gather("x", c.node) for c, _ in again)) == [[0, 1]] * 2
+        assert gather([channel for channel, _ in again]) == [[0, 1]] * 2
     finally:
         for channel, _ in again:
             channel.close()
@@ -394,7 +391,7 @@ def test_an_error_in_the_channels_thread_ends_what_waits_for_it(meeting: Meeting
     channels = meeting.all_come(hello(0, 2), hello(1, 2))
     channels[0].handlers["kill"] = lambda message: {}["no such key"]
     channels[1].post("kill", to=0)
-    texts = at_once(*(lambda channel=channel: channel.gather("x", 1) for channel in channels))
+    texts = gather(channels)
     assert "error: unexpected error in the channel of node 0 (gpu0): KeyError" in texts[0]
     assert "error: node 0 (gpu0) is lost" in texts[1]
     assert "Traceback" in capsys.readouterr().err
@@ -406,12 +403,9 @@ def test_a_launcher_that_is_killed_is_lost_for_all_others(meeting: Meeting):
     until(lambda: channels[0].trouble and channels[2].trouble)
     assert {channels[0].trouble.what, channels[2].trouble.what} == {"node 1 (gpu1) is lost"}
     assert channels[0].trouble.kind == "" and "ended without a message" in channels[0].trouble.why
-    texts = at_once(*(lambda channel=channel: channel.gather("x", 1) for channel in (channels[0], channels[2])))
-    assert all("node 1 (gpu1) is lost" in text for text in texts)
-    partial = at_once(
-        *(lambda channel=channel: channel.gather("end", 1, partial=True) for channel in (channels[0], channels[2]))
-    )
-    assert partial == [[1, None, 1]] * 2
+    left = [channels[0], channels[2]]
+    assert all("node 1 (gpu1) is lost" in text for text in gather(left))
+    assert gather(left, partial=True) == [[0, None, 2]] * 2
 
 
 def test_a_node_that_is_silent_is_lost_on_both_sides(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
@@ -455,15 +449,16 @@ def test_a_node_that_fails_leaves_no_gap_in_what_the_others_gather(meeting: Meet
 
 
 def test_another_node_0_elsewhere_is_found(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel_module, "LINGER_S", QUICK_S)
     other = Meeting()
     listen = Channel.listen
 
-    def listen_elsewhere(channel: Channel, address: Address) -> None:
+    def listen_elsewhere(channel: Channel, address: Address) -> int:
         monkeypatch.setattr("manyhands.launch.channel.is_own", lambda address: False)
         monkeypatch.setattr(
             "manyhands.launch.channel.open_listener", lambda address, backlog: open_listener(other.address, backlog)
         )
-        listen(channel, address)
+        return listen(channel, address)
 
     first = threading.Thread(target=lambda: found.extend(meeting.all_come(hello(0, 2))))
     found: list[Any] = []
