@@ -13,8 +13,8 @@ from manyhands.core.units import format_gib
 from manyhands.facts.types import Facts, GpuFacts
 from manyhands.planner.choices import fuses_optimizer
 from manyhands.planner.converters import Case, choose_converters
-from manyhands.planner.oom import LAYOUT_FIELDS
-from manyhands.planner.search import NothingSmaller, plan
+from manyhands.planner.oom import LAYOUT_FIELDS, NothingSmaller
+from manyhands.planner.search import plan
 from manyhands.planner.text import explain
 from manyhands.planner.types import MemoryFound, Plan, reason
 from tests.planner.examples import GIB, H200_BYTES, data_facts, facts, llama_1b, llama_8b, model_facts, run_config

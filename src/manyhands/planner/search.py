@@ -7,7 +7,6 @@ The candidates and their order stand in ``candidates.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from manyhands import families
 from manyhands.config.schema import RunConfig
@@ -38,7 +37,6 @@ from manyhands.planner.memory.input import (
     describe_images,
     with_towers,
 )
-from manyhands.planner.oom import NothingSmaller as NothingSmaller
 from manyhands.planner.oom import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.planner.parts import explain_images, price_images, rate_parts
 from manyhands.planner.steps import Steps, count_steps
@@ -80,7 +78,7 @@ class SearchResult:
     chosen: Candidate
 
     @property
-    def asked(self) -> EstimateInput:
+    def estimate_input(self) -> EstimateInput:
         return replace(self.base, layout=self.chosen.layout)
 
 
@@ -111,25 +109,29 @@ def plan(
 def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
     digest = config.digest
     config, why_resolved = resolve_auto(config, facts)  # from here on no `auto`
-    made = decide(config, facts)
-    found = _search(config, facts, made, launch)
-    asked = found.asked
+    decisions = decide(config, facts)
+    result = _search(config, facts, decisions, launch)
+    estimate_input = result.estimate_input
 
     def price(steps: Steps) -> tuple[DiskEstimate, Saving, TimeEstimate | None]:
-        disk = estimate_disk(config, facts, asked, steps, DTYPE_BYTES[made.output], found.features)
-        saving = choose_saving(config, asked, found.chosen.memory, disk, steps, found.limits.host)
-        return disk, saving, estimate_time(found.limits.clock, asked, facts, steps, disk, beside=saving.is_async)
+        disk = estimate_disk(config, facts, estimate_input, steps, DTYPE_BYTES[decisions.output], result.features)
+        saving = choose_saving(config, estimate_input, result.chosen.memory, disk, steps, result.limits.host)
+        return (
+            disk,
+            saving,
+            estimate_time(result.limits.clock, estimate_input, facts, steps, disk, beside=saving.is_async),
+        )
 
-    disk, saving, time = price(found.steps)
-    staged = staging(asked, disk.checkpoint_bytes) if saving.is_async else None
-    steps = space_checkpoints(config, found.steps, time, staged, count_nodes(facts) or 1)
+    disk, saving, time = price(result.steps)
+    staged = staging(estimate_input, disk.checkpoint_bytes) if saving.is_async else None
+    steps = space_checkpoints(config, result.steps, time, staged, count_nodes(facts) or 1)
     disk, saving, time = price(steps)
-    found = replace(found, steps=steps)
-    zero = found.chosen.layout.zero_stage > 0
+    result = replace(result, steps=steps)
+    zero = result.chosen.layout.zero_stage > 0
     environment = choose_environment(
-        made.device, facts.host, found.limits.num_local, zero=zero, deterministic=config.kernels.deterministic
+        decisions.device, facts.host, result.limits.num_local, zero=zero, deterministic=config.kernels.deterministic
     )
-    whole = Plan(
+    made = Plan(
         number=launch.number,
         cause=launch.cause,
         config_digest=digest,
@@ -142,97 +144,84 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
         new_tokens=facts.new_tokens,
         adapter=facts.adapter,
         stored_nf4=facts.model.stored_nf4,
-        parts=made.parts,
-        keeps_features=found.features.kept,
-        image_unit_cost=price_images(facts.model, made.parts),
-        rated_parts=rate_parts(config, facts.model, made.parts),
+        parts=decisions.parts,
+        keeps_features=result.features.kept,
+        image_unit_cost=price_images(facts.model, decisions.parts),
+        rated_parts=rate_parts(config, facts.model, decisions.parts),
         target_modules=None if config.method.target_modules == "all-linear" else config.method.target_modules,
-        layout=found.chosen.layout,
-        attention=made.attention,
+        layout=result.chosen.layout,
+        attention=decisions.attention,
         packing=config.data.packing is True,
-        batch_samples=found.split.batch_samples,
-        batch_loss_tokens=found.split.batch_loss_tokens,
-        batch_packs=found.split.batch_packs,
-        batch_pack_tokens=config.data.max_length if found.split.batch_packs is not None else None,
-        converters=_converters(config, facts, made),
-        fuse_optimizer=fuses_optimizer(config, made.device),
+        batch_samples=result.split.batch_samples,
+        batch_loss_tokens=result.split.batch_loss_tokens,
+        batch_packs=result.split.batch_packs,
+        batch_pack_tokens=config.data.max_length if result.split.batch_packs is not None else None,
+        converters=_converters(config, facts, decisions),
+        fuse_optimizer=fuses_optimizer(config, decisions.device),
         steps_per_epoch=steps.per_epoch,
         num_steps=steps.total,
         warmup_steps=steps.warmup,
-        learning_rate=made.learning_rate,
+        learning_rate=decisions.learning_rate,
         evaluate_every=steps.evaluate_every,
         checkpoint_every=steps.checkpoint_every,
         evaluate_per_epoch=steps.evaluate_per_epoch,
         checkpoint_per_epoch=steps.checkpoint_per_epoch,
         async_checkpoints=saving.is_async,
-        output_dtype=made.output,
+        output_dtype=decisions.output,
         memory=saving.memory,
         disk=disk,
-        ran_out=found.ran_out,
+        ran_out=result.ran_out,
         step_s=time.step_s if time is not None else None,
         time=time,
         environment=environment,
-        candidates=tuple(with_reason(candidate, found.chosen, found.ran_out) for candidate in found.candidates),
-        why=_explain(config, facts, made, found, disk, saving, why_resolved, reason("environment", **environment)),
+        candidates=tuple(with_reason(candidate, result.chosen, result.ran_out) for candidate in result.candidates),
+        why=_explain(
+            config, facts, decisions, result, disk, saving, why_resolved, reason("environment", **environment)
+        ),
     )
-    return with_efficiency(whole, facts)
+    return with_efficiency(made, facts)
 
 
 def _search(
-    config: RunConfig, facts: Facts, made: Decisions, launch: LaunchRequest, obstacle: str = ""
+    config: RunConfig, facts: Facts, decisions: Decisions, launch: LaunchRequest, obstacle: str = ""
 ) -> SearchResult:
-    """``obstacle``: why features of images are not kept, where something is known that stands against it."""
-    splits = useful_splits(config, facts.data, made.world_size, made.device)
-    limits = memory_limits(config, facts, made)
-    limits = replace(limits, clock=make_clock(config, facts, made, limits.num_local, _batch_of(config, splits[0])))
-    num_machines = ceil_div(made.world_size, ranks_per_machine(facts, made.device, made.world_size))
-    steps = count_steps(config, facts.data, splits[0].batch_samples)
-    passes = steps.total / steps.per_epoch
-    features = choose_features(config, facts, made.parts, DTYPE_BYTES[made.compute], passes, obstacle)
-    base = with_features(features, _base_input(config, facts, made))
-    candidates = list_candidates(config, base, splits, limits, made.shard_degree, num_machines)
-    ran_out = find_ran_out(launch.cause, launch.before, made, limits, launch.found)
-    candidates, chosen = _choose(config, candidates, base, made, limits, ran_out)
-    found = SearchResult(base, splits[0], steps, features, limits, ran_out, candidates, chosen)
-    disk = estimate_disk(config, facts, found.asked, steps, DTYPE_BYTES[made.output], features)
-    against = why_not_kept(features, found.asked, limits.clock, disk)
-    return _search(config, facts, made, launch, against) if against else found
-
-
-def _batch_of(config: RunConfig, split: BatchSplit) -> dict[str, Any]:
-    """Which samples form a step; the same for every split."""
-    return {
+    """Estimate every layout and choose one. ``obstacle``: why features of images are not kept, where something is known
+    that stands against it.
+    """
+    splits = useful_splits(config, facts.data, decisions.world_size, decisions.device)
+    split = splits[0]
+    batch = {  # which samples form a step; the same for every split
         "batch_samples": split.batch_samples,
         "batch_loss_tokens": split.batch_loss_tokens,
         "batch_packs": split.batch_packs,
         "pack_tokens": config.data.max_length if split.batch_packs is not None else None,
     }
-
-
-def _choose(
-    config: RunConfig,
-    candidates: list[Candidate],
-    base: EstimateInput,
-    made: Decisions,
-    limits: Limits,
-    ran_out: OutOfMemory | None,
-) -> tuple[list[Candidate], Candidate]:
-    """The chosen candidate, and all candidates with it among them."""
+    limits = memory_limits(config, facts, decisions)
+    limits = replace(limits, clock=make_clock(config, facts, decisions, limits.num_local, batch))
+    steps = count_steps(config, facts.data, split.batch_samples)
+    passes = steps.total / steps.per_epoch
+    features = choose_features(config, facts, decisions.parts, DTYPE_BYTES[decisions.compute], passes, obstacle)
+    base = with_features(features, _base_input(config, facts, decisions))
+    num_machines = ceil_div(decisions.world_size, ranks_per_machine(facts, decisions.device, decisions.world_size))
+    candidates = list_candidates(config, base, splits, limits, decisions.shard_degree, num_machines)
+    ran_out = find_ran_out(launch.cause, launch.before, decisions, limits, launch.found)
+    chosen: Candidate | None
     if ran_out is not None:
-        smaller = choose_within(config, candidates, base, limits, ran_out) or choose_smaller(candidates, ran_out)
-        if smaller is None and not any(candidate.memory.fits for candidate in candidates):
-            raise nothing_fits(config, candidates, made, limits)
-        if smaller is None:
-            raise nothing_smaller(config, ran_out, made)
-        return candidates, smaller
-    found = choose_candidate(config, candidates, base, limits)
-    if found is None:
-        raise nothing_fits(config, candidates, made, limits)
-    listed, chosen = found
-    at = next(i for i, candidate in enumerate(candidates) if candidate is listed)
-    lighter = chosen.layout.lighter_layers > 0
-    candidates[at : at + (0 if lighter else 1)] = [chosen]  # lighter layers stand beside what they were made of
-    return candidates, chosen
+        chosen = choose_within(config, candidates, base, limits, ran_out) or choose_smaller(candidates, ran_out)
+        if chosen is None and any(candidate.memory.fits for candidate in candidates):
+            raise nothing_smaller(config, ran_out, decisions)
+    else:
+        listed, chosen = choose_candidate(config, candidates, base, limits) or (None, None)
+        if chosen is not None:
+            at = next(i for i, candidate in enumerate(candidates) if candidate is listed)
+            lighter = chosen.layout.lighter_layers > 0
+            candidates[at : at + (not lighter)] = [chosen]  # lighter layers are listed before what they were made of
+    if chosen is None:
+        raise nothing_fits(config, candidates, decisions, limits)
+    result = SearchResult(base, split, steps, features, limits, ran_out, candidates, chosen)
+    disk = estimate_disk(config, facts, result.estimate_input, steps, DTYPE_BYTES[decisions.output], features)
+    against = why_not_kept(features, result.estimate_input, limits.clock, disk)
+    return _search(config, facts, decisions, launch, against) if against else result
 
 
 def base_input(config: RunConfig, facts: Facts) -> EstimateInput:
@@ -241,30 +230,32 @@ def base_input(config: RunConfig, facts: Facts) -> EstimateInput:
     return _base_input(config, facts, decide(config, facts))
 
 
-def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInput:
+def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> EstimateInput:
     """What all candidates share; the layout is a copy on each rank, without micro-batches."""
-    converters = _converters(config, facts, made)
+    converters = _converters(config, facts, decisions)
     rows_alone = has_one_length(facts.data) and facts.model.sliding_window is None
+    family = families.find(facts.model.model_type)
+    fits = not family.merged or {"fp8", "nf4"}.isdisjoint(converters)  # merged layers in fp8 or 4 bits stay as they are
     num_adapter_parameters = count_adapter_parameters(config, facts.model, facts.new_tokens)
-    partially_trained = count_text(config, facts.model, made.parts)
+    partially_trained = count_text(config, facts.model, decisions.parts)
     layout = lay_out(
-        device=made.device,
-        mesh=mesh_of("single", made.world_size),
+        device=decisions.device,
+        mesh=mesh_of("single", decisions.world_size),
         strategy="single",
         reshard_after_forward=False,
         activation_checkpointing="none",
-        compute_dtype=made.compute,
-        master_dtype=made.master,
-        frozen_dtype=made.compute,
+        compute_dtype=decisions.compute,
+        master_dtype=decisions.master,
+        frozen_dtype=decisions.compute,
         trains_everything=num_adapter_parameters == 0 and partially_trained is None,
         offload=config.parallel.offload,
-        compile=made.compile,
+        compile=decisions.compile,
         dynamic=not has_one_length(facts.data),
-        data_workers=made.data_workers,
+        data_workers=decisions.data_workers,
         ddp_bucket_mb=None if config.parallel.ddp_bucket_mb == "auto" else config.parallel.ddp_bucket_mb,
     )
     return EstimateInput(
-        model=with_towers(facts.model, made.parts) if layout.trains_everything else facts.model,
+        model=with_towers(facts.model, decisions.parts) if layout.trains_everything else facts.model,
         layout=layout,
         num_adapter_parameters=num_adapter_parameters,
         adapter_rank=config.method.rank,
@@ -273,33 +264,26 @@ def _base_input(config: RunConfig, facts: Facts, made: Decisions) -> EstimateInp
         nf4_double=config.method.double_quant,
         fp8_blocks=config.kernels.linear == "fp8",
         fp8_weights=config.model.frozen_dtype == "fp8",
-        builds_mask=made.attention == "sdpa" and config.data.packing is True,
+        builds_mask=decisions.attention == "sdpa" and config.data.packing is True,
         partially_trained=partially_trained,
         optimizer_name=config.optimizer.name,
         fuse_loss="fused_loss" in converters,
-        fuse_optimizer=fuses_optimizer(config, made.device) and config.parallel.offload == "none",
-        mixed_lengths=made.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
+        fuse_optimizer=fuses_optimizer(config, decisions.device) and config.parallel.offload == "none",
+        mixed_lengths=decisions.attention == "varlen" and not ("attention_kernels" in converters and rows_alone),
         row_length=facts.data.max_length if has_one_length(facts.data) else None,
         adapter_dora=config.method.dora,
-        images=describe_images(made.parts, facts.model, facts.data),
+        images=describe_images(decisions.parts, facts.model, facts.data),
         needs_all_gradients=config.optimizer.max_grad_norm > 0
         or "skip" in (config.guards.nonfinite, config.guards.spike),
-        fuses_modules=_fuses_modules(converters, facts.model.model_type),
+        fuses_modules="fused_modules" in converters and bool(family.known_modules) and fits,
     )
 
 
-def _fuses_modules(converters: tuple[str, ...], model_type: str) -> bool:
-    """Whether attention and MLP of every block are fused: merged layers in fp8 or 4 bits are left as they are."""
-    family = families.find(model_type)
-    fits = not family.merged or {"fp8", "nf4"}.isdisjoint(converters)
-    return "fused_modules" in converters and bool(family.known_modules) and fits
-
-
-def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, ...]:
+def _converters(config: RunConfig, facts: Facts, decisions: Decisions) -> tuple[str, ...]:
     case = Case(
         config,
-        made.device,
-        made.attention,
+        decisions.device,
+        decisions.attention,
         has_towers=facts.model.is_multimodal,
         has_new_tokens=facts.new_tokens is not None,
         continues_adapter=facts.adapter is not None,
@@ -310,8 +294,8 @@ def _converters(config: RunConfig, facts: Facts, made: Decisions) -> tuple[str, 
 def _explain(
     config: RunConfig,
     facts: Facts,
-    made: Decisions,
-    found: SearchResult,
+    decisions: Decisions,
+    result: SearchResult,
     disk: DiskEstimate,
     saving: Saving,
     why_resolved: tuple[Reason, ...],
@@ -320,24 +304,24 @@ def _explain(
     """All reasons, in the order in which they are shown. UserError where the disk or validation samples are lacking."""
     why_disk = check_disk(config, disk)
     return (
-        *made.why_ranks,
+        *decisions.why_ranks,
         *why_resolved,
-        *explain_smaller(found.chosen, found.ran_out),
-        *_why_layout(config, facts, found),
-        *made.why_numerics,
+        *explain_smaller(result.chosen, result.ran_out),
+        *_why_layout(config, facts, result),
+        *decisions.why_numerics,
         *_why_start(facts),
         *explain_samples(config, facts.data),
-        *found.steps.why,
+        *result.steps.why,
         *saving.why,
         why_disk,
-        *made.why_rate,
+        *decisions.why_rate,
         why_environment,
-        *warn_of_values(config, facts.model, made.learning_rate, found.steps),
+        *warn_of_values(config, facts.model, decisions.learning_rate, result.steps),
     )
 
 
-def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Reason]:
-    chosen, split, limits = found.chosen, found.split, found.limits
+def _why_layout(config: RunConfig, facts: Facts, result: SearchResult) -> list[Reason]:
+    chosen, split, limits = result.chosen, result.split, result.limits
     parallel, layout, memory = config.parallel, chosen.layout, chosen.memory
     ranks = {"device": layout.device, "ranks": layout.world_size}
     why = [
@@ -350,9 +334,17 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             asked=parallel.strategy != "auto",
             **ranks,
         ),
-        _why_checkpointing(config, found),
+        reason(
+            "activation_checkpointing",
+            mode=layout.activation_checkpointing,
+            lighter_layers=layout.lighter_layers,
+            layers=result.base.model.num_layers,
+            last=layout.last_checkpointing,
+            no_faster=result.ran_out is None and keeps_less_by_choice(chosen, result.candidates),
+            asked=parallel.activation_checkpointing != "auto",
+        ),
     ]
-    why += explain_links(facts, limits.clock, found.base, found.candidates) if limits.clock is not None else []
+    why += explain_links(facts, limits.clock, result.base, result.candidates) if limits.clock is not None else []
     if layout.mesh.num_shards > 1 and layout.accumulates and not layout.zero_stage:
         why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))
     moved = {"none": [], "optimizer": ["optimizer"], "all": ["weights", "gradients", "optimizer"]}[parallel.offload]
@@ -369,8 +361,8 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
             tight=None if memory.is_safe else 1 - memory.margin,
             **ranks,
         ),
-        *explain_images(found.asked),
-        *explain_features(found.features, config, found.asked, limits.clock, found.steps.total),
+        *explain_images(result.estimate_input),
+        *explain_features(result.features, config, result.estimate_input, limits.clock, result.steps.total),
         reason(
             "batch",
             samples=split.batch_samples,
@@ -389,19 +381,6 @@ def _why_layout(config: RunConfig, facts: Facts, found: SearchResult) -> list[Re
     if positions and longest > positions:
         why.append(reason("long_samples", tokens=longest, positions=positions))
     return why
-
-
-def _why_checkpointing(config: RunConfig, found: SearchResult) -> Reason:
-    layout = found.chosen.layout
-    return reason(
-        "activation_checkpointing",
-        mode=layout.activation_checkpointing,
-        lighter_layers=layout.lighter_layers,
-        layers=found.base.model.num_layers,
-        last=layout.last_checkpointing,
-        no_faster=found.ran_out is None and keeps_less_by_choice(found.chosen, found.candidates),
-        asked=config.parallel.activation_checkpointing != "auto",
-    )
 
 
 def _why_start(facts: Facts) -> list[Reason]:
