@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.config.keys import all_keys
 from manyhands.core.errors import UserError
-from tests.keys import cluster, guards, images, kernels, left, model, rows, template, training, work
+from tests.keys import cluster, guards, images, kernels, left, model, preferences, rows, template, training, work
 from tests.keys.lab import Lab, open_lab
 
 EFFECTS: dict[str, Callable[[Lab], None]] = {
@@ -95,6 +95,11 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "schedule.warmup_steps": training.warmup_steps,
     "schedule.decay_ratio": training.decay_ratio,
     "schedule.min_ratio": training.min_ratio,
+    "preference.loss": preferences.loss,
+    "preference.beta": preferences.beta,
+    "preference.label_smoothing": preferences.label_smoothing,
+    "preference.margin": preferences.margin,
+    "preference.sft_weight": preferences.sft_weight,
     "stop.epochs": training.epochs,
     "stop.max_steps": training.max_steps,
     "stop.max_tokens": training.max_tokens,

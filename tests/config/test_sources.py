@@ -165,7 +165,7 @@ CONTRADICTIONS = [
         {"validation": [{"path": "a", "weight": 2}], "validation_fraction": 0.0},
         "`data.validation[0].weight` has no effect",
     ),
-    ({"train": [{"path": "a", "format": "text"}]}, "`data.train[0].format: text` has no answers, but `task: sft`"),
+    ({"train": [{"path": "a", "format": "text"}]}, "`data.train[0].format: text` does not fit `task: sft`"),
     (
         {"fields": {"promt": "x"}, "format": "prompt"},
         "`data.fields` has the field promt, which `data.format: prompt` does not have: did you mean prompt?",

@@ -62,7 +62,9 @@ class Reading:
 
     @property
     def task(self) -> str:
-        return "cpt" if self.format == "text" else "sft"
+        from manyhands.config.tasks import TASKS
+
+        return next(task.name for task in TASKS.values() if self.format in task.formats)
 
     @property
     def is_known(self) -> bool:
@@ -182,12 +184,13 @@ def parse_fields(given: Sequence[str]) -> dict[str, str]:
 def choose_reading(seen: FirstRows, given: dict[str, str], ask: bool) -> Reading:
     """Format and columns: as given, detected, asked for or guessed. UserError for columns that do not exist."""
     from manyhands.config.sources import REQUIRED
+    from manyhands.config.tasks import DEFAULT_TASK
     from manyhands.data.formats import detect_format, settle_format
 
     if given:
-        return Reading(settle_format(seen.rows, "auto", given, "sft"), given)
+        return Reading(settle_format(seen.rows, "auto", given, DEFAULT_TASK), given)
     try:
-        return Reading(detect_format(seen.rows, task="sft"))  # rows that fit both tasks are conversations
+        return Reading(detect_format(seen.rows, task=DEFAULT_TASK))  # rows that fit both tasks are conversations
     except UserError:
         pass
     fitting = [
@@ -295,7 +298,9 @@ def show_columns(seen: FirstRows) -> list[str]:
 
 
 def choose_too_long(given: str | None, seen: FirstRows, task: str, ask: bool) -> str:
-    allowed = ["error", "truncate", *(["split"] if task == "cpt" else [])]
+    from manyhands.config.tasks import TASKS
+
+    allowed = ["error", "truncate", *(["split"] if TASKS[task].takes_text else [])]
     if given is not None:
         if given not in allowed:
             raise UserError(f"--too-long: got {given!r}", fix=f"choose one of {', '.join(allowed)} (task {task})")

@@ -134,7 +134,7 @@ def train(
         str | None, typer.Option("--dataset", help="Training data: short for data.train=PATH.", show_default=False)
     ] = None,
     kind: Annotated[
-        str | None, typer.Option("--type", help="sft or cpt, checked against the run file.", show_default=False)
+        str | None, typer.Option("--type", help="The run file's task, to check it.", show_default=False)
     ] = None,
     with_tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Run TensorBoard while the run lasts.")

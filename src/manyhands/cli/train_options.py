@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from manyhands.config.schema import RunConfig
     from manyhands.launch.run_folder import RunFolder
 
-TASKS = ("sft", "cpt")
 GRACE_S = 10.0
 
 
@@ -41,14 +40,16 @@ def choose_run_file(run: str | None, config: Path | None, overrides: list[str] |
 
 def check_type(asked: str | None, config: RunConfig) -> None:
     """UserError where ``--type`` names a training that there is not, or not the one that the run file describes."""
+    from manyhands.config.tasks import TASKS
+
     if asked is None:
         return
     if asked not in TASKS:
         raise UserError(
             f"unsupported training type {asked!r}",
             where="command line: --type",
-            why="manyhands supports supervised fine-tuning (sft) and continued pre-training (cpt)",
-            fix="choose --type sft or --type cpt",
+            why="; ".join(f"{task.name}: {task.description}" for task in TASKS.values()),
+            fix=f"choose --type {' or --type '.join(TASKS)}",
         )
     if asked != config.task:
         raise UserError(

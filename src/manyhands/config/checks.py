@@ -14,7 +14,8 @@ from typing import Any
 from manyhands.config.data_schema import MOST_PIXELS
 from manyhands.config.keys import table
 from manyhands.config.schema import RunConfig, Source
-from manyhands.config.sources import READY, check_formats, check_sources, list_sources
+from manyhands.config.sources import check_formats, check_sources, list_sources
+from manyhands.config.tasks import READY, TASKS, name_tasks
 from manyhands.config.text import show
 from manyhands.optim.registry import OPTIMIZERS, name_those
 
@@ -241,14 +242,51 @@ def _check_optimizer(config: RunConfig) -> Findings:
 
 
 def _check_task(config: RunConfig) -> Findings:
-    if config.task == "cpt":
+    if not TASKS[config.task].takes_chats:
         chat_only = ("model.chat_template", "data.train_on", "data.chat_template_kwargs", "data.date")
-        yield from _unused(config, chat_only, "task", "set task: sft or mixed")
+        yield from _unused(config, chat_only, "task", f"set task: {name_tasks(lambda task: task.takes_chats)}")
+    for other in TASKS.values():
+        if other.section and other.section != TASKS[config.task].section:
+            keys = tuple(path for path in table() if path.startswith(f"{other.section}."))
+            yield from _unused(config, keys, "task", f"set task: {other.name}")
+    if TASKS[config.task].num_documents > 1:
+        refused = {
+            "data.train_on": (config.data.train_on == "all", "the prompt is the same for both answers"),
+            "data.packing": (not config.data.packing, "the documents of a sample are laid into packs"),
+            "batch.packs": (config.batch.packs is not None, "a sample may be longer than data.max_length"),
+        }
+        for path, (given, why) in refused.items():
+            if given:
+                yield f"`{path}: {show(_value(config, path))}` does not fit `task: {config.task}` ({why}): remove it"
+
+
+def _check_preference(config: RunConfig) -> Findings:
+    settings, method = config.preference, config.method
+    if TASKS[config.task].section != "preference":
+        return
+    smoothed = settings.loss not in ("hinge", "ipo", "orpo")
+    unused = [*["preference.label_smoothing"] * (not smoothed), *["preference.margin"] * (settings.loss != "simpo")]
+    yield from _unused(config, tuple(unused), "preference.loss", "choose another loss")
+    if not settings.needs_reference:
+        return
+    changes = {
+        "method.name": not method.trains_adapters,
+        "method.modules_to_save": bool(method.modules_to_save),
+        "method.adapter": method.adapter is not None,
+        "method.init": method.init == "loftq",
+        "model.new_tokens": bool(config.model.new_tokens),
+    }
+    for path in (path for path, changed in changes.items() if changed):
+        yield (
+            f"`{path}: {show(_value(config, path))}` leaves no reference for `preference.loss: {settings.loss}`: "
+            "the model before training is computed with the adapters switched off, so nothing else may differ. Use "
+            "method.name: lora or qlora alone, or preference.loss: cpo, simpo or orpo"
+        )
 
 
 def _check_ready_rows(config: RunConfig) -> Findings:
     """Rows of ids or segments state their own loss tokens, and no template makes them."""
-    if config.task == "cpt" or not {rules.format for rules in list_sources(config)} <= set(READY):
+    if not TASKS[config.task].takes_chats or not {rules.format for rules in list_sources(config)} <= set(READY):
         return
     for path in ("data.train_on", "data.chat_template_kwargs", "data.date"):
         if _is_set(config, path):
@@ -411,6 +449,7 @@ RULES: tuple[Callable[[RunConfig], Findings], ...] = (
     _check_parts,
     _check_optimizer,
     _check_task,
+    _check_preference,
     _check_ready_rows,
     check_formats,
     check_sources,

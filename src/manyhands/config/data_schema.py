@@ -21,7 +21,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 NumSamples = Annotated[int, Field(ge=1, strict=True)]  # strict: 1.0 would be a share
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "question", "query", "text", "tokens", "segments"]
+Format = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt", "question", "query", "preference", "rejected_response", "text",
+    "tokens", "segments",
+]  # fmt: skip
 TooLong = Literal["error", "truncate", "split", "drop"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -92,8 +95,8 @@ class DataSection(Section):
     format: Format = Field(
         "auto",
         description="Format of the rows: messages; sharegpt (conversations); alpaca (instruction, input, output); "
-        "prompt + completion; question + answer; query + response; text; tokens (input_ids, labels); segments (text "
-        "and label of each). "
+        "prompt + completion; question + answer; query + response; preference (chosen, rejected); rejected_response "
+        "(beside messages); text; tokens (input_ids, labels); segments (text and label of each). "
         "auto looks at the first rows.",
     )
     fields: dict[str, str] = Field(

@@ -1,8 +1,8 @@
 """The schema of a run file. Knows no torch, reads no file, has no validator with a side effect.
 
 Every key has a description with its unit; unknown keys are refused. Sources, ``data`` and ``batch`` are in
-``data_schema.py``, ``method``, ``checkpoint``, ``log``, ``guards`` and ``submit`` in ``section_schemas.py``. Checks
-that involve more than one key are in ``checks.py``. A value ``auto`` is decided by the plan and stays ``auto`` here:
+``data_schema.py``, sections that stand alone in ``section_schemas.py``. Checks that involve more than one key are in
+``checks.py``. A value ``auto`` is decided by the plan and stays ``auto`` here:
 the config is what was asked for.
 """
 
@@ -33,8 +33,10 @@ from manyhands.config.section_schemas import (
     MethodSection,
     PartName,
     PartOfRun,
+    PreferenceSection,
     SubmitSection,
 )
+from manyhands.config.tasks import DEFAULT_TASK, TASKS
 from manyhands.optim.registry import OPTIMIZERS
 
 
@@ -318,6 +320,12 @@ class OutputSection(Section):
     merge: bool = Field(False, description="lora: also write the model with the adapter merged into its weights.")
 
 
+def _check_task_name(name: str) -> str:
+    if name not in TASKS:
+        raise ValueError(f"no task is called {name}")
+    return name
+
+
 class RunConfig(Section):
     """One fine-tuning run: what was asked for, never what was derived."""
 
@@ -326,9 +334,10 @@ class RunConfig(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=100,
     )
-    task: Literal["sft", "cpt", "mixed"] = Field(
-        "sft",
-        description="sft: conversations, loss on answers; cpt: text, loss on all tokens; mixed: both, by format.",
+    task: Annotated[str, AfterValidator(_check_task_name)] = Field(
+        DEFAULT_TASK,
+        description="; ".join(f"{name}: {task.summary}" for name, task in TASKS.items()) + ".",
+        json_schema_extra=lambda schema: schema.update(enum=list(TASKS)),
     )
     seed: NonNegativeInt = Field(0, description="Seed of sample order, held-out samples, new weights and dropout.")
     model: ModelSection
@@ -337,6 +346,7 @@ class RunConfig(Section):
     batch: BatchSection = BatchSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
+    preference: PreferenceSection = PreferenceSection()
     stop: StopSection = StopSection()
     guards: GuardsSection = GuardsSection()
     parallel: ParallelSection = ParallelSection()

@@ -1,6 +1,6 @@
-"""Sections of a run file that stand alone: ``method`` (which weights are trained, and how), ``checkpoint`` and ``log``
-(what is written while a run trains), ``guards`` (against bad numbers; see docs/hangs.md) and ``submit`` (what a cluster
-is asked for).
+"""Sections of a run file that stand alone: ``method`` (which weights are trained, and how), ``preference`` (a loss),
+``checkpoint`` and ``log`` (what is written while a run trains), ``guards`` (against bad numbers; see docs/hangs.md) and
+``submit`` (what a cluster is asked for).
 
 Part of the schema (``schema.py``), under its rules: no torch, no file, no side effect; every key has a description.
 """
@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from manyhands.config.data_schema import Auto, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from manyhands.config.data_schema import (
+    Auto,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 PartName = Literal["vision", "projector", "language"]  # of a model of text and images
 PartOfRun = Annotated[float, Field(gt=0, lt=1)]
@@ -141,6 +149,35 @@ class LogSection(Section):
     )
     mlflow: str | None = Field(None, min_length=1, description="Experiment of MLflow, on MLFLOW_TRACKING_URI.")
     trackio: str | None = Field(None, min_length=1, description="Project of Trackio.")
+
+
+class PreferenceSection(Section):
+    """The loss of `task: preference`; docs/preference.md has the formulas."""
+
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "cpo", "simpo", "orpo"] = Field(
+        "sigmoid",
+        description="Loss of a pair. Compared with the model before training: sigmoid (DPO), robust, hinge, ipo and "
+        "sigmoid_norm (DPO by token). Without a reference: cpo, simpo, orpo.",
+    )
+    beta: PositiveFloat = Field(0.1, description="Scale of the rewards; of orpo, weight of the odds ratio.")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.0, description="Share of pairs taken to be labeled the wrong way round."
+    )
+    margin: NonNegativeFloat = Field(0.5, description="simpo: the margin that rewards are to reach (gamma).")
+    sft_weight: Auto | NonNegativeFloat = Field(
+        "auto",
+        description="Weight of the cross-entropy of the chosen answers beside it. auto: 1 for cpo and orpo, else 0.",
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the model before training."""
+        return self.loss not in ("cpo", "simpo", "orpo")
+
+    @property
+    def sft_share(self) -> float:
+        """``sft_weight`` as a number."""
+        return float(self.loss in ("cpo", "orpo")) if self.sft_weight == "auto" else self.sft_weight
 
 
 class GuardsSection(Section):

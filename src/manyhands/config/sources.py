@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from manyhands.config.keys import SOURCE_LISTS, hint_in_source, source_table, wrong_value
 from manyhands.config.schema import RunConfig, Source
+from manyhands.config.tasks import PAIRS, READY, TASKS, name_tasks
 from manyhands.config.text import nearest_name, show
 
 PLACEHOLDER = "placeholder"  # in place of what was wrong, while the rest is checked
@@ -213,20 +214,17 @@ def check_formats(config: RunConfig) -> Iterator[str]:
 
 
 def _check_task(task: str, rules: SourceRules) -> Iterator[str]:
-    if task == "sft" and rules.too_long == "split":
+    takes, others = TASKS[task], name_tasks(lambda other: other.takes_text)
+    if rules.too_long == "split" and not takes.takes_text:
         yield (
-            f"`{rules.too_long_key}: split` is for text, and `task: sft` trains on conversations: use error, truncate "
-            "or drop, or task: cpt or mixed"
+            f"`{rules.too_long_key}: split` is for text, which `task: {task}` does not train on: use error, truncate "
+            f"or drop, or task: {others}"
         )
-    if task == "sft" and rules.format == "text":
+    if rules.format not in ("auto", *takes.formats):
+        others = name_tasks(lambda other: rules.format in other.formats)
         yield (
-            f"`{rules.format_key}: text` has no answers, but `task: sft` trains on answers: use task: cpt or mixed, or "
-            "another format"
-        )
-    if task == "cpt" and rules.format not in ("auto", "text", *READY):
-        yield (
-            f"`{rules.format_key}: {rules.format}` is a conversation, but `task: cpt` trains on text: use task: sft or "
-            "mixed, or format text"
+            f"`{rules.format_key}: {rules.format}` does not fit `task: {task}` ({takes.summary}): use task: {others}, "
+            f"or another format ({', '.join(takes.formats)})"
         )
 
 
@@ -270,15 +268,15 @@ REQUIRED = MappingProxyType(
         "prompt": ("prompt", "completion"),
         "question": ("question", "answer"),
         "query": ("query", "response"),
+        "preference": ("chosen", "rejected"),
+        "rejected_response": ("messages", "rejected_response"),
         "text": ("text",),
         "tokens": ("input_ids",),
         "segments": ("segments",),
     }
 )
 # Formats whose rows may name roles.
-WITH_ROLES = ("messages", "sharegpt", "prompt")
-# Formats of rows that say themselves what is trained, in every task.
-READY = ("tokens", "segments")
+WITH_ROLES = ("messages", "sharegpt", "prompt", *PAIRS)
 # Fields that are read if a row has them.
 OPTIONAL = MappingProxyType(
     {
@@ -288,6 +286,11 @@ OPTIONAL = MappingProxyType(
         "prompt": ("system", "tools", "chat_template_kwargs", "weight"),
         "question": ("system", "weight"),
         "query": ("system", "history", "tools", "weight"),
+        "preference": (
+            *("prompt", "messages", "conversations", "instruction", "input", "question", "system", "history"),
+            *("tools", "chat_template_kwargs"),
+        ),
+        "rejected_response": ("system", "tools", "chat_template_kwargs"),
         "text": ("weight",),
         "tokens": (
             *("labels", "completion_mask", "assistant_masks", "loss_mask", "loss_weights", "weight"),
@@ -297,7 +300,13 @@ OPTIONAL = MappingProxyType(
     }
 )
 # Keys of a turn in the list of turns.
-INNER = MappingProxyType({"messages": ("role", "content"), "sharegpt": ("from", "value")})
+INNER = MappingProxyType(
+    {
+        "messages": ("role", "content"),
+        "sharegpt": ("from", "value"),
+        **dict.fromkeys(PAIRS, ("role", "content", "from", "value")),
+    }
+)
 # Columns that change what a row means although no format reads them, in lower case: preferences between answers, ...
 PREFERENCE = frozenset(
     {f"{name}{ending}" for name in ("chosen", "rejected") for ending in ("", "_messages", "_response")}
@@ -325,7 +334,7 @@ def known_fields(format: str) -> tuple[str, ...]:
     """The fields that ``data.fields`` may map for a format; those of all formats for ``auto``."""
     formats = REQUIRED if format == "auto" else (format,)
     names = [name for one in formats for group in (REQUIRED, OPTIONAL, INNER) for name in group.get(one, ())]
-    names += IMAGES if set(formats) - {"text", *READY} else ()
+    names += IMAGES if set(formats) - {"text", *PAIRS, *READY} else ()
     return tuple(dict.fromkeys(names))
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from manyhands import families
+from manyhands.config.tasks import TASKS
 from manyhands.convert.protocol import BaseConverter, Context, Converter
 from manyhands.core.errors import UserError
 from manyhands.core.holding import full_numel
 from manyhands.core.references import import_reference
-from manyhands.data.tasks import TASKS
 from manyhands.model.load import build_meta, materialize
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import hugging_face_model
@@ -54,7 +54,7 @@ def build_on_meta(
     model: Any = build_meta(context.plan, context.config, report)
     for converter in converters:
         converter.on_meta(model)
-    terms = (*TASKS[context.config.task].terms, *families.find(model.config.model_type).terms)
+    terms = (*TASKS[context.config.task].make_terms(context.config), *families.find(model.config.model_type).terms)
     loss_model = LossModel(model, terms=terms)
     for converter in converters:
         converter.on_loss(loss_model)

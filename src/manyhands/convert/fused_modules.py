@@ -230,7 +230,8 @@ def _take_over(new: nn.Module, original: nn.Module) -> None:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, factor, None), nn.Module) for factor in LORA_AB)
+    factors = (getattr(module, factor, None) for factor in LORA_AB)
+    return getattr(module, "adapts", True) and all(isinstance(factor, nn.Module) for factor in factors)
 
 
 def _can_fuse(module: nn.Module) -> bool:

@@ -12,8 +12,9 @@ A and s = alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski 2023, https:/
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, full_shape, is_full, local
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator
+from manyhands.model.loss import LossModel
 from manyhands.model.structure import block_linears, find_blocks
 from manyhands.model.weights import QuantizedLayer
 
@@ -52,6 +54,7 @@ class LoraLinear(nn.Linear):
         for name, parameter in base._parameters.items():  # the weight, or what holds its values, and the bias
             self.register_parameter(name, parameter)
         rank, self.dropout = method.rank, method.dropout
+        self.adapts = True  # false while the model before training computes
         self.scaling = method.alpha / (math.sqrt(rank) if method.rslora else rank)
         dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
         device = base.weight.device
@@ -63,6 +66,8 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., i) -> (..., o)"""
+        if not self.adapts:
+            return super().forward(x)
         drops = self.dropout > 0 and self.training
         dropped = F.dropout(x, self.dropout) if drops else x
         low = F.linear(dropped, self.lora_A.weight.to(x.dtype)) * self.scaling  # scaled here, where it is r wide
@@ -103,11 +108,13 @@ class LoraGrouped(LoraLinear):
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """(n, i) -> (n, o)"""
+        multiply: Callable[..., torch.Tensor] = super(LoraLinear, self).forward
+        if not self.adapts:
+            return multiply(x, ends)
         drops = self.dropout > 0 and self.training
         dropped = F.dropout(x, self.dropout) if drops else x
         low = grouped_matmul(dropped, self._split(self.lora_A.weight.to(x.dtype)), ends) * self.scaling
         update = grouped_matmul(low, self._split(self.lora_B.weight.to(x.dtype)), ends)
-        multiply: Callable[..., torch.Tensor] = super(LoraLinear, self).forward
         base = multiply(x, ends)
         if self.lora_magnitude_vector is None:
             return base + update
@@ -189,6 +196,9 @@ class Lora(BaseConverter):
     def on_meta(self, model: nn.Module) -> None:
         apply_lora(model, self.context.method, self.context.seed)
 
+    def on_loss(self, loss_model: LossModel) -> None:
+        loss_model.without_adapters = partial(without_adapters, tuple(adapted_layers(loss_model.model).values()))
+
     def after_load(self, model: nn.Module) -> None:
         initialize_adapters(model, self.context.seed)
 
@@ -212,6 +222,18 @@ def _check_reach(model: nn.Module, targets: list[str]) -> None:
             fix="name the layers to adapt in method.target_modules, or use method.name=full",
             details=[f"{name}: {' x '.join(map(str, parameter.shape))}" for name, parameter in missed.items()][:20],
         )
+
+
+@contextmanager
+def without_adapters(layers: Sequence[LoraLinear]) -> Iterator[None]:
+    """Within it ``layers`` compute what they computed before they were adapted."""
+    for layer in layers:
+        layer.adapts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapts = True
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:

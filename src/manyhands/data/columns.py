@@ -3,7 +3,7 @@ the meaning.
 
 | column | what it says | a run |
 |---|---|---|
-| chosen, rejected, ... | one answer is better than another | refuses it |
+| chosen, rejected, ... | one answer is better than another | refuses it where its format does not read it |
 | label | an answer is good or bad, or the class of a text | refuses it, but for plain text |
 | masks and weights, labels with -100 | what is trained of the row | refuses it where its format does not read it |
 | any with a number for each of a row's input_ids | something about each token | refuses it |
@@ -20,14 +20,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.config.sources import IMAGES, LABEL, MEDIA, OPTIONAL, PREFERENCE, READY, REQUIRED, TRAINED
+from manyhands.config.sources import IMAGES, LABEL, MEDIA, OPTIONAL, PREFERENCE, REQUIRED, TRAINED
+from manyhands.config.tasks import PAIRS, READY, name_tasks
 from manyhands.core.errors import UserError
 from manyhands.data.files import Row
 from manyhands.data.messages import RowRefused
 from manyhands.data.streams import IGNORED
 
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # how data sets of several tools mark where the medium goes
-WITHOUT_IMAGES = ("text", *READY)  # formats whose rows never have images
+WITHOUT_IMAGES = ("text", *PAIRS, *READY)  # formats whose rows never have images
 # Where no row among the first ones has an image, a later one is the first to say that there are some.
 IMAGES_HINT = "data.images: true trains it where the model takes images, "
 MAX_NAMES = 100  # of columns that are not read; more of them are values under names of their own
@@ -175,10 +176,9 @@ def _refusal(row: Row, telling: Sequence[str], fields: Mapping[str, str]) -> Use
         return UserError(
             f"this is preference data: the column{'s' * (len(telling) > 1)} {', '.join(telling)} would not be used",
             where=where,
-            why="preference methods (DPO, KTO) learn from good and bad answers; this run would train every "
-            "answer as a good one "
-            f"(columns found: {found})",
-            fix=_advise_preference(row, telling, ignore),
+            why=f"this run would train every answer as a good one (columns found: {found})",
+            fix=f"to train on which answer is better, set task: {name_tasks(lambda task: task.num_documents > 1)}; "
+            + _advise_preference(row, telling, ignore),
         )
     name = telling[0]
     if TRAINED.fullmatch(plain[name]):

@@ -9,9 +9,14 @@ tokenizer.
 | prompt | prompt, completion: strings or lists of messages; (system, as messages) | a user and an assistant turn |
 | question | question, answer: strings; (system, weight) | a user and an assistant turn |
 | query | query, response: strings; (system, history, tools, weight) | a user and an assistant turn |
+| preference | chosen, rejected: strings, messages or lists of messages; (see below) | two answers to one prompt |
+| rejected_response | messages, rejected_response: as rejected; (system, tools, ...) | its last answer and a worse one |
 | text | text: string; (weight) | the text |
 | tokens | input_ids: list of ids; (see below) | these ids, without a chat template, no token added |
 | segments | segments: list of {text, label: whether it is trained} | the ids of each text by itself, joined |
+
+The prompt of a preference is what both lists begin with; of answers alone it is one of ``prompt``, ``messages``,
+``conversations``, ``question``, or ``instruction`` and ``input``, below ``system`` and ``history``.
 
 What a row of tokens may have besides, an entry for each token. A token is trained if all of the first two say so.
 
@@ -43,7 +48,8 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from manyhands import families
-from manyhands.config.sources import IMAGES, INNER, OPTIONAL, READY, REQUIRED, known_fields
+from manyhands.config.sources import IMAGES, INNER, OPTIONAL, REQUIRED, known_fields
+from manyhands.config.tasks import PAIRS, READY, TASKS, name_tasks
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
 from manyhands.data.columns import Columns, carries
@@ -89,13 +95,17 @@ def check_turns(value: Any, field: str, fields: Mapping[str, str], reading: Read
     return messages
 
 
-Format = Literal["messages", "sharegpt", "alpaca", "prompt", "question", "query", "text", "tokens", "segments"]
+Format = Literal[
+    "messages", "sharegpt", "alpaca", "prompt", "question", "query", "preference", "rejected_response", "text",
+    "tokens", "segments",
+]  # fmt: skip
 FIELDS = cast(Mapping[Format, tuple[str, ...]], REQUIRED)
 NONE: Mapping[str, str] = {}
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 A_PACK = "a row is one document: divide this pack, and data.packing packs them again"
 DETECT_ROWS = 100
-PLAIN_FORMATS = ("text", "prompt", *READY)  # which need no chat template
+PLAIN_FORMATS = ("text", "prompt", *PAIRS, *READY)  # which need no chat template
+PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")  # fields of a pair's prompt
 PART_IN_TEXT = re.compile(rf'"type"\s*:\s*"(?:{"|".join(IMAGE_PARTS)})"')  # of messages that are JSON text
 FILLED_BY = {"objects": ("ref-object", "bbox")}  # placeholders of columns that have other names (ms-swift)
 
@@ -120,6 +130,14 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, each with it."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+@dataclass(frozen=True)
 class ReadyTokens:
     """``ids`` int64, ``trained`` bool and, where they are not all 1, ``weights`` float32, all (T)."""
 
@@ -138,6 +156,7 @@ class Segments:
 
 
 Ready = ReadyTokens | Segments
+Content = Conversation | Pair | str | Ready
 
 
 def trains_images(asked: bool | str, model_folder: str | Path, sources: Sequence[ResolvedSource]) -> bool:
@@ -205,9 +224,8 @@ def settle_format(
 def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: str | None = None) -> Format:
     """The one format whose fields every given row has; a UserError where there is none, or more than one.
 
-    ``fields`` are other names of fields, {ours: the row's}. Where the rows fit text and a conversation, ``task``
-    decides:
-    cpt takes the text, sft the conversation.
+    ``fields`` are other names of fields, {ours: the row's}. Where the rows fit several, those that ``task`` takes
+    count: cpt takes the text, sft the conversation.
     """
     known = [format for format in FIELDS if set(fields) <= set(known_fields(format))]
     if not known:
@@ -233,8 +251,7 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
     if not rows:
         raise UserError("no rows to tell the format from", fix="give a data file with at least one row")
     candidates -= set(READY) if len(candidates) > 1 else set()  # tokens beside the text that they were made of
-    if "text" in candidates and len(candidates) > 1 and task in ("cpt", "sft"):
-        candidates = {"text"} if task == "cpt" else candidates - {"text"}
+    candidates = candidates & set(PAIRS if task is None else TASKS[task].formats) or candidates
     candidates -= {"query"} if len(candidates) > 1 else set()  # columns that other formats have beside theirs
     if len(candidates) > 1:
         raise UserError(
@@ -249,15 +266,16 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
 def choose_format(
     first: Sequence[Row], source: ResolvedSource, task: str, has_template: bool, images: bool = False
 ) -> Format | None:
-    """The format of a source, from its ``first`` rows for ``auto``; None where each row has its own (task mixed, auto).
+    """The format of a source, from its ``first`` rows for ``auto``; None where the task lets each row have its own.
 
     Refuses what the task or the tokenizer cannot take.
     """
     fields, asked = source.fields, source.format
     columns = Columns(fields, source.ignore, images)
     first = [columns.keep(row) for row in first]
-    columns.refuse(first)
-    each_its_own = task == "mixed" and asked == "auto"
+    if TASKS[task].num_documents == 1:
+        columns.refuse(first)
+    each_its_own = TASKS[task].mixes and asked == "auto"
     if each_its_own:
         formats = {detect_format([row], fields, task) for row in first}
     else:
@@ -270,13 +288,14 @@ def choose_format(
 
 def check_format(format: Format, task: str, has_template: bool, where: str) -> None:
     """Raises UserError where the task, or a tokenizer without a chat template, cannot take rows of the format."""
-    if task != "mixed" and format not in READY and (task == "cpt") != (format == "text"):
-        other, wanted = ("sft", FIELDS["text"]) if task == "cpt" else ("cpt", FIELDS["messages"])
+    if format not in (formats := TASKS[task].formats):
+        wanted = FIELDS[cast(Format, formats[0])]
         raise UserError(
             f"task {task} cannot use rows of the format {format}",
             where=where,
-            why="cpt trains every token of text rows; sft trains the answers of conversations; mixed does both",
-            fix=f"set task: {other} or mixed, or give rows with the field {wanted[0]}",
+            why="; ".join(f"{each.name}: {each.summary}" for each in TASKS.values()),
+            fix=f"set task: {name_tasks(lambda other: format in other.formats)}, or give rows with the "
+            f"field{'s' * (len(wanted) > 1)} {' and '.join(wanted)}",
         )
     if format not in PLAIN_FORMATS and not has_template:
         raise UserError(
@@ -317,7 +336,7 @@ def to_conversation(
     roles: Mapping[str, str] = NONE,
     drop_system: bool = False,
     images: bool = False,
-) -> Conversation | str | Ready:
+) -> Content:
     """The row as a conversation (without system prompts if they are dropped), or as a text for format ``text`` (its
     weight is ``row_weight``), or as what it brings ready; with ``images`` it may have these. ``roles``: as
     ``Source.roles``. Raises RowRefused with the reason.
@@ -335,27 +354,35 @@ def to_conversation(
             return _read_tokens(lambda field: _get(row, field, fields), weight)
         return _read_segments(_get(row, "segments", fields), weight)
     reading = Reading(images, roles)
-    prompt = _read_prompt(row, fields, reading) if format == "prompt" else []
-    messages = [*prompt, *_CONVERTERS[format](row, fields, reading)]
-    num_prompt = len(prompt)
-    _refuse_filled(row, messages, format, fields)
-    placed: tuple[Any, ...] = ()
-    if images:
-        messages, placed = place_images(messages, *read_column(row.fields, fields, reading), format, reading)
-    if drop_system:
-        num_prompt -= sum(message["role"] in SYSTEM_ROLES for message in messages[:num_prompt])
-        messages, placed = leave_out_system(messages, placed)
-    if not any(message["role"] == "assistant" for message in messages[num_prompt:]):
-        raise RowRefused("no assistant message: this row has no loss tokens")
     tools = (
         check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
     )
     arguments = _read_arguments(row, fields) if "chat_template_kwargs" in OPTIONAL[format] else None
-    calls = [message.get("tool_calls") for message in messages if len(message) > 2]
-    for name, shown in (("a tool call", calls), ("tools", tools), ("chat_template_kwargs", arguments)):
-        if (found := find_inexpressible(shown)) is not None:
-            raise RowRefused(f"{name} holds {found}, which JSON cannot express")
-    return Conversation(messages, tools, weight, arguments, placed, num_prompt, frozenset(reading.unread))
+
+    def join(prompt: list[Message], answer: list[Message]) -> Conversation:
+        messages, num_prompt = [*prompt, *answer], len(prompt)
+        _refuse_filled(row, messages, format, fields)
+        placed: tuple[Any, ...] = ()
+        if images:
+            messages, placed = place_images(messages, *read_column(row.fields, fields, reading), format, reading)
+        if drop_system:
+            num_prompt -= sum(message["role"] in SYSTEM_ROLES for message in messages[:num_prompt])
+            messages, placed = leave_out_system(messages, placed)
+        if not any(message["role"] == "assistant" for message in messages[num_prompt:]):
+            raise RowRefused("no assistant message: this row has no loss tokens")
+        calls = [message.get("tool_calls") for message in messages if len(message) > 2]
+        for name, shown in (("a tool call", calls), ("tools", tools), ("chat_template_kwargs", arguments)):
+            if (found := find_inexpressible(shown)) is not None:
+                raise RowRefused(f"{name} holds {found}, which JSON cannot express")
+        return Conversation(messages, tools, weight, arguments, placed, num_prompt, frozenset(reading.unread))
+
+    if format in PAIRS:
+        if images or weight != 1:
+            raise RowRefused("pairs of answers take no images" if images else "every pair weighs 1: leave out weight")
+        prompt, chosen, rejected = _read_pair(row, format, fields, reading)
+        return Pair(join(prompt, chosen), join(prompt, rejected))
+    prompt = _read_prompt(row, fields, reading) if format == "prompt" else []
+    return join(prompt, _CONVERTERS[format](row, fields, reading))
 
 
 def _refuse_filled(row: Row, messages: Sequence[Message], format: str, fields: Mapping[str, str]) -> None:
@@ -512,6 +539,87 @@ _CONVERTERS: dict[str, Callable[[Row, Mapping[str, str], Reading], list[Message]
     "question": _from_question,
     "query": _from_query,
 }
+
+
+def _read_pair(
+    row: Row, format: Format, fields: Mapping[str, str], reading: Reading
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """(prompt, chosen answer, rejected answer) of a row. Raises RowRefused where an answer is empty, both are equal, or
+    they have no common prompt.
+    """
+    names = ("chosen", "rejected") if format == "preference" else ("messages", "rejected_response")
+    chosen, rejected = (_read_answer(row, name, fields, reading) for name in names)
+    is_implicit = format == "preference" and not chosen[0]["role"] == rejected[0]["role"] == "assistant"
+    if format == "rejected_response":
+        asked = [number for number, message in enumerate(chosen) if message["role"] in ("user", "tool")]
+        shared = asked[-1] + 1 if asked else 0
+        rejected = rejected if rejected[:shared] == chosen[:shared] else chosen[:shared] + rejected
+    elif not is_implicit:
+        prompt = _read_asked(row, fields, reading)
+        chosen, rejected, shared = prompt + chosen, prompt + rejected, len(prompt)
+    else:
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        shared = next((number for number, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    prompt, answers = chosen[:shared], (chosen[shared:], rejected[shared:])
+    if answers[0] == answers[1]:
+        raise RowRefused(f"{names[0]} and {names[1]} are the same answer: neither is better")
+    for name, answer in zip(names, answers, strict=True):
+        if not any(message.get("content") or message.get("tool_calls") for message in answer):
+            raise RowRefused(f"the answer of {fields.get(name, name)} is empty")
+    if not prompt or any(answer[0]["role"] != "assistant" for answer in answers):
+        raise RowRefused(
+            f"{names[0]} and {names[1]} have no common prompt: their first messages must be the same, up to an answer "
+            "of the assistant in each"
+        )
+    if is_implicit:
+        _refuse_other_prompt(row, fields, reading, chosen, prompt)
+    return _with_system(row, fields, prompt), *answers
+
+
+def _read_answer(row: Row, field: str, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    """An answer as a text or a message, or a list of messages that may begin with the prompt."""
+    value, name = _get(row, field, fields), fields.get(field, field)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        return [{"role": "assistant", "content": _check_text(value, name)}]
+    turns = value and isinstance(value[0], dict) and fields.get("from", "from") in value[0]
+    return (check_turns if turns else check_messages)(value, name, fields, reading)
+
+
+def _read_asked(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    """The prompt of answers that stand alone."""
+    given = [name for name in PROMPTS if carries(_get(row, name, fields))]
+    if given == ["instruction", "input"]:
+        texts = [_check_text(_get(row, name, fields), fields.get(name, name)) for name in given]
+        prompt = [{"role": "user", "content": "\n".join(texts), "instruction": texts[0], "input": texts[1]}]
+    elif len(given) != 1:
+        names = " and ".join(fields.get(name, name) for name in given) or "none"
+        raise RowRefused(f"the answers need one prompt, and of its fields the row has {names} (data.ignore leaves out)")
+    elif given[0] in ("messages", "conversations"):
+        prompt = _read_answer(row, given[0], fields, reading)
+    else:
+        prompt = _read_side(row, given[0], "user", fields, reading)
+    history = _read_history(_get(row, "history", fields), fields.get("history", "history"))
+    return _take_turns(history) + prompt
+
+
+def _refuse_other_prompt(
+    row: Row, fields: Mapping[str, str], reading: Reading, chosen: list[Message], prompt: list[Message]
+) -> None:
+    """RowRefused where a field holds another prompt than the one that the answers begin with."""
+    for name in (*PROMPTS, "history"):
+        value = _get(row, name, fields)
+        if not carries(value):
+            continue
+        if isinstance(value, list) and name != "history":
+            same = _read_answer(row, name, fields, reading) in (chosen, prompt)
+        else:
+            same = any(value == message["content"] for message in prompt)
+        if not same:
+            raise RowRefused(
+                f"{fields.get(name, name)} is not the prompt that both answers begin with (data.ignore leaves it out)"
+            )
 
 
 def _read_tokens(get: Callable[[str], Any], weight: float) -> ReadyTokens:

@@ -20,6 +20,7 @@ import numpy as np
 from manyhands.config.data_schema import DataSection
 from manyhands.config.schema import RunConfig
 from manyhands.config.sources import list_sources
+from manyhands.config.tasks import TASKS, name_tasks
 from manyhands.core.errors import UserError
 from manyhands.core.files import make_folder
 from manyhands.core.units import count_of, describe_counts
@@ -38,7 +39,7 @@ from manyhands.data.image_files import find_changed
 from manyhands.data.segment import finish_store, join_segments
 from manyhands.data.sources import ResolvedSource, resolve_sources
 from manyhands.data.store import TokenStore
-from manyhands.data.streams import PACKED_BY, TOKENS, WITH_IMAGES
+from manyhands.data.streams import EVERY, PACKED_BY, TOKENS
 from manyhands.data.summary import Outcome, PreparedData, count_left_out, summarize
 from manyhands.data.tokenize_parallel import Job, cannot_write, plan_job, tokenize_parts
 from manyhands.data.tokenizer import open_tokenizer
@@ -59,10 +60,10 @@ def prepare(
     cores. The tokens do not depend on it. Raises UserError for data that cannot be used.
     """
     data, model_folder = config.data, Path(model_folder)
-    for rules in list_sources(config) if config.task == "sft" else ():
+    for rules in () if TASKS[config.task].takes_text else list_sources(config):
         if rules.too_long == "split":
             raise UserError(
-                f"{rules.too_long_key}: split needs task: cpt or mixed",
+                f"{rules.too_long_key}: split needs task: {name_tasks(lambda task: task.takes_text)}",
                 why="a part of a conversation is not a conversation",
                 fix="use truncate",
             )
@@ -134,7 +135,7 @@ def _tokenize(job: Job, report: Report) -> list[dict[str, Any]]:
             raise faults[0]
         outcome.notes += [f"left out: {place}" for place in outcome.bad_images.shown[:MAX_BAD_IMAGES]]
     segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
-    join_segments(job.folder, [path for path, _ in segments], [index for _, index in segments], WITH_IMAGES)
+    join_segments(job.folder, [path for path, _ in segments], [index for _, index in segments], EVERY)
     for path in (job.folder / "segments", *job.folder.glob("outcome-*"), job.folder / "job.json", job.folder / "log"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     num_samples, num_tokens = (
@@ -202,7 +203,7 @@ def finish(sources: Sequence[ResolvedSource], data: DataSection, folder: Path, m
                 *by_source,
             ],
         },
-        WITH_IMAGES,
+        EVERY,
     )
 
 

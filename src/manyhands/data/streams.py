@@ -166,6 +166,12 @@ def make_sample(ids: np.ndarray, mask: np.ndarray, weights: np.ndarray | None = 
 DOCUMENTS = Stream("documents", "<i4", entries=(BatchEntry("documents", "int32"),))
 
 
+def join_documents(documents: Sequence[Sample]) -> Sample:
+    """One sample of several documents, which hold the same streams."""
+    joined = {name: np.concatenate([document[name] for document in documents]) for name in documents[0]}
+    return joined | {DOCUMENTS.name: np.array([len(document[PACKED_BY]) for document in documents], dtype=np.int32)}
+
+
 def split_documents(sample: Sample, streams: Iterable[Stream]) -> list[Sample]:
     """Returns what lies along the tokens, document by document; a sample of one document as it is."""
     if DOCUMENTS.name not in sample:
@@ -207,6 +213,12 @@ def weights_of(sample: Sample) -> np.ndarray:
     return sample.get(WEIGHTS.name, sample[MASK.name]).astype(np.float32)
 
 
+def count_first_loss_tokens(samples: Any, numbers: np.ndarray) -> np.ndarray:
+    """Loss tokens of the first document of each of these samples of a store, int64."""
+    firsts = (split_documents(samples.sample(int(number)), samples.streams)[0] for number in numbers)
+    return np.fromiter(map(count_loss_tokens, firsts), dtype=np.int64, count=len(numbers))
+
+
 def cut_to_loss(sample: Sample, streams: Iterable[Stream], num_tokens: int) -> Sample:
     """The last ``num_tokens`` tokens up to the last loss token, and what lies along them; a shorter sample, or one
     of several documents, as it is."""
@@ -236,6 +248,7 @@ UNITS, TOKENS_OF_IMAGE = 6, 7
 IMAGES = Stream("images", "<i8", (NUM_FIELDS,))
 IMAGE_SOURCES = Stream("image_sources", "u1", identifies=False)  # places and encoded images of a sample, end to end
 WITH_IMAGES = check_streams((*TEXT, IMAGES, IMAGE_SOURCES))
+EVERY = check_streams((*WITH_IMAGES, DOCUMENTS))  # that a store may have
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from manyhands.config.data_schema import BatchSection, DataSection
 from manyhands.config.schema import StopSection
+from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
 from manyhands.data.files import Findings
 from manyhands.data.order import SampleOrder
@@ -56,6 +57,7 @@ class PreparedData:
     first_lengths: tuple[int, ...]
     first_labels: tuple[int, ...]  # loss tokens of the same; filled when batch.loss_tokens is asked
     as_given: bool  # samples keep their order, also in packs
+    num_documents: int = 1  # of a sample
     num_images: int = 0  # of the training samples, each once
     num_validation_images: int = 0
     max_image_units: int = 0  # of one sample
@@ -114,6 +116,7 @@ def summarize(store: TokenStore, seed: int, batch: BatchSection, pack_tokens: in
         first_lengths=tuple(train.lengths[first].tolist()),
         first_labels=tuple(train.num_loss_tokens[first].tolist()) if batch.loss_tokens is not None else (),
         largest_id=meta["largest_id"],
+        num_documents=TASKS[meta["task"]].num_documents,
         **_sum_images(store),
     )
 
@@ -243,12 +246,9 @@ class Outcome:
     def explain_faults(self, source: ResolvedSource, task: str, data: DataSection) -> list[UserError]:
         """One error with up to 20 faults of the rows for each kind, what cannot be read at all before what cannot be
         trained; where there are none and no sample is left either, why."""
-        where, max_length = source.path, data.max_length
-        divides = (
-            ", split to make several samples of each"
-            if task == "cpt"
-            else ", split to divide texts" * (task == "mixed")
-        )
+        where, max_length, trains = source.path, data.max_length, TASKS[task]
+        divides = ", split to divide texts" if trains.mixes else ", split to make several samples of each"
+        divides *= trains.takes_text
         faults = [
             explain_unreadable(self.unreadable, where),
             self.refused.make_error("{n} rows cannot be trained", where=where, fix="correct or remove these rows"),

@@ -14,12 +14,15 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from manyhands.config.data_schema import DataSection
+from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
 from manyhands.data.columns import PLACEHOLDERS, Columns
 from manyhands.data.files import FilePart, Findings, Row
 from manyhands.data.formats import (
+    Content,
     Conversation,
     Format,
+    Pair,
     Ready,
     ReadyTokens,
     Segments,
@@ -37,13 +40,15 @@ from manyhands.data.render import Rendered, Renderer
 from manyhands.data.segment import SegmentWriter
 from manyhands.data.sources import ResolvedSource, read_part, take_rows
 from manyhands.data.streams import (
-    IMAGE_SOURCES,
-    IMAGES,
+    DOCUMENTS,
+    MASK,
     TEXT,
     TOKENS,
+    WEIGHTS,
     WITH_IMAGES,
     Sample,
     StoredImage,
+    join_documents,
     make_sample,
     to_streams,
 )
@@ -60,7 +65,7 @@ class RowToRender:
     """A row on its way: what is rendered, and what its loss is multiplied by if it is a text."""
 
     row: Row
-    content: Conversation | str | Ready
+    content: Content
     weight: float = 1.0
 
 
@@ -118,13 +123,20 @@ class PartTokenizer:
         self, rows: Iterable[Row], source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None
     ) -> Outcome:
         """Writes the segment ``folder`` of rows of one source."""
-        outcome, writer = Outcome(), SegmentWriter(folder, TEXT if self._images is None else WITH_IMAGES)
+        streams = TEXT if self._images is None else WITH_IMAGES
+        streams = (*streams, DOCUMENTS) if TASKS[self._task].num_documents > 1 else streams
+        outcome, writer = Outcome(), SegmentWriter(folder, streams)
         self._largest_id = -1
         try:
             for chunk in self._gather(self._convert(rows, source, outcome, writer)):
-                rendered = self._renderer.render_many([item.content for item in chunk])
-                for item, result in zip(chunk, rendered, strict=True):
-                    self._take(item, result, source, outcome, writer)
+                documents = [documents_of(item.content) for item in chunk]
+                rendered = iter(self._renderer.render_many([content for each in documents for content in each]))
+                for item, contents in zip(chunk, documents, strict=True):
+                    results = [next(rendered) for _ in contents]
+                    try:
+                        self._take(item, contents, results, source, outcome, writer)
+                    except RowRefused as refused:
+                        outcome.refused.add(item.row.file, item.row.line, str(refused))
                 on_chunk()
             writer.finish()
         finally:
@@ -211,50 +223,61 @@ class PartTokenizer:
             yield chunk
 
     def _take(
-        self, item: RowToRender, result: Rendered | RowRefused, source: int, outcome: Outcome, writer: SegmentWriter
+        self,
+        item: RowToRender,
+        contents: Sequence[Conversation | str | Ready],
+        results: Sequence[Rendered | RowRefused],
+        source: int,
+        outcome: Outcome,
+        writer: SegmentWriter,
     ) -> None:
-        """Applies the length policy of its source to a rendered row."""
-        row, too_long = item.row, self._sources[source].too_long
-        if isinstance(result, RowRefused):
-            outcome.refused.add(row.file, row.line, str(result))
-            return
-        # What a template shows besides contents (reasoning, tool calls, definitions of tools) is seen in the ids.
-        fault = self._check_placeholders(item.content, result.ids)
-        if fault is not None:
-            outcome.refused.add(row.file, row.line, fault)
-            return
-        outcome.num_straddling_tokens += result.num_straddling
-        if not isinstance(item.content, Ready):
-            outcome.num_rows_with_markers += self._renderer.has_markers(item.content)
-        ids, weights, max_length = result.ids, result.weights, self._data.max_length
-        if item.weight != 1:
-            weights = (result.trained if weights is None else weights) * np.float32(item.weight)
-        images = stored_images(item.content)
-        sample = {**make_sample(ids, result.trained, weights), **(to_streams(images) if images else {})}
-        if len(ids) < self._data.min_length:
+        """Applies the length policy of its source to a rendered row of one document or more, the longest of which
+        counts. Raises RowRefused.
+        """
+        row, too_long, max_length = item.row, self._sources[source].too_long, self._data.max_length
+        documents, images = [], stored_images(item.content)
+        for content, result in zip(contents, results, strict=True):
+            if isinstance(result, RowRefused):
+                raise result
+            # What a template shows besides contents (reasoning, tool calls, definitions of tools) is seen in the ids.
+            if (fault := self._check_placeholders(content, result.ids)) is not None:
+                raise RowRefused(fault)
+            outcome.num_straddling_tokens += result.num_straddling
+            weights = result.weights
+            if item.weight != 1:
+                weights = (result.trained if weights is None else weights) * np.float32(item.weight)
+            documents.append(make_sample(result.ids, result.trained, weights))
+        outcome.num_rows_with_markers += any(
+            not isinstance(content, Ready) and self._renderer.has_markers(content) for content in contents
+        )
+        lengths = [len(document[TOKENS.name]) for document in documents]
+        longest = max(lengths)
+        if min(lengths) < self._data.min_length:
             outcome.num_too_short += 1
-        elif len(ids) <= max_length:
-            self._append(writer, sample, row.line)
-        elif too_long == "truncate":
-            if not result.trained[1:max_length].any():
-                outcome.refused.add(
-                    row.file, row.line, f"no loss token is left of {len(ids):,} after cutting at {max_length:,}"
-                )
-                return
-            if images and self._images is not None and (ids[max_length:] == self._images.token_id).any():
-                outcome.refused.add(row.file, row.line, _describe_long(len(ids), images, max_length))
-                return
-            along = sample.keys() - {IMAGES.name, IMAGE_SOURCES.name}  # these have lengths of their own
-            kept = {name: sample[name][:max_length] for name in along}
-            self._append(writer, sample | kept, row.line)
+            return
+        if longest > max_length and too_long == "truncate":
+            if not all(document[MASK.name][1:max_length].any() for document in documents):
+                raise RowRefused(f"no loss token is left of {longest:,} after cutting at {max_length:,}")
+            cut = documents[0][TOKENS.name][max_length:]
+            if images and self._images is not None and (cut == self._images.token_id).any():
+                raise RowRefused(_describe_long(longest, images, max_length))
+            documents = [{name: values[:max_length] for name, values in document.items()} for document in documents]
             outcome.num_truncated += 1
-        elif too_long == "split" and isinstance(item.content, str):
-            self._split(row, [ids], item.weight, outcome, writer)
-        elif too_long == "drop":
+        elif longest > max_length and too_long == "split" and isinstance(item.content, str):
+            self._split(row, [documents[0][TOKENS.name]], item.weight, outcome, writer)
+            return
+        elif longest > max_length and too_long == "drop":
             outcome.num_too_long += 1
-        else:
-            outcome.longest = max(outcome.longest, len(ids))
-            outcome.too_long.add(row.file, row.line, _describe_long(len(ids), images))
+            return
+        elif longest > max_length:
+            outcome.longest = max(outcome.longest, longest)
+            outcome.too_long.add(row.file, row.line, _describe_long(longest, images))
+            return
+        sample = documents[0]
+        if isinstance(item.content, Pair):
+            check_pair(documents)
+            sample = join_documents(documents)
+        self._append(writer, {**sample, **(to_streams(images) if images else {})}, row.line)
 
     def _append(self, writer: SegmentWriter, sample: Sample, line: int, continued: bool = False) -> None:
         """Every sample of a run with images has their streams, be they empty."""
@@ -333,7 +356,7 @@ class PartTokenizer:
         self._append(writer, _make_text(ids, weight), row.line, continued)
 
 
-def stored_images(content: Conversation | str | Ready) -> list[StoredImage]:
+def stored_images(content: Content) -> list[StoredImage]:
     """The images of a row, in the order of its placeholders."""
     return [image.stored for image in content.images] if isinstance(content, Conversation) else []
 
@@ -351,7 +374,7 @@ def _make_text(ids: np.ndarray, weight: float) -> Sample:
     return make_sample(ids, np.ones(len(ids), dtype=np.bool_), weights)
 
 
-def find_any(words: Iterable[str], content: Conversation | str | Ready) -> str | None:
+def find_any(words: Iterable[str], content: Content) -> str | None:
     """The first of some words that stands in what people wrote."""
     return next((word for text in texts_of(content) for word in words if word in text), None)
 
@@ -368,7 +391,24 @@ def is_long(content: object) -> TypeGuard[str | Iterator[str]]:
     return len(content) > LONG_CHARACTERS if isinstance(content, str) else isinstance(content, Iterator)
 
 
-def check_size(content: Conversation | str | Ready) -> Conversation | str | Ready:
+def documents_of(content: Content) -> tuple[Conversation | str | Ready, ...]:
+    """What becomes one document each."""
+    return (content.chosen, content.rejected) if isinstance(content, Pair) else (content,)
+
+
+def check_pair(documents: Sequence[Sample]) -> None:
+    """RowRefused unless both answers of a pair follow the same tokens, and differ."""
+    if any(WEIGHTS.name in document for document in documents):
+        raise RowRefused("every pair weighs 1: leave out the weights of messages")
+    one, other = (document[TOKENS.name] for document in documents)
+    if np.array_equal(one, other):
+        raise RowRefused("both answers become the same tokens: neither is better")
+    begins = [int(document[MASK.name].argmax()) for document in documents]
+    if begins[0] != begins[1] or not np.array_equal(one[: begins[0]], other[: begins[0]]):
+        raise RowRefused("the chat template writes another prompt before each of the two answers")
+
+
+def check_size(content: Content) -> Content:
     """The content itself; RowRefused for a conversation that is too long to be tokenized at once."""
     if (characters := count_conversation(content)) > MAX_CONVERSATION_CHARACTERS:
         limit = f"at most {MAX_CONVERSATION_CHARACTERS:,} can be tokenized at once; divide it"
@@ -376,8 +416,10 @@ def check_size(content: Conversation | str | Ready) -> Conversation | str | Read
     return content
 
 
-def count_conversation(content: Conversation | str | Ready) -> float:
+def count_conversation(content: Content) -> float:
     """Characters of a conversation and its tools; 0 of other content, which is not tokenized at once or is short."""
+    if isinstance(content, Pair):
+        return sum(map(count_conversation, documents_of(content)))
     return count_characters([content.messages, content.tools]) if isinstance(content, Conversation) else 0
 
 
@@ -394,7 +436,7 @@ def count_characters(value: Any) -> float:
     return float("inf") if isinstance(value, Iterator) else 8
 
 
-def count_held(content: Conversation | str | Ready) -> int:
+def count_held(content: Content) -> int:
     """Characters of a row that waits; ids, of which a row keeps each as an object, count as ten each, and images that
     the row holds by their bytes."""
     if images := stored_images(content):
@@ -402,8 +444,10 @@ def count_held(content: Conversation | str | Ready) -> int:
     return 10 * len(content.ids) if isinstance(content, ReadyTokens) else sum(map(len, texts_of(content)))
 
 
-def texts_of(content: Conversation | str | Ready) -> list[str]:
+def texts_of(content: Content) -> list[str]:
     """What people wrote in a row."""
+    if isinstance(content, Pair):
+        return texts_of(content.chosen) + texts_of(content.rejected)
     if isinstance(content, str):
         return [content]
     if isinstance(content, ReadyTokens):

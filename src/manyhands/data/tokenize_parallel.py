@@ -31,6 +31,7 @@ from pydantic import TypeAdapter
 
 from manyhands.config.data_schema import DataSection
 from manyhands.config.schema import ModelSection
+from manyhands.config.tasks import TASKS
 from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.data.files import FilePart, Row, unpacked_bytes
@@ -174,7 +175,7 @@ def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
     data, tokenizer = job.data, open_tokenizer(job.model_folder, job.model)
     if getattr(tokenizer, "is_fast", False):
         widen_cache(tokenizer)
-    if job.task != "cpt" and tokenizer.chat_template:
+    if TASKS[job.task].takes_chats and tokenizer.chat_template:
         arguments = complete_arguments(data.chat_template_kwargs, data.date)
         probe_in_subprocess(partial(tokenizer.apply_chat_template, tokenize=False, **arguments))
     images = ImageOpener(data, job.model_folder, tokenizer, job.folder / "fetched") if job.images else None
@@ -184,7 +185,7 @@ def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
         )
         for source in job.sources
     ]
-    notes = [] if job.task == "cpt" else note_plain_markers(tokenizer)
+    notes = note_plain_markers(tokenizer) if TASKS[job.task].takes_chats else []
     if "prompt" in formats and not tokenizer.chat_template:
         # A chat model whose template got lost would train on rows that no chat ever shows it.
         notes.insert(

@@ -19,12 +19,12 @@ from jinja2 import Environment, StrictUndefined
 
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.config.section_schemas import MethodSection
+from manyhands.config.tasks import TASKS
 from manyhands.core.files import read_json, read_rows
 from manyhands.core.terms import find_metric
 from manyhands.core.text import code_block, code_span, in_markdown
 from manyhands.core.units import count_of, describe_ranks
 from manyhands.data.image_processor import PROCESSOR_FILES
-from manyhands.data.tasks import TASKS
 from manyhands.export.record import CARD
 from manyhands.facts.adapter import nf4_options
 from manyhands.infer.vllm import RANK_LIMITS
@@ -72,7 +72,7 @@ class Card:
         versions, source = self.versions or {}, Path(plan.model_folder)
         libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
         tools = f"manyhands {versions.get('manyhands', '')}".strip() + (f" ({libraries})" if libraries else "")
-        declared = [metric for term in TASKS[config.task].terms for metric in term.metrics]
+        declared = [metric for term in TASKS[config.task].make_terms(config) for metric in term.metrics]
         shown = {row.step: row for row in self.evaluations if row.step in (0, self.step)}
         is_qlora, folder_name = config.method.name == "qlora", Path(config.model.name).name
         quantized = self.kind == "adapter" and is_qlora and plan.stored_nf4 is None

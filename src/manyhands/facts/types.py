@@ -100,6 +100,7 @@ class DataFacts(Fact):
     num_loss_tokens: int  # loss tokens of all samples, each once
     max_length: int  # longest sample
     mean_length: float  # of an epoch
+    num_documents: int = 1  # of a sample
     num_validation_samples: int
     num_validation_tokens: int
     num_repeated: int = 0  # validation samples with the very tokens of a training sample

@@ -11,8 +11,9 @@ Shapes: b samples or 1 pack, t positions, n = b t, m trained positions, e hidden
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from manyhands.core.errors import UserError
 from manyhands.core.limits import MAX_CHUNK_LOGITS, MIN_CHUNK_TOKENS
 from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
-from manyhands.data.collate import TEXT_ENTRIES
+from manyhands.data.collate import NOISE_KEY, TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.model.attention import attention_kwargs, count_positions
@@ -34,6 +35,13 @@ IGNORED = -100  # labels with this value are not trained
 PROBE_ROWS = 16
 
 Terms = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Answers(NamedTuple):
+    """Of each document: the log-probability of its loss tokens together, (d) float64, and their number, (d) int64."""
+
+    log_probabilities: torch.Tensor
+    num_tokens: torch.Tensor
 
 
 class OptionalParts(Protocol):
@@ -72,6 +80,7 @@ class LossModel(nn.Module):
     model: Any  # a transformers causal model
     images: Images | None = None  # set where tower and projector are in memory
     terms: Sequence[LossTerm]  # converters may add theirs (``on_loss``)
+    without_adapters: Callable[[], AbstractContextManager[None]] | None = None  # set where there are some
     _head: Head | None
 
     def __init__(self, model: Any, *, fuse: bool = False, terms: Sequence[LossTerm] = (LANGUAGE_MODEL,)) -> None:
@@ -149,10 +158,7 @@ class LossModel(nn.Module):
         labels that are the arg max of their logits, and of labels, whatever they weigh. A micro-batch without labels
         gives a zero that depends on every parameter, so that no rank leaves a collective out.
         """
-        labels = batch["labels"].flatten()
-        rows = batch.get("label_positions")
-        if rows is None:
-            rows = (labels != IGNORED).nonzero().squeeze(1)
+        labels, rows = _labels_of(batch)
         num_loss_tokens = torch.tensor(rows.numel(), device=hidden.device)
         weights = batch["loss_weights"].flatten().index_select(0, rows) if "loss_weights" in batch else None  # (m)
         weight = num_loss_tokens if weights is None else weights.sum(dtype=torch.float64)
@@ -167,6 +173,43 @@ class LossModel(nn.Module):
         else:
             loss_sum, num_correct = self._chunked_loss(hidden, labels, weights, metrics)
         return {"lm": (loss_sum, weight)} | ({"correct": (num_correct, num_loss_tokens)} if metrics else {})
+
+    def answers(self, batch: Mapping[str, Any], hidden: torch.Tensor) -> Answers:
+        """The log-probabilities of each document's loss tokens from hidden states (n, e).
+
+        ``batch`` has ``documents`` (d), the lengths of all documents, end to end in a pack or one a row. Where the head
+        is trained, chunks of logits are recomputed in the backward pass: what each row will weigh is not known before.
+        """
+        labels, rows = _labels_of(batch)
+        num_documents = batch["documents"].numel()
+        if rows.numel() == 0:
+            zero = self.logits_of(hidden[:1]).sum(dtype=torch.float64) * 0
+            return Answers(zero.expand(num_documents), rows.new_zeros(num_documents))
+        ends = batch["cu_seq_lens"][1 : num_documents + 1].long() if "cu_seq_lens" in batch else None
+        row_length = batch["input_ids"].shape[1]
+        numbers = rows // row_length if ends is None else torch.bucketize(rows, ends, right=True)
+        hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
+        head = self._checked_head(hidden)
+        if head is not None and not (torch.is_grad_enabled() and head.module.weight.requires_grad):
+            losses, _ = head.loss(hidden, labels, by_row=True)
+        else:
+            losses = self._chunked_losses(hidden, labels)
+        counts = torch.bincount(numbers, minlength=num_documents)
+        sums = torch.segment_reduce(-losses.double(), "sum", lengths=counts, unsafe=True)  # each in its order
+        return Answers(sums, counts)
+
+    def reference_answers(self, batch: Mapping[str, Any]) -> Answers:
+        """The same of the model before training, its adapters switched off, without gradients."""
+        if self.without_adapters is None:
+            raise UserError(
+                "the model before training is not at hand",
+                where="method.name",
+                why="a preference loss compares with it, and only adapters can be switched off",
+                fix="set method.name: lora or qlora, or a preference.loss that needs no reference",
+            )
+        with torch.no_grad(), self.without_adapters():
+            batch = {name: value for name, value in batch.items() if name != NOISE_KEY}
+            return self.answers(batch, self._hidden_states(batch))
 
     def logits(self, batch: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches. Of a
@@ -244,6 +287,22 @@ class LossModel(nn.Module):
         losses, hits = zip(*sums, strict=True)
         return torch.stack(losses).sum(), torch.stack(hits).sum()
 
+    def _chunked_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy of each row, (m)."""
+
+        def compute_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.logits_of(hidden)
+            return F.cross_entropy(logits.to(_sum_dtype(logits)), labels, reduction="none")
+
+        compute: Callable[..., torch.Tensor] = compute_chunk
+        num_rows = chunk_rows(self.model.config.get_text_config().vocab_size)
+        chunks = list(zip(hidden.split(num_rows), labels.split(num_rows), strict=True))
+        if not torch.is_grad_enabled() or len(chunks) == 1:
+            return torch.cat([compute(*chunk) for chunk in chunks])
+        return torch.cat(
+            [checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+        )
+
     def _loss(
         self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, metrics: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,6 +313,13 @@ class LossModel(nn.Module):
             return F.cross_entropy(logits, labels, reduction="sum"), hits
         losses = F.cross_entropy(logits, labels, reduction="none")  # (m,)
         return (losses * weights.to(losses.dtype)).sum(), hits
+
+
+def _labels_of(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(labels (n), flat positions of those that count (m))."""
+    labels = batch["labels"].flatten()
+    rows = batch.get("label_positions")
+    return labels, (labels != IGNORED).nonzero().squeeze(1) if rows is None else rows
 
 
 def chunk_rows(vocab_size: int) -> int:

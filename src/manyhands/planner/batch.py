@@ -162,7 +162,8 @@ def pack_sizes(longest: int, rank_tokens: float, useful_tokens: int) -> list[int
 def has_one_length(data: DataFacts) -> bool:
     """Whether all samples, the held-out ones too, are equally long: texts cut into blocks."""
     return (
-        data.num_tokens == data.num_samples * data.max_length
+        data.num_documents == 1
+        and data.num_tokens == data.num_samples * data.max_length
         and data.num_validation_tokens == data.num_validation_samples * data.max_length
     )
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from manyhands import families
 from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS, name_those
@@ -87,6 +88,13 @@ def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, Reason]:
     asked = config.data.packing
     if asked is False:
         return False, reason("packing", packed=False, asked=True, known="")
+    if not model.packs and TASKS[config.task].num_documents > 1:
+        raise UserError(
+            f"task {config.task} requires packed samples, but {model.model_type} cannot be packed",
+            where="task",
+            why=f"{model.packing_reason}, and a sample of several documents is planned in packs alone",
+            fix="use a model of another family",
+        )
     if model.packs:
         return True, reason("packing", packed=True, asked=asked is True, known=model.packing_reason)
     batch = config.batch

@@ -32,7 +32,7 @@ from manyhands.data.sources import (
     split_source,
 )
 from manyhands.data.store import TokenStore
-from manyhands.data.streams import WITH_IMAGES
+from manyhands.data.streams import EVERY
 from manyhands.data.summary import Outcome
 from manyhands.data.tokenize import PartTokenizer
 from manyhands.data.tokenize_parallel import CHUNK_CHARACTERS_HERE
@@ -96,7 +96,7 @@ def prepare_usable(
             made.append(outcome.to_meta() | {"samples_of_files": list(files.values())})
     if not any(source.use == "train" for source in sources):
         return Usable(None, (), tuple(refused))
-    join_segments(folder, [path for _, path in segments], [index for index, _ in segments], WITH_IMAGES)
+    join_segments(folder, [path for _, path in segments], [index for index, _ in segments], EVERY)
     try:
         named = {"digest": "usable", "tokens": "", "made": made, "seed": config.seed, "task": config.task}
         finish(sources, data, folder, named)

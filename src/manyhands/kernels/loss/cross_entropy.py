@@ -46,6 +46,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     metrics: bool = False,
+    by_row: bool = False,
     max_logits: int | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +57,8 @@ def linear_cross_entropy(
     ``hidden`` (m, e) and ``weight`` (v, e) of one dtype; ``labels`` (m) int64, a negative one counts nothing;
     ``weights`` (m) float32. Both results are 0-d: the sum in float32 (float64 for float64), the hits int64, counted
     only with ``metrics``. m may be 0: the sum is then a zero that depends on both arguments. ``max_logits`` bounds a
-    chunk, ``backend`` is one of ``BACKENDS``; None takes ``choose_backend``'s.
+    chunk, ``backend`` is one of ``BACKENDS``; None takes ``choose_backend``'s. ``by_row`` gives each row's loss (m) in
+    place of the sum, for a frozen ``weight``: the gradient of a trained one needs to know what each row will weigh.
 
     ``weight`` must be whole: the parameter that ``fully_shard`` has gathered is, since a unit's forward pass sees plain
     tensors; it is not kept for the backward pass, so its unit may free it. A sharded head (DTensor) raises
@@ -67,12 +69,15 @@ def linear_cross_entropy(
     _check(hidden, weight, labels, weights)
     chosen = backend or choose_backend(hidden.device, hidden.dtype).name
     grad_enabled = torch.is_grad_enabled()
+    if by_row and grad_enabled and weight.requires_grad:
+        raise ValueError("losses by row are for a head that is not trained")
     options = _Options(
         hidden_grad=grad_enabled and hidden.requires_grad,
         weight_grad=grad_enabled and weight.requires_grad,
         logit_scale=float(logit_scale),
         softcap=float(softcap) if softcap else None,
         metrics=metrics,
+        by_row=by_row,
         max_logits=max_logits,
         backend=chosen,
     )
@@ -97,6 +102,7 @@ class _Options:
     logit_scale: float
     softcap: float | None
     metrics: bool
+    by_row: bool
     max_logits: int | None
     backend: str
 
@@ -153,7 +159,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.mark_non_differentiable(num_correct)
         ctx.set_materialize_grads(False)
-        return losses.sum(), num_correct
+        return losses if options.by_row else losses.sum(), num_correct
 
     @staticmethod
     @once_differentiable
@@ -165,7 +171,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if weight_grad is not None:  # scaled and cast in one pass
             scaled_weight = torch.empty_like(weight_grad, dtype=ctx.weight_dtype)
             ctx.scale(weight_grad, grad_sum, out=scaled_weight)
-        return None if hidden_grad is None else hidden_grad * grad_sum, scaled_weight, None, None, None
+        if hidden_grad is not None and grad_sum.dim():  # of each row
+            hidden_grad = torch.mul(hidden_grad, grad_sum[:, None], out=torch.empty_like(hidden_grad))
+        elif hidden_grad is not None:
+            hidden_grad = hidden_grad * grad_sum
+        return hidden_grad, scaled_weight, None, None, None
 
 
 def _softmax(options: _Options) -> Any:

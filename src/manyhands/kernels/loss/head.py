@@ -26,16 +26,20 @@ class Head:
     softcap: float | None = None
 
     def loss(
-        self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None, metrics: bool = False
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        metrics: bool = False,
+        by_row: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``linear_cross_entropy`` of (m, e) and (m), with the weight as it is now: gathered, if inside its sharded
         unit.
         """
         weight = self.module.weight  # not kept: a sharded unit puts another tensor here for its forward pass
         weight = weight.to(hidden.dtype)  # a head trained beside frozen weights is a float32 master
-        return linear_cross_entropy(
-            hidden, weight, labels, weights=weights, logit_scale=self.logit_scale, softcap=self.softcap, metrics=metrics
-        )
+        settings: dict[str, Any] = dict(logit_scale=self.logit_scale, softcap=self.softcap, metrics=metrics)
+        return linear_cross_entropy(hidden, weight, labels, weights=weights, by_row=by_row, **settings)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

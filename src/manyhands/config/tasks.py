@@ -1,0 +1,122 @@
+"""What a run can train, by the name of ``task`` in its run file. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from manyhands.core.references import import_reference
+from manyhands.core.terms import LANGUAGE_MODEL, LossTerm, Metric
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Names of ``data.format``: conversations, two answers to one prompt, plain text, and rows that say themselves what is
+# trained.
+CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt", "question", "query")
+PAIRS = ("preference", "rejected_response")
+TEXT = ("text",)
+READY = ("tokens", "segments")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a sample is made of, the terms of its loss, whose metrics evaluations show, and its words.
+
+    Args:
+        summary: of the key ``task``.
+        description: in a model card.
+        formats: of the rows it takes (``data/formats.py``), the one to suggest first.
+        make_terms: from the run's configuration.
+        section: of the run file, which this task alone reads.
+        num_documents: of a sample: they stay together in order, packs and batches, which tells ``LossTerm.compute``
+            where each begins (``DOCUMENTS`` in ``data/streams.py``).
+    """
+
+    name: str
+    summary: str
+    description: str
+    formats: tuple[str, ...]
+    make_terms: Callable[[Any], tuple[LossTerm, ...]] = lambda config: (LANGUAGE_MODEL,)
+    section: str = ""
+    num_documents: int = 1
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether it trains plain text, which may be split."""
+        return not set(TEXT).isdisjoint(self.formats)
+
+    @property
+    def takes_chats(self) -> bool:
+        """Whether the chat template writes some of its rows."""
+        return not set(self.formats) <= {*TEXT, *READY}
+
+    @property
+    def mixes(self) -> bool:
+        """Whether each row may have a format of its own."""
+        return self.takes_text and self.takes_chats
+
+
+def weigh_samples(samples: Any, numbers: np.ndarray) -> np.ndarray:
+    """1 for each sample."""
+    return numbers >= 0
+
+
+def weigh_chosen_tokens(samples: Any, numbers: np.ndarray) -> np.ndarray:
+    """The loss tokens of the first document of each sample, the chosen answer."""
+    count = import_reference("manyhands.data.streams:count_first_loss_tokens")
+    return count(samples, numbers)
+
+
+PREFERENCE_METRICS = (
+    Metric("preference_accuracy", "preferred", label="preference accuracy", is_share=True),
+    Metric("reward_margin", "margin", label="reward margin"),
+)
+
+
+def make_preference_terms(config: Any) -> tuple[LossTerm, ...]:
+    """The term of ``preference.loss``, and that of ``preference.sft_weight``, which it computes too."""
+    settings = config.preference
+
+    def compute(*arguments: Any) -> Any:
+        return import_reference("manyhands.model.preference:compute_preference")(settings, *arguments)
+
+    pairs = LossTerm("preference", 1.0, weigh_samples, compute, PREFERENCE_METRICS)
+    sft = LossTerm("sft", settings.sft_share, weigh_chosen_tokens, lambda *arguments: {})
+    return (pairs, sft) if settings.sft_share else (pairs,)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "sft",
+            "conversations, loss on answers",
+            "supervised fine-tuning on conversations",
+            (*CONVERSATIONS, *READY),
+        ),
+        Task("cpt", "text, loss on all tokens", "continued pre-training on text", (*TEXT, *READY)),
+        Task(
+            "mixed",
+            "both, by format",
+            "supervised fine-tuning and continued pre-training on text",
+            (*CONVERSATIONS, *TEXT, *READY),
+        ),
+        Task(
+            "preference",
+            "pairs of answers, loss on which is chosen",
+            "preference tuning on pairs of answers",
+            PAIRS,
+            make_preference_terms,
+            section="preference",
+            num_documents=2,
+        ),
+    )
+}
+DEFAULT_TASK = next(iter(TASKS))
+
+
+def name_tasks(fits: Callable[[Task], bool]) -> str:
+    """The names of the tasks that fit, for an error's way out."""
+    return " or ".join(task.name for task in TASKS.values() if fits(task))

@@ -1,0 +1,49 @@
+"""Effects of ``preference.*``: the loss of a model that is not trained yet is known by each formula, as all margins are
+0; later losses show the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from manyhands.core.errors import UserError
+from tests.keys.lab import Lab, Ran, make_rows
+
+
+def run_pairs(lab: Lab, **preference: Any) -> Ran:
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "zeta zeta"} for row in make_rows(60)]
+    keys = {"task": "preference", "data.train": lab.write_rows("pairs.jsonl", rows), "stop.max_steps": 2}
+    return lab.run(keys | {f"preference.{name}": value for name, value in preference.items()})
+
+
+def loss(lab: Lab) -> None:
+    first = {name: run_pairs(lab, loss=name).losses[0] for name in ("sigmoid", "robust", "hinge", "ipo")}
+    assert first == pytest.approx({"sigmoid": math.log(2), "robust": math.log(2), "hinge": 1.0, "ipo": 25.0}, rel=1e-6)
+    assert run_pairs(lab, loss="orpo").column("terms")[0].keys() == {"preference", "sft"}
+    with pytest.raises(UserError, match=r"`method.name: full` leaves no reference for `preference.loss: sigmoid`"):
+        lab.config({"task": "preference", "method.name": "full"})
+    with pytest.raises(UserError, match=r"`preference.loss` has no effect with `task: sft`"):
+        lab.config({"preference.loss": "ipo"})
+
+
+def beta(lab: Lab) -> None:
+    assert run_pairs(lab, loss="ipo", beta=0.5).losses[0] == pytest.approx(1.0, rel=1e-6)
+    assert run_pairs(lab, beta=0.5).losses[1] < run_pairs(lab).losses[1]
+
+
+def label_smoothing(lab: Lab) -> None:
+    smoothed, plain = run_pairs(lab, label_smoothing=0.3).losses, run_pairs(lab).losses
+    assert smoothed[0] == pytest.approx(plain[0], rel=1e-6) and smoothed[1] > plain[1]
+
+
+def margin(lab: Lab) -> None:
+    assert run_pairs(lab, loss="simpo", margin=1.0).losses[0] > run_pairs(lab, loss="simpo", margin=0.0).losses[0]
+
+
+def sft_weight(lab: Lab) -> None:
+    ran = run_pairs(lab, sft_weight=2.0)
+    terms = ran.column("terms")[0]
+    assert ran.losses[0] == pytest.approx(terms["preference"] + 2 * terms["sft"]) and terms["sft"] > 1
