@@ -4,6 +4,7 @@ repository; to be replaced by data of your own.
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,12 +34,21 @@ def tag(row: dict) -> dict:
     return {"prompt": question, "completion": f"{text}<short>{short}</short>"}
 
 
+def make_pair(row: dict, other: dict) -> dict:
+    """An answer to a question, and one to another question."""
+    question, answer = turns(row)
+    return {"prompt": question, "chosen": answer, "rejected": turns(other)[1]}
+
+
 def main(folder: Path) -> None:
     conversations, documents = read_conversations(), read_documents()
     data = {
         "chat.jsonl": conversations[:260],
         "test.jsonl": conversations[260:],
         "tags.jsonl": [tag(row) for row in conversations],
+        "pairs.jsonl": [
+            make_pair(row, other) for row, other in pairwise(conversations) if turns(row)[1] != turns(other)[1]
+        ],
         "text.jsonl": [{"text": text} for text in documents],
         "long.jsonl": [
             {"prompt": f"What is the title of this page?\n\n{text}", "completion": text.splitlines()[0].strip("# ")}

@@ -36,7 +36,7 @@ def settings(name: str, place: Path) -> tuple[str, ...]:
 
 def test_each_file_is_on_the_page() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
-    assert sum(line.startswith("## ") for line in page.splitlines()) == 12
+    assert sum(line.startswith("## ") for line in page.splitlines()) == 13
     shown = [path.name for path in RECIPES.iterdir() if f'--8<-- "examples/recipes/{path.name}"' in page]
     assert {*shown, "make_data.py"} == {path.name for path in RECIPES.iterdir() if path.is_file()}
 

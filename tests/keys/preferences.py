@@ -46,4 +46,5 @@ def margin(lab: Lab) -> None:
 def sft_weight(lab: Lab) -> None:
     ran = run_pairs(lab, sft_weight=2.0)
     terms = ran.column("terms")[0]
+    assert terms.keys() == {"preference", "sft"}
     assert ran.losses[0] == pytest.approx(terms["preference"] + 2 * terms["sft"]) and terms["sft"] > 1

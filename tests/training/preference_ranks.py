@@ -1,4 +1,4 @@
-"""What one rank does for ``test_preference``: losses of pairs and their gradients; and the same, plainly, in float64."""
+"""What one rank does for ``test_preference``: losses of pairs with their gradients, and the same in float64."""
 
 from __future__ import annotations
 
@@ -117,4 +117,4 @@ def reference(keys: dict[str, Any], method: str) -> Any:
     loss = sum(losses) / NUM_PAIRS + settings.sft_share * sum(nlls) / num_tokens
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-    return float(loss), [sum(x > 0 for x in margins), NUM_PAIRS, sum(margins), NUM_PAIRS], gradient
+    return float(loss.detach()), [sum(x > 0 for x in margins), NUM_PAIRS, sum(margins), NUM_PAIRS], gradient

@@ -152,7 +152,7 @@ class LogSection(Section):
 
 
 class PreferenceSection(Section):
-    """The loss of `task: preference`; docs/preference.md has the formulas."""
+    """The loss of `task: preference`; model/preference.py has the formulas."""
 
     loss: Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "cpo", "simpo", "orpo"] = Field(
         "sigmoid",

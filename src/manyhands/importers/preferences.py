@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NOT_HERE = (
     "training on preferences, rewards or a teacher (DPO, KTO, ORPO, PPO, GRPO, reward models, distillation) is not "
-    "supported; `task` is sft, cpt or mixed"
+    "read from another tool's file; a run file of manyhands trains DPO, IPO, CPO, SimPO and ORPO: `task: preference`"
 )
 # No tool has one of these keys for supervised fine-tuning. Of TRL 1.15 and of its older versions.
 KEYS = names(

@@ -25,7 +25,16 @@ from manyhands.core.text import report_aside
 from manyhands.data.batches import collate
 from manyhands.data.collate import BatchShape
 from manyhands.data.store import SampleSet, TokenStore
-from manyhands.data.streams import MASK, TOKENS, Sample, StoredImage, from_streams, weights_of
+from manyhands.data.streams import (
+    DOCUMENTS,
+    MASK,
+    TOKENS,
+    Sample,
+    StoredImage,
+    from_streams,
+    split_documents,
+    weights_of,
+)
 from manyhands.infer.batch import load_at
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import PromptImages, image_token_of, refuse_images
@@ -172,7 +181,7 @@ def open_texts(found: ModelLocation) -> Callable[[Any], str]:
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True).strip()
 
 
-def last_turn(sample: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
+def last_turn(sample: Sample) -> tuple[np.ndarray, np.ndarray] | None:
     """(prompt, reference) ids: the last run of loss tokens and all before it. None where nothing is before it: text."""
     trained = np.flatnonzero(sample[MASK.name])
     if not len(trained):
@@ -203,11 +212,19 @@ class _TaskCutter:
         image_token: int,
     ) -> None:
         losses, texts = any(m in LOSS_METRICS for m in metrics), any(m not in LOSS_METRICS for m in metrics)
+        if losses and any(stream.name == DOCUMENTS.name for stream in samples.streams):
+            raise UserError(
+                "the loss of a pair of answers is measured by the evaluations of its run",
+                where=data.name,
+                why="this command has the cross-entropy of single answers alone",
+                fix="read the run's report, or compare texts with the chosen answers: --metrics rougeL",
+            )
         self.numbers = data.choose(samples)
         self.groups = list(group_by_length(samples.lengths, self.numbers)) if losses else []
         self._waiting = list(enumerate(self.groups))[::-1]
         chosen = self.numbers if data.limit is None else self.numbers[: data.limit]
-        turns = {int(n): last_turn(dict(samples.sample(int(n)))) for n in chosen} if texts else {}
+        firsts = ((int(n), split_documents(samples.sample(int(n)), samples.streams)[0]) for n in chosen)
+        turns = {number: last_turn(first) for number, first in firsts} if texts else {}
         self.turns = {n: turn for n, turn in turns.items() if turn is not None}
         if texts and not self.turns:
             raise UserError(

@@ -24,7 +24,7 @@ from manyhands.data.image_files import BadImage, PixelBounds, decode, read_bytes
 from manyhands.data.prepare import prepare
 from manyhands.data.sources import ResolvedSource, resolve_sources
 from manyhands.data.store import TokenStore
-from manyhands.data.streams import TOKENS, Sample, StoredImage, from_streams, weights_of
+from manyhands.data.streams import TOKENS, Sample, StoredImage, from_streams, split_documents, weights_of
 from manyhands.data.summary import PreparedData, summarize
 from manyhands.data.tokenizer import open_tokenizer
 from manyhands.facts.hub import locate_model
@@ -50,6 +50,7 @@ PROGRESS = ("token", "the token cache")  # what preparing says beside the notes 
 
 Report = Callable[[str], Any]
 RUN = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
+BETWEEN_DOCUMENTS = "\n\n--- or, to the same prompt ---\n\n"  # of a pair
 THUMBNAIL = 160  # pixels of the longer side
 
 
@@ -212,17 +213,21 @@ def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[Shown
 def _decode(tokenizer: Any, store: TokenStore, sources: Sequence[ResolvedSource], row: int) -> ShownSample:
     train = store.train
     sample = train.sample(row)
-    ids, weights = sample[TOKENS.name], weights_of(sample)
-    weights[0] = 0  # nothing comes before the first token, so it is never a target
+    spans: list[Span] = []
+    for document in split_documents(sample, train.streams):
+        weights = weights_of(document)
+        weights[0] = 0  # nothing comes before the first token, so it is never a target
+        spans += [Span(BETWEEN_DOCUMENTS, 0)] if spans else []
+        spans += map(shorten, decode_spans(tokenizer, document[TOKENS.name], weights))
     source = sources[int(train.sources[row])]
     file = source.files[store.file_number(row)]
     return ShownSample(
         row,
         source.name,
         f"{_seen_from_here(file)}:{store.line(row)}",
-        len(ids),
+        len(sample[TOKENS.name]),
         int(train.num_loss_tokens[row]),
-        tuple(map(shorten, decode_spans(tokenizer, ids, weights))),
+        tuple(spans),
         show_images(sample),
     )
 
