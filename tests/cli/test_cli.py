@@ -87,7 +87,7 @@ def test_train_hands_the_config_to_the_launcher(run_file, started):
         5,
         10,
     )
-    assert options == {"dry_run": True, "fresh": True}
+    assert options == {"dry_run": True, "fresh": True, "verbose": False, "price": None}
 
 
 def test_the_launchers_exit_code_is_ours(run_file, monkeypatch):

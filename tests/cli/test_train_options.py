@@ -66,7 +66,7 @@ def test_a_guides_command_is_read_as_written(run_file, started):
         ((), "no run file was given"),
         (("RUN", "--type", "dpo"), "unsupported training type 'dpo'"),
         (("RUN", "--type", "cpt"), "--type cpt contradicts the run file's task: sft"),
-        (("RUN", "--dataset", "a", "data.train=b"), "--dataset and data.train are both given"),
+        (("RUN", "--dataset", "a", "data.train=b"), "--data and data.train are both given"),
         (("RUN", "--tensorboard", "log.tensorboard=false"), "write nothing for TensorBoard"),
     ],
 )

@@ -142,8 +142,10 @@ def make_values(model: str, data: Path, output: Path, reading: Reading, too_long
     }
 
 
-def look_at_rows(path: Path) -> FirstRows:
-    """The first rows of the training data and statistics of all. Raises ``UserError`` if not even one can be read."""
+def look_at_rows(path: Path, *, count: bool = True) -> FirstRows:
+    """The first rows of the training data and, with ``count``, statistics of all. Raises ``UserError`` if not even one
+    can be read.
+    """
     from manyhands.data.sources import Source, read_rows
 
     rows: list[Row] = []
@@ -154,7 +156,7 @@ def look_at_rows(path: Path) -> FirstRows:
             longest = max(longest, _count_bytes(row.fields))
             if len(rows) < LOOK_AT_ROWS:
                 rows.append(row)
-            if num_rows > COUNT_ROWS:
+            if num_rows > (COUNT_ROWS if count else LOOK_AT_ROWS):
                 break
     except UserError:
         if not rows:

@@ -20,6 +20,7 @@ from manyhands.cli.infer import chat, evaluate, generate, serve
 from manyhands.cli.init import init
 from manyhands.cli.machine import doctor
 from manyhands.cli.memory import gpu_info, memory_check
+from manyhands.cli.one_line import rename_option
 from manyhands.cli.option_hints import explain_usage
 from manyhands.cli.process import bench
 from manyhands.cli.prove import prove
@@ -120,7 +121,7 @@ for _name, _command in (
     ("tensorboard", tensorboard),
     ("setup-accelerate", setup_accelerate),
 ):
-    app.command(_name)(_command)
+    app.command(_name, context_settings={"token_normalize_func": rename_option})(_command)
 app.add_typer(runs, name="runs")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from manyhands.cli import process
 from manyhands.cli.gpus import ask_gpus, gpus_to_start, host_to_plan
+from manyhands.cli.one_line import as_overrides, make_run, takes_short_options, write_down
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.text import open_console, report_aside
 
@@ -42,6 +44,13 @@ Examples = Annotated[
 ]
 
 
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price", min=0.0, help="Of a GPU-hour, in any currency: shows what the run costs.", show_default=False
+    ),
+]
+Short = dict[str, Any]  # options that stand for keys, by key
 Strict = Annotated[bool, typer.Option("--strict", help="Another tool's file: refuse keys that are only substituted.")]
 Accelerate = Annotated[
     Path | None,
@@ -53,12 +62,12 @@ DeepSpeed = Annotated[
 
 
 def load_run(
-    run: Path,
+    run: Path | None,
     overrides: list[str] | None,
     *,
+    short: Mapping[str, Any] | None = None,
     gpus: int | str | None = None,
     examples: int | None = None,
-    dataset: str | None = None,
     nodes: int | None = None,
     accelerate: Path | None = None,
     deepspeed: Path | None = None,
@@ -66,22 +75,22 @@ def load_run(
 ) -> LoadedRun:
     """Reads the run file with its overrides. Options are overrides too; one that is given both ways is an error.
 
-    ``gpus``: a number, or a kind with one (``8xH200``), whose number is meant.
+    ``short``: options by the key that they stand for; without a run file they are the run. ``gpus``: a number, or a
+    kind with one (``8xH200``), whose number is meant.
     """
     from manyhands.facts.gpu_kinds import plain_number
     from manyhands.launch.run_file import load_for_start
 
-    overrides = list(overrides or ())
+    short, overrides = short or {}, list(overrides or ())
+    if run is not None and "=" in str(run) and not run.exists() and short:  # the first word is an override
+        run, overrides = None, [str(run), *overrides]
+    source = make_run(short, overrides) if run is None else run
+    overrides = as_overrides(short, overrides)
     if isinstance(gpus, str):
         asked = ask_gpus(gpus)
         gpus = asked.total if asked else plain_number(gpus)
-    short: tuple[tuple[str, str, object], ...] = (
-        ("--gpus", "parallel.gpus", gpus),
-        ("--examples", "data.max_samples", examples),
-        ("--dataset", "data.train", dataset),
-        ("--nodes", "parallel.nodes", nodes),
-    )
-    for option, key, value in short:
+    others = (("--gpus", "parallel.gpus", gpus), ("--examples", "data.max_samples", examples))
+    for option, key, value in (*others, ("--nodes", "parallel.nodes", nodes)):
         if value is None:
             continue
         if any(override.split("=")[0].removeprefix("--") == key for override in overrides):
@@ -92,7 +101,8 @@ def load_run(
         if not file.exists():
             option = "--accelerate-config" if name == "accelerate" else "--deepspeed"
             raise UserError("there is no such file", where=f"{option} {file}", fix="correct the path, or leave it out")
-    return load_for_start(run, overrides, settings=files, strict=strict)
+    loaded = load_for_start(source, overrides, settings=files, strict=strict)
+    return write_down(loaded) if run is None else loaded
 
 
 def find_run_folder(run: Path) -> Path:
@@ -117,6 +127,7 @@ def find_run_folder(run: Path) -> Path:
     return folder
 
 
+@takes_short_options
 def train(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)
@@ -129,9 +140,6 @@ def train(
     examples: Examples = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="The run file, instead of RUN.yaml.", show_default=False)
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option("--dataset", help="Training data: short for data.train=PATH.", show_default=False)
     ] = None,
     kind: Annotated[
         str | None, typer.Option("--type", help="The run file's task, to check it.", show_default=False)
@@ -156,18 +164,26 @@ def train(
     accelerate: Accelerate = None,
     deepspeed: DeepSpeed = None,
     strict: Strict = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the plan with its reasons and alternatives.")
+    ] = False,
+    price: Price = None,
+    *,
+    short: Short,
 ) -> None:
     """Plan, launch, train, save and verify. Starting it again resumes.
+
+    Without RUN.yaml, --model and --data make a run; its run file is kept in the run's folder.
 
     RUN may be a file of another tool (`manyhands import` lists what becomes of its keys)."""
     from manyhands.cli.train_options import check_type, choose_place, choose_run_file, plan_tensorboard
     from manyhands.launch.slurm import block_save_signal
 
     block_save_signal()  # before numpy is imported, which starts threads
-    path, overrides = choose_run_file(run, config, overrides)
+    path, overrides = choose_run_file(run, config, overrides, short)
     settings = {"accelerate": accelerate, "deepspeed": deepspeed}
     loaded = load_run(
-        path, overrides, gpus=gpus, examples=examples, dataset=dataset, nodes=nodes, strict=strict, **settings
+        path, overrides, short=short, gpus=gpus, examples=examples, nodes=nodes, strict=strict, **settings
     )
     check_type(kind, loaded.config)
     place = choose_place(loaded.config, node_rank, rendezvous, accelerate)
@@ -175,9 +191,12 @@ def train(
     from manyhands.launch.start import start
 
     elsewhere = gpus_to_start(loaded.config, gpus, dry_run)
-    raise typer.Exit(start(loaded, dry_run=dry_run, fresh=fresh, **beside, **elsewhere, **place))
+    raise typer.Exit(
+        start(loaded, dry_run=dry_run, fresh=fresh, verbose=verbose, price=price, **beside, **elsewhere, **place)
+    )
 
 
+@takes_short_options
 def plan(
     run: Annotated[
         Path | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)
@@ -187,18 +206,18 @@ def plan(
     compare: Annotated[
         Path | None, typer.Option("--compare", help="Folder of a finished run: what its plan said, and what it took.")
     ] = None,
-    price: Annotated[
-        float | None, typer.Option("--price", min=0.0, help="Of a GPU-hour, in any currency: shows what the run costs.")
-    ] = None,
+    price: Price = None,
     examples: Examples = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     accelerate: Accelerate = None,
     deepspeed: DeepSpeed = None,
+    *,
+    short: Short,
 ) -> None:
     """Show what `train` would do, and why."""
     if compare is not None:
-        beside = (run, overrides, gpus, price, examples, as_json, accelerate, deepspeed)
-        if any(value not in (None, False, []) for value in beside):
+        beside = (run, overrides, short, gpus, price, examples, as_json, accelerate, deepspeed)
+        if any(value not in (None, False, [], {}) for value in beside):
             raise UserError(
                 "--compare is given beside a run file or other options",
                 where="command line",
@@ -209,9 +228,9 @@ def plan(
         return
     if as_json and price is not None:
         raise UserError("--price has no effect with --json", where="command line", fix="remove one of them")
-    if run is None:
-        raise UserError("no run file is named", where="manyhands plan", fix="write manyhands plan RUN.yaml")
-    loaded = load_run(run, overrides, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed)
+    loaded = load_run(
+        run, overrides, short=short, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed
+    )
     config = loaded.config
 
     from manyhands.importers.report import summarize
@@ -231,7 +250,7 @@ def plan(
     facts = gather_facts(config, identify=False, only_plans=True, host=host, report=report_aside)
     made = make_plan(config, facts)
     refuse_unmatched(config, made, facts.model)
-    print(made.model_dump_json(indent=2)) if as_json else open_console().print(explain_plan(made))
+    print(made.model_dump_json(indent=2)) if as_json else open_console(wrap=False).print(explain_plan(made))
     if price is not None:
         print(describe_cost(made.time, price))
 
@@ -263,8 +282,11 @@ def _compare(folder: Path) -> None:
     open_console(highlight=False).print(table)
 
 
+@takes_short_options
 def data(
-    run: RunFile,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     rows: Annotated[
         int | None, typer.Option("--rows", min=0, help="Show at most N samples.  [default: 3]", show_default=False)
@@ -283,11 +305,13 @@ def data(
         ),
     ] = None,
     examples: Examples = None,
+    *,
+    short: Short,
 ) -> None:
     """Preview the samples of a step, with their loss tokens marked.
 
     Also shows lengths, packing and tokens by source, and lists the rows that a run would refuse (exit code 1)."""
-    config = load_run(run, overrides, examples=examples).config
+    config = load_run(run, overrides, short=short, examples=examples).config
     from manyhands.preview.collect import collect
     from manyhands.preview.page import refuse_foreign_file, write_page
 

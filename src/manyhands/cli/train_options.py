@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 
 
-def choose_run_file(run: str | None, config: Path | None, overrides: list[str] | None) -> tuple[Path, list[str]]:
-    """The run file, given by position or as --config, and the overrides. UserError for both, or neither."""
+def choose_run_file(
+    run: str | None, config: Path | None, overrides: list[str] | None, short: Mapping[str, Any]
+) -> tuple[Path | None, list[str]]:
+    """The run file, given by position or as --config, and the overrides; no file where options make the run. UserError
+    for two files.
+    """
     overrides = list(overrides or ())
-    if config is None:
-        if run is None:
-            raise UserError("no run file was given", where="command line", fix="manyhands train RUN.yaml")
-        return Path(run), overrides
-    if run is not None and "=" in run and not Path(run).exists():  # with --config the first word is an override
-        return config, [run, *overrides]
-    if run is not None:
+    if run is not None and "=" in run and (config is not None or short) and not Path(run).exists():
+        overrides.insert(0, run)
+        run = None  # the first word is an override
+    if run is not None and config is not None:
         raise UserError(
             "two run files are given", where=f"command line: {run} and --config {config}", fix="remove one of them"
         )
-    return config, overrides
+    return config if run is None else Path(run), overrides
 
 
 def check_type(asked: str | None, config: RunConfig) -> None:

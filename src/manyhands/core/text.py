@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
+PIPED_WIDTH = 1000  # columns
 OUTPUT = "standard output or standard error"  # as the file name of an OSError
 
 # Controls of C0 and C1 (escape sequences begin with one of them; \n and \t stay), line separators,
@@ -142,9 +143,9 @@ def print_safely() -> None:
             setattr(sys, name, PrintableStream(stream.buffer, stream.encoding, bars=name == "stderr"))
 
 
-def open_console(file: TextIO | None = None, **options: Any) -> Console:
+def open_console(file: TextIO | None = None, *, wrap: bool = True, **options: Any) -> Console:
     """A rich console on ``file``, by default standard output, that cleans whatever it prints; rich's own colors and
-    movements remain. ``options``: as of ``rich.console.Console``.
+    movements remain. ``wrap``: also where it is no terminal. ``options``: as of ``rich.console.Console``.
     """
     from rich.console import Console, ConsoleRenderable, RenderHook
     from rich.control import Control
@@ -154,6 +155,8 @@ def open_console(file: TextIO | None = None, **options: Any) -> Console:
             return [each if isinstance(each, Control) else _Clean(each) for each in renderables]
 
     stream = sys.stdout if file is None else file
+    if not wrap and not stream.isatty():
+        options["width"] = PIPED_WIDTH
     console = Console(file=stream.console_file if isinstance(stream, PrintableStream) else stream, **options)
     console.push_render_hook(CleanHook())
     return console

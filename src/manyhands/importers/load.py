@@ -44,13 +44,15 @@ MAX_FINDINGS = 20
 @dataclass(frozen=True)
 class LoadedRun:
     """A run as it was asked for. ``translation`` and ``text``: the other tool's file that it came from, and that
-    file's content; None for a native file. ``settings``: what other tools said about its distribution.
+    file's content; None for a native file. ``settings``: what other tools said about its distribution. ``run_file``:
+    the text of the run file that a command line without one means.
     """
 
     config: RunConfig
     translation: Translation | None = None
     text: str | None = None
     settings: tuple[Translation, ...] = ()
+    run_file: str | None = None
 
     @property
     def translations(self) -> tuple[Translation, ...]:

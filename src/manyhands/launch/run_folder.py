@@ -174,7 +174,11 @@ class RunFolder:
         return self.plans / f"{number:03d}.run.json"
 
     def write_origin(self, loaded: LoadedRun) -> None:
-        """Keeps another tool's file and the outcomes of its keys; nothing for a native file."""
+        """Keeps another tool's file and the outcomes of its keys, or the run file that a command line means; nothing
+        for a native file.
+        """
+        if loaded.run_file is not None:
+            write_atomically(self.path / "run.yaml", loaded.run_file)
         if loaded.translation is None or loaded.text is None:
             return
         self.origin.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
-from manyhands.core.text import open_console
+from manyhands.core.text import open_console, printable
 from manyhands.facts.types import HostFacts
 from manyhands.facts.xids import XidListener
 from manyhands.importers.load import LoadedRun
@@ -39,6 +39,7 @@ from manyhands.launch.start_nodes import PreparedLaunch, prepare_launch
 from manyhands.launch.watch import Stopped, wait_unless_asked
 from manyhands.launch.workers import report_end, run_workers
 from manyhands.planner.text import sentence_of
+from manyhands.planner.types import method_of
 
 LOG_WIDTH = 180  # columns of a plan in the log
 MAX_SMALLER_PLANS = 4  # each is estimated to need a tenth less, or has at most half the tokens a micro-batch
@@ -56,11 +57,14 @@ def start(
     beside: Beside | None = None,
     place: Place | None = None,
     arguments: Sequence[str] = (),
+    verbose: bool = False,
+    price: float | None = None,
 ) -> int:
     """Runs or resumes a run on this machine, or this node's part of it at its ``place`` among several.
 
     Returns the exit code; raises UserError. ``beside``: what lasts as long as the workers do, such as TensorBoard.
     ``arguments``: of each worker. ``host``: a machine to plan for in place of this one, in a dry run alone.
+    ``verbose``: show the plan with every decision, as a dry run does; ``price``: of a GPU-hour.
     """
     block_save_signal()
     _refuse_nested(place)
@@ -69,13 +73,14 @@ def start(
         print("\n".join(summarize(translation)), flush=True)
     if place is None and not dry_run:
         refuse_alone(origin.config)
+    show = functools.partial(_show, with_reasons=verbose or dry_run, price=price)
     with contextlib.closing(LaunchState()) as state:
         while place is not None:
             try:
                 with prepare_launch(
                     origin, place, fresh=fresh, dry_run=dry_run, num_left=state.num_left, take_lock=state.take_lock
                 ) as launch:
-                    return _carry_out(launch, dry_run, beside if place.node == 0 else None, arguments, state)
+                    return _carry_out(launch, dry_run, beside if place.node == 0 else None, arguments, state, show)
             except NodesLeft as lost:
                 left = lost.left
             except UserError as error:  # a node that is lost has not come back
@@ -95,7 +100,7 @@ def start(
             num_left=state.num_left,
             take_lock=state.take_lock,
         )
-        return _carry_out(PreparedLaunch(prepared, None), dry_run, beside, arguments, state)
+        return _carry_out(PreparedLaunch(prepared, None), dry_run, beside, arguments, state, show)
 
 
 class LaunchState:
@@ -158,7 +163,12 @@ class LaunchState:
 
 
 def _carry_out(
-    launch: PreparedLaunch, dry_run: bool, beside: Beside | None, arguments: Sequence[str], state: LaunchState
+    launch: PreparedLaunch,
+    dry_run: bool,
+    beside: Beside | None,
+    arguments: Sequence[str],
+    state: LaunchState,
+    show: Callable[..., None],
 ) -> int:
     """What is prepared. Of several nodes the first one shows the plan and keeps the log."""
     prepared, folder = launch.prepared, launch.prepared.folder
@@ -169,12 +179,12 @@ def _carry_out(
     try:
         if dry_run:
             if leads:
-                _show(prepared)
+                show(prepared)
             where = f"the plan is in {folder.path}" if prepared.written else "nothing was written"
             print(f"dry run: {where}; nothing was started")
             return 0
         if leads:
-            _show(prepared, folder)
+            show(prepared, folder)
             if prepared.resume:
                 _report(f"resuming {folder.path} at step {folder.newest_step()}", folder)
         with beside(folder) if beside is not None else contextlib.nullcontext():
@@ -297,12 +307,21 @@ def _plan_smaller(launch: PreparedLaunch, error: UserError, report: Callable[[st
     return launch
 
 
-def _show(prepared: Prepared, folder: RunFolder | None = None) -> None:
-    """The plan on the terminal, and what starts now; in the launcher's log too where there is a ``folder``."""
-    from manyhands.planner.text import explain_plan
+def _show(
+    prepared: Prepared, folder: RunFolder | None = None, *, with_reasons: bool = False, price: float | None = None
+) -> None:
+    """The plan on the terminal, in five lines or ``with_reasons``, and what starts now; in the launcher's log, with
+    reasons, where there is a ``folder``.
+    """
+    from manyhands.planner.text import describe_briefly, explain_plan
 
     plan, summary = prepared.plan, summarize_start(prepared, starts=folder is not None)
-    open_console().print(explain_plan(plan))
+    if with_reasons:
+        open_console(wrap=False).print(explain_plan(plan))
+    else:
+        lines = describe_briefly(prepared.config, method_of(plan, prepared.config), plan, price)
+        print("\n".join(map(printable, lines)))
+        print(f"reasons and alternatives: {prepared.folder.launcher_log}, or --verbose")
     print("\n".join(summary), flush=True)
     if folder is not None:
         kept = io.StringIO()

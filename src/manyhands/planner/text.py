@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import string
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -23,6 +24,7 @@ from manyhands.core.units import (
 )
 
 if TYPE_CHECKING:
+    from manyhands.config.schema import MethodSection, RunConfig
     from manyhands.planner.layout import Layout
     from manyhands.planner.types import Candidate, Code, Plan, Reason, TimeEstimate
 
@@ -31,6 +33,7 @@ Template = str | Callable[[Values], str]
 Row = tuple[str, str, str, str]  # what, planned, measured, error
 
 MIB = 2**20
+METHODS = {"lora": "LoRA", "qlora": "QLoRA", "full": "full fine-tuning", "patterns": "weights by pattern"}
 MIN_SHARE = 0.002  # of a step: smaller terms are not shown
 UNITS: dict[str, Callable[[Any], str]] = {
     "gib": format_gib,
@@ -579,6 +582,100 @@ def describe_cost(time: TimeEstimate | None, price: float) -> str:
     if time is None:
         return "cost: not known, as the rates of a CPU or of a GPU of an unknown kind are not"
     return f"cost: {time.gpu_hours * price:,.2f} at {price:,.2f} a GPU-hour"
+
+
+def describe_briefly(config: RunConfig, method: MethodSection, plan: Plan, price: float | None = None) -> list[str]:
+    """Model, data, layout, memory and time, in lines of at most 80 columns, then the plan's notes and warnings.
+
+    ``method``: as ``method_of`` has it. ``price``: of a GPU-hour, in any currency; the last line then ends with what
+    the run costs.
+    """
+    lines = {
+        "model": _brief_model(config, method, plan),
+        "data": _brief_data(config, plan),
+        "layout": _brief_layout(plan),
+        "memory": _brief_memory(plan),
+        "time": _brief_time(plan, price),
+    }
+    topics = [(topic_of(reason.code), sentence_of(reason)) for reason in plan.why]
+    notes = [f"{topic}: {sentence}" for topic, sentence in topics if topic in ("note", "warning")]
+    return [f"{name:8}{text}" for name, text in lines.items()] + notes
+
+
+def _brief_model(config: RunConfig, method: MethodSection, plan: Plan) -> str:
+    text = f"{PurePath(config.model.name).name}, {METHODS[method.name]}"
+    if method.name in ("lora", "qlora"):
+        text += f" rank {method.rank}"
+    if plan.num_trained == plan.num_parameters:
+        return f"{text}, all {_short(plan.num_parameters)} parameters trained"
+    share = plan.num_trained / max(1, plan.num_parameters)
+    return f"{text}, {_short(plan.num_trained)} of {_short(plan.num_parameters)} trained ({share:.2%})"
+
+
+def _short(number: int) -> str:
+    """``4.9 M``, ``8.03 B``."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _brief_data(config: RunConfig, plan: Plan) -> str:
+    data = plan.data
+    parts = [count_of(data.samples, "sample"), f"{data.tokens:,} tokens"]
+    if data.images:
+        parts.append(count_of(data.images, "image"))
+    changes = [
+        f"{number:,} {what}"
+        for number, what in (
+            (data.truncated, f"cut at {config.data.max_length:,}"),
+            (data.dropped, "left out as too long"),
+            (data.split, "split"),
+        )
+        if number
+    ]
+    held_out = f"{data.held_out:,} held out" if data.held_out else "none held out"
+    return f"{', '.join(parts + (changes or ['none cut']))}; {held_out}"
+
+
+def _brief_layout(plan: Plan) -> str:
+    layout = plan.layout
+    gpus = next((reason.values["gpus"] for reason in plan.why if reason.code == "device"), ())
+    if layout.device == "cuda" and gpus:
+        ranks = f"{layout.world_size} x {gpus[0]['name'].removeprefix('NVIDIA ')}"
+    else:
+        ranks = describe_ranks(layout.device, layout.world_size).replace(" ", " CPU ", 1)
+    if plan.batch_packs:
+        step = count_of(plan.batch_packs, "pack")
+    elif plan.batch_loss_tokens:
+        step = f"{plan.batch_loss_tokens:,} loss tokens"
+    else:
+        step = count_of(plan.batch_samples or 0, "sample")
+    micro = f"packs of {layout.micro:,} tokens" if plan.packing else f"{layout.micro:,} a micro-batch"
+    return f"{layout.strategy}, {ranks}, {layout.compute_dtype}; {step} a step, {micro}"
+
+
+def _brief_memory(plan: Plan) -> str:
+    memory, layout = plan.memory, plan.layout
+    per = "GPU" if layout.device == "cuda" else "process"
+    text = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.1f} GiB per {per} "
+    text += f"({format_share(memory.total / memory.limit)})"
+    if layout.activation_checkpointing != "none":
+        text += f", recomputes: {describe_checkpointing(layout)}"
+    if layout.offload != "none" or layout.offload_activations:
+        text += ", part in host memory"
+    return text
+
+
+def _brief_time(plan: Plan, price: float | None) -> str:
+    epochs = plan.num_steps / plan.steps_per_epoch if plan.steps_per_epoch else 0
+    of = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
+    text = f"{count_of(plan.num_steps, 'step')}, {of}"
+    if plan.time is None:
+        return f"{text}; the time to the end is shown after the first steps"
+    time = plan.time
+    text += f": {format_duration(time.total_s)}, {time.gpu_hours:.2f} GPU-hours, {time.tokens_per_s:,.0f} tokens/s"
+    return text if price is None else f"{text}, costs {time.gpu_hours * price:,.2f}"
 
 
 def explain_plan(plan: Plan) -> RenderableType:

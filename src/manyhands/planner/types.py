@@ -127,6 +127,18 @@ class OutOfMemory(FrozenModel):
     again: bool = False  # it had been made after one that ran out, and took too much still
 
 
+class PlannedData(FrozenModel):
+    """Samples, each counted once."""
+
+    samples: int = 0
+    tokens: int = 0
+    held_out: int = 0  # for validation
+    truncated: int = 0
+    dropped: int = 0
+    split: int = 0
+    images: int = 0
+
+
 class Plan(FrozenModel):
     """Everything derived for one launch. Workers read this and the config, and nothing else."""
 
@@ -157,6 +169,10 @@ class Plan(FrozenModel):
         False  # AdamW that clips, steps and writes the compute copy in one kernel, where there is one
     )
     attention: Literal["varlen", "sdpa", "blockwise"]  # see model/attention.py
+
+    num_parameters: int = 0  # of the model with its adapters
+    num_trained: int = 0
+    data: PlannedData = PlannedData()
 
     packing: bool
     batch_samples: int | None  # samples of the global batch, or

@@ -146,6 +146,12 @@ class EstimateInput:
         return self.compute_bytes if self.layout.zero_stage and self.is_cast else self.master_bytes
 
     @property
+    def num_parameters(self) -> int:
+        """Of everything that is loaded, adapters included."""
+        images = 0 if self.images is None else self.images.tower.num_parameters + self.images.projector_parameters
+        return self.model.num_parameters + self.num_adapter_parameters + images
+
+    @property
     def num_trained(self) -> int:
         if self.partially_trained is not None:
             return self.partially_trained.total + self.outer_trained
