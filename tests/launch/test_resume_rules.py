@@ -51,7 +51,6 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "manyhands.planner.search", SimpleNamespace(plan=plan))
     monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
     monkeypatch.setattr("manyhands.launch.prepare.refuse_unmatched", lambda config, plan, model: None)
-    monkeypatch.setattr("manyhands.planner.text.explain_plan", lambda plan: "the plan")
     return state
 
 

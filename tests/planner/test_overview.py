@@ -26,10 +26,10 @@ def test_model_data_layout_memory_and_time():
     config = run_config(method__rank=16, batch__samples=64)
     shown = lines(config, facts(llama_8b(), gpus=8, data=data_facts(longest=2048)))
     assert shown["model"].endswith("LoRA rank 16, 41.9 M of 8.07 B trained (0.52%)")
-    assert shown["data"].startswith("10,000 samples, ") and shown["data"].endswith("held out")
-    assert shown["layout"].startswith("ddp, 8 x H200, bfloat16; 64 samples a step, packs of ")
+    assert shown["data"].startswith("1,000 samples, ") and shown["data"].endswith("held out")
+    assert shown["layout"].startswith("ddp, 8 x H200, bfloat16; 64 samples/step, packs of ")
     assert " GiB per GPU (" in shown["memory"]
-    assert shown["time"].startswith("157 steps, 1 epoch: ") and shown["time"].endswith(" tokens/s")
+    assert shown["time"].startswith("16 steps, 1 epoch: ") and shown["time"].endswith(" tokens/s")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_model_data_layout_memory_and_time():
     [
         ({"held_out": 50}, "300 samples, 14,472 tokens, none cut; 50 held out"),
         ({"truncated": 119}, "119 cut at 2,048; none held out"),
-        ({"truncated": 2, "dropped": 1}, "2 cut at 2,048, 1 left out as too long"),
+        ({"truncated": 2, "dropped": 1}, "2 cut at 2,048, 1 left out"),
         ({"images": 20}, "20 images"),
     ],
 )
@@ -62,6 +62,6 @@ def test_on_a_cpu_the_time_is_not_guessed():
 
 
 def test_what_asks_for_a_decision_follows():
-    config = run_config(optimizer__learning_rate=0.1)
+    config = run_config(optimizer__learning_rate=2.0)
     shown = describe(config, facts(llama_8b(), data=data_facts(longest=2048)))
-    assert any(line.startswith("warning: ") and "0.1" in line for line in shown[5:])
+    assert any(line.startswith("warning: ") and "2 changes" in line for line in shown[5:])

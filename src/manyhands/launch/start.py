@@ -38,7 +38,7 @@ from manyhands.launch.slurm import block_save_signal, refuse_outside_step
 from manyhands.launch.start_nodes import PreparedLaunch, prepare_launch
 from manyhands.launch.watch import Stopped, wait_unless_asked
 from manyhands.launch.workers import report_end, run_workers
-from manyhands.planner.text import sentence_of
+from manyhands.planner.text import describe_briefly, explain_plan, sentence_of
 from manyhands.planner.types import method_of
 
 LOG_WIDTH = 180  # columns of a plan in the log
@@ -313,8 +313,6 @@ def _show(
     """The plan on the terminal, in five lines or ``with_reasons``, and what starts now; in the launcher's log, with
     reasons, where there is a ``folder``.
     """
-    from manyhands.planner.text import describe_briefly, explain_plan
-
     plan, summary = prepared.plan, summarize_start(prepared, starts=folder is not None)
     if with_reasons:
         open_console(wrap=False).print(explain_plan(plan))

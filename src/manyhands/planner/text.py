@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import string
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
@@ -34,6 +35,7 @@ Row = tuple[str, str, str, str]  # what, planned, measured, error
 
 MIB = 2**20
 METHODS = {"lora": "LoRA", "qlora": "QLoRA", "full": "full fine-tuning", "patterns": "weights by pattern"}
+NOTED = ("left_out", "unread", "smaller", "longer")  # reasons that the first lines show beside notes and warnings
 MIN_SHARE = 0.002  # of a step: smaller terms are not shown
 UNITS: dict[str, Callable[[Any], str]] = {
     "gib": format_gib,
@@ -597,8 +599,11 @@ def describe_briefly(config: RunConfig, method: MethodSection, plan: Plan, price
         "memory": _brief_memory(plan),
         "time": _brief_time(plan, price),
     }
-    topics = [(topic_of(reason.code), sentence_of(reason)) for reason in plan.why]
-    notes = [f"{topic}: {sentence}" for topic, sentence in topics if topic in ("note", "warning")]
+    notes = [
+        f"{topic}: {sentence_of(reason)}"
+        for reason in plan.why
+        if (topic := topic_of(reason.code)) in ("note", "warning") or reason.code in NOTED
+    ]
     return [f"{name:8}{text}" for name, text in lines.items()] + notes
 
 
@@ -629,7 +634,7 @@ def _brief_data(config: RunConfig, plan: Plan) -> str:
         f"{number:,} {what}"
         for number, what in (
             (data.truncated, f"cut at {config.data.max_length:,}"),
-            (data.dropped, "left out as too long"),
+            (data.dropped, "left out"),
             (data.split, "split"),
         )
         if number
@@ -642,7 +647,8 @@ def _brief_layout(plan: Plan) -> str:
     layout = plan.layout
     gpus = next((reason.values["gpus"] for reason in plan.why if reason.code == "device"), ())
     if layout.device == "cuda" and gpus:
-        ranks = f"{layout.world_size} x {gpus[0]['name'].removeprefix('NVIDIA ')}"
+        name = re.sub(r"[ -]\d+GB.*", "", gpus[0]["name"].removeprefix("NVIDIA ").removeprefix("GeForce "))
+        ranks = f"{layout.world_size} x {name}"
     else:
         ranks = describe_ranks(layout.device, layout.world_size).replace(" ", " CPU ", 1)
     if plan.batch_packs:
@@ -652,7 +658,7 @@ def _brief_layout(plan: Plan) -> str:
     else:
         step = count_of(plan.batch_samples or 0, "sample")
     micro = f"packs of {layout.micro:,} tokens" if plan.packing else f"{layout.micro:,} a micro-batch"
-    return f"{layout.strategy}, {ranks}, {layout.compute_dtype}; {step} a step, {micro}"
+    return f"{layout.strategy}, {ranks}, {layout.compute_dtype}; {step}/step, {micro}"
 
 
 def _brief_memory(plan: Plan) -> str:
@@ -661,7 +667,7 @@ def _brief_memory(plan: Plan) -> str:
     text = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.1f} GiB per {per} "
     text += f"({format_share(memory.total / memory.limit)})"
     if layout.activation_checkpointing != "none":
-        text += f", recomputes: {describe_checkpointing(layout)}"
+        text += f", {layout.activation_checkpointing} checkpointing"
     if layout.offload != "none" or layout.offload_activations:
         text += ", part in host memory"
     return text
