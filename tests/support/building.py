@@ -13,6 +13,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.build import build_on_meta, describe_new, load_weights, make_all
 from manyhands.convert.protocol import Context
 from manyhands.facts.model_config import text_part
+from manyhands.families import num_experts, why_no_experts
 from manyhands.model.loss import LossModel
 from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.types import Plan
@@ -25,13 +26,14 @@ def with_converters(plan: Plan, config: RunConfig) -> Plan:
     """``plan`` with the converters that the planner would name, unless it names some."""
     if plan.converters:
         return plan
-    # As facts/model_config.py has it, but for what it refuses: some tests load mixtures of experts.
+    # As facts/model_config.py has it, but for what it refuses.
     model_config = json.loads((Path(plan.model_folder) / "config.json").read_text(encoding="utf-8"))
     case = Case(
         config,
         plan.layout.device,
         plan.attention,
         has_towers=text_part(model_config) is not model_config,
+        has_experts=bool(num_experts(text := text_part(model_config))) and not why_no_experts(text),
         has_new_tokens=plan.new_tokens is not None,
         continues_adapter=plan.adapter is not None,
     )

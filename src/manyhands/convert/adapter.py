@@ -21,6 +21,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import full_shape, gather, local, local_part
 from manyhands.facts.safetensors import read_headers
 from manyhands.model.structure import text_modules
+from manyhands.model.weights import stacked_layers
 
 PEFT_PREFIX = "base_model.model."
 PEFT_ROWS = f"token_adapter.{ROWS}"
@@ -52,10 +53,12 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """All that an adapter's file holds, by PEFT's names: what was added, and fully trained modules; a tied weight
     once.
     """
-    found = {
-        f"{PEFT_PREFIX}{name.replace(ROWS, PEFT_ROWS)}": parameter
-        for name, parameter in added_parameters(model).items()
-    }
+    paths = expert_paths(model)
+    found = {}
+    for name, parameter in added_parameters(model).items():
+        layer = next((layer for layer in paths if name.startswith(f"{layer}.")), "")
+        own = paths[layer] + name.removeprefix(layer) if layer else name.replace(ROWS, PEFT_ROWS)
+        found[f"{PEFT_PREFIX}{own}"] = parameter
     seen: set[int] = set()
     for name, module in fully_trained_modules(model).items():
         for key, parameter in module.named_parameters(recurse=False):
@@ -66,8 +69,47 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The full tensors under PEFT's names. Where they are sharded every rank must call this."""
-    return {name: gather(parameter) for name, parameter in adapter_parameters(model).items()}
+    """The full tensors under PEFT's names and in its shapes. Where they are sharded every rank must call this."""
+    groups = _groups_of_b(model)
+    return {
+        name: _as_in_peft(gather(parameter), groups.get(name, 1))
+        for name, parameter in adapter_parameters(model).items()
+    }
+
+
+def expert_paths(model: nn.Module) -> dict[str, str]:
+    """Where PEFT has the factors of each adapted stack: it wraps the module of the experts once for each of their
+    parameters, the last one outermost.
+    """
+    paths: dict[str, str] = {}
+    adapted = adapted_layers(model)
+    for name in reversed([name for name in stacked_layers(model) if name in adapted]):
+        path = name.rpartition(".")[0]
+        while path in paths.values():
+            path += ".base_layer"
+        paths[name] = path
+    return paths
+
+
+def _groups_of_b(model: nn.Module) -> dict[str, int]:
+    """How many experts are in a factor B, by PEFT's name: there B (o, r g) has the expert as its fastest index."""
+    layers: dict[str, Any] = dict(adapted_layers(model))
+    return {f"{PEFT_PREFIX}{path}.lora_B.weight": layers[name].num_groups for name, path in expert_paths(model).items()}
+
+
+def _as_in_peft(b: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """(g o, r) -> (o, r g); any other factor as it is."""
+    return b if num_groups == 1 else b.unflatten(0, (num_groups, -1)).permute(1, 2, 0).flatten(1)
+
+
+def _from_peft(stored: Any, num_groups: int) -> Any:
+    """The reverse: (o, r g) -> (g o, r), read in full."""
+    return stored if num_groups == 1 else stored[:].unflatten(1, (-1, num_groups)).permute(2, 0, 1).flatten(0, 1)
+
+
+def _shape_in_peft(parameter: torch.Tensor, num_groups: int) -> tuple[int, ...]:
+    shape = full_shape(parameter)
+    return shape if num_groups == 1 else (shape[0] // num_groups, shape[1] * num_groups)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -151,9 +193,10 @@ def _fill(
     _refuse_misfit(model, shapes, where)
     parameters = adapter_parameters(model)
     aliases = {name: parameters[first] for name, first in tied_names(model).items()}
+    groups = _groups_of_b(model)
     for name, parameter in parameters.items():
         if name in shapes and local(parameter).numel():
-            local(parameter).copy_(local_part(parameter, read(name)))
+            local(parameter).copy_(local_part(parameter, _from_peft(read(name), groups.get(name, 1))))
     for name in shapes.keys() & aliases.keys():
         parameter = aliases[name]
         if not torch.equal(own := local(parameter), local_part(parameter, read(name)).to(own.device, own.dtype)):
@@ -177,10 +220,12 @@ def _refuse_misfit(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], wher
     )
     wrong = [f"missing: {name}" for name in sorted(parameters.keys() - shapes.keys() - may_lack)]
     wrong += [f"unexpected: {name}" for name in sorted(shapes.keys() - parameters.keys() - aliases.keys())]
+    groups = _groups_of_b(model)
+    wanted = {name: _shape_in_peft(parameter, groups.get(name, 1)) for name, parameter in parameters.items()}
     wrong += [
-        f"shape of {name}: {shapes[name]}, the model has {full_shape(parameter)}"
-        for name, parameter in sorted(parameters.items())
-        if name in shapes and shapes[name] != full_shape(parameter)
+        f"shape of {name}: {shapes[name]}, the model has {shape}"
+        for name, shape in sorted(wanted.items())
+        if name in shapes and shapes[name] != shape
     ]
     if wrong:
         raise UserError(

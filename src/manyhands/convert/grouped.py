@@ -1,5 +1,5 @@
 """A stack of linear layers of one shape, such as a block's experts: each row of the input is multiplied with the weight
-of its group, in plain torch.
+of its group.
 
 Shapes: a stack of g groups is an ``nn.Linear`` whose weight (g o, i) has the groups' weights one above the other, so
 that what holds, counts, shards and exports weights needs to know nothing of groups. Its input x (n, i) is sorted by
@@ -8,33 +8,21 @@ group; ``ends`` (g) is where the rows of each group end, as ``torch.nn.functiona
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from manyhands.kernels.grouped import grouped_matmul, multiply_groups, rows_of_groups
 from manyhands.model.weights import QuantizedLayer
-
-
-def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """x_k W_k^T of the rows of each group, (n, i), (g, o, i) -> (n, o)."""
-    return torch.cat([F.linear(x[rows], weight[group]) for group, rows in enumerate(_rows(ends))])
-
-
-def _rows(ends: torch.Tensor) -> Iterator[slice]:
-    begin = 0
-    for end in ends.tolist():
-        yield slice(begin, end)
-        begin = end
 
 
 class Grouped:
     """Mixed in before the class that holds the weight, in whatever form."""
 
     num_groups: int
+    stored_transposed: bool  # model.weights.StackedLayer
     weight: Any
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -49,7 +37,7 @@ class Grouped:
         size = self.out_features // self.num_groups
         parts = [
             self.multiply_in_fp8(x[rows], slice(group * size, (group + 1) * size))
-            for group, rows in enumerate(_rows(ends))
+            for group, rows in enumerate(rows_of_groups(ends))
             if rows.start < rows.stop
         ]
         return torch.cat(parts) if parts else x.new_zeros(0, size)
@@ -62,21 +50,29 @@ class _QuantizedMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, layer: Any) -> torch.Tensor:
         ctx.layer = layer
         ctx.save_for_backward(ends)
-        return grouped_matmul(x, layer.weight.to(x.dtype).unflatten(0, (layer.num_groups, -1)), ends)
+        return multiply_groups(x, layer.weight.to(x.dtype).unflatten(0, (layer.num_groups, -1)), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (ends,), layer = ctx.saved_tensors, ctx.layer
         weight = layer.weight.to(gradient.dtype).unflatten(0, (layer.num_groups, -1))
-        return grouped_matmul(gradient, weight.mT, ends), None, None
+        return multiply_groups(gradient, weight.mT, ends), None, None
 
 
 class GroupedLinear(Grouped, nn.Linear):  # type: ignore[misc]  # its forward takes the groups, too
     """A stack without biases in its own dtype."""
 
-    def __init__(self, num_groups: int, in_features: int, out_features: int, **options: Any) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        stored_transposed: bool = False,
+        **options: Any,
+    ) -> None:
         nn.Linear.__init__(self, in_features, num_groups * out_features, bias=False, **options)
-        self.num_groups = num_groups
+        self.num_groups, self.stored_transposed = num_groups, stored_transposed
 
 
 def sides_of(linear: nn.Linear) -> tuple[int, int]:
@@ -95,5 +91,5 @@ def hold(linear: nn.Linear, kind: Any, *arguments: Any) -> nn.Linear:
         held: nn.Linear = kind(linear, *arguments)
     else:
         held = _grouped_class(kind)(linear, *arguments)
-        held.num_groups = linear.num_groups
+        held.num_groups, held.stored_transposed = linear.num_groups, linear.stored_transposed
     return held.train(linear.training)

@@ -23,7 +23,7 @@ from torch import nn
 
 from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection
-from manyhands.convert.grouped import Grouped, grouped_matmul
+from manyhands.convert.grouped import Grouped
 from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
 from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.trainable import find_modules_to_save, inside, train_fully
@@ -31,6 +31,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, full_shape, is_full, local
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator
+from manyhands.kernels.grouped import grouped_matmul
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import block_linears, find_blocks
 from manyhands.model.weights import QuantizedLayer

@@ -32,9 +32,17 @@ from manyhands.export.files import begin_folder, commit_folder, write_tensors, w
 from manyhands.export.record import CARD
 from manyhands.export.reference import Reference, describe_tensor
 from manyhands.export.tensors import narrow, refuse_beyond
-from manyhands.facts.adapter import BASE_FILES, BESIDE_NF4, CONFIG, QUANTIZED_BASE, WEIGHTS, nf4_options
+from manyhands.facts.adapter import (
+    BASE_FILES,
+    BESIDE_NF4,
+    CONFIG,
+    EXPERTS_SINCE,
+    QUANTIZED_BASE,
+    WEIGHTS,
+    nf4_options,
+)
 from manyhands.model.structure import left_out, text_modules
-from manyhands.model.weights import quantized_layers
+from manyhands.model.weights import quantized_layers, stacked_layers
 
 
 def export_adapter(
@@ -120,7 +128,7 @@ def describe_adapter(
     model: nn.Module, method: MethodSection, base_name: str, revision: str | None = None
 ) -> dict[str, Any]:
     """The fields of PEFT's LoraConfig (https://huggingface.co/docs/peft) that say how our factors are used."""
-    saved = name_saved(model)
+    saved, parameters = name_saved(model), name_target_parameters(model)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -129,8 +137,9 @@ def describe_adapter(
         "inference_mode": True,
         "r": method.rank,
         "lora_alpha": int(method.alpha) if method.alpha == int(method.alpha) else method.alpha,
-        "lora_dropout": method.dropout,
+        "lora_dropout": 0.0 if parameters else method.dropout,  # PEFT has none beside target_parameters
         "target_modules": name_targets(model),
+        "target_parameters": parameters or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -142,7 +151,7 @@ def describe_adapter(
         "use_rslora": method.rslora,
         "rank_pattern": {},
         "alpha_pattern": {},
-    }
+    } | ({"peft_version": EXPERTS_SINCE} if parameters else {})
 
 
 def _describe_base(model: nn.Module, method: MethodSection) -> dict[str, Any]:
@@ -174,9 +183,35 @@ def name_targets(model: nn.Module) -> list[str]:
     PEFT adapts a module whose name is a target or ends with ``.`` and a target; in a multimodal model towers have some
     too.
     """
-    adapted = set(adapted_layers(model))
+    adapted = set(adapted_layers(model)) - set(_by_parameter(model))
     if left_out(model) or text_modules(model) is not None:
         return sorted(adapted)
     endings = sorted({name.rpartition(".")[2] for name in adapted})
     hit = {name for name, module in model.named_modules() if name.rpartition(".")[2] in endings}
     return endings if hit == adapted else sorted(adapted)
+
+
+def name_target_parameters(model: nn.Module) -> list[str]:
+    """PEFT's target_parameters, by the last parts of names where these mean exactly our layers, else by full names.
+
+    They are stacks of experts, and beside experts every other layer of an MLP too: in some families PEFT takes a target
+    module with such a name for the routed experts, and drops what it has of others.
+    """
+    adapted = _by_parameter(model)
+    hit = {
+        f"{name}.weight" if isinstance(module, nn.Linear) and name not in stacked_layers(model) else name: module
+        for name, module in model.named_modules()
+    }
+    endings = {".".join(name.split(".")[-3 if name.endswith(".weight") else -2 :]) for name in adapted.values()}
+    reached = {name for name in hit if any(name.endswith(f".{ending}") for ending in endings)}
+    return sorted(endings if reached == set(adapted.values()) else adapted.values())
+
+
+def _by_parameter(model: nn.Module) -> dict[str, str]:
+    """The adapted layers that PEFT has as parameters, by name, and the parameters' names."""
+    stacks = stacked_layers(model)
+    return {
+        name: name if name in stacks else f"{name}.weight"
+        for name in adapted_layers(model)
+        if stacks and (name in stacks or name.endswith(("gate_proj", "up_proj", "down_proj")))
+    }

@@ -29,7 +29,7 @@ from manyhands.model.source import (
     read_stored,
     revert,
 )
-from manyhands.model.weights import quantized_layers
+from manyhands.model.weights import quantized_layers, stacked_layers, stored_form, stored_names, stored_shape
 
 MAX_NAMED = 20
 
@@ -105,12 +105,37 @@ def lay_out(model: nn.Module, source: Path, dtype: torch.dtype) -> FileLayout:
 
 
 def _lay_out_new(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> FileLayout:
-    named = {name: torch.empty(0, device="meta") for name in tensors}
-    written = dict(named) if needs_conversion(model) else revert_weight_conversion(model, dict(named))  # type: ignore[arg-type]
+    stacks = stacked_layers(model)
+    conversions = tuple(
+        Conversion(
+            name,
+            tuple(
+                StoredTensor(part, Path(), tuple(tensor.shape), "BF16")
+                for part, tensor in revert_weight_conversion(model, {name: _on_meta(stored_shape(stack))}).items()  # type: ignore[arg-type]
+            ),
+            (),
+            None,
+            {name: stored_shape(stack)},
+        )
+        for name, stack in stacks.items()
+    )
+    named = {name: torch.empty(0, device="meta") for name in tensors if name not in stacks}
+    converts = needs_conversion(model) and not stacks
+    written = dict(named) if converts else revert_weight_conversion(model, dict(named))  # type: ignore[arg-type]
     by_tensor = {id(tensor): name for name, tensor in written.items()}
     names: dict[str, tuple[str, ...]] = {name: (by_tensor[id(tensor)],) for name, tensor in named.items()}
-    sizes = {names[name][0]: _bytes(full_numel(tensor), dtype, tensor) for name, tensor in tensors.items()}
-    return FileLayout(model, names, dict.fromkeys(tensors, dtype), sizes)
+    parts = {conversion.name: conversion.parts for conversion in conversions}
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if name in parts:
+            sizes |= {part.name: _bytes(_count(part.shape), dtype, tensor) for part in parts[name]}
+        else:
+            sizes[names[name][0]] = _bytes(full_numel(tensor), dtype, tensor)
+    return FileLayout(model, names, dict.fromkeys(tensors, dtype), sizes, conversions)
+
+
+def _on_meta(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
 
 
 def _stored_names(
@@ -119,6 +144,7 @@ def _stored_names(
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
+    aliases |= {id(tensors[name]): [name] for name in stacked_layers(model)}
     return {
         name: tuple(
             checkpoint.plain[alias].name for alias in aliases.get(id(tensor), [name]) if alias in checkpoint.plain
@@ -164,7 +190,8 @@ def _count(shape: tuple[int, ...]) -> int:
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, tied ones once under their first name, what adapters added left out.
 
-    A quantized weight stands on meta under its own name: ``iterate_whole`` dequantizes it.
+    A quantized weight stands on meta under its own name: ``iterate_whole`` dequantizes it. That of a stack has the name
+    by which transformers' model has it, and its own shape.
     """
     reshard(model)
     added = added_parameters(model)
@@ -188,7 +215,8 @@ def _with_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[st
         names[first] = f"{name}.weight"
         weights |= {first: torch.empty(shape, dtype=layer.weight_dtype, device="meta")} | dict.fromkeys(others)
     found = {names.get(name, name): weights.get(name, tensor) for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    stored = stored_names(model)
+    return {stored.get(name, name): tensor for name, tensor in found.items() if tensor is not None}
 
 
 def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype, beyond: dict[str, float]) -> torch.Tensor:
@@ -236,7 +264,12 @@ def iterate_whole(
     """
     beyond = {} if beyond is None else beyond
     layers, tokens = (adapted_layers(model), token_modules(model)) if merge else ({}, {})
-    quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
+    stacks, renamed = stacked_layers(model), stored_names(model)
+    quantized = {
+        renamed.get(weight, weight): layer
+        for name, layer in quantized_layers(model).items()
+        for weight in (f"{name}.weight",)
+    }
     for name, tensor in saved_tensors(model).items():
         whole = quantized[name].gather_weight() if name in quantized else gather(tensor)
         layer = layers.get(name.removesuffix(".weight"))
@@ -246,6 +279,8 @@ def iterate_whole(
         if holder is not None:
             rows = gather(holder.get_parameter(ROWS))
             whole = whole.to(rows.dtype).index_copy(0, torch.tensor(getattr(holder, IDS), device=rows.device), rows)
+        if name in stacks:
+            whole = stored_form(stacks[name], whole)
         wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
         advance()
         yield name, (narrow(name, whole, wanted, beyond) if whole.is_floating_point() else whole).cpu().contiguous()

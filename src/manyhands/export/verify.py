@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from manyhands.convert.fp8 import round_to_fp8
+from manyhands.convert.experts import round_experts
+from manyhands.convert.fp8 import StoredFp8Linear, round_to_fp8
+from manyhands.convert.nf4 import Nf4Linear
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.text import print_safely
 from manyhands.core.units import count_of
@@ -222,8 +224,10 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
     inner.set_attn_implementation(plain_attention(inner.config))
     if options:
         dequantize_as_one_row(inner, None if dtype == "auto" else getattr(torch, dtype))
+        round_experts(inner, Nf4Linear, kind == "nf4")  # bitsandbytes leaves them as they are
     if kind == "fp8":
         round_to_fp8(inner)
+        round_experts(inner, StoredFp8Linear)
     resize_embeddings(inner, needed_tokens(folder, rows_by_token(inner)))
     model = PeftModel.from_pretrained(inner, str(folder))
     return model, get_peft_model_state_dict(model, save_embedding_layers=False)  # True adds a grown base's embeddings

@@ -9,6 +9,7 @@ repeat it, or be left at its default; another value is an error that names both.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,11 @@ UNSUPPORTED = (
     "rank_pattern",
     "alpha_pattern",
     "fan_in_fan_out",
-    "target_parameters",
     "layer_replication",
     "lora_bias",
     "alora_invocation_tokens",
 )
+EXPERTS_SINCE = "0.19.0"  # PEFT's layout of factors of experts; one that is older, or silent, has another or may have
 # Values of init_lora_weights for which PEFT takes the first A and B out of the base's weights, each time it opens the
 # adapter: beside the weights as they are, A and B mean another model. One that is converted as it is saved says true.
 TAKEN_FROM_BASE = ("pissa", "corda", "olora", "loftq")
@@ -110,6 +111,14 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError("the adapter's configuration cannot be read", where=str(path), why=str(error)) from error
     beyond = [key for key in UNSUPPORTED if fields.get(key)]
+    if fields.get("target_parameters") and _version(fields.get("peft_version")) < _version(EXPERTS_SINCE):
+        raise UserError(
+            "the layout of this adapter's experts is not known",
+            where=str(path),
+            why=f"PEFT before {EXPERTS_SINCE} wrote another one under the same names, and peft_version is "
+            f"{fields.get('peft_version') or 'not there'}",
+            fix="open it with the PEFT that wrote it, and save it merged (merge_and_unload)",
+        )
     beyond += ["bias"] if fields.get("bias", "none") != "none" else []
     if fields.get("peft_type") != "LORA" or beyond:
         raise UserError(
@@ -128,6 +137,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return fields
 
 
+def _version(text: Any) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", str(text or ""))[:2]))
+
+
 def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
     """How an adapter was trained, in our keys.
 
@@ -137,7 +150,10 @@ def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
     targets = fields.get("target_modules")
     if not isinstance(targets, str | list | None):
         targets = [str(targets)]
-    if any(fields.get(key) for key in ("layers_to_transform", "exclude_modules")) or not targets:
+    parameters = fields.get("target_parameters") or []
+    if parameters and isinstance(targets, list | None) and isinstance(parameters, list):
+        targets = [*(targets or ()), *(str(name).removesuffix(".weight") for name in parameters)]
+    elif any(fields.get(key) for key in ("layers_to_transform", "exclude_modules")) or not targets:
         targets = read_targets(folder)
     elif isinstance(targets, str):
         targets = targets if targets == "all-linear" else (f"re:{targets}",)

@@ -1,4 +1,4 @@
-"""Dimensions of a dense decoder, from its config.json and the headers of its weights. Knows no torch, loads no weight.
+"""Dimensions of a decoder, from its config.json and the headers of its weights. Knows no torch, loads no weight.
 
 Where there are weights, shapes and counts are those of their headers. Without weights (``init="random"``) they follow
 from config.json and what is known of the family (``manyhands.families``).
@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from manyhands import families
 from manyhands.core.errors import UserError
+from manyhands.facts.experts import stack_experts
 from manyhands.facts.model_config import read_config
 from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_header, read_headers
 from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
@@ -44,9 +45,10 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     """
     outer, config = read_config(folder)
     is_multimodal = config is not outer
-    block = families.block_shapes(families.find(config), config)
+    block = families.block_shapes(families.find(config), config, config["num_hidden_layers"] - 1)
     num_tower_parameters, tower, stored, stored_nf4 = 0, None, _config_dtype(outer), None
     shapes, decoder = parameter_shapes(config), "model.language_model" if is_multimodal else "model"
+    groups = families.expert_groups(families.find(config), config)
     if init == "pretrained":
         tensors, in_nf4 = _read_tensors(folder, outer)
         if is_multimodal:
@@ -58,6 +60,10 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
             tensors = {BARE_TENSOR.sub("model.", n): t for n, t in tensors.items() if not n.endswith(UNREAD)}
         if is_tied(config):
             tensors.pop(HEAD, None)
+        tensors, stacks = stack_experts(tensors)
+        groups = {
+            match[2].removesuffix(".weight"): n for name, n in stacks.items() if (match := BLOCK_TENSOR.search(name))
+        }
         stored = _stored_dtype(tensors, folder)
         block = _largest_block(tensors) or block
         stored_nf4 = _describe_nf4(in_nf4, folder)
@@ -65,13 +71,14 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     elif is_multimodal and any(folder.glob("*.safetensors")):
         num_tower_parameters, tower = _read_towers(outer, _read_tensors(folder, outer)[0])
     num_heads, num_kv_heads = families.num_heads(config)
+    num_chosen = families.experts_per_token(config) if groups else 0
     return ModelFacts(
         name=name,
         folder=str(folder),
         model_type=config["model_type"],
         decoder=decoder,
         hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
+        intermediate_size=_active_width(block, groups, num_chosen) or config["intermediate_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -89,7 +96,12 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_tower_parameters=num_tower_parameters,
         tower=tower,
         num_block_parameters=sum(map(math.prod, block.values())),
-        block_linear_shapes=_linear_shapes(block),
+        num_in_blocks=bool(groups)
+        * sum(math.prod(shape) for name, shape in shapes.items() if BLOCK_TENSOR.search(name)),
+        block_linear_shapes=_linear_shapes(block, groups),
+        num_experts=groups,
+        experts_per_token=num_chosen,
+        num_active_parameters=_count_active(shapes, groups, num_chosen),
         block_norm_elements=norm_elements(block, config),
         head_norm_elements=norm_elements([name for name in block if _norm_of(name) in HEAD_NORMS], config),
         norms_mlp_output=any(_norm_of(name) in MLP_OUTPUT_NORMS for name in block),
@@ -110,12 +122,34 @@ def _read_towers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader])
     return sum(map(math.prod, around.values())), read_tower(config, around)
 
 
-def _linear_shapes(block: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+def _linear_shapes(block: Mapping[str, tuple[int, ...]], groups: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Without routers, which give a value for each expert, or one for a shared one."""
+    parents = {(name.rpartition(".experts.")[0], size) for name, num in groups.items() for size in (1, num)}
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in block.items()
-        if len(shape) == 2 and not _is_norm(name)
+        if len(shape) == 2
+        and not _is_norm(name)
+        and not any(name.startswith(f"{parent}.") and shape[0] == size for parent, size in parents)
     }
+
+
+def _count_active(shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, int], num_chosen: int) -> int:
+    count = 0
+    for name, shape in shapes.items():
+        match = BLOCK_TENSOR.search(name)
+        num_groups = groups.get(match[2].removesuffix(".weight"), 0) if match else 0
+        count += math.prod(shape) * num_chosen // num_groups if num_groups else math.prod(shape)
+    return count if groups else 0
+
+
+def _active_width(block: Mapping[str, tuple[int, ...]], groups: Mapping[str, int], num_chosen: int) -> int:
+    """The inner size of the MLPs that a token passes through, its experts and a shared one; 0 without experts."""
+    routed = sum(num_chosen * block[f"{name}.weight"][1] for name in groups if name.endswith("down_proj"))
+    shared = (
+        shape[1] for name, shape in block.items() if "shared" in name and re.search(r"(down_proj|output_linear)", name)
+    )
+    return routed and routed + sum(shared)
 
 
 def _count_windowed(config: Mapping[str, Any]) -> int | None:
@@ -189,9 +223,9 @@ def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters of a decoder without weights: embeddings, blocks, last norm, and a head if untied."""
     family = families.find(config)
     embeddings = (config["vocab_size"], config["hidden_size"])
-    block = families.block_shapes(family, config)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embeddings}
     for index in range(config["num_hidden_layers"]):
+        block = families.block_shapes(family, config, index)
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block.items()}
     shapes |= families.norm_shapes(family, config, "model.norm")
     return shapes if is_tied(config) else shapes | {HEAD: embeddings}

@@ -30,7 +30,6 @@ from manyhands.facts.types import ModelFacts
 
 CONFIG_FILE = "config.json"
 NEEDED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CROSS_ATTENTION_KEYS = ("cross_attention_layers",)
 MULTIMODAL_KEYS = ("vision_config", "audio_config")
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_qk_norm")
@@ -172,7 +171,9 @@ def check_purpose(config: Mapping[str, Any], path: Path) -> None:
 
 
 def check_supported(config: Mapping[str, Any], path: Path) -> None:
-    """UserError for anything but a dense text decoder whose weights are not quantized, or in bitsandbytes' NF4."""
+    """UserError for anything but a text decoder, dense or a mixture of experts that is known, whose weights are not
+    quantized, or in bitsandbytes' NF4.
+    """
     kind = config.get("model_type") or "this model"
     for keys, what in (
         (MULTIMODAL_KEYS, f"{kind} is multimodal, and its config.json does not say which part is the text decoder"),
@@ -181,7 +182,6 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
             f"{kind} has blocks that attend to images only: text skips them, and training would leave them unchanged or"
             " let them decay",
         ),
-        (EXPERT_KEYS, f"{kind} is a mixture of experts, which is not supported yet"),
         (("is_encoder_decoder",), f"{kind} has an encoder, which is not supported"),
     ):
         found = [key for key in keys if (key in config if key in MULTIMODAL_KEYS else config.get(key))]
@@ -192,6 +192,13 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
                 why=f"its config.json has {', '.join(found)}",
                 fix=f"use a dense text model, such as {families.EXAMPLES}",
             )
+    if families.num_experts(config) and (reason := families.why_no_experts(config)):
+        raise UserError(
+            f"{kind} is a mixture of experts that cannot be trained here",
+            where=str(path),
+            why=reason,
+            fix=f"use another mixture, such as {families.EXPERT_EXAMPLES}, or a dense text model",
+        )
     refuse_other_quantization(config, path)
     missing = [key for key in ("model_type", *NEEDED_KEYS) if not config.get(key)]
     if missing:

@@ -49,7 +49,7 @@ class TowerFacts(Fact):
 
 
 class ModelFacts(Fact):
-    """Dimensions of a dense decoder, from its config.json and the headers of its safetensors files.
+    """Dimensions of a decoder, from its config.json and the headers of its safetensors files.
 
     ``num_parameters`` counts each tied tensor once, and of a multimodal model the text decoder alone.
     ``block_linear_shapes`` are the (out, in) shapes of the linear layers of ONE block, by their name within the block
@@ -78,8 +78,12 @@ class ModelFacts(Fact):
     is_multimodal: bool = False  # by config.json: the text decoder is one part among others, stored with it or not
     num_tower_parameters: int = 0  # vision, audio and projectors of a multimodal model: they stay on disk
     tower: TowerFacts | None = None  # what images pass through, if the model has it
-    num_block_parameters: int  # of one block
+    num_block_parameters: int  # of one block, the largest
+    num_in_blocks: int = 0  # of all blocks; 0: each has as many
     block_linear_shapes: dict[str, tuple[int, int]]
+    num_experts: dict[str, int] = {}  # of the linear layers of one block, those that are stacks: of how many experts
+    experts_per_token: int = 0
+    num_active_parameters: int = 0  # that a token passes through, of a mixture of experts
     block_norm_elements: int  # elements a token that the norms of one block read: hidden_size for each
     head_norm_elements: int = 0  # of these, what norms of queries and keys read
     norms_mlp_output: bool = False  # before it is added to the residual stream
@@ -87,6 +91,19 @@ class ModelFacts(Fact):
     files: dict[str, str] = {}  # SHA-256 of config.json and, unless weights are random, of each weights file
     packs: bool = True  # whether samples of one pack train as if each was alone
     packing_reason: str = ""  # how that is known, or why not
+
+    @property
+    def active_linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """``block_linear_shapes`` as one token passes through them: of a stack the outputs of its experts alone."""
+        return {
+            name: (out // self.num_experts[name] * self.experts_per_token if name in self.num_experts else out, into)
+            for name, (out, into) in self.block_linear_shapes.items()
+        }
+
+    def adapter_parameters(self, name: str) -> int:
+        """Of an adapter of rank 1 on a linear layer of a block, or on each of a stack."""
+        out, into = self.block_linear_shapes[name]
+        return out + into * self.num_experts.get(name, 1)
 
 
 class DataFacts(Fact):

@@ -13,38 +13,50 @@ from importlib.metadata import PackageNotFoundError, version
 
 from manyhands.families.family import (
     IMAGE_TOKEN_FIELDS,
+    NUM_EXPERTS,
     Config,
+    Experts,
     Family,
     ImageLayout,
     KnownModule,
     block_shapes,
+    expert_groups,
+    experts_per_token,
     head_dim,
     infer_images,
     is_tied,
     norm_shapes,
+    num_experts,
     num_heads,
 )
-from manyhands.families.refused import IMAGES_REFUSED
+from manyhands.families.refused import EXPERTS_REFUSED, IMAGES_REFUSED
 
 __all__ = [
     "IMAGES_REFUSED",
+    "NUM_EXPERTS",
+    "Experts",
     "Family",
     "ImageLayout",
     "KnownModule",
     "block_shapes",
+    "expert_groups",
+    "experts_per_token",
     "find",
     "head_dim",
     "is_tied",
     "known_modules",
     "measured_types",
     "norm_shapes",
+    "num_experts",
     "num_heads",
     "types_with_images",
+    "why_no_experts",
     "why_no_images",
 ]
 
 MEASURED_WITH = "5.17."  # the transformers with which ``packs`` was measured (docs/equality.md)
 EXAMPLES = "Llama, Qwen3, Mistral or Gemma 3"  # for messages that ask for another model
+EXPERT_EXAMPLES = "Qwen3-MoE, OLMoE, Mixtral, GLM-4.5 or DeepSeek-V3"
 UNKNOWN = Family(name="unknown", model_types=())
 """What a family without a file is taken for: Llama's structure, its packing not measured."""
 
@@ -82,6 +94,14 @@ def why_no_images(config: Config) -> str:
     if not isinstance(config.get("vision_config"), dict):
         return "it takes text alone"
     return f"its config.json has neither {' nor '.join(IMAGE_TOKEN_FIELDS)}, in whose place images go"
+
+
+def why_no_experts(config: Config) -> str:
+    """Why a mixture of experts with this config.json cannot be trained; "" where it can."""
+    model_type = str(config.get("model_type"))
+    if find(model_type).experts is not None:
+        return ""
+    return EXPERTS_REFUSED.get(model_type, "its experts have not been tried")
 
 
 def known_modules() -> dict[str, KnownModule]:

@@ -97,6 +97,33 @@ def infer_images(config: Config) -> ImageLayout | None:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Where a family's config.json describes its experts, and what its blocks call them."""
+
+    parent: str = "mlp"  # the module of a block that holds experts and router
+    router: str = "gate.weight"  # (experts, hidden_size) within the parent
+    inner: str = "moe_intermediate_size"  # of one expert
+    shared: str = ""  # a module within the parent that every token passes through
+    shared_inner: str = ""  # its inner size; "": that of one expert times ``num_shared``
+    num_shared: str = "n_shared_experts"
+    shared_gate: str = ""
+
+
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+
+
+def num_experts(config: Config) -> int:
+    """Routed experts of a block; 0 for a dense model."""
+    return next((config[key] for key in NUM_EXPERTS if config.get(key)), 0)
+
+
+def experts_per_token(config: Config) -> int:
+    """Experts that each token goes to."""
+    return next((config[key] for key in EXPERTS_PER_TOKEN if config.get(key)), 2)
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of decoders, or of multimodal models around one. Defaults are Llama's.
 
@@ -128,6 +155,9 @@ class Family:
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # projections that are one matrix, in its order
     known_modules: tuple[KnownModule, ...] = ()
 
+    experts: Experts | None = None  # None: its mixtures of experts, if any, cannot be trained
+    latent_attention: bool = False  # queries, and keys with values, pass through a narrow layer each
+
     peft_targets: tuple[str, ...] = ()  # the modules that PEFT adapts if none are named; (): it has to be told
 
     # packing
@@ -154,16 +184,29 @@ def is_tied(family: Family, config: Config) -> bool:
 
 
 def head_dim(family: Family, config: Config) -> int:
+    if family.latent_attention:
+        return int(config["qk_rope_head_dim"] + config["qk_nope_head_dim"])
     return config.get("head_dim") or family.head_dim or config["hidden_size"] // config["num_attention_heads"]
 
 
-def block_shapes(family: Family, config: Config) -> Shapes:
-    """Shapes of the parameters of one block by their names in it, all blocks being alike."""
+def block_shapes(family: Family, config: Config, index: int = 0) -> Shapes:
+    """Shapes of the parameters of the block ``index`` by their names in it; all are alike but for experts, which some
+    of the blocks of a mixture have.
+    """
     shapes: Shapes = {}
-    for name, (out, into, bias) in _linears(family, config).items():
+    experts = None if _is_dense(family, config, index) else family.experts
+    for name, (out, into, bias) in _linears(family, config, experts).items():
         shapes[f"{name}.weight"] = (out, into)
         if bias:
             shapes[f"{name}.bias"] = (out,)
+    if experts is not None:
+        shapes[f"{experts.parent}.{experts.router}"] = (num_experts(config), config["hidden_size"])
+    if family.latent_attention:
+        shapes |= {
+            f"self_attn.{kind}_a_layernorm.weight": (config[f"{kind}_lora_rank"],)
+            for kind in ("q", "kv")
+            if config.get(f"{kind}_lora_rank")
+        }
     for name in family.norms:
         shapes |= norm_shapes(family, config, name)
     if family.qk_norm and (family.qk_norm_key is None or _flag(family, config, family.qk_norm_key)):
@@ -186,7 +229,64 @@ def num_heads(config: Config) -> tuple[int, int]:
     return heads, config.get("num_key_value_heads") or heads
 
 
-def _linears(family: Family, config: Config) -> dict[str, tuple[int, int, bool]]:
+def expert_groups(family: Family, config: Config) -> dict[str, int]:
+    """How many experts the stacks of a block hold, by name; {} for a dense model."""
+    number = num_experts(config)
+    if family.experts is None or not number:
+        return {}
+    return {f"{family.experts.parent}.experts.{name}": number for name in ("gate_up_proj", "down_proj")}
+
+
+def _is_dense(family: Family, config: Config, index: int) -> bool:
+    """Whether the MLP of the block ``index`` is one, in place of experts."""
+    if family.experts is None or not num_experts(config):
+        return True
+    kinds = config.get("mlp_layer_types")
+    return (
+        index < (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
+        or index in (config.get("mlp_only_layers") or ())
+        or (index + 1) % (config.get("decoder_sparse_step") or 1) != 0
+        or bool(kinds and kinds[index] == "dense")
+    )
+
+
+def _latent(config: Config) -> dict[str, tuple[int, int, bool]]:
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434)."""
+    hidden, heads, bias = config["hidden_size"], config["num_attention_heads"], bool(config.get("attention_bias"))
+    rope, plain, value = (config[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    kv_rank, q_rank, q_size = config["kv_lora_rank"], config.get("q_lora_rank"), heads * (rope + plain)
+    queries = {"q_proj": (q_size, hidden, False)}
+    if q_rank:
+        queries = {"q_a_proj": (q_rank, hidden, bias), "q_b_proj": (q_size, q_rank, False)}
+    linears = queries | {
+        "kv_a_proj_with_mqa": (kv_rank + rope, hidden, bias),
+        "kv_b_proj": (heads * (plain + value), kv_rank, False),
+        "o_proj": (hidden, heads * value, bias),
+    }
+    return {f"self_attn.{name}": linear for name, linear in linears.items()}
+
+
+def _experts(config: Config, experts: Experts) -> dict[str, tuple[int, int, bool]]:
+    hidden, inner, number = config["hidden_size"], config[experts.inner], num_experts(config)
+    stacks = f"{experts.parent}.experts"
+    linears = {
+        f"{stacks}.gate_up_proj": (number * 2 * inner, hidden, False),
+        f"{stacks}.down_proj": (number * hidden, inner, False),
+    }
+    if experts.shared_inner:
+        size = config.get(experts.shared_inner) or 0
+    else:
+        size = inner * (config.get(experts.num_shared) or 0) if experts.shared else 0
+    if size:
+        shared = f"{experts.parent}.{experts.shared}"
+        linears |= {f"{shared}.{name}": (size, hidden, False) for name in ("gate_proj", "up_proj")}
+        linears[f"{shared}.down_proj"] = (hidden, size, False)
+    if experts.shared_gate:
+        linears[f"{experts.parent}.{experts.shared_gate}"] = (1, hidden, False)
+    return linears
+
+
+def _linears(family: Family, config: Config, experts: Experts | None = None) -> dict[str, tuple[int, int, bool]]:
     """(out, in, has a bias) of each linear layer of a block."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], head_dim(family, config)
     heads, kv_heads = num_heads(config)
@@ -196,6 +296,10 @@ def _linears(family: Family, config: Config) -> dict[str, tuple[int, int, bool]]
     *first, last = family.mlp
     linears = {f"self_attn.{name}_proj": (num * dim, hidden, qkv_bias) for name, num in _heads_of(heads, kv_heads)}
     linears["self_attn.o_proj"] = (hidden, heads * dim, output_bias)
+    if family.latent_attention:
+        linears = _latent(config)
+    if experts is not None:
+        return linears | _experts(config, experts)
     linears |= {f"mlp.{name}": (inner, hidden, mlp_bias) for name in first}
     linears[f"mlp.{last}"] = (hidden, inner, mlp_bias)
     for merged, names in family.merged.items():

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from manyhands.families.family import Family, ImageLayout, KnownModule
+from manyhands.families.family import Experts, Family, ImageLayout, KnownModule
 from manyhands.families.images import ImageShape, Patches
 
 
@@ -38,6 +38,16 @@ QWEN2 = Family(
     peft_targets=("q_proj", "v_proj"),
     packs=True,
 )
+QWEN2_MOE = Family(
+    name="Qwen2-MoE",
+    model_types=("qwen2_moe",),
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=False,
+    experts=Experts(
+        shared="shared_expert", shared_inner="shared_expert_intermediate_size", shared_gate="shared_expert_gate"
+    ),
+)
 QWEN2_VL_TEXT = Family(
     name="Qwen2-VL",
     model_types=("qwen2_vl_text",),
@@ -69,4 +79,4 @@ QWEN2_5_VL = Family(
     images=QWEN_IMAGES,
 )
 
-FAMILIES = (QWEN2, QWEN2_VL_TEXT, QWEN2_5_VL_TEXT, QWEN2_VL, QWEN2_5_VL)
+FAMILIES = (QWEN2, QWEN2_MOE, QWEN2_VL_TEXT, QWEN2_5_VL_TEXT, QWEN2_VL, QWEN2_5_VL)

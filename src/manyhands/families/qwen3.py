@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from manyhands.families.family import Family, KnownModule
+from manyhands.families.family import Experts, Family, KnownModule
 from manyhands.families.qwen2 import QWEN_IMAGES
 
 QWEN3 = Family(
@@ -14,6 +14,16 @@ QWEN3 = Family(
     known_modules=(KnownModule("attention", "Qwen3Attention"), KnownModule("mlp", "Qwen3MLP")),
     peft_targets=("q_proj", "v_proj"),
     packs=True,
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    name="Qwen3-MoE",
+    model_types=("qwen3_moe",),
+    head_dim=None,
+    known_modules=(),
+    peft_targets=(),
+    packs=None,
+    experts=Experts(),
 )
 QWEN3_VL_TEXT = Family(
     name="Qwen3-VL",
@@ -32,4 +42,4 @@ QWEN3_VL = Family(
     images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens", "interp_indices")),
 )
 
-FAMILIES = (QWEN3, QWEN3_VL_TEXT, QWEN3_VL)
+FAMILIES = (QWEN3, QWEN3_MOE, QWEN3_VL_TEXT, QWEN3_VL)

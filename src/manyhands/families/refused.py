@@ -19,6 +19,20 @@ POSITIONS = "which positions its tokens of images have, by row and column, is no
 OMNI = "a part that speaks hangs on the hidden states of its text, and positions depend on sound"
 SOUND = "it takes sound, and no images"
 
+_HYBRID = "layers that are not attention carry a state from one packed document into the next"
+_INDEXER = "a part of its attention chooses tokens and gets no gradient"
+_EXPERTS = {
+    _HYBRID: "qwen3_next qwen3_5_moe qwen3_5_moe_text qwen4_exp qwen4_exp_text kimi_linear jamba granitemoehybrid "
+    "nemotron_h lfm2_moe zaya minimax",
+    _INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4",
+    "its attention has sinks, which the attention kernels here have not": "gpt_oss openai_privacy_filter "
+    "granitemoe_swa mimo_v2_flash",
+    "its layers have experts beside a dense MLP, and its router a part of its own": "gemma4 gemma4_text inkling "
+    "inkling_text diffusion_gemma",
+}
+EXPERTS_REFUSED = {name: reason for reason, names in _EXPERTS.items() for name in names.split()}
+"""Model types with experts that cannot be trained here, each with its reason."""
+
 INFERRED = ("aya_vision", "deepseek_vl", "janus", "qianfan_ocr", "vipllava")
 """Model types without a file of their own whose images were trained by what is inferred of them, with 5.17."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from manyhands.convert.adapter import read_adapter
+from manyhands.convert.experts import stack_experts
 from manyhands.convert.lora import apply_lora
 from manyhands.convert.nf4 import round_to_nf4
 from manyhands.core.errors import UserError
@@ -26,7 +27,7 @@ from manyhands.infer.settings import GenerationSettings
 from manyhands.model.attention import plain_attention
 from manyhands.model.documents import follow_documents
 from manyhands.model.resize_embeddings import resize_embeddings, rows_by_token
-from manyhands.model.structure import auto_class_of
+from manyhands.model.structure import auto_class_of, find_experts
 
 ADAPTER_CONFIG = "adapter_config.json"
 DeviceMap = str | dict[str, Any]
@@ -286,5 +287,7 @@ def put_adapter(model: nn.Module, adapter: Path) -> None:
     method = describe_method(adapter, fields)
     if method.init == "loftq":
         round_to_nf4(model, method.double_quant)
+    if find_experts(model):
+        stack_experts(model)
     apply_lora(model, method, 0, token_ids)
     read_adapter(model, adapter)

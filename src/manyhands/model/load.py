@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,23 @@ from manyhands.facts.types import NewTokens
 from manyhands.model.attention import register_attention
 from manyhands.model.multimodal import choose_attention, takes_images
 from manyhands.model.resize_embeddings import Resized, rows_by_token
-from manyhands.model.source import Checkpoint, needs_conversion, open_weights, read_checkpoint, read_converted
-from manyhands.model.structure import auto_class, hugging_face_model, is_multimodal
-from manyhands.model.weights import QuantizedLayer, quantized_layers
+from manyhands.model.source import (
+    Checkpoint,
+    needs_conversion,
+    open_parts,
+    open_weights,
+    read_checkpoint,
+    read_converted,
+)
+from manyhands.model.structure import auto_class, find_experts, hugging_face_model, is_multimodal
+from manyhands.model.weights import (
+    QuantizedLayer,
+    StackedLayer,
+    StackedRows,
+    quantized_layers,
+    stacked_layers,
+    stored_shape,
+)
 from manyhands.planner.types import Plan
 
 MARK = "_is_hf_initialized"  # transformers' initialization skips tensors with this attribute
@@ -69,7 +84,7 @@ def build_meta(plan: Plan, config: RunConfig, report: Callable[[str], object] = 
             why=(str(error).strip().splitlines() or [""])[0].split(". ")[0] or type(error).__name__,
             fix="use a model that transformers' AutoModelForCausalLM or AutoModelForMultimodalLM opens",
         ) from error
-    if config.model.init == "pretrained" and needs_conversion(model):
+    if config.model.init == "pretrained" and needs_conversion(model) and not find_experts(model):
         report(
             "weights are converted while they are loaded, by transformers' rules:"
             " every rank reads those in full, one group at a time"
@@ -197,6 +212,9 @@ def loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in left}
     for name, layer in layers.items():
         found[f"{name}.weight"] = torch.empty(layer.out_features, layer.in_features, device="meta")
+    for name, stack in stacked_layers(model).items():
+        del found[f"{name}.weight"]
+        found[name] = torch.empty(stored_shape(stack), device="meta")
     return found
 
 
@@ -241,8 +259,8 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
 def read_weights(model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens | None = None) -> None:
     """Copy this rank's slice of every stored tensor, file by file, cast to the parameter's dtype.
 
-    What transformers converts is read in full, one conversion at a time. Layers that fill themselves do so one after
-    the other, on all ranks together: a rank holds its slice of one weight at a time.
+    What transformers converts is read in full, one conversion at a time, but for weights of a stack. Layers that fill
+    themselves do so one after the other, on all ranks together: a rank holds its slice of one weight at a time.
     """
     filling = _Filling(model, new_tokens)
     for path in sorted({stored.file for stored in checkpoint.plain.values()}):
@@ -253,8 +271,22 @@ def read_weights(model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens
                 elif stored.file == path:
                     filling.fill(name, file.get_slice(stored.name) if stored.shape else file.get_tensor(stored.name))
     for conversion in checkpoint.conversions:
-        for name, tensor in read_converted(model, conversion).items():
-            filling.fill(name, tensor)
+        pieces = conversion.pieces if conversion.name in filling.stacks else ()
+        if not pieces:
+            for name, tensor in read_converted(model, conversion).items():
+                filling.fill(name, tensor)
+            continue
+        with open_parts(pieces) as files:
+            filling.fill(
+                conversion.name,
+                StackedRows((part.shape[0], partial(_read_part, files[part.file], part.name)) for part in pieces),
+            )
+
+
+def _read_part(file: Any, name: str, rows: slice, columns: slice) -> torch.Tensor:
+    advance()
+    part: torch.Tensor = file.get_slice(name)[rows, columns]
+    return part
 
 
 class _Filling:
@@ -265,8 +297,13 @@ class _Filling:
         self.layers = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
         self.resized = rows_by_token(model) if new_tokens is not None else set()
         self.filled: set[int] = set()
+        self.stacks = stacked_layers(model)
 
     def fill(self, name: str, stored: Any) -> None:
+        if name in self.stacks:
+            if not isinstance(stored, StackedRows):
+                stored = StackedRows.of_stored(self.stacks[name], stored)
+            name = f"{name}.weight"
         self._fill(name, stored)
         advance()
 
@@ -372,6 +409,10 @@ def _with_zeros(module: nn.Module, own: Mapping[str, torch.Tensor], device: torc
     else:
         copied = copy.copy(module)
         copied._parameters = dict(module._parameters)
+    for child, inner in module.named_children():  # a rule of the experts may name them, and theirs is the stack's own
+        if isinstance(inner, StackedLayer):
+            copied._modules = {key: value for key, value in copied._modules.items() if key != child}
+            copied._parameters[child] = nn.Parameter(torch.empty(stored_shape(inner), device="meta"))
     copied._parameters.update(full)
     copied._non_persistent_buffers_set = set()
     return copied

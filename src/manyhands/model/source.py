@@ -21,6 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -66,11 +68,28 @@ class Conversion:
     name: str  # what transformers calls the first tensor made
     parts: tuple[StoredTensor, ...]  # in transformers' order
     patterns: tuple[str, ...]  # for each part, the converter's pattern that it fits
-    converter: WeightConverter
+    converter: WeightConverter | None  # None: of a model that was read from no file
     shapes: Mapping[str, tuple[int, ...]]  # of the tensors made, by the model's names
+
+    @property
+    def pieces(self) -> tuple[StoredTensor, ...]:
+        """The parts in the order in which their rows stand one above the other in a stack, such as gate and up of the
+        first expert, then those of the next; () where the conversion does more than put them there.
+        """
+        assert self.converter is not None
+        merges, *joins = self.converter.operations
+        kinds = [operation for operation in joins if not (isinstance(operation, Concatenate) and operation.dim == 1)]
+        if not isinstance(merges, MergeModulelist) or merges.dim != 0 or kinds or len(joins) > 1:
+            return ()
+        columns = [
+            [part for part, own in zip(self.parts, self.patterns, strict=True) if own == pattern]
+            for pattern in self.converter.source_patterns
+        ]
+        return tuple(part for group in zip(*columns, strict=True) for part in group)
 
     def convert(self, model: Any, read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors made, by the model's names, of the parts that ``read`` gives."""
+        assert self.converter is not None
         return _convert(model, self.name, self.converter, zip(self.patterns, self.parts, strict=True), read)
 
 
@@ -190,10 +209,16 @@ def open_weights(path: Path) -> Iterator[Any]:
         ) from error
 
 
+@contextmanager
+def open_parts(parts: Iterable[StoredTensor]) -> Iterator[dict[Path, Any]]:
+    """The files that hold ``parts``."""
+    with ExitStack() as stack:
+        yield {path: stack.enter_context(open_weights(path)) for path in {part.file for part in parts}}
+
+
 def read_converted(model: Any, conversion: Conversion) -> dict[str, torch.Tensor]:
     """The whole tensors of one conversion."""
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(open_weights(path)) for path in {part.file for part in conversion.parts}}
+    with open_parts(conversion.parts) as files:
 
         def read(part: StoredTensor) -> torch.Tensor:
             advance()

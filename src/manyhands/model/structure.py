@@ -9,7 +9,7 @@ it from the source, byte for byte. With images ``model/multimodal.py`` lets them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -114,14 +114,33 @@ def set_attention(model: Any, implementation: str) -> None:
     model.set_attn_implementation(dict.fromkeys(["", *keys], implementation) if keys else implementation)
 
 
-def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear layer inside a block, by its full name; neither embeddings nor the head."""
+def find_experts(model: nn.Module) -> dict[str, Any]:
+    """The modules that hold a block's routed experts, by name: those of transformers'
+    ``use_experts_implementation``.
+    """
     return {
-        f"{block_name}.{name}": module
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+    }
+
+
+def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear layer inside a block, by its full name; neither embeddings nor the head, nor routers."""
+    parents = {name.rpartition(".")[0]: experts.num_experts for name, experts in find_experts(model).items()}
+    return {
+        full_name: module
         for block_name, block in find_blocks(model).items()
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear) and not _routes(full_name := f"{block_name}.{name}", module, parents)
     }
+
+
+def _routes(name: str, linear: nn.Linear, num_experts: Mapping[str, int]) -> bool:
+    """Whether a linear layer beside experts gives a value for each of them, or one for a shared one."""
+    return any(
+        linear.out_features in (1, count) and name.startswith(f"{parent}.") for parent, count in num_experts.items()
+    )
 
 
 class TextNeedsTower(UserError, AttributeError):

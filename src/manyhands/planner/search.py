@@ -297,6 +297,7 @@ def _converters(config: RunConfig, facts: Facts, decisions: Decisions) -> tuple[
         decisions.device,
         decisions.attention,
         has_towers=facts.model.is_multimodal,
+        has_experts=bool(facts.model.num_experts),
         has_new_tokens=facts.new_tokens is not None,
         continues_adapter=facts.adapter is not None,
     )

@@ -47,6 +47,8 @@ def map_model(t: Translator) -> None:
     settings = t.get("model_config", {})
     if not isinstance(settings, dict) or settings.keys() - set(_OF_EXPERTS):
         t.refuse("model_config", "settings of the model cannot be changed here: change its config.json")
+    elif settings.get("output_router_logits"):
+        t.refuse("model_config", "a loss of the router is not available: remove output_router_logits")
     t.no_op("model_config", "only models with experts have a router" if t.has("model_config") else "")
     t.only("tokenizer_legacy", (True,), "the tokenizer is read as its files have it: remove it")
     _map_tokens(t)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NoReturn
 
 from manyhands.config.patterns import EMBEDDING_NAMES, HEAD_NAMES, expand, matches, reaches
 from manyhands.config.schema import MethodSection, RunConfig
@@ -200,7 +201,8 @@ class EstimateInput:
     @property
     def num_root_parameters(self) -> int:
         """R = P - L B: what is in no block."""
-        return self.model.num_parameters - self.model.num_layers * self.model.num_block_parameters
+        m = self.model
+        return m.num_parameters - (m.num_in_blocks or m.num_layers * m.num_block_parameters)
 
     @property
     def frozen_block_bytes(self) -> int:
@@ -299,7 +301,7 @@ def count_text(config: RunConfig, model: ModelFacts, parts: Mapping[str, str]) -
         return trained
     if parts["language"] == "frozen":
         return TrainedWeights(0, 0, 0)
-    blocks = model.num_layers * model.num_block_parameters
+    blocks = model.num_in_blocks or model.num_layers * model.num_block_parameters
     return TrainedWeights(blocks, model.num_block_parameters, model.num_parameters - blocks)
 
 
@@ -315,8 +317,18 @@ def _any(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(reaches(name, pattern) for pattern in patterns for name in names)
 
 
+def _refuse_dora() -> NoReturn:
+    raise UserError(
+        "DoRA cannot adapt experts",
+        where="method.dora",
+        why="no format of adapters has lengths for the weights of experts, so that nothing could open the result",
+        fix="set method.dora=false, or name other layers in method.target_modules, such as q_proj and v_proj",
+    )
+
+
 def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:
-    """``r (in + out)`` for each adapted layer of each block, with DoRA ``out`` more; 0 where everything is trained.
+    """``r (in + out)`` for each adapted layer of each block, and each expert, with DoRA ``out`` more; 0 where
+    everything is trained.
 
     And what is fully trained (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair
     counts once. Norms are not counted. Else, for new tokens, ``k H`` in embeddings and head. Patterns are matched as
@@ -333,7 +345,9 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
             if _is_saved(full_name, method.modules_to_save):
                 whole += out * into
             elif any(matches(full_name, pattern) for pattern in patterns):
-                adapted += method.rank * (out + into) + out * method.dora
+                if method.dora and name in model.num_experts:
+                    _refuse_dora()
+                adapted += method.rank * model.adapter_parameters(name) + out * method.dora
     if not adapted:
         raise UserError(
             f"no layer matches method.target_modules: {', '.join(patterns)}",

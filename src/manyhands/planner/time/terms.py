@@ -102,7 +102,7 @@ def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
     """
     e, fp8 = s.estimate, s.estimate.fp8_blocks
     total = 0.0
-    for out, into in e.model.block_linear_shapes.values():
+    for out, into in e.model.active_linear_shapes.values():
         if not backward:
             total += matmul_s(s, tokens, out, into, fp8=fp8)
             continue
@@ -129,7 +129,7 @@ def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
         return 0.0
     share = min(1.0, e.num_adapter_parameters / max(1, full_adapter_parameters(e)))
     moved = 0.0
-    for out, into in e.model.block_linear_shapes.values():
+    for out, into in e.model.active_linear_shapes.values():
         moved += (2 * out + 3 * into) if backward else (into + 2 * out)
         moved += 0 if e.fuses_modules else 3 * out
         moved += into * (1.5 if e.adapter_dropout else 0.0) + out * (2 if e.adapter_dora else 0)
@@ -138,7 +138,7 @@ def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
 
 def full_adapter_parameters(e: EstimateInput) -> int:
     """Of adapters on all linear layers of the blocks."""
-    sides = sum(out + into for out, into in e.model.block_linear_shapes.values())
+    sides = sum(map(e.model.adapter_parameters, e.model.block_linear_shapes))
     return e.model.num_layers * e.adapter_rank * sides
 
 

@@ -1,0 +1,292 @@
+"""A model whose experts are stacks computes what transformers' own loop over experts does, in every family."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from manyhands import families
+from manyhands.config.schema import MethodSection
+from manyhands.convert.adapter import read_adapter
+from manyhands.convert.experts import stack_experts
+from manyhands.convert.grouped import GroupedLinear
+from manyhands.convert.lora import adapted_layers, apply_lora
+from manyhands.core.errors import UserError
+from manyhands.export.adapter import export_adapter
+from manyhands.export.model import export_model
+from manyhands.facts.adapter import read_adapter_config
+from manyhands.facts.experts import stack_experts as stack_headers
+from manyhands.facts.model import read_model_facts
+from manyhands.facts.model_config import check_supported
+from manyhands.facts.safetensors import TensorHeader
+from manyhands.infer.load import put_adapter
+from manyhands.kernels.grouped import gradients_in_one_launch, group_gradients, multiply_groups, multiply_in_one_launch
+from manyhands.model.attention import register_attention
+from manyhands.model.checks import check_loss, check_packing
+from manyhands.model.loss import LossModel
+from manyhands.model.probe import Single
+from manyhands.model.weights import StackedRows, stacked_layers, stored_form
+from tests.support.building import load_model
+from tests.support.experts import expert_model
+from tests.support.tiny import tiny_plan, tiny_run
+
+TYPES = [model_type for family in families.FAMILIES if family.experts is not None for model_type in family.model_types]
+PLAIN = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "granitemoe")
+METHOD = MethodSection(name="lora", rank=4, alpha=8.0)
+CPU = torch.device("cpu")
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    ids = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(3))
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-6))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_loss_and_gradients_are_those_of_the_loop(model_type: str) -> None:
+    """In full and with adapters, of which the loop has the products added to its weights."""
+    loop = expert_model(model_type)
+    model = copy.deepcopy(loop)
+    names = stack_experts(model)
+    expected, found = loss_of(loop), loss_of(model)
+    assert abs(found.item() / expected.item() - 1) < 1e-6
+    expected.backward()
+    found.backward()
+    stacks, gradients = stacked_layers(model), {n: p.grad for n, p in loop.named_parameters() if p.grad is not None}
+    for name, gradient in gradients.items():
+        own = model.get_parameter(f"{name}.weight" if name in stacks else name).grad
+        own = stored_form(stacks[name], own) if name in stacks else own
+        assert distance(own, gradient) < 1e-5, name
+    model.zero_grad()
+    loop.zero_grad()
+    apply_lora(model, METHOD, seed=0)
+    adapted = {name: layer for name, layer in adapted_layers(model).items() if name in names}
+    assert adapted.keys() == set(names)  # all-linear reaches experts, and no router
+    assert not any(name.endswith((".gate", "router.layer", "shared_expert_gate")) for name in adapted_layers(model))
+    with torch.no_grad():
+        for name, layer in adapted_layers(model).items():
+            layer.lora_B.weight.normal_(std=0.1)
+            merged = layer.merge(layer.weight, layer.lora_A.weight, layer.lora_B.weight)
+            weight = loop.get_parameter(name if name in stacks else f"{name}.weight")
+            weight.copy_(stored_form(layer, merged) if name in stacks else merged)
+    expected, found = loss_of(loop), loss_of(model)
+    assert abs(found.item() / expected.item() - 1) < 1e-6
+    expected.backward()
+    found.backward()
+    for name, layer in adapted.items():
+        by_group = loop.get_parameter(name).grad
+        by_group = by_group.mT if layer.stored_transposed else by_group
+        a, b = (x.weight.unflatten(0, (layer.num_groups, -1)) for x in (layer.lora_A, layer.lora_B))
+        for x, wanted in ((layer.lora_A, b.mT @ by_group), (layer.lora_B, by_group @ a.mT)):
+            assert distance(x.weight.grad, layer.scaling * wanted.flatten(0, 1)) < 1e-5, name
+
+
+@pytest.mark.parametrize("model_type", PLAIN)
+def test_packed_documents_are_as_if_alone(model_type: str) -> None:
+    model = expert_model(model_type)
+    stack_experts(model)
+    register_attention()
+    loss_model = LossModel(model)
+    assert check_loss(Single(loss_model), loss_model, CPU) < 1e-4
+    assert check_packing(Single(loss_model), loss_model, CPU) < 1e-3
+
+
+def write(folder: Path, model_type: str, **options: Any) -> Path:
+    expert_model(model_type, eager=False).bfloat16().save_pretrained(folder, **options)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("model_type", PLAIN)
+def test_a_saved_model_is_its_source_and_its_facts_count_it(tmp_path: Path, model_type: str, fused: bool) -> None:
+    source = write(tmp_path / "source", model_type, **({"save_original_format": False} if fused else {}))
+    before = contents(source)
+    facts = read_model_facts(source, "tiny", "pretrained")
+    parameters = {name: tensor for name, tensor in before.items() if "correction_bias" not in name}
+    assert facts.num_parameters == sum(tensor.numel() for tensor in before.values())
+    assert facts.num_active_parameters == facts.num_parameters - 2 * 6 * 3 * 48 * 64  # 6 of 8 experts rest, 2 blocks
+    assert set(facts.num_experts.values()) == {8} and facts.experts_per_token == 2 and parameters
+    for init in ("pretrained", "random"):
+        assert read_model_facts(source, "tiny", init).block_linear_shapes == facts.block_linear_shapes
+    model = load_model(tiny_plan(source), tiny_run(source))
+    linears = {
+        name: tuple(layer.weight.shape)
+        for name, layer in model.model.layers[1].named_modules()
+        if name in facts.block_linear_shapes
+    }
+    assert linears == facts.block_linear_shapes
+    export_model(tmp_path / "saved", model, source, "bfloat16", rank=0)
+    after = contents(tmp_path / "saved")
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_a_model_from_new_weights_is_saved_by_experts(tmp_path: Path, model_type: str) -> None:
+    source = write(tmp_path / "source", model_type)
+    expected = {name: tensor.shape for name, tensor in contents(source).items()}
+    (source / "model.safetensors").unlink()
+    config = tiny_run(source)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})
+    export_model(tmp_path / "saved", load_model(tiny_plan(source), config), source, "bfloat16", rank=0)
+    assert {name: tensor.shape for name, tensor in contents(tmp_path / "saved").items()} == expected
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "granitemoe"])
+def test_adapters_are_merged_expert_by_expert(tmp_path: Path, model_type: str, method: str) -> None:
+    source = write(tmp_path / "source", model_type)
+    model: Any = load_model(tiny_plan(source), tiny_run(source, method))
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            layer.lora_B.weight.normal_(std=0.1)
+    export_model(tmp_path / "saved", model, source, "float32", rank=0, merge=True)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for name, layer in adapted_layers(model).items():
+        if name in stacked_layers(model):
+            a, b = layer.lora_A.weight.double(), layer.lora_B.weight.double()
+            groups = zip(*(x.unflatten(0, (8, -1)) for x in (layer.weight.double(), a, b)), strict=True)
+            for weight, group_a, group_b, saved in zip(
+                *zip(*groups, strict=True), opened.get_parameter(name), strict=True
+            ):
+                assert distance(saved, weight + layer.scaling * group_b @ group_a) < 1e-6
+
+
+def test_rows_of_a_stack_are_read_as_a_tensor_is() -> None:
+    plain, turned = (GroupedLinear(3, 5, 4, stored_transposed=turned) for turned in (False, True))
+    for stack in (plain, turned):
+        rows = StackedRows.of_stored(stack, stored_form(stack, stack.weight.detach()))
+        for key in (slice(None), slice(3, 9), slice(4, 4), slice(12, 12), (slice(2, 11), slice(1, 4))):
+            assert torch.equal(rows[key], stack.weight.detach()[key])
+
+
+@pytest.mark.parametrize(("size", "inner"), [(16, 32), (4, 20)])
+def test_one_launch_is_the_loop(size: int, inner: int) -> None:
+    """What GPUs compute, here on the CPU; sides that are no multiples of 16 bytes are padded."""
+    draw = torch.Generator().manual_seed(0)
+    ends = torch.tensor([5, 5, 12, 20], dtype=torch.int32)
+    x, weight, gradient = (
+        torch.randn(shape, generator=draw).bfloat16() for shape in ((20, inner), (4, size, inner), (20, size))
+    )
+    torch.testing.assert_close(multiply_in_one_launch(x, weight, ends), multiply_groups(x, weight, ends))
+    back = multiply_in_one_launch(gradient, weight.mT, ends)
+    torch.testing.assert_close(back, multiply_groups(gradient, weight.mT, ends))
+    wanted = group_gradients(gradient, x, ends)
+    torch.testing.assert_close(gradients_in_one_launch(gradient, x, ends), wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_compiled_block_has_one_graph_for_all_loads(method: str) -> None:
+    model = expert_model("qwen3_moe")
+    stack_experts(model)
+    if method == "lora":
+        apply_lora(model, METHOD, seed=0)
+    plain, block = copy.deepcopy(model.model.layers[0].mlp), model.model.layers[0].mlp
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=False, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(3):
+            x = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(seed)).cumsum(1)
+            one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+            (compiled(one) ** 2).sum().backward()
+            (plain(other) ** 2).sum().backward()
+            assert distance(one.grad, other.grad) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("qwen3_next", "carry a state"),
+        ("gpt_oss", "sinks"),
+        ("glm_moe_dsa", "chooses tokens"),
+        ("new", "not been tried"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(model_type: str, why: str) -> None:
+    with pytest.raises(UserError, match=model_type) as caught:
+        check_supported({"num_experts": 8, "model_type": model_type}, Path("config.json"))
+    assert why in caught.value.why
+
+
+def test_headers_are_counted_as_stacks() -> None:
+    experts = {
+        f"layers.0.block_sparse_moe.experts.{number}.{name}.weight": TensorHeader("BF16", shape)
+        for number in range(11)
+        for name, shape in {"w1": (6, 4), "w2": (4, 6), "w3": (6, 4)}.items()
+    }
+    found, groups = stack_headers(experts | {"layers.0.block_sparse_moe.gate.weight": TensorHeader("BF16", (11, 4))})
+    assert {name: tensor.shape for name, tensor in found.items()} == {
+        "layers.0.mlp.gate.weight": (11, 4),
+        "layers.0.mlp.experts.gate_up_proj.weight": (132, 4),
+        "layers.0.mlp.experts.down_proj.weight": (44, 6),
+    }
+    assert groups == dict.fromkeys([name for name in found if "experts" in name], 11)
+
+
+TARGETS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    **{model_type: (model_type, "all-linear", {}) for model_type in PLAIN},
+    "a dense block first": ("deepseek_v3", "all-linear", {"first_k_dense_replace": 1}),
+    "attention and shared experts": ("deepseek_v3", ("q_b_proj", "shared_experts.up_proj"), {}),
+    "the first projection alone": ("qwen3_moe", ("gate_up_proj",), {}),
+    "the last projection of one block": ("qwen3_moe", ("layers.1.mlp.experts.down_proj", "v_proj"), {}),
+}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("case", TARGETS)
+def test_peft_opens_adapters_of_experts_with_the_same_logits(tmp_path: Path, case: str, rslora: bool) -> None:
+    model_type, targets, changes = TARGETS[case]
+    method = MethodSection(name="lora", rank=4, alpha=8.0, rslora=rslora, target_modules=targets, dropout=0.1)
+    ids = torch.arange(40)[None] % 256
+
+    def adapt() -> Any:
+        model = expert_model(model_type, **changes)
+        stack_experts(model)
+        apply_lora(model, method, seed=0)
+        return model.eval()
+
+    ours = adapt()
+    with torch.no_grad():
+        for layer in adapted_layers(ours).values():
+            layer.lora_B.weight.normal_(std=0.2)
+        export_adapter(tmp_path / "adapter", ours, method, "", rank=0)
+        logits, base = ours(ids).logits, expert_model(model_type, **changes).eval()(ids).logits
+        assert distance(base, logits) > 0.05
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # missing and unexpected keys are warnings
+            theirs = PeftModel.from_pretrained(expert_model(model_type, **changes), str(tmp_path / "adapter")).eval()
+        assert distance(theirs(ids).logits, logits) < 1e-5
+        again = adapt()
+        read_adapter(again, tmp_path / "adapter")
+        assert torch.equal(again(ids).logits, logits)
+        opened = expert_model(model_type, **changes).eval()
+        put_adapter(opened, tmp_path / "adapter")
+        assert distance(opened.eval()(ids).logits, logits) < 1e-6
+
+
+def test_an_adapter_of_an_older_layout_is_refused(tmp_path: Path) -> None:
+    fields = {"peft_type": "LORA", "target_parameters": ["experts.down_proj"]}
+    for version in ({}, {"peft_version": "0.18.1"}):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(fields | version))
+        with pytest.raises(UserError, match="layout of this adapter's experts"):
+            read_adapter_config(tmp_path)

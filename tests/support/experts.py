@@ -1,0 +1,80 @@
+"""Tiny mixtures of experts: 2 blocks of width 64, 8 experts of which a token goes to 2. Imports torch when called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.tiny import VOCAB_SIZE
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "num_dense_layers": 0,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
+    "initializer_range": 0.08,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+    "pad_token_id": 259,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+
+def expert_config(model_type: str, **changes: Any) -> Any:
+    """A config of ``model_type`` with those of the sizes above that it has, and with ``changes``."""
+    from transformers import AutoConfig
+
+    usual = AutoConfig.for_model(model_type)
+    values = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
+    if hasattr(usual, "kv_lora_rank"):
+        values |= LATENT
+    return AutoConfig.for_model(model_type, **values | changes)
+
+
+def expert_model(model_type: str, *, eager: bool = True, **changes: Any) -> Any:
+    """A transformers model in float32 with random weights, its experts computed by its own loop if ``eager``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            expert_config(model_type, **changes),
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            **{"experts_implementation": "eager"} if eager else {},
+        )
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if "correction_bias" in name or "expert_bias" in name:
+                    tensor.normal_(std=0.05)
+                elif isinstance(tensor, torch.nn.Parameter) and tensor.dim() > 1:
+                    tensor.normal_(std=0.08)
+    return model.train()
