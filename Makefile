@@ -147,7 +147,7 @@ setup-accelerate: $(READY)
 	@$(MANYHANDS) setup-accelerate $(if $(ASK),--ask)
 
 test: $(READY)
-	@$(PYTHON) -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not real and not gpu" $(PYTEST_ARGS)
+	@$(PYTHON) -m pytest -q $(SIDE_BY_SIDE) -m "not ci and not slow and not real and not gpu" $(PYTEST_ARGS)
 
 test-ci: WITHOUT := -m "not nightly"
 test-all test-ci: $(READY)

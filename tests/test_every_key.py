@@ -177,6 +177,7 @@ def test_the_table_holds_every_key_and_nothing_else() -> None:
     assert sorted(EFFECTS.keys() - keys) == [], "entries that are no keys"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("key", EFFECTS)
 def test_the_key_acts(key: str, lab: Lab) -> None:
     EFFECTS[key](lab)

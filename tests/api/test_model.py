@@ -38,6 +38,7 @@ def test_options_of_generation(model: mh.LanguageModel) -> None:
     assert model.generate(**ids, max_new_tokens=2, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("call", "what", "fix"),
     [

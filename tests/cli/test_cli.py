@@ -345,6 +345,7 @@ def test_a_killed_process_is_named(tmp_path, monkeypatch, name, exit_code):
     assert raised.value.exit_code == exit_code
 
 
+@pytest.mark.ci
 @pytest.mark.real
 def test_init_data_and_plan_on_the_real_model(tmp_path, monkeypatch):
     model = os.environ.get("MANYHANDS_SMOLLM2")

@@ -86,6 +86,7 @@ def test_init_without_data_says_what_to_give(tmp_path, monkeypatch):
     assert result.exit_code == EXIT_USAGE and "--data" in result.stderr
 
 
+@pytest.mark.ci
 def test_init_asks_on_a_terminal(tmp_path):
     """The second question is answered with Ctrl-C first, which leaves nothing behind."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
@@ -99,6 +100,7 @@ def test_init_asks_on_a_terminal(tmp_path):
     assert (config.task, config.data.too_long) == ("cpt", "split")
 
 
+@pytest.mark.ci
 def test_init_shows_columns_of_another_language_and_asks(tmp_path):
     (tmp_path / "fragen.csv").write_text(GERMAN)
     answers = [

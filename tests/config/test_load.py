@@ -157,6 +157,7 @@ def test_an_empty_section_is_its_defaults(tmp_path):
     assert load_config(write(tmp_path, BASE + "batch:\n")).batch.samples == "auto"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

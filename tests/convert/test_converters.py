@@ -32,6 +32,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_converter_from_outside_is_named_by_the_plan_and_trained_with(
     lab: Lab, method: str, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ def test_each_converter_is_a_class_of_its_own() -> None:
     assert len({type(converter) for converter in made}) == len(made)
 
 
+@pytest.mark.ci
 def test_features_that_a_plan_does_not_name_are_not_imported() -> None:
     code = (
         "import sys, manyhands.convert.build as b\n"

@@ -187,6 +187,7 @@ def test_compiled_blocks_share_one_graph_whatever_their_number_and_the_packs_len
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if method == "lora" else 1)
 
 
+@pytest.mark.ci
 def test_selective_recomputation_does_not_quantize_trained_weights_again() -> None:
     """The backward pass takes their scales alone, which are kept: 4 groups of weights in each of two blocks."""
     model, plain = in_fp8("llama", "full"), in_fp8("llama", "full")

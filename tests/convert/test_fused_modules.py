@@ -217,6 +217,7 @@ def test_sharded_ranks_give_the_gradients_of_one(
             )
 
 
+@pytest.mark.ci
 def test_weights_in_nf4_through_their_own_products() -> None:
     pytest.importorskip("bitsandbytes")
     from manyhands.convert import nf4

@@ -180,6 +180,7 @@ def test_patterns_that_cannot_be_meant_are_refused(keys: dict[str, Any], word: s
         adapt("llama", keys, ())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", ["dora", "norms and a layer"])
 def test_compiled_blocks_are_whole_graphs_with_the_same_gradients(case: str) -> None:
     family, keys, tokens = CASES[case]

@@ -82,6 +82,7 @@ def test_noise_is_uniform_and_neighbors_share_nothing() -> None:
         assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 5e-3
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 def test_layouts_agree_with_noise(tmp_path: Path, world: Ranks) -> None:
     equality.write_workspace(tmp_path, "llama", num_hidden_layers=2)

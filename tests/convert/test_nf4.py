@@ -40,6 +40,7 @@ def plain_dequantise(packed: torch.Tensor, absmax: torch.Tensor, shape: tuple[in
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bytes_and_values_are_those_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:

@@ -51,6 +51,7 @@ def plain(kind: str, x: torch.Tensor, layers: list[Layer]) -> Any:
     return plain_mlp(x, *layers, "silu") if kind == "mlp" else tuple(plain_linear(layer, x) for layer in layers)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("shape", [(2, 5), (1,), (0,), (3, 0)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_gradients_are_those_of_the_dequantised_weights(kind: str, shape: tuple[int, ...]) -> None:
@@ -117,6 +118,7 @@ def test_one_compiled_graph_gives_the_same_numbers(backend: str) -> None:
         assert_close(gradients(compiled(x), x, group + mlp), gradients(both(x), x, group + mlp))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["o", "mlp"])
 def test_no_dequantised_weight_is_kept_for_the_backward_pass(kind: str, compiled: bool) -> None:

@@ -100,6 +100,7 @@ def test_new_tokens_need_trained_rows() -> None:
         train_by_pattern(model, MethodSection(name="patterns", train=["embed_tokens"]), token_ids=(260,))
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -137,6 +138,7 @@ def test_bfloat16_with_float32_masters_is_the_same_under_ddp_and_fsdp(
     assert_equal_step(fsdp, ddp, 1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("keys", [{}, {"train": ["*"]}])
 def test_everything_trained_is_full_training(world: Ranks, folders: dict[str, str], keys: dict[str, Any]) -> None:

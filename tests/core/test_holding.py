@@ -89,6 +89,7 @@ def test_a_plain_tensor_is_its_own_part() -> None:
     assert holding.sum_over_shards([torch.ones(2)], [matrix])[0].tolist() == [1, 1]
 
 
+@pytest.mark.ci
 def test_one_module_knows_how_parameters_are_held() -> None:
     """DTensor is named in ``core/holding.py`` and by the engine that makes shards; ``train`` knows no process group."""
     for path in SOURCES.rglob("*.py"):

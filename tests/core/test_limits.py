@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from manyhands.core import limits
 
 NAMES = {name for name in vars(limits) if name.isupper()}
@@ -16,6 +18,7 @@ def assigned(path: Path) -> set[str]:
     return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
+@pytest.mark.ci
 def test_shared_limits_are_defined_once() -> None:
     others = {path.name: assigned(path) & NAMES for path in ROOT.rglob("*.py") if path != Path(limits.__file__)}
     assert len(NAMES) > 12 and {name: found for name, found in others.items() if found} == {}

@@ -132,6 +132,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 def test_ranks_wait_for_the_first_one_for_as_long_as_it_advances(tmp_path: Path) -> None:
     """Twenty seconds of work on rank 0 in a process group whose timeout is twelve: only work that advances keeps it.

@@ -308,6 +308,7 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_text, "LONG_CHARACTERS", 8)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_refusal_or_a_right_result(name: str, many_parts: None, tmp_path: Path) -> None:

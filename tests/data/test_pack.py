@@ -159,6 +159,7 @@ def test_dealt_rows(num_samples: int, num_ranks: int, micro_samples: int, accumu
     assert [len(part) for part in parts(layout)][:full] == [micro_samples] * full
 
 
+@pytest.mark.ci
 def test_a_million_rows_are_planned_in_seconds() -> None:
     """All steps of an epoch, on one core; tens of seconds would be seen at every start."""
     lengths = long_tail(np.random.default_rng(0), 1_000_000).astype(np.int32)

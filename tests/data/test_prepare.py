@@ -249,6 +249,7 @@ def start_half(config, folder: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.ci
 def test_a_killed_preparation_leaves_nothing_that_counts(
     write_rows, make_config, model_folder: Path, monkeypatch
 ) -> None:
@@ -268,6 +269,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(
     assert not left.exists()
 
 
+@pytest.mark.ci
 def test_two_preparations_at_once(write_rows, make_config, model_folder: Path) -> None:
     config = make_config(write_rows(QUESTIONS))
     process = start_half(config, model_folder)
@@ -351,6 +353,7 @@ def test_the_planning_side_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.ci
 @pytest.mark.real
 def test_gsm8k(make_config, smollm2: Path) -> None:
     path = os.environ.get("MANYHANDS_GSM8K", "")

@@ -124,6 +124,7 @@ def test_a_killed_process_is_a_clear_error() -> None:
         workers.close()
 
 
+@pytest.mark.ci
 def test_they_end_with_the_process_that_started_them() -> None:
     import subprocess
     import sys

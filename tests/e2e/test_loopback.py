@@ -57,6 +57,7 @@ def listeners() -> Iterator[Listeners]:
         yield made
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("master_port", [False, True])
 def test_manyhands_train(num_ranks: int, master_port: bool, place: Place, listeners: Listeners) -> None:
@@ -143,6 +144,7 @@ def test_eval_and_generate_in_several_processes(whole: object, place: Place, lis
     listeners.check(some=False)
 
 
+@pytest.mark.ci
 def test_the_processes_of_a_benchmark(tmp_path: Path, listeners: Listeners) -> None:
     """``manyhands.launch.agent`` starts them, as torchrun would."""
     (tmp_path / "ranks.py").write_text(

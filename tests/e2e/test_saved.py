@@ -32,6 +32,7 @@ def export(rank, *given):
 """
 
 
+@pytest.mark.ci
 def test_an_all_zero_a_missing_and_an_extra_tensor_fail_the_run_by_name(place: Place) -> None:
     ended = place.call(
         "-m",

@@ -109,6 +109,7 @@ def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compile
     assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("compiled", [False, True])
 def test_except_attention_repeats_everything_but_attention(compiled: bool, tmp_path) -> None:
     """What one more block adds is its input and the result of its attention; attention runs once."""
@@ -148,6 +149,7 @@ def test_eager_selective_repeats_cheap_operations_only() -> None:
     assert but_attention["aten::mm"] == block["aten::mm"]
 
 
+@pytest.mark.ci
 def test_a_compiled_block_repeats_no_matmul_whose_result_is_not_needed() -> None:
     """The last one of a block: nothing in its backward pass reads the block's output."""
     num_matmuls = {}
@@ -179,6 +181,7 @@ def test_eager_selective_keeps_the_products_of_fused_adapters(in_nf4: bool) -> N
     assert all(torch.equal(gradient, found["none"][1][name]) for name, gradient in found["selective"][1].items())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mode", ["selective", "except_attention", "full"])
 def test_lighter_layers_keep_what_the_next_lighter_mode_does(mode: Checkpointing, compiled: bool) -> None:

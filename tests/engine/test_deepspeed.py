@@ -95,6 +95,7 @@ def fsdp(workspace: Path) -> Callable[[str, str], Curve]:
     return run
 
 
+@pytest.mark.ci
 @installed
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "dtype", "method", "offload"), CURVES)

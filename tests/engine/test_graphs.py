@@ -154,6 +154,7 @@ class Counted:
         return self.model(collate(sample_set, np.array(rows, dtype=np.int64), shape))["lm"][0].item()
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("varlen_on_cpu")
 @pytest.mark.parametrize(("family", "method", "activation_checkpointing"), COMBINATIONS)
 def test_packs_of_any_fill_run_one_graph_a_kind_of_block(
@@ -173,6 +174,7 @@ def test_packs_of_any_fill_run_one_graph_a_kind_of_block(
     assert counted.num_graphs == kinds + KINDS[family]
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("varlen_on_cpu")
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_no_number_enters_a_graph_as_a_tensor(method: str) -> None:
@@ -190,6 +192,7 @@ def test_with_masks_too_where_packs_hold_several_documents(activation_checkpoint
     assert counted.num_graphs == 1
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("varlen_on_cpu")
 def test_the_numbers_are_those_without_compilation() -> None:
     counted, rows = Counted("gemma3", attention=VARLEN), make_rows()

@@ -55,6 +55,7 @@ def both(
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("micro_batches", [ONE, SEVERAL], ids=["one", "several"])
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -112,6 +112,7 @@ def reference(
 SLOW, FAST = pytest.mark.slow, ("aya_vision", "lighton_ocr")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "states"),
     [
@@ -210,6 +211,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "states", "method", "layout"),

@@ -94,6 +94,7 @@ def test_random_weights_do_not_depend_on_the_sharding(world: Ranks, folders: dic
     assert np.abs(one["weights"]["model.embed_tokens.weight"]).max() > 0.1
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_bfloat16_is_the_same_under_every_layout(world: Ranks, folders: dict[str, str], method: str) -> None:

@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("loftq"), "llama", "bfloat16", with_tokenizer=False, **WIDE)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 @pytest.mark.parametrize("way", WAYS)
 def test_factors_do_not_depend_on_the_ranks(world: Ranks, folder: Path, way: str, init: str) -> None:

@@ -63,6 +63,7 @@ def backward(engine: NativeEngine, seed: int = 0, *, last: bool = True) -> None:
     engine.backward(engine.forward(pack(documents(seed, 12, 7)))["lm"][0] / 19, last=last)
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "accumulation", "max_grad_norm", "changes"),
@@ -230,6 +231,7 @@ class TestCompiled:
         yield
         torch._dynamo.reset()
 
+    @pytest.mark.ci
     @pytest.mark.parametrize("family", ["llama", "gemma3"])
     @pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
     def test_blocks_of_a_kind_share_one_graph(

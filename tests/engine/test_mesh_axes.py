@@ -51,6 +51,7 @@ def reference(workspace: Path, world: Ranks) -> Curve:
     return equality.run_case(world, workspace, Case("one rank", 1, PACKED), DTYPE, "full")
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("strategy", "mesh"),

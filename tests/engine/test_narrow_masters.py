@@ -66,6 +66,7 @@ def test_what_is_in_host_memory_learns_the_same_bits(world: Ranks, folder: str, 
         assert all(np.array_equal(moved["weights"][name], weight) for name, weight in plain["weights"].items())
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("keys", [*WAYS.values(), {"offload": "all"}], ids=[*WAYS, "single, offloaded"])
 def test_micro_batches_are_summed_in_float32_on_every_layout(world: Ranks, folder: str, keys: dict[str, Any]) -> None:
@@ -88,6 +89,7 @@ def test_float32_masters_learn_the_same_within_rounding(folder: str) -> None:
     np.testing.assert_allclose(narrow["losses"], wide["losses"], rtol=0.02)
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 def test_every_layout_learns_the_same(world: Ranks, folder: str) -> None:
     config = tiny_run(folder)
@@ -116,6 +118,7 @@ def test_shards_are_rounded_as_the_whole_is(world: Ranks, folder: str) -> None:
         assert all(np.array_equal(one["weights"][name], weight) for name, weight in result["weights"].items())
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", ["fsdp", "fsdp, offloaded"])
 def test_a_resumed_run_has_the_same_bits_on_another_layout_too(
@@ -132,6 +135,7 @@ def test_a_resumed_run_has_the_same_bits_on_another_layout_too(
     assert back["losses"] == whole["losses"][2:]
 
 
+@pytest.mark.ci
 def test_steps_too_small_for_bfloat16_are_taken_on_average(folder: str) -> None:
     """At 1e-5 a step, weights near their own size of 0.02 have neighbours 6e-5 apart or more: 30 steps still lower the
     loss.

@@ -93,6 +93,7 @@ def test_weights_are_those_of_a_model_that_transformers_quantises(folder: str) -
         assert torch.equal(held[: packed.numel()], packed), name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_that_of_one_process(world: Ranks, folder: str, way: str) -> None:
     config = tiny_run(folder, "qlora")

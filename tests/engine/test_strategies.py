@@ -72,6 +72,7 @@ def run(folder: str, method: str, **keys: Any) -> Any:
     return tiny_run(folder, method, **keys)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", SHARDED_METHODS)
 def test_every_way_gives_the_step_of_one_process(world: Ranks, folder: str, method: str) -> None:
     config = run(folder, method)
@@ -102,6 +103,7 @@ def test_what_is_recomputed_or_offloaded_changes_no_bit(world: Ranks, folder: st
         assert all(np.array_equal(found[name], plain[name]) for name in plain), keys
 
 
+@pytest.mark.ci
 def test_bfloat16_is_the_same_hybrid_offloaded_and_sharded(world: Ranks, folder: str) -> None:
     micro = [[documents(seed, [5, 11], 0.7) for seed in range(4)]]
     keys = {"world_size": 4, "compute_dtype": "bfloat16", "frozen_dtype": "bfloat16"}
@@ -119,6 +121,7 @@ def test_bfloat16_is_the_same_hybrid_offloaded_and_sharded(world: Ranks, folder:
         assert result["norm"] == pytest.approx(results[0]["norm"], rel=1e-7)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", SHARDED_METHODS)
 def test_hybrid_saves_resumes_elsewhere_and_exports(world: Ranks, folder: str, method: str, tmp_path: Path) -> None:
     config = run(folder, method)
@@ -144,6 +147,7 @@ def test_hybrid_saves_resumes_elsewhere_and_exports(world: Ranks, folder: str, m
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "way", [{"strategy": "fsdp", "world_size": 2}, {"strategy": "single", "world_size": 1}, HYBRID]
 )

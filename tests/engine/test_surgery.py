@@ -54,6 +54,7 @@ def test_recomputing_runs_each_block_twice() -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.ci
 def test_compiled_blocks_are_whole_graphs_under_the_same_names() -> None:
     def compile_recomputed(model: Any) -> None:
         checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)

@@ -78,6 +78,7 @@ def by_name(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "dtype", "method"), AGREE)
 def test_layouts_agree(workspaces: Workspaces, name: str, dtype: str, method: str) -> None:
@@ -85,6 +86,7 @@ def test_layouts_agree(workspaces: Workspaces, name: str, dtype: str, method: st
     assert deviation.loss <= equality.BOUNDS[dtype] and deviation.norm <= equality.NORM_BOUNDS[dtype], deviation
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 def test_steps_of_packs_agree_over_ranks_micro_batches_and_without_packing(workspaces: Workspaces) -> None:
     size = {"batch.samples": "auto", "batch.packs": 3}
@@ -151,6 +153,7 @@ def test_the_run_is_worth_comparing(workspaces: Workspaces) -> None:
     assert four.num_steps_with_idle_rank > 0
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_layouts_agree_where_rotary_frequencies_hang_on_the_length(kind: str, tmp_path: Path, world: Ranks) -> None:

@@ -25,6 +25,7 @@ from tests.support.multimodal import TRAINED, write_tiny_multimodal
 IDS = torch.arange(40)[None] + 40
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", TRAINED)
 def test_merged_it_is_the_source_with_other_text_and_as_an_adapter_it_fits_the_source(
     tmp_path: Path, family: str

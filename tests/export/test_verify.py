@@ -142,6 +142,7 @@ def test_a_model_larger_than_memory_is_compared_on_the_files(written: Path, monk
     assert "not reopened, the model needs" in found.notes[1]
 
 
+@pytest.mark.ci
 def test_the_fresh_process_answers_by_its_exit_code(written: Path, tmp_path: Path) -> None:
     line = verify_in_fresh_process(
         written / "adapter", written / "adapter.json", base=written / "base", probe_path=written / "adapter.probe"

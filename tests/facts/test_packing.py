@@ -119,6 +119,7 @@ def test_a_family_that_cannot_be_trained_is_refused_before_the_data_is_touched(
     assert "router loss" in caught.value.why
 
 
+@pytest.mark.ci
 def test_the_real_probe_answers_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.tiny import tiny_config
 

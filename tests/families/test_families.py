@@ -55,6 +55,7 @@ def places(source: str, pattern: re.Pattern[str]) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.ci
 def test_no_family_is_named_outside() -> None:
     pattern = names_of_families()
     found = [

@@ -30,12 +30,14 @@ def test_every_file_that_a_guide_names_exists(path: str) -> None:
     assert (ROOT / path).is_file()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("script", ["run_nvidia_all.sh", "run_amd_all.sh"])
 def test_a_launcher_script_never_trains_on_the_cpu_instead(script: str, place: Path) -> None:
     done = call("bash", script, f"{place}/run.yaml", "--dry-run")
     assert done.returncode == 2 and "parallel.device is cuda, but no GPU is visible" in done.stdout, done.stdout
 
 
+@pytest.mark.ci
 def test_a_launcher_script_trains_its_own_run_file_unless_it_is_given_one(place: Path) -> None:
     done = call("bash", "run_nvidia_all.sh", *replaced(place), "parallel.device=cpu", "parallel.gpus=2", "--dry-run")
     assert done.returncode == 0, done.stdout
@@ -43,6 +45,7 @@ def test_a_launcher_script_trains_its_own_run_file_unless_it_is_given_one(place:
     assert "[train] Effective batch size: 64" in done.stdout
 
 
+@pytest.mark.ci
 def test_make_takes_accelerates_and_deepspeeds_files(place: Path) -> None:
     """Both shard the run; without DeepSpeed its part is FSDP2's, which is said."""
     run = (f"CONFIG={place}/run.yaml", f"ARGS=--dry-run parallel.gpus=2 {' '.join(outputs(place, 'settings'))}")
@@ -81,6 +84,7 @@ def test_accelerate_launch_with_the_guides_file(place: Path, name: str, ranks: i
     check_trained(done, place / "runs" / name, strategy, ranks)
 
 
+@pytest.mark.ci
 def test_accelerate_launch_on_cpus_does_not_train_one_process_in_place_of_two(place: Path) -> None:
     command = (*ACCELERATE, "--cpu", "--num_processes", "2", "scripts/train_hf.py", "--config", f"{place}/run.yaml")
     done = call(*command, *outputs(place, "cpus"))

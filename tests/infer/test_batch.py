@@ -74,6 +74,7 @@ def test_each_row_comes_back_in_order_with_the_answer_it_has_alone(model: Path, 
     assert read(output) == found
 
 
+@pytest.mark.ci
 def test_the_number_of_processes_and_the_batch_change_nothing(model: Path, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", make_rows(14))
     sampled = GenerationSettings(max_new_tokens=6, temperature=1.0, top_p=0.9, seed=3)

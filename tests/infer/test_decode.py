@@ -34,6 +34,7 @@ def alone(model: Any, prompts: list[list[int]], settings: GenerationSettings, en
     return [complete(model, make_tokenizer(), [p], settings, ends, [n])[0] for n, p in enumerate(prompts)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_batch_of_unequal_prompts_gives_each_the_tokens_it_gets_alone(family: str) -> None:
     model = tiny_model(family).eval()

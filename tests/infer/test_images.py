@@ -200,6 +200,7 @@ def amplify(folder: Path) -> None:
     config.write_text(config.read_text().replace('"sliding_window": 8', '"sliding_window": 64'))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
 def test_prompts_of_an_evaluation_are_answered_with_their_images(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from manyhands.infer.load import open_answerer
 FOLDER = os.environ.get("MANYHANDS_SMOLLM2", "")
 
 
+@pytest.mark.ci
 @pytest.mark.real
 @pytest.mark.skipif(not FOLDER, reason="MANYHANDS_SMOLLM2 does not name the model's folder")
 def test_it_answers_and_stops() -> None:

@@ -302,6 +302,7 @@ def test_who_tokenizes_long_keeps_nobody_waiting(port: int, monkeypatch: pytest.
         assert long.recv(8) == b"HTTP/1.1"
 
 
+@pytest.mark.ci
 def test_requests_that_do_not_come_to_their_end_are_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.infer.http.HEAD_S", 0.5)
     monkeypatch.setattr(serve, "BODY_S", 0.5)

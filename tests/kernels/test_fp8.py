@@ -80,6 +80,7 @@ def test_a_sum_over_rows_of_any_scale_loses_nothing_but_the_codes_rounding(num_r
     assert gap(found, exact) < 2e-3
 
 
+@pytest.mark.ci
 def test_a_compiled_sum_over_rows_has_the_same_bits_and_launches_no_small_operation_by_itself() -> None:
     spread = torch.logspace(-9, 9, 33)[:, None]
     given = *ops.quantize_rows([draw(33, 48) * spread]), *ops.quantize_rows([draw(33, 16, seed=1) / spread])
@@ -190,6 +191,7 @@ def test_no_gradient_is_computed_for_an_input_that_wants_none() -> None:
     assert layer.a is not None and layer.a.grad is not None and layer.base[0].grad is None
 
 
+@pytest.mark.ci
 def test_one_compiled_graph_serves_every_number_of_tokens_and_gives_the_same_numbers() -> None:
     layers = [
         draw_layer(48, 32, 4, False, False, seed=1),

@@ -217,6 +217,7 @@ def test_quantized_weights_come_as_pieces_and_are_not_kept() -> None:
     assert_close(gradients(lora_linears(x, mixed), x, mixed), expected)
 
 
+@pytest.mark.ci
 def test_one_compiled_graph_gives_the_same_numbers() -> None:
     layers = [draw_layer(8, 12, bias=True), draw_layer(3, 12), coded(draw_layer(5, 12))[0]]
     mlp = [draw_layer(20, 12), coded(draw_layer(20, 12, seed=1))[0], draw_layer(12, 20)]

@@ -43,6 +43,7 @@ def with_gradients(
     return [total.detach(), hidden.grad, weight.grad]  # type: ignore[list-item]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["eager", "compile"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("scale, cap", [(1.0, None), (0.25, None), (1.0, 3.0), (0.5, 2.0)])

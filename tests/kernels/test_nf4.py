@@ -49,6 +49,7 @@ def define(
     return (level * absmax.view(-1, 1)).view(-1)[: shape[0] * shape[1]].view(shape).to(dtype)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_definition_passes_the_self_test(dtype: torch.dtype, device: torch.device) -> None:

@@ -418,6 +418,7 @@ def test_a_node_that_is_silent_is_lost_on_both_sides(meeting: Meeting, monkeypat
     assert first.kind == SILENT and "nothing was heard from it for 1.5 s" in first.why
 
 
+@pytest.mark.ci
 def test_beats_keep_a_channel_alive_and_carry_what_node_0_is_to_know(meeting: Meeting):
     channels = meeting.all_come(hello(0, 2), hello(1, 2), silence_s=2.5)
     channels[1].beat_fields = lambda: {"2": "beat of rank 2"}
@@ -448,6 +449,7 @@ def test_a_node_that_fails_leaves_no_gap_in_what_the_others_gather(meeting: Meet
     assert "error: no such file" in texts[0] and "error: no such file" in texts[2]
 
 
+@pytest.mark.ci
 def test_another_node_0_elsewhere_is_found(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(channel_module, "LINGER_S", QUICK_S)
     other = Meeting()

@@ -58,6 +58,7 @@ def test_lengths_are_a_token_for_four_characters(folder):
     assert 20 < batch["mean_tokens"] < 40  # 80 characters, and the template's
 
 
+@pytest.mark.ci
 def test_a_run_still_needs_weights_and_tokenizer(folder):
     run = {"model": {"name": str(folder / "config")}, "data": {"train": str(folder / "text.jsonl")}, "task": "cpt"}
     for keys, missing in (({}, "no weights"), ({"model.init": "random"}, "no tokenizer")):

@@ -32,6 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return RunFolder(tmp_path)
 
 
+@pytest.mark.ci
 def test_the_lock_of_a_process_that_is_gone_is_taken_after_a_while(folder: RunFolder) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
@@ -45,6 +46,7 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_after_a_while(folder: RunFo
     assert 2.0 <= time.monotonic() - begin < 20
 
 
+@pytest.mark.ci
 def test_a_holder_that_beats_keeps_it_where_the_file_system_has_no_locks(folder: RunFolder) -> None:
     lock = FolderLock(folder)
     lock.start_heartbeat()

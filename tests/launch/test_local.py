@@ -100,6 +100,7 @@ def test_the_first_cause_is_named(planned, monkeypatch, acts, code, words):
     assert ended == code and all(word in text for word in words), text
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("acts", "words"),
     [
@@ -118,6 +119,7 @@ def test_a_rank_that_hangs_is_named_in_bounded_time(planned, monkeypatch, acts, 
     assert code == 1 and all(word in text for word in words), text
 
 
+@pytest.mark.ci
 def test_a_survivor_that_holds_the_gil_is_not_waited_for(planned, monkeypatch):
     """As a kernel launch may that waits for a peer that is gone. Torch's agent alone gives it 30 s."""
     monkeypatch.setattr("manyhands.launch.watch.GRACE_S", LONG_S)
@@ -127,6 +129,7 @@ def test_a_survivor_that_holds_the_gil_is_not_waited_for(planned, monkeypatch):
     assert time.monotonic() - begin < 25
 
 
+@pytest.mark.ci
 def test_one_that_ticks_is_given_time_after_a_cause(planned, monkeypatch):
     """Until torch's agent, which gives it 30 s, has lost its patience."""
     monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 6.0)
@@ -135,6 +138,7 @@ def test_one_that_ticks_is_given_time_after_a_cause(planned, monkeypatch):
     assert code == 1 and time.monotonic() - begin > 6
 
 
+@pytest.mark.ci
 def test_a_rank_that_works_slowly_is_waited_for_by_those_that_cannot_go_on(planned):
     """Nine seconds of work with a limit of three: the rank that waits makes no progress, and is no cause to end the
     run.
@@ -142,6 +146,7 @@ def test_a_rank_that_works_slowly_is_waited_for_by_those_that_cannot_go_on(plann
     assert launch(planned, "work slowly, then end", "wait for slow work, then end", timeout_s=3) == (0, "")
 
 
+@pytest.mark.ci
 def test_slow_ranks_that_beat_are_left_alone(planned):
     folder, plan = planned("beat", "wait")
     (folder.path / "fake.json").write_text(json.dumps(["beat", "beat"]))
@@ -179,6 +184,7 @@ def start_launcher(folder) -> tuple[subprocess.Popen[str], list[psutil.Process]]
     return launcher, psutil.Process(launcher.pid).children(recursive=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all_and_says_how_to_go_on(planned, number, code):
     folder, _ = planned("wait with child", "wait")
@@ -199,6 +205,7 @@ def test_a_signal_ends_all_and_says_how_to_go_on(planned, number, code):
     assert folder.read_status()["state"] == "interrupted"
 
 
+@pytest.mark.ci
 def test_a_run_that_was_finished_when_the_signal_came_stays_finished(planned):
     folder, _ = planned("finish when asked", "finish when asked")
     launcher, _ = start_launcher(folder)
@@ -208,6 +215,7 @@ def test_a_run_that_was_finished_when_the_signal_came_stays_finished(planned):
     assert folder.read_status()["state"] == "finished"
 
 
+@pytest.mark.ci
 def test_a_signal_is_answered_before_the_ranks_answer_it_and_a_second_ends_them(planned):
     folder, _ = planned("deaf", "deaf")
     launcher, _ = start_launcher(folder)
@@ -239,6 +247,7 @@ def test_the_users_number_of_threads_is_kept(planned, tmp_path, monkeypatch, kin
     assert choose_threads(plan, Launcher(kind)) == expected
 
 
+@pytest.mark.ci
 def test_workers_do_not_outlive_a_killed_launcher(planned):
     folder, _ = planned("wait", "wait")
     launcher, workers = start_launcher(folder)
@@ -269,6 +278,7 @@ def free_port_of_nobody() -> str:
     raise AssertionError("no free port")
 
 
+@pytest.mark.ci
 def test_the_users_port_is_free_again_for_the_next_attempt(planned, monkeypatch):
     """Also while the error of the one before, and with it its frames, is still held."""
     held, port = [], free_port_of_nobody()
@@ -283,6 +293,7 @@ def test_the_users_port_is_free_again_for_the_next_attempt(planned, monkeypatch)
     assert (seen["GLOO_SOCKET_IFNAME"], seen["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
+@pytest.mark.ci
 def test_a_launcher_that_is_killed_leaves_no_folder(planned, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()

@@ -46,6 +46,7 @@ def changed_model(place: Place, folder: Path, **fields: object) -> str:
     return f"model.name={folder}/model"
 
 
+@pytest.mark.ci
 def test_a_dry_run_asks_and_leaves_no_folder(place: Place, tmp_path: Path) -> None:
     run = ["train", str(place.folder / "run.yaml"), "--dry-run", "name=dry", f"output.dir={tmp_path}", *PATTERNS]
     refused = CliRunner().invoke(app, [*run, "method.train=[no_such_layer]"])
@@ -120,6 +121,7 @@ def test_names_in_the_files_show_what_need_not_be_rehearsed(place: Place, argume
     assert may_match_nothing(config, plan, facts.model) == (arguments in REFUSED) == bool(rehearse(place, *arguments))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_what_matches_nothing_is_refused_before_the_launch(place: Place, tmp_path: Path, command: str) -> None:
     run = [command, str(place.folder / "run.yaml"), "name=early", f"output.dir={tmp_path}", *MUON]

@@ -178,6 +178,7 @@ def test_ranks_know_the_attempt(launch) -> None:
     assert code == 0 and seen[ATTEMPT] == "2" and ATTEMPT not in os.environ
 
 
+@pytest.mark.ci
 def test_a_signal_while_fewer_gpus_are_planned_for_ends_the_run(launch, monkeypatch: pytest.MonkeyPatch) -> None:
     @raise_when_stopped()
     def plan_fewer(prepared: Prepared, num_left: int) -> Prepared:
@@ -221,6 +222,7 @@ def test_a_signal_while_gpus_are_tested_ends_the_run(launch, monkeypatch: pytest
     assert "SIGTERM: the run has ended, nothing was saved yet; the same command starts it again" in log
 
 
+@pytest.mark.ci
 def test_what_fails_at_each_attempt_ends_at_the_second(launch) -> None:
     error, log, folder = launch("lost peer", "raise")
     assert isinstance(error, UserError) and error.exit_code == 1
@@ -231,6 +233,7 @@ def test_what_fails_at_each_attempt_ends_at_the_second(launch) -> None:
     assert folder.read_status()["state"] == "failed"
 
 
+@pytest.mark.ci
 def test_a_device_that_fails_twice_is_lost_and_the_run_goes_on_with_what_is_left(launch) -> None:
     code, log, folder = launch("lost peer", "bad device", **{"launch.min_gpus": 1})
     assert code == 0, code
@@ -277,6 +280,7 @@ def test_the_drivers_report_names_the_lost_gpu_and_the_run_goes_on_without_it(la
     assert row["lost"] == "GPU 1 (H100) is lost: Xid 79, it has fallen off the bus"
 
 
+@pytest.mark.ci
 def test_a_kernels_fault_is_named_and_no_gpu_is_lost_by_it(launch, driver, tmp_path: Path) -> None:
     report_once(driver, tmp_path, 31)
     error, log, folder = launch("lost peer", "raise when heard", **{"launch.min_gpus": 1, "launch.restarts": 1})

@@ -179,6 +179,7 @@ child.kill()
 """
 
 
+@pytest.mark.ci
 def test_slurm_s_notice_stops_the_run_and_ends_no_process():
     """It reaches every process of a step; by default each of them would end."""
     command = [sys.executable, "-c", NOTICED]

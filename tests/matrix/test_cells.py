@@ -49,6 +49,7 @@ def need(method: str) -> None:
         pytest.importorskip(package)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("method", "strategy"), CELLS, ids=IDS)
 def test_cell(workshop: Workshop, method: str, strategy: str) -> None:
     need(method)
@@ -185,6 +186,7 @@ def test_a_cpu_is_refused_the_optimizers_of_bitsandbytes(tmp_path: Path, optimiz
     assert "on GPUs only" in str(caught.value) and "use adamw" in str(caught.value)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "fault"), [("ddp", "averaged"), ("fsdp", "averaged"), ("hsdp", "averaged"), ("hsdp", "apart")]
 )

@@ -151,6 +151,7 @@ def test_the_tiny_tokenizer_reads_every_byte_and_matches_the_vocabulary() -> Non
     assert len(tokenizer) == VOCAB_SIZE and tokenizer.eos_token == "<|im_end|>"
 
 
+@pytest.mark.ci
 @pytest.mark.real
 def test_the_real_model_is_loaded_bit_for_bit_and_passes_the_checks() -> None:
     folder = os.environ.get("MANYHANDS_SMOLLM2")

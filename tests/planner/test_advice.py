@@ -58,6 +58,7 @@ def test_what_does_not_help_is_not_proposed():
     assert refused(run_config(method__name="qlora"), tiny).startswith("use a smaller model or GPUs with more memory")
 
 
+@pytest.mark.ci
 def test_two_changes_are_proposed_where_no_single_one_fits_on_the_gpus_that_are_there():
     """8B on GPUs of 7 GiB, each pair planned again as it is said."""
     short = data_facts(mean=1000, longest=2000)

@@ -86,6 +86,7 @@ def test_more_processes_than_gpus_on_all_machines_are_refused():
         plan(run_config(parallel__device="cpu"), facts_for("2x4xH100"))
 
 
+@pytest.mark.ci
 @settings(deadline=None, max_examples=25)
 @given(
     kind=st.sampled_from(KINDS),

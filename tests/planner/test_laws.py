@@ -76,6 +76,7 @@ def seconds(setup: EstimateInput, tokens: float, pairs: float) -> dict[str, floa
     )
 
 
+@pytest.mark.ci
 @FEW
 @given(model=models, method=st.sampled_from(METHODS), gib=st.integers(6, 140), more=st.integers(1, 60))
 def test_more_memory_never_forbids_and_never_slows(model: Any, method: str, gib: int, more: int) -> None:

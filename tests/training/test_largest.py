@@ -67,6 +67,7 @@ class Watcher(Observer):
         return {}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_training_is_the_same_to_the_bit_with_and_without_it(method: Any, tmp_path: Path) -> None:
     row = BenchRow("largest", "", "tiny", method, 1, rows=4, length=128, data="chats")
