@@ -77,7 +77,7 @@ def check_metrics(run: Run, num_ranks: int) -> None:
 def test_a_run_on_two_processes_ends_well_and_says_what_it_did(whole: tuple[Ended, Run]) -> None:
     ended, run = whole
     assert ended.code == 0, ended.output
-    assert "2, as configured" in ended.output and "before training: held-out loss" in ended.output
+    assert "2 CPU processes" in ended.output and "before training: held-out loss" in ended.output
     assert "reopened by PeftModel.from_pretrained" in ended.output and f"finished: {run.folder}" in ended.output
     assert "Traceback" not in ended.output and "Warning" not in ended.output
     check_files(run, 2, ADAPTER | {"logs/launcher.log"})

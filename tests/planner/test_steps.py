@@ -65,7 +65,7 @@ def walk(order: SampleOrder, epochs: float) -> int:
 def facts_of(
     lengths: np.ndarray, sources: np.ndarray, weights: tuple[float, ...], config: RunConfig, order: SampleOrder
 ) -> DataFacts:
-    of_epochs = _steps_of_epochs(config, order) if config.batch.loss_tokens else ()
+    of_epochs = _steps_of_epochs(config.stop, order) if config.batch.loss_tokens else ()
     counts = tuple((int((sources == source).sum()), weight) for source, weight in enumerate(weights))
     return data_facts(
         num_samples=len(lengths), samples_per_epoch=order.samples_in_epoch(0), sources=counts, steps_of_epochs=of_epochs
@@ -101,13 +101,13 @@ def test_of_thousands_of_epochs_that_differ_the_first_ones_are_laid_out(monkeypa
     lengths = np.random.default_rng(0).integers(5, 90, 40)
     order = SampleOrder(40, 0, batch_packs=2, pack_tokens=100, lengths=lengths)
     config = run_config(batch__packs=2, data__max_length=100, stop__epochs=1000)
-    first = _steps_of_epochs(config, order)
+    first = _steps_of_epochs(config.stop, order)
     assert first == tuple(map(order.steps_per_epoch, range(4)))
     counted = steps(None, data={"steps_of_epochs": first}, batch__packs=2, stop__epochs=1000)
     assert counted.total == math.ceil(1000 * sum(first) / 4)
     assert "as many as the first 4 have on average" in explain_why(counted)[0] or len(set(first)) == 1
     few = run_config(batch__packs=2, data__max_length=100, stop__epochs=2.5)
-    assert _steps_of_epochs(few, order) == first[:3]
+    assert _steps_of_epochs(few.stop, order) == first[:3]
     ended = steps(None, data={"steps_of_epochs": first}, batch__packs=2, stop__epochs=1e300, stop__max_steps=30)
     assert ended.total == 30
     many = steps(None, data={"steps_of_epochs": first}, batch__packs=2, stop__epochs=1e9, stop__max_steps=10**8)
@@ -198,7 +198,7 @@ def test_a_batch_larger_than_the_data_is_said():
 def test_max_steps_may_end_a_part_of_an_epoch_that_was_never_laid_out():
     order = SampleOrder(4, 0, None, 100, np.full(4, 60))
     config = run_config(batch__loss_tokens=100, stop__epochs=1.5, stop__max_steps=1)
-    data = data_facts(num_samples=4, steps_of_epochs=_steps_of_epochs(config, order))
+    data = data_facts(num_samples=4, steps_of_epochs=_steps_of_epochs(config.stop, order))
     assert count_steps(config, data, None).total == 1
 
 

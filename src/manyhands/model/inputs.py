@@ -4,9 +4,12 @@ besides text. Callers need not know what that is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from manyhands.config.schema import RunConfig
@@ -21,7 +24,7 @@ from manyhands.model.checks import Probed
 from manyhands.model.features import KeptFeatures, digest_of_weights
 from manyhands.model.image_checks import ProbeImages, check_images
 from manyhands.model.loss import LossModel
-from manyhands.planner.efficiency import shape_packs
+from manyhands.planner.efficiency import pack_tile
 from manyhands.planner.types import Plan
 
 
@@ -30,7 +33,9 @@ def batch_shape(config: RunConfig, plan: Plan, store: TokenStore, loss_model: Lo
     kept = loss_model.images.kept if loss_model.images is not None else None
     work = image_work(config, plan, store, kept.work if kept is not None else None)
     lengths = (store.train.lengths, store.validation.lengths) if plan.packing else ()
-    return shape_packs(plan, lengths, BatchShape(plan.packing, images=work, tells_documents=loss_model.needs_documents))
+    return _shape_packs(
+        plan, lengths, BatchShape(plan.packing, images=work, tells_documents=loss_model.needs_documents)
+    )
 
 
 def image_work(
@@ -100,3 +105,25 @@ def describe_batch(batch: Batch) -> str:
     shape, pixels = tuple(batch["input_ids"].shape), batch.get(PIXELS)
     patches = f" with {len(pixels):,} patches or squares of images" if pixels is not None and len(pixels) else ""
     return f"{shape[0]} x {shape[1]:,} tokens{patches}"
+
+
+def _shape_packs(plan: Plan, lengths: Sequence[np.ndarray], shape: BatchShape) -> BatchShape:
+    """The shape with that of the plan's packs, if it packs; ``lengths`` in tokens of the samples of each set.
+
+    Packs are padded to whole tiles on a GPU and where blocks are compiled; nothing is on a CPU otherwise. Compiled
+    blocks get batches that differ in as little as possible: in the number of tokens, and not even in that where all
+    samples have one length.
+    """
+    if not plan.packing:
+        return shape
+    tile = pack_tile(plan)
+    pack_tokens = plan.layout.pack_tokens  # where all samples have one length
+    if not plan.layout.compile and pack_tokens is None:
+        return replace(shape, tile=tile)
+    longest = max(int(each.max()) for each in lengths if len(each))
+    if not plan.layout.compile:
+        return replace(shape, tile=tile, row_length=longest)
+    if pack_tokens is None:
+        return replace(shape, tile=tile, longest=longest)
+    documents = pack_tokens // longest
+    return replace(shape, tile=tile, tokens=pack_tokens, longest=longest, documents=documents, row_length=longest)

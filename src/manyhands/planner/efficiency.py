@@ -6,13 +6,12 @@ made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from manyhands.data.collate import BatchShape
 from manyhands.data.pack import (
     TILE_TOKENS,
     StepLayout,
@@ -102,28 +101,6 @@ def _fill(order: np.ndarray, lengths: np.ndarray, layout: Layout) -> np.ndarray:
         if left < shortest:
             break
     return np.array(chosen or [int(order[0])], dtype=np.int64)
-
-
-def shape_packs(plan: Plan, lengths: Sequence[np.ndarray], shape: BatchShape) -> BatchShape:
-    """The shape with that of the plan's packs, if it packs; ``lengths`` in tokens of the samples of each set.
-
-    Packs are padded to whole tiles on a GPU and where blocks are compiled; nothing is on a CPU otherwise. Compiled
-    blocks get batches that differ in as little as possible: in the number of tokens, and not even in that where all
-    samples have one length.
-    """
-    if not plan.packing:
-        return shape
-    tile = pack_tile(plan)
-    pack_tokens = plan.layout.pack_tokens  # where all samples have one length
-    if not plan.layout.compile and pack_tokens is None:
-        return replace(shape, tile=tile)
-    longest = max(int(each.max()) for each in lengths if len(each))
-    if not plan.layout.compile:
-        return replace(shape, tile=tile, row_length=longest)
-    if pack_tokens is None:
-        return replace(shape, tile=tile, longest=longest)
-    documents = pack_tokens // longest
-    return replace(shape, tile=tile, tokens=pack_tokens, longest=longest, documents=documents, row_length=longest)
 
 
 def pack_tile(plan: Plan) -> int:

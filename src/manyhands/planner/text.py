@@ -35,7 +35,15 @@ Row = tuple[str, str, str, str]  # what, planned, measured, error
 
 MIB = 2**20
 METHODS = {"lora": "LoRA", "qlora": "QLoRA", "full": "full fine-tuning", "patterns": "weights by pattern"}
-NOTED = ("left_out", "unread", "smaller", "longer")  # reasons that the first lines show beside notes and warnings
+NOTED = (
+    "left_out",
+    "unread",
+    "smaller",
+    "longer",
+    "new_tokens",
+    "adapter",
+    "offload",
+)  # reasons that the first lines show beside notes and warnings
 MIN_SHARE = 0.002  # of a step: smaller terms are not shown
 UNITS: dict[str, Callable[[Any], str]] = {
     "gib": format_gib,
