@@ -46,8 +46,9 @@ def at_step(step: int, act: str, rank: int | None = None) -> dict[str, str]:
         "manyhands.worker.training": "import os, pathlib, signal, time\n"
         "_after_step = ProgressHook.after_step\n"
         "def _planted(self, state, result):\n"
-        "    _after_step(self, state, result)\n"
+        "    self.rank.process.beat(state.step)\n"
         f"    if state.step == {step} and {who}:\n{body}\n"
+        "    _after_step(self, state, result)\n"
         "ProgressHook.after_step = _planted\n"
     }
 
