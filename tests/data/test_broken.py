@@ -28,6 +28,7 @@ from manyhands.data import long_text, sources, text_files
 from manyhands.data.files import Findings, Row
 from manyhands.data.formats import (
     Conversation,
+    Pair,
     Ready,
     ReadyTokens,
     RowRefused,
@@ -118,7 +119,7 @@ fields_of = {
 row_fields = st.one_of(*fields_of.values(), st.dictionaries(names | texts, values, max_size=4))
 
 
-def check_conversation(found: Conversation | str | Ready) -> None:
+def check_conversation(found: Conversation | Pair | str | Ready) -> None:
     """What may go on to the chat template: characters only, known roles, contents and weights; or tokens and texts."""
     if isinstance(found, ReadyTokens):
         assert found.ids.shape == found.trained.shape and found.weight > 0
@@ -128,6 +129,10 @@ def check_conversation(found: Conversation | str | Ready) -> None:
         return
     if isinstance(found, str):
         assert found.strip()
+        return
+    if isinstance(found, Pair):
+        check_conversation(found.chosen)
+        check_conversation(found.rejected)
         return
     assert found.weight > 0 and any(message["role"] == "assistant" for message in found.messages)
     for message in found.messages:
