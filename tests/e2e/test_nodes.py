@@ -104,7 +104,7 @@ def test_where_it_is_allowed_the_others_go_on_without_machines_that_are_lost(pla
     assert nodes[0].wait() == 0, nodes[0].text
     run = place.run(name)
     for lost, left in (("node 1 (mh1)", "2 of 3"), ("node 1 (mh2)", "1 of 2")):
-        assert f"{lost} is lost; the run goes on with {left} nodes; restarting from step" in nodes[0].text
+        assert f"{lost} is lost; the run continues with {left} nodes; restarting from step" in nodes[0].text
     assert [planned_ranks(run, number) for number in (1, 2, 3)] == [3, 2, 1]
     alone = place.train("nodes-left-alone", "method.dropout=0", plant=NO_VERIFY)
     assert alone.code == 0, alone.output
@@ -137,7 +137,7 @@ def test_without_node_0_the_others_go_on_at_the_next(place: Place, bed: Bed, fat
     assert [node.wait() for node in left] == [0] * len(left), "\n=====\n".join(node.text for node in nodes)
     assert dies or nodes[0].wait() == 1, nodes[0].text
     run = place.run(name)
-    assert "node 0 (mh0) is lost; the run goes on with 2 of 3 nodes; restarting from step" in nodes[2].text
+    assert "node 0 (mh0) is lost; the run continues with 2 of 3 nodes; restarting from step" in nodes[2].text
     assert [planned_ranks(run, number) for number in ((1, 2, 3) if dies else (1, 2))] == ([3, 2, 1] if dies else [3, 2])
     assert len((run.folder / "restarts.jsonl").read_text().splitlines()) == (2 if dies else 1)
     alone = place.train(f"{name}-alone", "method.dropout=0", plant=NO_VERIFY)

@@ -119,7 +119,7 @@ def test_under_torchrun_one_rank_runs_out_and_the_next_start_plans_smaller(place
 
 LIMIT = """
 import json, torch
-_before = BeatHook.before_training
+_before = ProgressHook.before_training
 def _limited(self, state):
     # As if something else held the rest of the GPU: what is there now, and a share of what the first plan takes for a
     # micro-batch.
@@ -129,7 +129,7 @@ def _limited(self, state):
     allowed = torch.cuda.memory_reserved(device) + int(SHARE * (first["activations"] + first["logits"]))
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(device).total_memory, device)
     _before(self, state)
-BeatHook.before_training = _limited
+ProgressHook.before_training = _limited
 """
 
 

@@ -88,15 +88,15 @@ def test_from_python_as_from_the_command(
     assert mh.plan(place.folder / "run.yaml", gpus=2).layout == run.plan.layout
 
 
-@pytest.mark.ci  # after the runs of the tests above
-def test_an_error_of_the_start_is_raised(place: Place) -> None:
+def test_an_error_of_the_start_is_raised(place: Place, whole: tuple[Ended, Run]) -> None:
     with pytest.raises(mh.UserError, match="no such data file") as error:
         mh.train(place.folder / "run.yaml", {"data.train": "none.jsonl", "name": "none"})
     assert "none.jsonl" in error.value.where
     with pytest.raises(mh.UserError, match="the run file has an error"):
         mh.train(place.folder / "run.yaml", {"batch.sample": 3})
-    with pytest.raises(mh.UserError, match="another run named 'python'") as error:
-        mh.train(place.folder / "run.yaml", {"seed": 5, "name": "python", "output.dir": place.folder / "runs"})
+    folder = whole[1].folder
+    with pytest.raises(mh.UserError, match="another run named 'whole'") as error:
+        mh.train(place.folder / "run.yaml", {"seed": 5, "name": folder.name, "output.dir": folder.parent})
     assert "fresh=True" in error.value.fix
 
 

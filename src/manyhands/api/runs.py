@@ -82,8 +82,8 @@ def train(
 
     ``on_step``, ``on_evaluate`` and ``on_checkpoint`` get each logged row as a dict, as it is in metrics.jsonl, in this
     process (of ranks: on rank 0); one that raises ends the run at its next step, with its state saved.
-    ``hooks``: functions of the rank's context that return a ``train.types.Hook``; ``metrics``: by name, functions of an
-    ``Evaluation`` that return a number. Both run in the ranks, so they come from a module or a script file, given
+    ``hooks``: functions of the rank's context that return a ``training.types.Hook``; ``metrics``: by name, functions
+    of an ``Evaluation`` that return a number. Both run in the ranks, so they come from a module or a script file, given
     themselves or as ``"module:name"``.
     Raises ``UserError``, and ``KeyboardInterrupt`` after Ctrl-C, when the state is saved.
     """

@@ -33,7 +33,7 @@ SHORT: dict[str, tuple[tuple[str, ...], type, str, str]] = {
     "max_length": (("--max-length",), int, "data.max_length", "Maximum length of a sample in tokens"),
     "output": (("--output", "-o"), str, "output.dir", "The run's folder, such as runs/NAME"),
 }
-# Names that TRL, Unsloth, Axolotl and LLaMA-Factory have for these options.
+# What other tools call these options.
 OTHER_NAMES = {
     **dict.fromkeys(("model-name-or-path", "model-name", "base-model"), "model"),
     **dict.fromkeys(("dataset", "dataset-name", "dataset-path", "train-file", "data-path"), "data"),
@@ -117,7 +117,7 @@ def make_run(short: Mapping[str, Any], overrides: Sequence[str]) -> ParsedFile:
             f"no run file was given, and without one {' and '.join(missing)} {'is' if missing[1:] == [] else 'are'} "
             "missing",
             where=WHERE,
-            fix="give RUN.yaml first, or --model Qwen/Qwen3-0.6B --data rows.jsonl",
+            fix="give RUN.yaml first, or --model OWNER/NAME --data rows.jsonl",
         )
     model, data = str(given["model.name"]), _find_data(str(given["data.train"]))
     mapping: dict[str, Any] = {"data": {}, "name": clean_name(f"{Path(model).name}-{Path(data).stem}")}

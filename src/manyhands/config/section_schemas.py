@@ -166,7 +166,7 @@ class PreferenceSection(Section):
     margin: NonNegativeFloat = Field(0.5, description="simpo: the margin that rewards are to reach (gamma).")
     sft_weight: Auto | NonNegativeFloat = Field(
         "auto",
-        description="Weight of the cross-entropy of the chosen answers beside it. auto: 1 for cpo and orpo, else 0.",
+        description="Weight of the chosen answers' cross-entropy, added to the loss. auto: 1 for cpo and orpo, else 0.",
     )
 
     @property

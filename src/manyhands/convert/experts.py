@@ -38,7 +38,7 @@ def compute_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, wei
     ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=index.device))
     x = _Dispatch.apply(hidden, order, places, num_chosen)
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    first, _ = projections(experts)
     x = getattr(experts, first)(x, ends)
     if experts.has_bias:
         x = x + getattr(experts, f"{first}_bias").to(x.dtype)[chosen]
@@ -82,6 +82,19 @@ class _Combine(torch.autograd.Function):
         return for_y, (rows * y).sum(-1)[places].view_as(weights).to(weights.dtype), None, None
 
 
+def projections(experts: Any) -> tuple[str, str]:
+    """Names of the experts' two parameters, in the order in which a token passes them."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def make_stack(experts: Any, parameter: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """A stack on meta for a parameter of experts, and the parameter as (E, out, in)."""
+    rows = parameter.mT if experts.is_transposed else parameter
+    num_groups, size, inner = rows.shape
+    transposed = experts.is_transposed
+    return GroupedLinear(num_groups, inner, size, stored_transposed=transposed, device="meta", dtype=rows.dtype), rows
+
+
 ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
 
 
@@ -99,17 +112,11 @@ def stack_experts(model: Any) -> list[str]:
         )
     names = []
     for name, experts in found.items():
-        for key in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        for key in projections(experts):
             parameter = experts._parameters.pop(key)
-            num_groups, size, inner = parameter.shape
-            if experts.is_transposed:
-                size, inner = inner, size
-            stack = GroupedLinear(
-                num_groups, inner, size, stored_transposed=experts.is_transposed, device="meta", dtype=parameter.dtype
-            )
+            stack, rows = make_stack(experts, parameter.detach())
             if not parameter.is_meta:
-                own = parameter.detach().mT if experts.is_transposed else parameter.detach()
-                stack.weight = nn.Parameter(own.reshape(num_groups * size, inner))
+                stack.weight = nn.Parameter(rows.flatten(0, 1))
             stack.weight.requires_grad_(parameter.requires_grad)
             setattr(experts, key, stack.train(experts.training))
             names.append(f"{name}.{key}")
@@ -121,16 +128,12 @@ def stack_experts(model: Any) -> list[str]:
 def round_experts(model: Any, kind: Any, *arguments: Any) -> None:
     """Give the experts of a transformers model the values that a layer of ``kind`` holds of them, in place."""
     for experts in find_experts(model).values():
-        for key in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        for key in projections(experts):
             parameter = experts.get_parameter(key)
-            rows = (parameter.mT if experts.is_transposed else parameter).contiguous()
-            num_groups, size, inner = rows.shape
-            stack: Any = GroupedLinear(
-                num_groups, inner, size, stored_transposed=experts.is_transposed, device="meta", dtype=rows.dtype
-            )
+            stack, rows = make_stack(experts, parameter)
             held = hold(stack.to_empty(device=rows.device), kind, *arguments)
             assert isinstance(held, QuantizedLayer)
-            held.fill(rows.flatten(0, 1))
+            held.fill(rows.contiguous().flatten(0, 1))
             parameter.copy_(stored_form(stack, held.gather_weight()))
 
 

@@ -1,4 +1,4 @@
-"""The engine on DeepSpeed's ZeRO, stages 1 to 3: the second implementation of ``train.types.Engine``.
+"""The engine on DeepSpeed's ZeRO, stages 1 to 3: the second implementation of ``training.types.Engine``.
 
 The contract is the loop's: a loss that is a share of the global one, gradients summed, clipped by a norm summed in
 float64. DeepSpeed's engine averages over ranks at stage 3 and divides by its own number of accumulation steps; here

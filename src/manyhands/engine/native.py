@@ -1,5 +1,5 @@
-"""The engine on torch's own parallelism: FSDP2, DDP or a single process. Implements ``train.types.Engine`` and what
-the worker asks beside it (``worker.rank.RunEngine``).
+"""The engine on torch's own parallelism: FSDP2, DDP or a single process. Implements ``training.types.Engine`` and what
+the worker calls (``worker.rank.RunEngine``).
 """
 
 from __future__ import annotations

@@ -106,36 +106,25 @@ def lay_out(model: nn.Module, source: Path, dtype: torch.dtype) -> FileLayout:
 
 def _lay_out_new(model: nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> FileLayout:
     stacks = stacked_layers(model)
-    conversions = tuple(
-        Conversion(
-            name,
-            tuple(
-                StoredTensor(part, Path(), tuple(tensor.shape), "BF16")
-                for part, tensor in revert_weight_conversion(model, {name: _on_meta(stored_shape(stack))}).items()  # type: ignore[arg-type]
-            ),
-            (),
-            None,
-            {name: stored_shape(stack)},
-        )
-        for name, stack in stacks.items()
-    )
+    conversions = []
+    for name, stack in stacks.items():
+        shape = stored_shape(stack)
+        written = revert_weight_conversion(model, {name: torch.empty(shape, device="meta")})  # type: ignore[arg-type]
+        parts = tuple(StoredTensor(part, Path(), tuple(tensor.shape), "BF16") for part, tensor in written.items())
+        conversions.append(Conversion(name, parts, (), None, {name: shape}))
     named = {name: torch.empty(0, device="meta") for name in tensors if name not in stacks}
     converts = needs_conversion(model) and not stacks
     written = dict(named) if converts else revert_weight_conversion(model, dict(named))  # type: ignore[arg-type]
     by_tensor = {id(tensor): name for name, tensor in written.items()}
     names: dict[str, tuple[str, ...]] = {name: (by_tensor[id(tensor)],) for name, tensor in named.items()}
-    parts = {conversion.name: conversion.parts for conversion in conversions}
+    parts_of = {conversion.name: conversion.parts for conversion in conversions}
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
-        if name in parts:
-            sizes |= {part.name: _bytes(_count(part.shape), dtype, tensor) for part in parts[name]}
+        if name in parts_of:
+            sizes |= {part.name: _bytes(_count(part.shape), dtype, tensor) for part in parts_of[name]}
         else:
             sizes[names[name][0]] = _bytes(full_numel(tensor), dtype, tensor)
-    return FileLayout(model, names, dict.fromkeys(tensors, dtype), sizes, conversions)
-
-
-def _on_meta(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape, device="meta")
+    return FileLayout(model, names, dict.fromkeys(tensors, dtype), sizes, tuple(conversions))
 
 
 def _stored_names(

@@ -27,7 +27,7 @@ _EXPERTS = {
     _INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4",
     "its attention has sinks, which the attention kernels here have not": "gpt_oss openai_privacy_filter "
     "granitemoe_swa mimo_v2_flash",
-    "its layers have experts beside a dense MLP, and its router a part of its own": "gemma4 gemma4_text inkling "
+    "its layers have both experts and a dense MLP, and its router has weights of its own": "gemma4 gemma4_text inkling "
     "inkling_text diffusion_gemma",
 }
 EXPERTS_REFUSED = {name: reason for reason, names in _EXPERTS.items() for name in names.split()}

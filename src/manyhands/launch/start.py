@@ -220,7 +220,7 @@ def _launch(launch: PreparedLaunch, arguments: Sequence[str], state: LaunchState
         if not left:
             raise
         state.record_lost(launch)
-        restart = state.restarts.decide(error, f"the run goes on with {len(left)} of {launchers.num_nodes} nodes")
+        restart = state.restarts.decide(error, f"the run continues with {len(left)} of {launchers.num_nodes} nodes")
         if launchers.node == 0:
             prepared.folder.add_restart(restart.to_json())
             _report(str(restart), prepared.folder)

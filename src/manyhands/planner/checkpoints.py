@@ -107,7 +107,7 @@ def choose_saving(
     share in bytes; None on a CPU, where the device is the host. UserError where ``checkpoint.asynchronous: true``
     cannot be.
 
-    The last checkpoint has no training beside it, so a run that saves once has nothing to decide.
+    No training runs during the last checkpoint, so a run that saves once has nothing to decide.
     """
     wanted, on_host = config.checkpoint.asynchronous, usable_host is None
     if not _saves_between(config, steps):

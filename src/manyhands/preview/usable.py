@@ -111,7 +111,7 @@ def _choose_format(
     """The format as a run chooses it; where the first rows do not fit together, that of most of them, and what speaks
     against it.
     """
-    if not first:  # none can be read, which is said when they are tokenized
+    if not first:  # none can be read: reported when they are tokenized
         return None, None
     try:
         return choose_format(first, source, task, has_template, images is not None), None

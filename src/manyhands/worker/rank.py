@@ -25,7 +25,7 @@ from manyhands.training.types import Batch, Engine
 
 
 class RunEngine(Engine, Protocol):
-    """What the stages call of an engine beside what the loop does. ``engine.apply`` makes the one of the product.
+    """What the stages call of an engine, in addition to the loop. ``engine.apply`` makes the one of the product.
 
     Where weights are sharded (``is_local`` is false), every rank calls every method, in the same order.
     """
@@ -55,8 +55,8 @@ class RunEngine(Engine, Protocol):
         ...
 
     def next_token_logits(self, input_ids: torch.Tensor, entries: Batch | None = None) -> torch.Tensor:
-        """Logits (b, v) of the token after ``input_ids`` (b, t), without gradients. ``entries``: those of a batch
-        beside the ids, such as their ``position_ids``."""
+        """Logits (b, v) of the token after ``input_ids`` (b, t), without gradients. ``entries``: further
+        inputs of a batch, such as ``position_ids``."""
         ...
 
 
@@ -85,7 +85,7 @@ class Stop(Protocol):
 
 
 class NeverStop:
-    """Of a process that nobody asks to end."""
+    """The stop of a process that receives no signals."""
 
     number, exit_code = 0, EXIT_INTERRUPTED
 

@@ -508,7 +508,7 @@ def _map_checkpointing(t: Translator) -> None:
         t.map("gradient_checkpointing", native, "none")
     if offload not in (None, False, "false"):
         if not t.get("gradient_checkpointing"):
-            t.contradict("activation_offloading", "Axolotl wants `gradient_checkpointing: true` beside it")
+            t.contradict("activation_offloading", "Axolotl also needs `gradient_checkpointing: true`")
         _map_offload(t, "activation_offloading", offload)
     for key in ("gradient_checkpointing", "selective_checkpointing", "activation_offloading"):
         t.no_op(key)

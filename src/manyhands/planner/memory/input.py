@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import NoReturn
 
 from manyhands.config.patterns import EMBEDDING_NAMES, HEAD_NAMES, expand, matches, reaches
 from manyhands.config.schema import MethodSection, RunConfig
@@ -317,15 +316,6 @@ def _any(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(reaches(name, pattern) for pattern in patterns for name in names)
 
 
-def _refuse_dora() -> NoReturn:
-    raise UserError(
-        "DoRA cannot adapt experts",
-        where="method.dora",
-        why="no format of adapters has lengths for the weights of experts, so that nothing could open the result",
-        fix="set method.dora=false, or name other layers in method.target_modules, such as q_proj and v_proj",
-    )
-
-
 def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:
     """``r (in + out)`` for each adapted layer of each block, and each expert, with DoRA ``out`` more; 0 where
     everything is trained.
@@ -346,7 +336,12 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
                 whole += out * into
             elif any(matches(full_name, pattern) for pattern in patterns):
                 if method.dora and name in model.num_experts:
-                    _refuse_dora()
+                    raise UserError(
+                        "DoRA cannot adapt experts",
+                        where="method.dora",
+                        why="no adapter format has magnitudes for the weights of experts, so nothing could open it",
+                        fix="set method.dora=false, or name other layers in method.target_modules, such as q_proj",
+                    )
                 adapted += method.rank * model.adapter_parameters(name) + out * method.dora
     if not adapted:
         raise UserError(

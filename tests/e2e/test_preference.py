@@ -1,0 +1,35 @@
+"""Preference tuning takes the same steps on one process and on two, however weights are held and divided."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from tests.e2e.runs import NO_VERIFY, WORDS, Place
+
+KEYS = ("task=preference", "data.train=pairs.jsonl", "data.validation=null", "method.dropout=0", "batch.samples=8")
+KEYS += ("stop.max_steps=4", "optimizer.learning_rate=0.01", "evaluate.every_steps=0", "evaluate.at_start=false")
+LAYOUTS = (("parallel.gpus=2", "parallel.strategy=ddp"), ("parallel.gpus=2", "parallel.strategy=fsdp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_layouts_take_the_steps_of_one_process(place: Place, method: str) -> None:
+    draw = random.Random(1)
+    rows = [
+        {key: " ".join(draw.choices(WORDS, k=draw.randint(1, 9))) for key in ("prompt", "chosen", "rejected")}
+        for _ in range(40)
+    ]
+    (place.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    losses = []
+    for layout in (("parallel.gpus=1",), *LAYOUTS):
+        name = f"pairs-{method}-{len(losses)}"
+        ended = place.train(name, *KEYS, f"method.name={method}", *layout, plant=NO_VERIFY)
+        assert ended.code == 0, ended.output
+        losses.append(place.run(name).losses())
+    assert losses[0][0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference
+    assert losses[0][-1] != pytest.approx(math.log(2), rel=1e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] == pytest.approx(losses[1], rel=1e-6)
