@@ -163,6 +163,7 @@ def test_a_writer_that_is_killed_leaves_the_checkpoint_before_and_is_named(tmp_p
     assert save.status == Status.FAILED and [step for step, _ in list_checkpoints(tmp_path)] == [1]
 
 
+@pytest.mark.ci
 def test_the_writer_ends_with_its_rank() -> None:
     """A rank that is killed cannot end it."""
     import subprocess

@@ -91,6 +91,7 @@ def test_the_store_is_the_same_for_any_number_of_processes(
     assert num_segments[0] == 1 and num_segments[1] > 2 and said[-1].endswith("by 3 processes")
 
 
+@pytest.mark.ci
 @WITHOUT_IMPORTS
 def test_documents_in_pieces_keep_their_place(make_config, plain_folder: Path, tmp_path: Path, num_segments) -> None:
     texts = ["Short. " * 9, "A long one. " * 90_000, "Then some. " * 9_000, "And an end."]
@@ -116,6 +117,7 @@ def test_a_divided_text_gives_each_document_once(make_config, plain_folder: Path
     assert stores[0] == stores[1] and len(num_segments) > 3
 
 
+@pytest.mark.ci
 @WITHOUT_IMPORTS
 def test_faults_have_the_lines_that_one_process_gives_them(make_config, model_folder: Path, tmp_path: Path) -> None:
     rows = [fields(number) for number in range(1_200)]

@@ -156,10 +156,13 @@ def test_rows_keep_their_places_and_trained_ones_are_never_empty(
     ),
     st.booleans(),
 )
+@example("deepseek1", ["<｜begin▁of▁sentence｜>", "<｜begin▁of▁sentence｜>a"], True)
 def test_texts_keep_the_ids_of_the_tokenizer(family: str, texts: list[str], adds_bos: bool) -> None:
     tokenizer = family_tokenizer(family, adds_bos=adds_bos)
     for text, row in zip(texts, Renderer(tokenizer, date=DATE).render_many(texts), strict=True):
         ids = tokenizer(text, verbose=False)["input_ids"]
+        if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has one already: the tokenizer's own is left out
+            ids = ids[1:]
         if isinstance(row, RowRefused):
             assert len(ids) < 2
         else:

@@ -130,6 +130,7 @@ def test_damage_is_seen(name: str, damage: str, tmp_path: Path) -> None:
         assert TokenStore.open(folder).train.num_samples == 3
 
 
+@pytest.mark.ci
 def test_any_flipped_bit_of_the_description_is_seen(tmp_path: Path) -> None:
     folder = write_store(tmp_path / "s", [])
     for place in range((folder / "meta.json").stat().st_size):

@@ -88,6 +88,7 @@ def test_from_python_as_from_the_command(
     assert mh.plan(place.folder / "run.yaml", gpus=2).layout == run.plan.layout
 
 
+@pytest.mark.ci
 def test_an_error_of_the_start_is_raised(place: Place, whole: tuple[Ended, Run]) -> None:
     with pytest.raises(mh.UserError, match="no such data file") as error:
         mh.train(place.folder / "run.yaml", {"data.train": "none.jsonl", "name": "none"})

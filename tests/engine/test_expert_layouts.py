@@ -12,6 +12,7 @@ from tests.support.ranks import Ranks
 KEYS = {"data.packing": True, "batch.micro_tokens": 512, "stop.max_steps": 6}
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_two_processes_are_as_one(world: Ranks, tmp_path: Path, method: str) -> None:

@@ -164,6 +164,7 @@ def batches_of(folder: Path, family: str, store: TokenStore, steps: Any) -> list
     return made
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=SLOW) for f in TYPES])
 def test_twenty_steps_on_rows_are_those_of_the_types_own_processor_and_plain_adamw(tmp_path: Path, family: str) -> None:
     """From rows on: samples and micro-batches as a run has them, against what the family's processor in transformers

@@ -867,6 +867,7 @@ def test_no_key_has_two_places_in_the_tables() -> None:
     assert sum(map(len, groups)) == len(frozenset().union(*groups))
 
 
+@pytest.mark.ci
 def test_every_key_has_an_outcome_whatever_it_says() -> None:
     """Values of every kind: none is forgotten, none breaks the translation."""
     run = yaml.safe_load(LORA)

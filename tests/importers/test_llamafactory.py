@@ -382,6 +382,7 @@ def test_a_format_that_thinks_follows_its_keys(tmp_path: Path) -> None:
     assert last["model.chat_template"] == make_chat_template(chat, last_thought_only=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("stage", "kind"), [("sft", "lora"), ("sft", "freeze"), ("pt", "full")])
 def test_every_key_that_the_tool_knows_has_an_outcome_whatever_its_value(stage: str, kind: str, tmp_path: Path) -> None:
     fixed = {"stage": stage, "finetuning_type": kind, "dataset": "greetings" if stage == "sft" else "essays"}

@@ -80,6 +80,7 @@ def test_an_exception_is_shown_once_with_its_log(planned, capfd):
     assert "".join(capfd.readouterr()) == "", "the agent's own report is silenced"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("acts", "code", "words"),
     [

@@ -172,6 +172,7 @@ def test_a_killed_rank_is_started_again_and_both_say_so_in_one_line(launch, capf
     assert folder.read_status()["restarts"] == 1
 
 
+@pytest.mark.ci
 def test_ranks_know_the_attempt(launch) -> None:
     code, _, folder = launch("environment", "kill once")
     seen = read_json(folder.path / "environment-0.json")
@@ -269,6 +270,7 @@ def report_once(driver: FakeEvents, folder: Path, number: int) -> None:
     driver.before = before
 
 
+@pytest.mark.ci
 def test_the_drivers_report_names_the_lost_gpu_and_the_run_goes_on_without_it(launch, driver, tmp_path: Path) -> None:
     report_once(driver, tmp_path, 79)
     code, log, folder = launch("lost peer", "raise when heard", **{"launch.min_gpus": 1})

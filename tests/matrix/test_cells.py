@@ -197,6 +197,7 @@ def test_gradients_that_are_averaged_or_stay_apart_do_not_pass(workshop: Worksho
     assert min(apart.values()) > 100 * BOUNDS["float32"], apart
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", IS_TRAINED)
 def test_the_run_is_worth_comparing(workshop: Workshop, method: str) -> None:
     """Clipping acts in some steps and not in others, ranks have unequal work, and in the short step one of four has

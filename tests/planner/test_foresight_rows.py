@@ -50,6 +50,7 @@ def test_no_plan_is_far_off_in_seconds(row: Measured) -> None:
     assert abs(planned / taken - 1) <= SECONDS
 
 
+@pytest.mark.ci
 def test_a_fit_finds_the_constants_that_rows_were_made_with() -> None:
     """Of rows whose seconds are exactly those of other constants, the errors vanish."""
     present = load_fitted()

@@ -28,6 +28,7 @@ WAYS = (  # micro-batches, packed, fused with the head, ranks
 )
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda keys: "-".join(map(str, keys.values())))
 def test_a_loss_is_its_formula_however_pairs_are_laid_out(world, keys: dict[str, Any]) -> None:
