@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from manyhands.data.collate import BatchShape, collate_samples
-from manyhands.data.segment import SegmentWriter, finish_store, join_segments
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import make_sample
+from manyhands.data.batch.collate import BatchShape, collate_samples
+from manyhands.data.store.segment import SegmentWriter, finish_store, join_segments
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import make_sample
 
 PASSES = 5
 PACK_TOKENS = 16_384

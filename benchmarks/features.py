@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.vision_shapes import SHAPES, write_image_rows, write_vision_folder
 from manyhands.core.world import World
 from manyhands.importers.load import config_from_mapping
-from manyhands.launch.prepare import prepare_run
+from manyhands.launch.run.prepare import prepare_run
 from manyhands.training.types import Hook, StepResult, TrainState
 from manyhands.worker import stages, training
 from manyhands.worker.rank import Process, Rank

@@ -144,7 +144,7 @@ def _one_reason(error: UserError) -> str:
 def plan_it(done: Translation, work: Path, gpus: str) -> None:
     """Checks and plans the run with a tiny model and a few rows. Raises UserError with what the run would refuse."""
     from manyhands.facts.gpu_kinds import describe_host, parse_gpus
-    from manyhands.launch.prepare import gather_facts
+    from manyhands.launch.run.prepare import gather_facts
     from manyhands.planner.search import plan
 
     mapping = json.loads(json.dumps(done.mapping, default=str))

@@ -188,9 +188,9 @@ def train_theirs(tool: str, python: str, run: Path, data: Path, work: Path) -> d
 
 
 def train_ours(run: Path, model: Path, work: Path) -> dict[str, Any]:
-    from manyhands.data.prepare import prepare
-    from manyhands.data.store import TokenStore
-    from manyhands.launch.run_file import load_for_start
+    from manyhands.data.store.store import TokenStore
+    from manyhands.data.tokenize.prepare import prepare
+    from manyhands.launch.run.file import load_for_start
 
     overrides = [f"data.cache={work / 'cache'}", "model.dtype=float32", "parallel.gpus=1"]
     overrides += [f"output.dir={work / 'ours'}", "name=run", "stop.divergence=warn"]

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from manyhands.data.order import SampleOrder
-from manyhands.data.pack import lay_out_packed, least_load, packing_efficiency, padded_tokens
+from manyhands.data.batch.order import SampleOrder
+from manyhands.data.batch.pack import lay_out_packed, least_load, packing_efficiency, padded_tokens
 
 CAPACITIES = (8192, 16_384)
 

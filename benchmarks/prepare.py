@@ -38,7 +38,7 @@ made after also"""
 PREPARE = """
 import sys, time
 from manyhands.config.schema import RunConfig
-from manyhands.data.prepare import prepare
+from manyhands.data.tokenize.prepare import prepare
 start = time.monotonic()
 config = RunConfig.model_validate_json(sys.argv[1])
 facts = prepare(config, sys.argv[2], lambda line: print(line, file=sys.stderr, flush=True))
@@ -48,7 +48,7 @@ print(time.monotonic() - start)
 READ = """
 import json, sys
 import numpy as np
-from manyhands.data.store import TokenStore
+from manyhands.data.store.store import TokenStore
 def memory():
     lines = open("/proc/self/smaps_rollup").read().split("\\n")
     names = ("Pss", "Anonymous")
@@ -67,7 +67,7 @@ sys.stdin.read()
 """
 ENCODE = """
 import itertools, json, sys, time
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.tokenize.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
 first, num_samples = int(sys.argv[3]), int(sys.argv[4])
 rows = [json.loads(line)["messages"] for line in itertools.islice(open(sys.argv[2]), first, first + num_samples)]

@@ -27,11 +27,11 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.adapter import adapter_state
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.data.streams import MASK, PACKED_BY
+from manyhands.data.store.streams import MASK, PACKED_BY
 from manyhands.export.adapter import name_targets
 from manyhands.importers.load import config_from_mapping
-from manyhands.launch.prepare import gather_facts
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.prepare import gather_facts
 from manyhands.planner.search import plan as make_plan
 from manyhands.planner.types import Plan
 from manyhands.training.loop import Loop, train

@@ -55,9 +55,9 @@ from manyhands.bench.shapes import SHAPES, write_model_folder, write_rows
 from manyhands.bench.summary import lease
 from manyhands.core.files import read_rows, write_json
 from manyhands.core.machine import end_with
-from manyhands.launch.heartbeat import Beat, read_beats
-from manyhands.launch.restarts import TRAINING
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.local.heartbeat import Beat, read_beats
+from manyhands.launch.restart.restarts import TRAINING
+from manyhands.launch.run.folder import RunFolder
 
 LOOK_S = 0.02  # between two looks at the ranks
 TAIL_LINES = 12  # of what a failed run wrote, for its row

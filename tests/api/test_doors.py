@@ -17,10 +17,10 @@ import pytest
 from manyhands.api.sources import write_rows
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data import hub_sets
-from manyhands.data.prepare import prepare
-from manyhands.data.sources import read_rows
-from manyhands.data.store import TokenStore
+from manyhands.data.read import hub_sets
+from manyhands.data.read.sources import read_rows
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.prepare import prepare
 from tests.data.conftest import make_tokenizer
 
 TEMPLATE = (
@@ -180,7 +180,7 @@ def make_image() -> Any:
 def read_image(path: str) -> Any:
     from PIL import Image
 
-    from manyhands.data.image_rows import read_column
+    from manyhands.data.images.rows import read_column
 
     (row,) = read_rows(path)
     (ref,) = read_column(row.fields, {})[1]

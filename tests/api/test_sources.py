@@ -12,7 +12,7 @@ import pytest
 from manyhands.api.runs import open_run, plain
 from manyhands.api.sources import write_rows
 from manyhands.core.errors import UserError
-from manyhands.data.sources import read_rows
+from manyhands.data.read.sources import read_rows
 
 ROWS = [{"prompt": "a", "completion": "ä", "weight": 0.5}, {"prompt": "b", "completion": "c", "weight": None}]
 

@@ -11,8 +11,8 @@ import pytest
 
 import manyhands as mh
 from manyhands.api.callbacks import Callbacks, Follower
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.workers import report_end
+from manyhands.launch.local.workers import report_end
+from manyhands.launch.run.folder import RunFolder
 
 
 @pytest.fixture

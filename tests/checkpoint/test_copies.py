@@ -12,8 +12,8 @@ import pytest
 from manyhands.checkpoint.manifest import copy_checkpoint, prune_copies
 from manyhands.core.errors import UserError
 from manyhands.core.remote import RemoteError, RemoteFolder
-from manyhands.launch.resume_rules import fetch_run, folder_of, fresh_name, is_taken
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.resume import fetch_run, folder_of, fresh_name, is_taken
 from tests.config.builders import config
 
 URL = "memory://bucket/runs"

@@ -62,7 +62,7 @@ def started(monkeypatch):
         calls.append((config, options))
         return 0
 
-    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=start))
+    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=start))
     return calls
 
 
@@ -91,7 +91,9 @@ def test_train_hands_the_config_to_the_launcher(run_file, started):
 
 
 def test_the_launchers_exit_code_is_ours(run_file, monkeypatch):
-    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=lambda config, **_: 143))
+    monkeypatch.setitem(
+        sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=lambda config, **_: 143)
+    )
     assert call("train", run_file).exit_code == 143
 
 
@@ -108,7 +110,7 @@ def test_a_user_error_is_words_on_stderr_and_its_exit_code(run_file, monkeypatch
     def fail(config, **options):
         raise UserError("rank 1 failed", exit_code=EXIT_FAILED)
 
-    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=fail))
+    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=fail))
     assert call("train", run_file).exit_code == EXIT_FAILED
 
 
@@ -116,7 +118,7 @@ def test_a_bug_keeps_its_traceback(run_file, monkeypatch):
     def fail(config, **options):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=fail))
+    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=fail))
     assert isinstance(call("train", run_file).exception, ZeroDivisionError)
 
 
@@ -124,7 +126,7 @@ def test_interrupted_is_one_line_and_130(run_file, monkeypatch):
     def fail(config, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=fail))
+    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=fail))
     result = call("train", run_file)
     assert (result.exit_code, result.stderr) == (EXIT_INTERRUPTED, "interrupted\n")
 
@@ -133,11 +135,11 @@ def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     made = types.SimpleNamespace(model_dump_json=lambda indent: '{"number": 1}')
     monkeypatch.setitem(
         sys.modules,
-        "manyhands.launch.prepare",
+        "manyhands.launch.run.prepare",
         types.SimpleNamespace(gather_facts=lambda config, **options: types.SimpleNamespace(model=None)),
     )
     unmatched = types.SimpleNamespace(refuse_unmatched=lambda config, plan, model: None)
-    monkeypatch.setitem(sys.modules, "manyhands.launch.rehearsal", unmatched)
+    monkeypatch.setitem(sys.modules, "manyhands.launch.run.rehearsal", unmatched)
     monkeypatch.setitem(sys.modules, "manyhands.planner.search", types.SimpleNamespace(plan=lambda config, facts: made))
     monkeypatch.setattr("manyhands.planner.text.explain_plan", lambda plan: "one GPU, 8 rows")
     assert call("plan", run_file).stdout == "one GPU, 8 rows\n"

@@ -15,7 +15,7 @@ from manyhands.core.errors import EXIT_USAGE
 from manyhands.facts import host
 from manyhands.facts.gpu_kinds import MIB
 from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
-from manyhands.launch.nodes import join_hosts
+from manyhands.launch.nodes.info import join_hosts
 from tests.support.tiny import write_tiny_model
 
 GIB = 2**30
@@ -48,7 +48,7 @@ def run_file(tmp_path, model) -> Path:
 def started(monkeypatch):
     calls = []
     start = types.SimpleNamespace(start=lambda run, **options: calls.append((run.config, options)) or 0)
-    monkeypatch.setitem(sys.modules, "manyhands.launch.start", start)
+    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", start)
     return calls
 
 
@@ -59,7 +59,7 @@ def never_looks(monkeypatch):
     def look(*given):
         raise AssertionError("this machine's GPUs were asked")
 
-    monkeypatch.setattr("manyhands.launch.prepare.read_host_facts", look)
+    monkeypatch.setattr("manyhands.launch.run.prepare.read_host_facts", look)
 
 
 def call(*arguments, **environ):
@@ -165,12 +165,12 @@ def test_a_run_says_that_the_variable_is_for_plans(run_file, started):
 def test_a_dry_run_for_elsewhere_writes_its_plan_unless_the_run_was_started(
     run_file, tmp_path, monkeypatch, never_looks
 ):
-    monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
+    monkeypatch.setattr("manyhands.launch.run.prepare.rehearse", lambda config, plan: None)
     result = call("train", run_file, "--gpus", "4xH100-80GB", "--dry-run")
     assert result.exit_code == 0, result.output
     plan = json.loads((tmp_path / "runs/planned/plans/001.json").read_text())
     assert plan["why"][0]["code"] == "hardware"
-    monkeypatch.setattr("manyhands.launch.run_folder.RunFolder.was_started", lambda folder: True)
+    monkeypatch.setattr("manyhands.launch.run.folder.RunFolder.was_started", lambda folder: True)
     result = call("train", run_file, "--gpus", "4xH100-80GB", "--dry-run")
     assert result.exit_code == EXIT_USAGE and "manyhands plan" in result.stderr
 
@@ -178,7 +178,7 @@ def test_a_dry_run_for_elsewhere_writes_its_plan_unless_the_run_was_started(
 def test_gpus_that_cannot_be_used_are_shown_and_refused(run_file, monkeypatch):
     broken = UnusableGpus(found="2 NVIDIA GPUs (/dev/nvidia0 to /dev/nvidia1)", why="NVML: no library", fix="get it")
     here(monkeypatch, unusable=broken)
-    monkeypatch.setattr("manyhands.launch.prepare.read_host_facts", host.read_host_facts)
+    monkeypatch.setattr("manyhands.launch.run.prepare.read_host_facts", host.read_host_facts)
     result = call("plan", run_file)
     assert result.exit_code == EXIT_USAGE and "none can be used" in result.stderr and "get it" in result.stderr
     assert planned(call("plan", run_file, "parallel.device=cpu", "--json"))["layout"]["device"] == "cpu"
@@ -198,7 +198,7 @@ def test_a_gpu_that_does_not_answer_is_shown_and_refused(run_file, monkeypatch):
     monkeypatch.setattr(host, "read_host_facts", lambda: facts)
     for command in ("gpu-info", "memory-check"):
         assert lost in call(command).stdout
-    monkeypatch.setattr("manyhands.launch.prepare.read_host_facts", host.read_host_facts)
+    monkeypatch.setattr("manyhands.launch.run.prepare.read_host_facts", host.read_host_facts)
     result = call("plan", run_file)
     assert result.exit_code == EXIT_USAGE and lost in result.stderr and "launch.min_gpus=1" in result.stderr
     nodes = join_hosts([facts.model_copy(update={"name": name}) for name in ("gpu1", "gpu2")])

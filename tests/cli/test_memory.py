@@ -16,9 +16,9 @@ from manyhands.cli.main import app
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE
 from manyhands.facts import host
 from manyhands.facts.types import GpuFacts, HostFacts
-from manyhands.launch.heartbeat import SILENT_S, this_host, was_killed
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.usage import TAIL_BYTES, find_live_runs, last_row, read_usage
+from manyhands.launch.local.heartbeat import SILENT_S, this_host, was_killed
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.usage import TAIL_BYTES, find_live_runs, last_row, read_usage
 from manyhands.planner.types import MemoryEstimate
 from tests.launch.builders import make_config, make_plan
 
@@ -115,7 +115,7 @@ def test_a_run_from_before_a_restart_of_the_machine_is_not_live(planned, monkeyp
     write_step(planned, 8.0, 8.0)
     planned.write_status("running")
     write_beat(planned, 0, os.getpid())
-    monkeypatch.setattr("manyhands.launch.heartbeat.this_host", lambda: "after the restart")
+    monkeypatch.setattr("manyhands.launch.local.heartbeat.this_host", lambda: "after the restart")
     assert read_usage(planned).state == "running", "it may be on another machine"
     os.utime(planned.beat(0), (time.time() - 2 * SILENT_S,) * 2)
     assert read_usage(planned).state == "killed" and read_usage(planned).ranks[0].now is None

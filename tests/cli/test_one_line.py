@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.core.errors import EXIT_USAGE
 from manyhands.importers.load import load_config
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 
 
 def call(*arguments: object):
@@ -32,7 +32,7 @@ def started(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", {"question": "1 + 1?", "answer": "2"})
     monkeypatch.setitem(
-        sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=lambda run, **_: runs.append(run) or 0)
+        sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=lambda run, **_: runs.append(run) or 0)
     )
     return runs
 

@@ -18,8 +18,8 @@ from manyhands.cli.prove import LossCurve, compare, parse_layouts
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json
-from manyhands.launch import run_folder
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run import folder as run_folder
+from manyhands.launch.run.folder import RunFolder
 from tests.support.zygote import forking
 
 RUNNER = CliRunner()

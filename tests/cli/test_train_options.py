@@ -17,7 +17,7 @@ from manyhands.cli import train_options
 from manyhands.cli.main import app
 from manyhands.cli.train_options import tensorboard_beside
 from manyhands.core.errors import EXIT_USAGE
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from tests.e2e.runs import free_port
 
 
@@ -40,7 +40,7 @@ def started(monkeypatch):
         calls.append((getattr(config, "config", config), options))
         return 0
 
-    monkeypatch.setitem(sys.modules, "manyhands.launch.start", types.SimpleNamespace(start=start))
+    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=start))
     return calls
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from manyhands.convert.neftune import Noise, mix_tokens, uniform_noise
-from manyhands.data.batches import to_tensors
-from manyhands.data.collate import NOISE_KEY, BatchShape, collate_samples
-from manyhands.data.streams import MASK, TOKENS, make_sample
+from manyhands.data.batch.batches import to_tensors
+from manyhands.data.batch.collate import NOISE_KEY, BatchShape, collate_samples
+from manyhands.data.store.streams import MASK, TOKENS, make_sample
 from manyhands.model.loss import LossModel
 from tests.support import equality
 from tests.support.equality import Case

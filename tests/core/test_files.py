@@ -19,8 +19,8 @@ from manyhands.export.model import export_model
 from manyhands.facts.adapter import locate_adapter
 from manyhands.facts.hub import locate_model
 from manyhands.infer.load import find_parts
-from manyhands.launch.folder_lock import FolderLock
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.lock import FolderLock
 from tests.export.tiny import METHOD, adapt, make_model, save_source
 
 

@@ -98,4 +98,4 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.data.forked import Forked
 
     names = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("manyhands.data.tokenize_parallel.subprocess", names)
+    monkeypatch.setattr("manyhands.data.tokenize.parallel.subprocess", names)

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.data.formats import Conversation
-from manyhands.data.messages import RowRefused
-from manyhands.data.render import Renderer
-from manyhands.data.template import ChatTemplate, complete_arguments
+from manyhands.data.chat.render import Renderer
+from manyhands.data.chat.template import ChatTemplate, complete_arguments
+from manyhands.data.read.formats import Conversation
+from manyhands.data.read.messages import RowRefused
 from tests.conftest import ROOT
 
 from .oracle import TAG, Verdict, judge, tag

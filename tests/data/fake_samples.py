@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.data.collate import Samples
-from manyhands.data.streams import MASK, TOKENS, WEIGHTS, Sample, Stream, make_sample
+from manyhands.data.batch.collate import Samples
+from manyhands.data.store.streams import MASK, TOKENS, WEIGHTS, Sample, Stream, make_sample
 
 
 @dataclass(frozen=True)

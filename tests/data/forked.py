@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any, BinaryIO
 
-from manyhands.data import tokenize_parallel
+from manyhands.data.tokenize import parallel as tokenize_parallel
 from tests.support.ranks import forks
 
 

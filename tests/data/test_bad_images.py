@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.batches import collate
-from manyhands.data.image_open import FetchedImages, open_processor
-from manyhands.data.image_processor import family_of
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
+from manyhands.data.batch.batches import collate
+from manyhands.data.images.open import FetchedImages, open_processor
+from manyhands.data.images.processor import family_of
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.prepare import prepare
 from tests.data.test_images import draw, image, open_store, shape, text, turns
 from tests.support.vision import write_tiny_processor
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.data.batches import THREAD_NAME, collate, collate_here, iterate
-from manyhands.data.collate import BatchShape
-from manyhands.data.pack import StepLayout, lay_out_unpacked
-from manyhands.data.store import SampleSet
-from manyhands.data.streams import prompt_of
+from manyhands.data.batch.batches import THREAD_NAME, collate, collate_here, iterate
+from manyhands.data.batch.collate import BatchShape
+from manyhands.data.batch.pack import StepLayout, lay_out_unpacked
+from manyhands.data.store.store import SampleSet
+from manyhands.data.store.streams import prompt_of
 from tests.data.fake_samples import SMALL, WEIGHTED
 
 CPU = torch.device("cpu")

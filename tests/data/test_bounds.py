@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data import arrow_files, files, text_files
-from manyhands.data import tokenize as tokenize
-from manyhands.data.prepare import prepare
-from manyhands.data.sources import read_rows
+from manyhands.data.read import arrow_files, files, text_files
+from manyhands.data.read.sources import read_rows
+from manyhands.data.tokenize import part as tokenize
+from manyhands.data.tokenize.prepare import prepare
 
 MIB = 1 << 20
 

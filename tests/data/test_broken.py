@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from manyhands.config.sources import INNER, OPTIONAL, REQUIRED
 from manyhands.core.errors import UserError
-from manyhands.data import long_text, sources, text_files
-from manyhands.data.files import Findings, Row
-from manyhands.data.formats import (
+from manyhands.data.read import sources, text_files
+from manyhands.data.read.files import Findings, Row
+from manyhands.data.read.formats import (
     Conversation,
     Pair,
     Ready,
@@ -36,9 +36,10 @@ from manyhands.data.formats import (
     settle_format,
     to_conversation,
 )
-from manyhands.data.long_text import read_documents
-from manyhands.data.messages import ROLES
-from manyhands.data.sources import read_part, read_rows, resolve_source, split_source
+from manyhands.data.read.messages import ROLES
+from manyhands.data.read.sources import read_part, read_rows, resolve_source, split_source
+from manyhands.data.tokenize import long_text
+from manyhands.data.tokenize.long_text import read_documents
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "latin-1", "cp1252", "utf-32")
@@ -325,6 +326,6 @@ def test_a_column_whose_description_is_damaged_ends_no_process() -> None:
     levels with a value too many).
     """
     file = Path(__file__).parent / "damaged" / "levels.parquet"
-    code = "import sys; from manyhands.data.sources import read_rows; list(read_rows(sys.argv[1]))"
+    code = "import sys; from manyhands.data.read.sources import read_rows; list(read_rows(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and f"{file.name}" in done.stderr and "data file cannot be read" in done.stderr

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.columns import Columns, carries
-from manyhands.data.files import Row
-from manyhands.data.messages import RowRefused
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
-from manyhands.data.tokenizer import tokenizer_digest
+from manyhands.data.read.columns import Columns, carries
+from manyhands.data.read.files import Row
+from manyhands.data.read.messages import RowRefused
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.prepare import prepare
+from manyhands.data.tokenize.tokenizer import tokenizer_digest
 from tests.data.conftest import make_tokenizer
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -192,8 +192,8 @@ def test_a_placeholder_of_the_model_in_a_text_is_refused(
     with pytest.raises(UserError, match="1 row cannot be trained") as caught:
         run(make_config(write_rows(rows)), image_folder)
     assert f"train.jsonl:8: the text holds {token}, this model's placeholder for an image" in caught.value.details[0]
-    for module in ("tokenize", "long_text"):
-        monkeypatch.setattr(f"manyhands.data.{module}.LONG_CHARACTERS", 1000)
+    for module in ("part", "long_text"):
+        monkeypatch.setattr(f"manyhands.data.tokenize.{module}.LONG_CHARACTERS", 1000)
     long = write_rows([{"text": "word " * 1000 + token + " word" * 1000}], "long.jsonl")
     with pytest.raises(UserError, match="1 row cannot be trained"):
         run(make_config(long, task="cpt", too_long="split"), image_folder)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.data.formats import Conversation
-from manyhands.data.render import Renderer
-from manyhands.data.template import ChatTemplate, complete_arguments
+from manyhands.data.chat.render import Renderer
+from manyhands.data.chat.template import ChatTemplate, complete_arguments
+from manyhands.data.read.formats import Conversation
 
 from .corpus import (
     OURS,

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from manyhands.config.sources import REQUIRED, known_fields
 from manyhands.core.errors import UserError
-from manyhands.data.files import Row
-from manyhands.data.formats import Conversation, RowRefused, detect_format, row_weight, settle_format, to_conversation
-from manyhands.data.messages import check_messages
+from manyhands.data.read.files import Row
+from manyhands.data.read.formats import (
+    Conversation,
+    RowRefused,
+    detect_format,
+    row_weight,
+    settle_format,
+    to_conversation,
+)
+from manyhands.data.read.messages import check_messages
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "s"}

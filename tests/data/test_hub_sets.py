@@ -17,8 +17,8 @@ import pytest
 from manyhands.config.schema import Source
 from manyhands.config.sources import parse_split
 from manyhands.core.errors import UserError
-from manyhands.data import hub_sets, sources
-from manyhands.data.sources import read_part, read_rows, resolve_source, split_source
+from manyhands.data.read import hub_sets, sources
+from manyhands.data.read.sources import read_part, read_rows, resolve_source, split_source
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(9)]
 

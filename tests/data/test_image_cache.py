@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from manyhands.data.image_cache import ImageCache
+from manyhands.data.images.cache import ImageCache
 
 
 def entries(seed: int, size: int = 1000) -> dict[str, np.ndarray]:

@@ -15,8 +15,10 @@ import pytest
 pytest.importorskip("PIL")
 from PIL import Image, ImageDraw
 
-from manyhands.data import image_batch, image_files, image_processor
-from manyhands.data.image_files import BadImage, PixelBounds, decode, is_animated
+from manyhands.data.images import batch as image_batch
+from manyhands.data.images import files as image_files
+from manyhands.data.images import processor as image_processor
+from manyhands.data.images.files import BadImage, PixelBounds, decode, is_animated
 
 BOUNDS = PixelBounds(10**6)
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from manyhands.core.errors import UserError
-from manyhands.data.batches import collate
-from manyhands.data.collate import BatchShape
-from manyhands.data.image_batch import ImageWork, rotary_positions
-from manyhands.data.image_files import PixelBounds, decode
-from manyhands.data.image_open import open_processor
-from manyhands.data.image_processor import family_of
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import from_streams
+from manyhands.data.batch.batches import collate
+from manyhands.data.batch.collate import BatchShape
+from manyhands.data.images.batch import ImageWork, rotary_positions
+from manyhands.data.images.files import PixelBounds, decode
+from manyhands.data.images.open import open_processor
+from manyhands.data.images.processor import family_of
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import from_streams
+from manyhands.data.tokenize.prepare import prepare
 from manyhands.families.images.sized import cut
 from tests.support import other_vision
 from tests.support.vision import FAMILIES, LIKE_THEM, processor_of, write_tiny_processor
@@ -329,7 +329,7 @@ def test_text_alone_takes_the_processors_way_beside_images(
     """Llama's tokenizers add a begin-of-text token that the template of LLaVA does not write."""
     from tokenizers import processors
 
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     folder = write_tiny_processor(tmp_path / "llava", "llava", bos="<|endoftext|>")
     tokenizer = load_tokenizer(folder)
@@ -351,8 +351,8 @@ def test_text_alone_takes_the_processors_way_beside_images(
 
 
 def test_the_table_is_what_the_processor_computes(vision_folder: tuple[str, Path]) -> None:
-    from manyhands.data.batches import scale_pixels
-    from manyhands.data.image_batch import PIXEL_REPEATS, PIXEL_TABLE
+    from manyhands.data.batch.batches import scale_pixels
+    from manyhands.data.images.batch import PIXEL_REPEATS, PIXEL_TABLE
 
     table = torch.arange(3 * 256, dtype=torch.float32).reshape(3, 256)
     pixels = torch.randint(0, 256, (5, 3, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -374,8 +374,8 @@ def test_a_preview_shows_images_beside_their_tokens(tmp_path: Path, pictures: Pa
     good, bad = turns(image(str(pictures / "0.png")), text("?")), turns(image("nowhere.png"), text("?"))
     config = make_config(write_rows([{"messages": good}]), validation_fraction=0)
     _, store = open_store(config, folder)
-    from manyhands.data.sources import resolve_sources
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.read.sources import resolve_sources
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     sources = resolve_sources(config.data)
     shown = _decode(load_tokenizer(folder), store, sources, 0)

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data import sources
-from manyhands.data import tokenize_parallel as tokenize_parallel
-from manyhands.data.files import Row
-from manyhands.data.prepare import prepare
-from manyhands.data.sources import read_rows, resolve_source, split_source
-from manyhands.data.tokenize_parallel import cut_batches
+from manyhands.data.read import sources
+from manyhands.data.read.files import Row
+from manyhands.data.read.sources import read_rows, resolve_source, split_source
+from manyhands.data.tokenize import parallel as tokenize_parallel
+from manyhands.data.tokenize.parallel import cut_batches
+from manyhands.data.tokenize.prepare import prepare
 from tests.data.test_prepare_parallel import WITHOUT_IMPORTS, read_store, start, wait_for_end, wait_for_workers
 
 __all__ = ["start"]  # a fixture

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from manyhands.data.formats import Conversation
-from manyhands.data.messages import RowRefused
-from manyhands.data.render import render
-from manyhands.data.template import ChatTemplate, complete_arguments
+from manyhands.data.chat.render import render
+from manyhands.data.chat.template import ChatTemplate, complete_arguments
+from manyhands.data.read.formats import Conversation
+from manyhands.data.read.messages import RowRefused
 
 from .families import FAMILIES, family_tokenizer, trained_texts
 

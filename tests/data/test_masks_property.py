@@ -13,10 +13,10 @@ from typing import Any
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.formats import Conversation
-from manyhands.data.messages import RowRefused
-from manyhands.data.render import Renderer
-from manyhands.data.template import ChatTemplate, complete_arguments
+from manyhands.data.chat.render import Renderer
+from manyhands.data.chat.template import ChatTemplate, complete_arguments
+from manyhands.data.read.formats import Conversation
+from manyhands.data.read.messages import RowRefused
 
 from .families import FAMILIES, family_tokenizer
 

@@ -13,10 +13,10 @@ from manyhands.config.keys import table
 from manyhands.config.named_templates import TEMPLATES
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
-from manyhands.data.files import Row
-from manyhands.data.formats import Conversation, to_conversation
-from manyhands.data.render import render
-from manyhands.data.tokenizer import load_tokenizer, read_chat_template, tokenizer_digest
+from manyhands.data.chat.render import render
+from manyhands.data.read.files import Row
+from manyhands.data.read.formats import Conversation, to_conversation
+from manyhands.data.tokenize.tokenizer import load_tokenizer, read_chat_template, tokenizer_digest
 from manyhands.export.files import write_tokenizer as copy_tokenizer
 from tests.support.tiny import tiny_tokenizer
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.data.order import MAX_OPEN_PACKS, SampleOrder, bound_by_packs, lay_packs, permute
-from manyhands.data.pack import lay_out_packed
+from manyhands.data.batch.order import MAX_OPEN_PACKS, SampleOrder, bound_by_packs, lay_packs, permute
+from manyhands.data.batch.pack import lay_out_packed
 
 lengths_lists = st.lists(st.integers(2, 200), min_size=1, max_size=120)
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.data.order import SampleOrder, permute
-from manyhands.data.pack import (
+from manyhands.data.batch.order import SampleOrder, permute
+from manyhands.data.batch.pack import (
     TILE_TOKENS,
     StepLayout,
     lay_out_packed,

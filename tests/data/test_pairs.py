@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.collate import BatchShape, collate_samples
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import split_documents
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.batch.collate import BatchShape, collate_samples
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import split_documents
+from manyhands.data.tokenize.prepare import prepare
+from manyhands.data.tokenize.tokenizer import load_tokenizer
 
 ASKED = [{"role": "user", "content": "Name a prime"}]
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("It is seven.", "Nine"))

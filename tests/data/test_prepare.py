@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data import prepare as prepare_module
-from manyhands.data.cache import UNFINISHED, remove
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import prompt_of
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import prompt_of
+from manyhands.data.tokenize import prepare as prepare_module
+from manyhands.data.tokenize.cache import UNFINISHED, remove
+from manyhands.data.tokenize.prepare import prepare
 
 QUESTIONS: list[dict[str, Any]] = [
     {"question": f"what is {n}?", "answer": f"it is {n + 1}" + " indeed" * (n % 5)} for n in range(200)
@@ -33,7 +33,7 @@ def run(config, folder: Path) -> tuple[Any, TokenStore, list[str]]:
 
 
 def decoded(sample_set, folder: Path) -> list[str]:
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     return [tokenizer.decode(sample_set.sample(index)["tokens"].tolist()) for index in range(sample_set.num_samples)]
@@ -227,7 +227,8 @@ KILLED = """
 import sys, os
 from pathlib import Path
 from manyhands.config.schema import RunConfig
-from manyhands.data import prepare, segment
+from manyhands.data.tokenize.part import prepare
+from manyhands.data.store.store import segment
 append = segment.SegmentWriter.append
 def slow(self, *arguments):
     append(self, *arguments)
@@ -346,10 +347,12 @@ def test_no_room_for_the_cache(write_rows, make_config, model_folder: Path, tmp_
 
 
 def test_the_planning_side_needs_no_torch() -> None:
-    rooms = (
-        "sources, formats, render, prepare, store, order, pack, tokenizer, tokenize, tokenize_parallel, cache, summary"
+    modules = (
+        "read.sources, read.formats, chat.render, store.store, batch.order, batch.pack, tokenize.tokenizer, "
+        "tokenize.part, tokenize.parallel, tokenize.prepare, tokenize.cache, tokenize.summary"
     )
-    code = f"import sys\nfrom manyhands.data import {rooms}\nassert not {{'torch', 'transformers'}} & set(sys.modules)"
+    imports = "\n".join(f"import manyhands.data.{module}" for module in modules.split(", "))
+    code = f"import sys\n{imports}\nassert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

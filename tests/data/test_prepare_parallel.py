@@ -15,18 +15,18 @@ import psutil
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data import tokenize_parallel as tokenize_parallel
-from manyhands.data.cache import UNFINISHED
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
-from manyhands.data.tokenize_parallel import MIN_PARALLEL_BYTES, choose_num_processes
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize import parallel as tokenize_parallel
+from manyhands.data.tokenize.cache import UNFINISHED
+from manyhands.data.tokenize.parallel import MIN_PARALLEL_BYTES, choose_num_processes
+from manyhands.data.tokenize.prepare import prepare
 
 NUM_FILES = 5
 WITHOUT_IMPORTS = pytest.mark.usefixtures("forked")
 PREPARE = """
 import sys
 from manyhands.config.schema import RunConfig
-from manyhands.data.prepare import prepare
+from manyhands.data.tokenize.prepare import prepare
 print(prepare(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], lambda _: None, num_processes=2).digest)
 """
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data import tokenize as tokenize_module
-from manyhands.data.divide import divide_samples
-from manyhands.data.files import FilePart
-from manyhands.data.long_text import LongText, read_documents
-from manyhands.data.prepare import prepare
-from manyhands.data.sources import ResolvedSource
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import weights_of
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.read.files import FilePart
+from manyhands.data.read.sources import ResolvedSource
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import weights_of
+from manyhands.data.tokenize import part as tokenize_module
+from manyhands.data.tokenize.divide import divide_samples
+from manyhands.data.tokenize.long_text import LongText, read_documents
+from manyhands.data.tokenize.prepare import prepare
+from manyhands.data.tokenize.tokenizer import load_tokenizer
 from manyhands.metrics.summary import describe_data
 from tests.data.conftest import make_tokenizer
 
@@ -288,8 +288,8 @@ def test_long_documents_are_as_if_tokenized_whole(
         return [store.train.sample(index)["tokens"].tolist() for index in range(store.train.num_samples)]
 
     whole = rows("whole")
-    for module in ("tokenize", "long_text"):
-        monkeypatch.setattr(f"manyhands.data.{module}.LONG_CHARACTERS", 300)
+    for module in ("part", "long_text"):
+        monkeypatch.setattr(f"manyhands.data.tokenize.{module}.LONG_CHARACTERS", 300)
     monkeypatch.setattr(tokenize_module, "LongText", lambda tokenizer: LongText(tokenizer, 400, 150))
     assert rows("windows") == whole
     if too_long == "split":
@@ -298,14 +298,14 @@ def test_long_documents_are_as_if_tokenized_whole(
 
 
 def test_documents_of_a_text_file_come_as_the_reader_gives_them(tmp_path: Path, monkeypatch) -> None:
-    from manyhands.data.files import Findings
-    from manyhands.data.sources import read_part
+    from manyhands.data.read.files import Findings
+    from manyhands.data.read.sources import read_part
 
     path = tmp_path / "a.txt"
     path.write_bytes(b"\n\none\r\ntwo\n \n\nthree" + b" more\nlines" * 100 + b"\n\n\n  four  \n")
     part = FilePart(str(path), "text")
     plain = list(read_part(part))
-    monkeypatch.setattr("manyhands.data.long_text.LONG_CHARACTERS", 50)
+    monkeypatch.setattr("manyhands.data.tokenize.long_text.LONG_CHARACTERS", 50)
     joined = []
     for row in read_documents(part, Findings()):
         text = row.fields["text"]

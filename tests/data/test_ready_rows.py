@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.files import Row
-from manyhands.data.formats import RowRefused, detect_format, to_conversation
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
+from manyhands.data.read.files import Row
+from manyhands.data.read.formats import RowRefused, detect_format, to_conversation
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.prepare import prepare
 
 SEGMENTS = [{"text": "Q: a", "label": False}, {"text": "b c", "label": True}, {"text": "!", "label": False}]
 
@@ -101,7 +101,7 @@ def test_columns_of_tokens_may_have_other_names_or_be_left_out(write_rows, make_
 def test_segments_are_tokenized_each_for_itself_and_nothing_is_added(
     write_rows, make_config, model_folder: Path
 ) -> None:
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     config = make_config(write_rows([{"segments": SEGMENTS}] * 2), validation_fraction=0)
     sample = store_of(config, model_folder).train.sample(0)
@@ -144,7 +144,7 @@ def test_tokens_beside_the_text_that_they_were_made_of_are_not_taken_for_the_row
 
 
 def test_rows_of_many_ids_do_not_wait_by_the_thousand() -> None:
-    from manyhands.data.tokenize import count_held
+    from manyhands.data.tokenize.part import count_held
 
     content = to_conversation(Row({"input_ids": [7] * 8192}, "f", 1), "tokens")
     assert not isinstance(content, str) and count_held(content) > 8192

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.formats import Conversation
-from manyhands.data.messages import RowRefused
-from manyhands.data.render import Rendered, Renderer, render
-from manyhands.data.spans import SpanFinder
-from manyhands.data.template import ChatTemplate, complete_arguments
-from manyhands.data.tokenizer import encode_text, load_tokenizer
+from manyhands.data.chat.render import Rendered, Renderer, render
+from manyhands.data.chat.spans import SpanFinder
+from manyhands.data.chat.template import ChatTemplate, complete_arguments
+from manyhands.data.read.formats import Conversation
+from manyhands.data.read.messages import RowRefused
+from manyhands.data.tokenize.tokenizer import encode_text, load_tokenizer
 from manyhands.infer.generate import end_of_turn
 
 from .conftest import make_tokenizer
@@ -384,7 +384,7 @@ def test_half_a_surrogate_pair_is_refused_and_the_other_rows_are_not() -> None:
 
 
 def test_the_digest_names_all_that_decides_about_ids(tmp_path: Path) -> None:
-    from manyhands.data.tokenizer import tokenizer_digest
+    from manyhands.data.tokenize.tokenizer import tokenizer_digest
 
     family_tokenizer("qwen3").save_pretrained(tmp_path)
     seen = [tokenizer_digest(tmp_path), tokenizer_digest(tmp_path, "{{ messages }}")]
@@ -404,7 +404,7 @@ def test_the_digest_names_all_that_decides_about_ids(tmp_path: Path) -> None:
 
 @pytest.mark.real
 def test_smollm2(smollm2: Path) -> None:
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     tokenizer, expected = load_tokenizer(smollm2), plain(IM_END)
     names = [name for name in expected if name != "answer first" and CONVERSATIONS[name][1] is None]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.files import Row
-from manyhands.data.formats import Conversation, RowRefused, detect_format, to_conversation
-from manyhands.data.messages import find_keys, without_key
-from manyhands.data.render import Renderer
+from manyhands.data.chat.render import Renderer
+from manyhands.data.read.files import Row
+from manyhands.data.read.formats import Conversation, RowRefused, detect_format, to_conversation
+from manyhands.data.read.messages import find_keys, without_key
 from tests.data.conftest import make_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}

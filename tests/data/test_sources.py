@@ -15,9 +15,9 @@ import pytest
 
 from manyhands.config.schema import DataSection, Source
 from manyhands.core.errors import UserError
-from manyhands.data import files, sources, text_files
-from manyhands.data.files import Findings, Row
-from manyhands.data.sources import name_sources, read_part, read_rows, resolve_source, split_source
+from manyhands.data.read import files, sources, text_files
+from manyhands.data.read.files import Findings, Row
+from manyhands.data.read.sources import name_sources, read_part, read_rows, resolve_source, split_source
 
 
 def read(path: Path, content: bytes) -> list[Row]:
@@ -440,7 +440,7 @@ def test_a_slice_counts_what_cannot_be_read_as_little_as_what_is_too_long(tmp_pa
     """Rows that are not counted would move the bounds of the slice without a word."""
     path = tmp_path / "a.txt"
     path.write_text("one\n\n" + "two " * 50 + "\n" + "two " * 50 + "\n\n\nthree\n\nfour")
-    monkeypatch.setattr("manyhands.data.text_files.MAX_VALUES", 1)
+    monkeypatch.setattr("manyhands.data.read.text_files.MAX_VALUES", 1)
     (part,) = split_source(resolve_source(Source(path=str(path), split="train[50%:]")), 1)
     assert (part.skip, part.take) == (2, None), "a document may be longer than what is read at once"
     broken = tmp_path / "a.jsonl"

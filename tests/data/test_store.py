@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.segment import SegmentWriter, finish_store, join_segments, link_tokens
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import make_sample, weights_of
+from manyhands.data.store.segment import SegmentWriter, finish_store, join_segments, link_tokens
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import make_sample, weights_of
 
 # (ids, trained, weights, line, continued)
 ROWS: list[tuple[list[int], list[int], list[float] | None, int, bool]] = [

@@ -16,12 +16,12 @@ import torch
 from transformers import PretrainedConfig
 
 from manyhands.core.errors import UserError
-from manyhands.data.batches import Batch, collate_here, iterate
-from manyhands.data.collate import BatchShape, BatchWorkers, open_store_samples
-from manyhands.data.pack import lay_out_packed, lay_out_unpacked
-from manyhands.data.segment import SegmentWriter, finish_store, join_segments
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import (
+from manyhands.data.batch.batches import Batch, collate_here, iterate
+from manyhands.data.batch.collate import BatchShape, BatchWorkers, open_store_samples
+from manyhands.data.batch.pack import lay_out_packed, lay_out_unpacked
+from manyhands.data.store.segment import SegmentWriter, finish_store, join_segments
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import (
     MASK,
     TEXT,
     TOKENS,

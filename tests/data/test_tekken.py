@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.formats import Conversation
-from manyhands.data.render import render
-from manyhands.data.tekken import BY_VERSION
-from manyhands.data.tokenizer import load_tokenizer, tokenizer_digest
+from manyhands.data.chat.render import render
+from manyhands.data.chat.tekken import BY_VERSION
+from manyhands.data.read.formats import Conversation
+from manyhands.data.tokenize.tokenizer import load_tokenizer, tokenizer_digest
 
 SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[THINK]",
            "[/THINK]")  # fmt: skip

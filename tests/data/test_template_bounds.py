@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data import template as template_module
-from manyhands.data.messages import RowRefused
-from manyhands.data.prepare import prepare
-from manyhands.data.template import ChatTemplate, probe_in_subprocess
+from manyhands.data.chat import template as template_module
+from manyhands.data.chat.template import ChatTemplate, probe_in_subprocess
+from manyhands.data.read.messages import RowRefused
+from manyhands.data.tokenize.prepare import prepare
 from manyhands.importers.load import config_from_mapping
 from tests.support.tiny import CHATML, tiny_tokenizer
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.data.formats import Conversation
-from manyhands.data.messages import RowRefused
-from manyhands.data.render import Renderer, render
+from manyhands.data.chat.render import Renderer, render
+from manyhands.data.read.formats import Conversation
+from manyhands.data.read.messages import RowRefused
 
 from .conftest import make_tokenizer
 from .families import trained_texts

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.prepare import prepare
-from manyhands.data.tokenizer import load_tokenizer, widen_cache
+from manyhands.data.tokenize.prepare import prepare
+from manyhands.data.tokenize.tokenizer import load_tokenizer, widen_cache
 from manyhands.importers.load import config_from_mapping
 from tests.support.tiny import tiny_tokenizer
 

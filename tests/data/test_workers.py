@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from manyhands.core.errors import UserError
-from manyhands.data.batches import collate_here, iterate
-from manyhands.data.collate import BatchShape, BatchWorkers
-from manyhands.data.pack import lay_out_unpacked
+from manyhands.data.batch.batches import collate_here, iterate
+from manyhands.data.batch.collate import BatchShape, BatchWorkers
+from manyhands.data.batch.pack import lay_out_unpacked
 from tests.data.fake_samples import open_deadly, open_drawn
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_they_end_with_the_process_that_started_them() -> None:
     code = (
         "import sys, time\n"
         "from tests.data.fake_samples import open_drawn\n"
-        "from manyhands.data.collate import BatchWorkers\n"
+        "from manyhands.data.batch.collate import BatchWorkers\n"
         "workers = BatchWorkers(open_drawn, 2); print(*workers.pids, flush=True)\n"
         "assert 'torch' not in sys.modules\n"
         "time.sleep(60 if sys.argv[1] == 'killed' else 0)"

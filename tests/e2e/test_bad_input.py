@@ -138,7 +138,7 @@ def test_too_long_rows_are_cut_or_split_where_that_is_asked(
 ) -> None:
     monkeypatch.chdir(place.folder)
     # the process that builds the model for a dry run: tests/launch/test_rehearsal.py
-    monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
+    monkeypatch.setattr("manyhands.launch.run.prepare.rehearse", lambda config, plan: None)
     common = [
         "train",
         "run.yaml",

@@ -158,7 +158,7 @@ def test_sigterm_in_preparation_says_so(place: Place, command: tuple[str, ...]) 
         f"    pathlib.Path({str(mark)!r}).touch()\n"
         f"    time.sleep({WAIT_S})\n"
     )
-    with place.start(*command, f"name={name}", plant={"manyhands.launch.prepare": plant}) as process:
+    with place.start(*command, f"name={name}", plant={"manyhands.launch.run.prepare": plant}) as process:
         place.wait_for([mark], process)
         process.send_signal(signal.SIGTERM)
         stopped = place.wait(process, time.monotonic())
@@ -210,7 +210,7 @@ def test_slow_work_lives_in_every_stage_and_none_of_it_ends_the_run(place: Place
     broken = place.train("slow", "--gpus", "2", waits, plant=at_step(5, "raise ValueError('later')"))
     assert broken.code == 1 and place.run("slow").steps_saved() == [4]
     slowed = {
-        "manyhands.launch.heartbeat": "_advance = Heartbeat.advance\n"
+        "manyhands.launch.local.heartbeat": "_advance = Heartbeat.advance\n"
         "def _slow(self):\n"
         "    if threading.current_thread().name != 'heartbeat':\n"
         "        time.sleep(0.15)\n"

@@ -78,7 +78,7 @@ def test_a_killed_rank_is_named_by_one_that_lives_on(place: Place) -> None:
 @pytest.mark.slow
 def test_rank_0_killed_while_it_prepares_is_reported_by_the_others(place: Place) -> None:
     source = "import os\ndef gather_facts(*arguments, **options): os.kill(os.getpid(), 9)\n"
-    plant = {"manyhands.launch.prepare": source}
+    plant = {"manyhands.launch.run.prepare": source}
     tasks = place.by_srun("name=killed-preparing", plant=plant)
     assert [task.code for task in tasks] == [-9, 1], tasks
     output = tasks[1].output  # beside it stands a warning of torch's own

@@ -146,7 +146,7 @@ def test_eval_and_generate_in_several_processes(whole: object, place: Place, lis
 
 @pytest.mark.ci
 def test_the_processes_of_a_benchmark(tmp_path: Path, listeners: Listeners) -> None:
-    """``manyhands.launch.agent`` starts them, as torchrun would."""
+    """``manyhands.launch.local.agent`` starts them, as torchrun would."""
     (tmp_path / "ranks.py").write_text(
         "import sys, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -154,7 +154,7 @@ def test_the_processes_of_a_benchmark(tmp_path: Path, listeners: Listeners) -> N
         "dist.all_gather_object(found, dist.get_rank())\n"
         "sys.exit(found != [0, 1] or sys.argv[1:2] != ['x'])\n"
     )
-    command = [sys.executable, "-m", "manyhands.launch.agent", "2", "ranks", "x"]
+    command = [sys.executable, "-m", "manyhands.launch.local.agent", "2", "ranks", "x"]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
     subprocess.run(command, env=variables, check=True, timeout=WAIT_S)
     assert subprocess.run([*command[:-1], "y"], env=variables, timeout=WAIT_S).returncode == 1

@@ -73,7 +73,7 @@ def test_a_fault_that_smaller_plans_do_not_cure_ends_with_what_to_do(
 ) -> None:
     """Micro-batches are as asked, so that the second plan, which recomputes whole blocks, is the smallest."""
     host = read_host_facts()  # where more memory is free later on, larger plans are tried again
-    monkeypatch.setattr("manyhands.launch.prepare.read_host_facts", lambda: host)
+    monkeypatch.setattr("manyhands.launch.run.prepare.read_host_facts", lambda: host)
     keys = ("--gpus", "1", "launch.restarts=3", *SEVERAL_PACKS, "batch.micro_tokens=512")
     ended = place.train("hopeless", *keys, plant=out_of_memory(99))
     assert ended.code == 1 and ended.output.count("error: ") == 1, ended.output

@@ -85,7 +85,7 @@ def test_an_error_that_comes_again_ends_the_run(place: Place) -> None:
 
 def test_sigterm_between_two_attempts_ends_the_run_at_once(place: Place) -> None:
     plant = at_step(6, "raise ValueError('the cat sat on the keyboard')", rank=0)
-    plant["manyhands.launch.restarts"] = "FIRST_WAIT_S = 600.0"
+    plant["manyhands.launch.restart.restarts"] = "FIRST_WAIT_S = 600.0"
     with place.start(*train_command("paused", "--gpus", "1", "launch.restarts=3"), plant=plant) as process:
         deadline = time.monotonic() + WAIT_S
         while "restarting from step 4" not in place.output.read_text():

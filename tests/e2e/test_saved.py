@@ -10,7 +10,7 @@ import torch
 
 from manyhands.checkpoint import checkpoint_folder, load_checkpoint, save_checkpoint
 from manyhands.core.errors import UserError
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from manyhands.training.types import TrainState
 from manyhands.worker import export_stages
 from tests.e2e.runs import Place

@@ -145,7 +145,7 @@ def test_fresh_takes_a_new_folder_and_a_dry_run_leaves_run_and_plan_only(
     place: Place, whole: tuple[Ended, Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the process that builds the model for a dry run: tests/launch/test_rehearsal.py
-    monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
+    monkeypatch.setattr("manyhands.launch.run.prepare.rehearse", lambda config, plan: None)
     ended = place.train("whole", "--fresh", "--dry-run")
     assert ended.code == 0 and "nothing was started" in ended.output
     assert place.run("whole-2").files() == {".lock", "run.json", "plan.json", "plans/001.json"}

@@ -14,8 +14,8 @@ from torch.nn.attention import varlen
 
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
-from manyhands.data.batches import collate
-from manyhands.data.collate import BatchShape
+from manyhands.data.batch.batches import collate
+from manyhands.data.batch.collate import BatchShape
 from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.model.attention import VARLEN, register_attention

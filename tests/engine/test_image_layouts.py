@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from manyhands.config.schema import RunConfig
-from manyhands.data.batches import collate
-from manyhands.data.collate import BatchShape
-from manyhands.data.image_batch import ImageWork
-from manyhands.data.image_files import PixelBounds
-from manyhands.data.store import TokenStore
+from manyhands.data.batch.batches import collate
+from manyhands.data.batch.collate import BatchShape
+from manyhands.data.images.batch import ImageWork
+from manyhands.data.images.files import PixelBounds
+from manyhands.data.store.store import TokenStore
 from manyhands.facts.towers import part_of
 from manyhands.families import find
 from manyhands.model.loss import IGNORED

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.launch.prepare import gather_facts
+from manyhands.launch.run.prepare import gather_facts
 from manyhands.planner.layout import Mesh, change
 from manyhands.planner.search import plan as make_plan
 from manyhands.training.step import StepWork

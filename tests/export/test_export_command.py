@@ -26,8 +26,8 @@ from manyhands.export.verify import verify
 from manyhands.facts.identity import identify_files
 from manyhands.infer.__main__ import main as infer_main
 from manyhands.infer.load import find_parts, open_answerer
-from manyhands.launch.resume_rules import describe_run
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.resume import describe_run
 from manyhands.planner.converters import CONVERTERS, Case, choose_converters
 from manyhands.planner.layout import change
 from manyhands.planner.types import Plan

@@ -18,8 +18,8 @@ from manyhands.core.errors import UserError
 from manyhands.facts import identity
 from manyhands.facts.identity import check_files, differing_files, identify_files
 from manyhands.importers.load import config_from_mapping
-from manyhands.launch.prepare import prepare_run
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.prepare import prepare_run
 from tests.support.tiny import write_tiny_model
 
 

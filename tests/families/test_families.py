@@ -20,9 +20,9 @@ SOURCES = Path(manyhands.__file__).parent
 # Files that name a family for another reason, and the reason.
 EXEMPT = {
     "config/named_templates.py": "chat formats are named after the models that use them",
-    "data/template.py": "names one of these chat formats as an example",
-    "data/tekken.py": "mistral-common is a library, and its files are read",
-    "data/tokenizer.py": "the same",
+    "data/chat/template.py": "names one of these chat formats as an example",
+    "data/chat/tekken.py": "mistral-common is a library, and its files are read",
+    "data/tokenize/tokenizer.py": "the same",
     "infer/serve.py": "names a kind of tool calls as an example",
     "config/schema.py": "lists the names of these chat formats",
     "bench/rows.py": "published models that are measured",

@@ -24,7 +24,7 @@ from manyhands.convert.fused_modules import FusedAttention, FusedMlp
 from manyhands.facts.model import read_model_facts
 from manyhands.families import Family, KnownModule, find
 from manyhands.importers.load import config_from_mapping
-from manyhands.launch.prepare import gather_facts
+from manyhands.launch.run.prepare import gather_facts
 from manyhands.planner.search import plan as make_plan
 from tests.support.layouts import build, pack
 from tests.support.tiny import TINY, tiny_tokenizer

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from manyhands import families
-from manyhands.data.image_batch import ImageWork, open_batcher
-from manyhands.data.image_files import PixelBounds
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.images.batch import ImageWork, open_batcher
+from manyhands.data.images.files import PixelBounds
+from manyhands.data.tokenize.tokenizer import load_tokenizer
 from manyhands.families import find
 from manyhands.families.images import PIXELS, ImageKind, ImageShape
 from manyhands.families.images.kind import Processor

@@ -31,7 +31,7 @@ _PREPARED = 0  # the process that has imported everything
 _FORKS: set[int] = set()  # pids of this process's own, which their ``Fork`` waits for
 MODULES = (  # imported by a run in the course of its stages
     "manyhands.cli.main",
-    "manyhands.launch.start",
+    "manyhands.launch.local.start",
     "manyhands.worker.run",
     "manyhands.preview.collect",
     "numpy.testing",

@@ -271,12 +271,16 @@ class Plant:
         module["gather_facts"] = planted
 
 
-PREPARATION = "manyhands.launch.prepare"
+PREPARATION = "manyhands.launch.run.prepare"
 
 
 def module_of(moment: str) -> str:
     """Into which module of a run the plant for a moment goes."""
-    where = {"start": "manyhands.launch.heartbeat", "preparation": PREPARATION, "data": "manyhands.worker.batches"}
+    where = {
+        "start": "manyhands.launch.local.heartbeat",
+        "preparation": PREPARATION,
+        "data": "manyhands.worker.batches",
+    }
     where["staging"] = "manyhands.worker.checkpoints"
     if moment in STAGES:
         return "manyhands.worker.session"

@@ -112,7 +112,7 @@ def read_checkpoint(path: Path) -> Any:
 
 
 def read_run_folder(path: Path) -> Any:
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
 
     folder = RunFolder(path)
     folder.read_config()
@@ -144,7 +144,7 @@ def read_curves(path: Path) -> Any:
 
 
 def read_store(path: Path) -> Any:
-    from manyhands.data.store import TokenStore
+    from manyhands.data.store.store import TokenStore
 
     store = TokenStore.open(path)
     return [store.train.sample(number) for number in range(min(3, store.train.num_samples))]
@@ -152,9 +152,9 @@ def read_store(path: Path) -> Any:
 
 def read_data(path: Path) -> Any:
     """A file of rows, in parts, up to conversations."""
-    from manyhands.data.files import Findings
-    from manyhands.data.formats import RowRefused, settle_format, to_conversation
-    from manyhands.data.sources import read_part, read_rows, resolve_source, split_source
+    from manyhands.data.read.files import Findings
+    from manyhands.data.read.formats import RowRefused, settle_format, to_conversation
+    from manyhands.data.read.sources import read_part, read_rows, resolve_source, split_source
 
     file = changed_file(path)
     rows = [row for part in split_source(resolve_source(file), 3) for row in read_part(part, Findings())]
@@ -168,8 +168,8 @@ def read_data(path: Path) -> Any:
 
 def read_prepared(path: Path) -> Any:
     """A whole preparation: tokenizer, chat template, rows, masks and the cache."""
-    from manyhands.data import template
-    from manyhands.data.prepare import prepare
+    from manyhands.data.chat import template
+    from manyhands.data.tokenize.prepare import prepare
 
     template.TRIAL_CPU_S = 1  # in place of 20: a tenth of the cases would wait for it
     rows = next(path / name for name in ("rows.jsonl", "chat.jsonl") if (path / name).exists())
@@ -181,7 +181,7 @@ def read_prepared(path: Path) -> Any:
 
 
 def read_image(path: Path) -> Any:
-    from manyhands.data.image_files import BadImage, PixelBounds, decode, read_bytes
+    from manyhands.data.images.files import BadImage, PixelBounds, decode, read_bytes
 
     bounds = PixelBounds(most=1 << 20)
     file = changed_file(path)
@@ -194,11 +194,11 @@ def read_image(path: Path) -> Any:
 
 def read_processor(path: Path) -> Any:
     """An image, as rows that name it find it."""
-    from manyhands.data.image_files import BadImage
-    from manyhands.data.image_open import ImageOpener
-    from manyhands.data.image_processor import family_of
-    from manyhands.data.image_rows import ImageRef
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.images.files import BadImage
+    from manyhands.data.images.open import ImageOpener
+    from manyhands.data.images.processor import family_of
+    from manyhands.data.images.rows import ImageRef
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     data = {"train": "rows.jsonl"}
     config = config_from_mapping({"name": "n", "model": {"name": str(path)}, "data": data})

@@ -16,11 +16,11 @@ from manyhands.config.patterns import reaches
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.config.schema import Source
 from manyhands.core.errors import UserError
-from manyhands.data import messages
-from manyhands.data.files import Row
-from manyhands.data.formats import to_conversation
-from manyhands.data.render import render
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.chat.render import render
+from manyhands.data.read import messages
+from manyhands.data.read.files import Row
+from manyhands.data.read.formats import to_conversation
+from manyhands.data.tokenize.tokenizer import load_tokenizer
 from manyhands.importers.axolotl import keys as axolotl_keys
 from manyhands.importers.axolotl import run as axolotl
 from manyhands.importers.axolotl import templates as axolotl_templates

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from manyhands.launch.prepare import gather_facts
-from manyhands.launch.run_file import load_for_start
+from manyhands.launch.run.file import load_for_start
+from manyhands.launch.run.prepare import gather_facts
 from manyhands.planner.search import plan as make_plan
 from tests.support.tiny import write_tiny_model
 from tests.support.zygote import forking

@@ -15,7 +15,7 @@ from manyhands.core.errors import UserError
 from manyhands.importers.load import config_from_mapping, load_run
 from manyhands.importers.recognize import load_importer, recognize, translate
 from manyhands.importers.translation import ImportContext, Translation
-from manyhands.launch import run_file
+from manyhands.launch.run import file as run_file
 
 SFT_PLAY: dict[str, Any] = {
     "model": {"name": "google/gemma-3-27b-it", "max_seq_len": 2048},

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from manyhands.cli.main import app
 from manyhands.importers.load import load_config, load_run
-from manyhands.launch.prepare import prepare_run
-from manyhands.launch.run_file import load_for_start
+from manyhands.launch.run.file import load_for_start
+from manyhands.launch.run.prepare import prepare_run
 from tests.support.tiny import write_tiny_model
 
 FILE = """\

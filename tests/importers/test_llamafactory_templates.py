@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.data.formats import Conversation
-from manyhands.data.messages import RowRefused
-from manyhands.data.render import render
+from manyhands.data.chat.render import render
+from manyhands.data.read.formats import Conversation
+from manyhands.data.read.messages import RowRefused
 from manyhands.importers.llamafactory.templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
 from tests.support.tiny import tiny_tokenizer
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
-from manyhands.launch.run_file import load_for_start
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.prepare import prepare
+from manyhands.launch.run.file import load_for_start
 from tests.support.tiny import write_tiny_model
 from tests.support.zygote import forking
 

@@ -28,7 +28,7 @@ from manyhands.infer.evaluate import _open_evaluator, last_turn, sum_losses
 from manyhands.infer.load import find_parts, open_answerer
 from manyhands.infer.replicas import DeviceSlot, Placement
 from manyhands.infer.settings import GenerationSettings
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from tests.export.tiny import METHOD, adapt
 from tests.launch.builders import make_config
 from tests.support.tiny import tiny_model, write_tiny_model
@@ -150,7 +150,7 @@ def test_the_batch_size_that_is_asked_for_bounds_the_answers(place: Path, tmp_pa
 
 
 def test_a_divided_model_gives_the_same_sums(place: Path, tmp_path: Path) -> None:
-    from manyhands.data.store import TokenStore
+    from manyhands.data.store.store import TokenStore
 
     data = write_data(tmp_path / "rows.jsonl", ["one", "two", "three", "four"])
     found = compare(place / "base", data=data, metrics=["loss"])

@@ -14,14 +14,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from manyhands.core.errors import UserError
-from manyhands.data.messages import RowRefused
+from manyhands.data.read.messages import RowRefused
 from manyhands.infer.batch import answer_file
 from manyhands.infer.chat import chat
 from manyhands.infer.load import open_answerer
 from manyhands.infer.prompts import prompt_of
 from manyhands.infer.replicas import Placement
 from manyhands.infer.settings import GenerationSettings
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from manyhands.model.structure import auto_class_of
 from tests.launch.builders import make_config
 from tests.support.tiny import write_tiny_model

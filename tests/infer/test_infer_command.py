@@ -19,7 +19,7 @@ from manyhands.infer.chat import chat
 from manyhands.infer.load import find_parts, open_answerer
 from manyhands.infer.prompts import PromptOptions
 from manyhands.infer.settings import GenerationSettings
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from tests.export.tiny import METHOD, adapt, make_model, save_source
 from tests.launch.builders import make_config, make_plan
 

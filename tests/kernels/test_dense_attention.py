@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.data.collate import BatchShape, collate_samples
-from manyhands.data.streams import MASK, TOKENS, Sample, make_sample
+from manyhands.data.batch.collate import BatchShape, collate_samples
+from manyhands.data.store.streams import MASK, TOKENS, Sample, make_sample
 from manyhands.kernels.attention import dense as dense_attention
 from manyhands.kernels.attention.dense import attend_dense, choose_dense, compare
 from manyhands.kernels.attention.reference import ALLOWED

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.prepare import prepare
-from manyhands.data.summary import PreparedData
+from manyhands.data.tokenize.prepare import prepare
+from manyhands.data.tokenize.summary import PreparedData
 from manyhands.planner.types import Plan
 from tests.keys.lab import Lab
 from tests.support.vision import write_tiny_processor, write_tiny_vision
@@ -107,8 +107,8 @@ def enlarge_images_below(lab: Lab) -> None:
 
 def _size_of(lab: Lab, **keys: int) -> tuple[int, int]:
     """Of an image of 30 x 30 pixels, as the processor gets it."""
-    from manyhands.data.store import TokenStore
-    from manyhands.data.streams import from_streams
+    from manyhands.data.store.store import TokenStore
+    from manyhands.data.store.streams import from_streams
 
     facts = facts_of(lab, [draw(lab.folder / "drawn" / "a.png")], **keys)
     return from_streams(TokenStore.open(facts.folder).train.sample(0))[0].size
@@ -118,9 +118,9 @@ def kept(lab: Lab, **keys: Any) -> tuple[list[Path], int]:
     """(files of prepared images, bytes that this process holds) once one image was in a batch."""
     from types import SimpleNamespace
 
-    from manyhands.data.image_batch import ImageBatcher
-    from manyhands.data.store import TokenStore
-    from manyhands.data.streams import from_streams
+    from manyhands.data.images.batch import ImageBatcher
+    from manyhands.data.store.store import TokenStore
+    from manyhands.data.store.streams import from_streams
     from manyhands.model.inputs import image_work
 
     place = draw(lab.folder / "drawn" / "a.png")

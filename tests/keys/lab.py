@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.importers.load import config_from_mapping
-from manyhands.launch.prepare import Prepared, prepare_run
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.prepare import Prepared, prepare_run
 from manyhands.planner.types import Plan
 from manyhands.training.step import StepWork
 from manyhands.training.types import Batch, Hook, TrainState

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from manyhands.checkpoint.staging import Staging
 from manyhands.core.remote import RemoteError, RemoteFolder
 from manyhands.infer import sample_prompts
-from manyhands.launch import prepare
+from manyhands.launch.run import prepare
 from manyhands.metrics import trackers
 from manyhands.metrics.trackers import TrackerRun
 from manyhands.planner.search import plan

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.data.store import TokenStore
-from manyhands.data.summary import PreparedData
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.summary import PreparedData
 from tests.keys.lab import NUM_STEPS, Lab, make_rows
 
 LONG = {"prompt": "alpha", "completion": "beta " * 80}  # 400 tokens and more
 
 
 def facts_of(lab: Lab, **keys: object) -> PreparedData:
-    from manyhands.data.prepare import prepare
+    from manyhands.data.tokenize.prepare import prepare
 
     return prepare(
         lab.config({key.replace("__", "."): value for key, value in keys.items()}), lab.folder / "model", lambda _: None

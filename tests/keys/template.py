@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.data.store import TokenStore
+from manyhands.data.store.store import TokenStore
 from manyhands.infer.load import find_parts
 from tests.keys.lab import Lab
 from tests.keys.rows import facts_of

@@ -23,11 +23,11 @@ from manyhands.engine import apply
 from manyhands.engine.activations import ActivationStore
 from manyhands.engine.apply import compile_blocks as compile_all
 from manyhands.engine.optimizers import StreamedOptimizer
-from manyhands.launch import start as launch_start
-from manyhands.launch.heartbeat import Beat
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.start import start
-from manyhands.launch.watch import Watch
+from manyhands.launch.local import start as launch_start
+from manyhands.launch.local.heartbeat import Beat
+from manyhands.launch.local.start import start
+from manyhands.launch.local.watch import Watch
+from manyhands.launch.run.folder import RunFolder
 from manyhands.planner.search import plan
 from manyhands.planner.types import Plan
 from manyhands.worker.batches import open_workers
@@ -273,7 +273,7 @@ def restarts(lab: Lab) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch_start, "run_workers", fail)
-            patch.setattr("manyhands.launch.restarts.FIRST_WAIT_S", 0.0)
+            patch.setattr("manyhands.launch.restart.restarts.FIRST_WAIT_S", 0.0)
             patch.delenv("RANK", raising=False)
             with pytest.raises(UserError, match="was killed"):
                 start(lab.config({"launch.restarts": asked}))
@@ -318,7 +318,7 @@ def min_gpus(lab: Lab) -> None:
         keys = {"parallel.gpus": 4, "data.packing": False, "batch.micro_samples": 2, "batch.accumulation": 1}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch_start, "run_workers", fail)
-            patch.setattr("manyhands.launch.restarts.FIRST_WAIT_S", 0.0)
+            patch.setattr("manyhands.launch.restart.restarts.FIRST_WAIT_S", 0.0)
             patch.delenv("RANK", raising=False)
             config = lab.config(keys | ({} if asked is None else {"launch.min_gpus": asked}))
             with pytest.raises(UserError, match="rank 1 is lost") if asked is None else contextlib.nullcontext():

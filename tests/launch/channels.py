@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.launch.address import LOCAL_HOST, Address
-from manyhands.launch.channel import Channel
+from manyhands.launch.nodes.address import LOCAL_HOST, Address
+from manyhands.launch.nodes.channel import Channel
 
 LONG_S = 60.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from manyhands.planner.types import Plan
 from tests.launch.builders import make_config, make_plan
 

@@ -11,9 +11,9 @@ import sys
 import time
 
 from manyhands.core.errors import UserError
-from manyhands.launch.failure import looks_like_consequence, wait_for_cause, write_failure
-from manyhands.launch.heartbeat import Heartbeat, read_beat
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.diagnose.failure import looks_like_consequence, wait_for_cause, write_failure
+from manyhands.launch.local.heartbeat import Heartbeat, read_beat
+from manyhands.launch.run.folder import RunFolder
 
 LONG_S = 300.0  # longer than any test waits
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.launch import channel as channel_module
-from manyhands.launch import secret
-from manyhands.launch.address import Address, is_loopback, knock, open_listener
-from manyhands.launch.channel import SILENT, Channel
-from manyhands.launch.launcher_group import open_channel
-from manyhands.launch.nodes import LATER, check_node
-from manyhands.launch.restarts import Place
-from manyhands.launch.secret import SECRET_FILE, SHARED_FILE, prove, read_secret
-from manyhands.launch.start_nodes import failing_together
+from manyhands.launch.nodes import channel as channel_module
+from manyhands.launch.nodes import secret
+from manyhands.launch.nodes.address import Address, is_loopback, knock, open_listener
+from manyhands.launch.nodes.channel import SILENT, Channel
+from manyhands.launch.nodes.info import LATER, check_node
+from manyhands.launch.nodes.launcher_group import open_channel
+from manyhands.launch.nodes.secret import SECRET_FILE, SHARED_FILE, prove, read_secret
+from manyhands.launch.nodes.start import failing_together
+from manyhands.launch.restart.restarts import Place
 from tests.launch.builders import make_config
 from tests.launch.channels import LONG_S, at_once
 
@@ -125,7 +125,7 @@ def test_a_node_that_never_comes_is_named_everywhere(meeting: Meeting):
 
 
 def test_node_0_that_never_comes_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.1)
+    monkeypatch.setattr("manyhands.launch.nodes.channel.ANSWER_S", 0.1)
     (text,) = meeting.all_come(hello(1, 2), timeout_s=QUICK_S)
     assert f"node 1 (gpu1) found no node 0 at {meeting.address} within 0.3 s" in text
 
@@ -147,7 +147,7 @@ def test_who_ends_the_connection_before_node_0_listens_is_not_taken_for_it(meeti
 
 
 def test_a_program_that_never_answers_is_named(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.1)
+    monkeypatch.setattr("manyhands.launch.nodes.channel.ANSWER_S", 0.1)
     with open_listener(meeting.address, 1):
         (text,) = meeting.all_come(hello(1, 2), timeout_s=QUICK_S)
     assert "found no node 0" in text and "a program listens there that does not answer as node 0 does" in text
@@ -163,8 +163,8 @@ def test_a_connection_to_itself_is_none(meeting: Meeting, monkeypatch: pytest.Mo
         connection.connect(address)
         return connection
 
-    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.1)
-    monkeypatch.setattr("manyhands.launch.address.socket.create_connection", meet_oneself)
+    monkeypatch.setattr("manyhands.launch.nodes.channel.ANSWER_S", 0.1)
+    monkeypatch.setattr("manyhands.launch.nodes.address.socket.create_connection", meet_oneself)
     (text,) = meeting.all_come(hello(1, 2), timeout_s=QUICK_S)
     assert "found no node 0" in text and "nobody listens there" in text
 
@@ -270,7 +270,7 @@ def test_silent_slow_and_many_strangers_keep_no_node_waiting(meeting: Meeting, m
 
 def test_who_sends_a_byte_now_and_then_is_dropped_in_time(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
     channels = meeting.all_come(hello(0, 2), hello(1, 2))
-    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.5)
+    monkeypatch.setattr("manyhands.launch.nodes.channel.ANSWER_S", 0.5)
     with stranger(meeting) as slow:
         until(lambda: len(channels[0]._links) == 2)
 
@@ -298,8 +298,8 @@ def test_a_proof_that_was_overheard_is_none_on_another_connection(meeting: Meeti
 def test_a_node_tells_nothing_of_the_run_to_a_node_0_with_another_secret(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("manyhands.launch.channel.ANSWER_S", 0.1)
-    monkeypatch.setattr("manyhands.launch.address.REFUSED_S", 0.1)
+    monkeypatch.setattr("manyhands.launch.nodes.channel.ANSWER_S", 0.1)
+    monkeypatch.setattr("manyhands.launch.nodes.address.REFUSED_S", 0.1)
     heard, told = [], []
 
     def listen(listener: socket.socket) -> None:
@@ -456,9 +456,10 @@ def test_another_node_0_elsewhere_is_found(meeting: Meeting, monkeypatch: pytest
     listen = Channel.listen
 
     def listen_elsewhere(channel: Channel, address: Address) -> int:
-        monkeypatch.setattr("manyhands.launch.channel.is_own", lambda address: False)
+        monkeypatch.setattr("manyhands.launch.nodes.channel.is_own", lambda address: False)
         monkeypatch.setattr(
-            "manyhands.launch.channel.open_listener", lambda address, backlog: open_listener(other.address, backlog)
+            "manyhands.launch.nodes.channel.open_listener",
+            lambda address, backlog: open_listener(other.address, backlog),
         )
         return listen(channel, address)
 

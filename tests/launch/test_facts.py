@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.importers.load import config_from_mapping
-from manyhands.launch.prepare import gather_facts
+from manyhands.launch.run.prepare import gather_facts
 from manyhands.planner.search import plan
 from tests.support.tiny import tiny_tokenizer, write_tiny_model
 

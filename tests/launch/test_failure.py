@@ -14,9 +14,9 @@ import torch
 from manyhands.core import files
 from manyhands.core.errors import UserError
 from manyhands.core.files import write_json
-from manyhands.launch.failure import describe_lost, find_cause, looks_like_consequence, write_failure
-from manyhands.launch.heartbeat import Beat, Heartbeat, read_beat
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.diagnose.failure import describe_lost, find_cause, looks_like_consequence, write_failure
+from manyhands.launch.local.heartbeat import Beat, Heartbeat, read_beat
+from manyhands.launch.run.folder import RunFolder
 from manyhands.planner.types import MemoryFound
 from manyhands.worker.run import explain_out_of_memory
 from tests.launch.builders import make_plan
@@ -165,7 +165,7 @@ def test_on_a_full_disk_the_cause_and_the_status_are_written_all_the_same(folder
 
 
 def test_a_rank_that_could_not_say_that_the_disk_is_full_is_spoken_for(folder, monkeypatch):
-    monkeypatch.setattr("manyhands.launch.failure.shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr("manyhands.launch.diagnose.failure.shutil.disk_usage", lambda path: SimpleNamespace(free=0))
     assert "probably the disk is full: 0 bytes are free" in find_cause(folder, {0: ended(1)}).error.why
 
 
@@ -173,7 +173,7 @@ def test_a_rank_that_could_not_say_that_the_disk_is_full_is_spoken_for(folder, m
 def test_processor_time_counts_as_progress_for_a_limited_time(folder, monkeypatch, limit_s, moves):
     """While libraries are loaded or compile: a rank that only spins is stuck in the end."""
     for name, value in (("TICK_S", 0.01), ("WORKING_CPU_S", 0.0), ("WORKING_LIMIT_S", limit_s)):
-        monkeypatch.setattr(f"manyhands.launch.heartbeat.{name}", value)
+        monkeypatch.setattr(f"manyhands.launch.local.heartbeat.{name}", value)
     heartbeat = Heartbeat(folder, 0)
     first, ticks = read_beat(folder, 0), set()
     while len(ticks) < 5:

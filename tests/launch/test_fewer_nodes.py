@@ -11,11 +11,11 @@ import yaml
 from manyhands.cli import run_file, train_options
 from manyhands.core.errors import FAULT, UserError
 from manyhands.facts.types import HostFacts
-from manyhands.launch.address import Address
-from manyhands.launch.failure import FoundCause
-from manyhands.launch.launcher_group import LaunchEnd, LauncherGroup
-from manyhands.launch.nodes import NodeGroup, explain_missing, explain_unreachable
-from manyhands.launch.restarts import (
+from manyhands.launch.diagnose.failure import FoundCause
+from manyhands.launch.nodes.address import Address
+from manyhands.launch.nodes.info import NodeGroup, explain_missing, explain_unreachable
+from manyhands.launch.nodes.launcher_group import LaunchEnd, LauncherGroup
+from manyhands.launch.restart.restarts import (
     Place,
     command_without_place,
     commands_without_lost,

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.launch import folder_lock
-from manyhands.launch.folder_lock import FolderLock, take_over
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run import lock as folder_lock
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.lock import FolderLock, take_over
 
 HOLD = """
 import sys, time
-from manyhands.launch.folder_lock import FolderLock
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.lock import FolderLock
+from manyhands.launch.run.folder import RunFolder
 lock = FolderLock(RunFolder(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

@@ -15,16 +15,19 @@ import psutil
 import pytest
 
 from manyhands.core.files import write_json
-from manyhands.launch import hang
-from manyhands.launch.hang import DISK, GONE, STOPPED, Child, RankState, find_cause
-from manyhands.launch.heartbeat import SILENT_S, Beat, Heartbeat, this_host
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.stacks import MAIN, Collective, Frame, RankStacks, parse_faulthandler, shorten
+from manyhands.launch.diagnose import hang
+from manyhands.launch.diagnose.hang import DISK, GONE, STOPPED, Child, RankState, find_cause
+from manyhands.launch.diagnose.stacks import MAIN, Collective, Frame, RankStacks, parse_faulthandler, shorten
+from manyhands.launch.local.heartbeat import SILENT_S, Beat, Heartbeat, this_host
+from manyhands.launch.run.folder import RunFolder
 
 REDUCE = Collective("all_reduce", "default_pg", 57, "[[4096]]", done=False)
 GATHER = Collective("_allgather_base", "default_pg", 57, "[[512]]", done=False)
 SLEEPS = [Frame("/home/me/hook.py", 12, "after_step"), Frame("/x/src/manyhands/training/loop.py", 90, "train")]
-IN_DATA = [Frame("/usr/lib/python3.11/threading.py", 320, "wait"), Frame("/x/manyhands/data/batches.py", 40, "get")]
+IN_DATA = [
+    Frame("/usr/lib/python3.11/threading.py", 320, "wait"),
+    Frame("/x/manyhands/data/batch/batches.py", 40, "get"),
+]
 IN_SAVE = [Frame("/x/manyhands/core/files.py", 30, "sync"), Frame("/x/manyhands/checkpoint/save.py", 80, "_write")]
 IN_WRITE = [Frame("/x/manyhands/checkpoint/save.py", 80, "_write")]
 
@@ -99,9 +102,9 @@ def test_a_library_is_shown_with_who_has_called_it() -> None:
 
 RANK = """
 import sys, time, ctypes, threading
-from manyhands.launch.heartbeat import Heartbeat
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.stacks import listen_for_signal
+from manyhands.launch.local.heartbeat import Heartbeat
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.diagnose.stacks import listen_for_signal
 folder = RunFolder(sys.argv[1])
 heartbeat = Heartbeat(folder, 0)
 listen_for_signal(folder, 0)
@@ -117,7 +120,7 @@ stuck_here()
 
 
 def look_at(folder: RunFolder, how: str, *, stop: bool = False) -> RankState:
-    from manyhands.launch.heartbeat import read_beat
+    from manyhands.launch.local.heartbeat import read_beat
 
     with subprocess.Popen(
         [sys.executable, "-c", RANK, str(folder.path), how], stdout=subprocess.PIPE, text=True
@@ -167,7 +170,7 @@ def test_a_stopped_process_is_seen_and_not_waited_for(tmp_path: Path, monkeypatc
 
 def test_a_process_that_does_not_listen_gets_no_signal(tmp_path: Path) -> None:
     """It would be ended by it."""
-    from manyhands.launch.stacks import signal_for_stack
+    from manyhands.launch.diagnose.stacks import signal_for_stack
 
     folder = RunFolder(tmp_path / "run")
     Heartbeat(folder, 0).close()
@@ -191,7 +194,7 @@ def test_a_live_run_is_examined_without_being_ended(planned) -> None:
     from typer.testing import CliRunner
 
     from manyhands.cli.main import app
-    from manyhands.launch.hang import examine
+    from manyhands.launch.diagnose.hang import examine
 
     folder, _ = planned("wait", "end")
     call = CliRunner().invoke
@@ -218,7 +221,7 @@ def test_a_run_that_has_failed_is_not_taken_for_one_that_hangs(planned) -> None:
     """The heartbeats of its ranks, which were killed, are still there; with the launcher, or before a restart of the
     machine, too.
     """
-    from manyhands.launch.hang import examine
+    from manyhands.launch.diagnose.hang import examine
 
     folder, _ = planned("wait", "end")
     with subprocess.Popen(["sleep", "60"]) as killed:
@@ -251,14 +254,14 @@ def with_killed_rank(planned) -> RunFolder:
 
 
 def test_a_run_whose_ranks_are_gone_is_examined_as_long_as_its_launcher_lives(planned) -> None:
-    from manyhands.launch.hang import examine
+    from manyhands.launch.diagnose.hang import examine
 
     folder = with_killed_rank(planned)
     assert examine(folder, look_s=0.0, still_s=0.0).stands_still
 
 
 def test_a_run_that_ends_or_restarts_meanwhile_does_not_hang(planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyhands.launch.hang import examine
+    from manyhands.launch.diagnose.hang import examine
 
     folder = with_killed_rank(planned)
     folder.add_restart({"cause": "rank 0 was killed (SIGKILL)", "wait_s": 60.0})
@@ -285,7 +288,7 @@ def test_a_run_that_ends_or_restarts_meanwhile_does_not_hang(planned, monkeypatc
 
 def test_of_queued_collectives_the_oldest_is_waited_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL's recorder has them: many are queued while the device hangs in one."""
-    from manyhands.launch.stacks import MAX_COLLECTIVES
+    from manyhands.launch.diagnose.stacks import MAX_COLLECTIVES
     from manyhands.worker import collectives
 
     def entry(number: int, state: str, retired: bool) -> dict[str, object]:

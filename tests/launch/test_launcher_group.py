@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.launch import launcher_group as group_module
-from manyhands.launch.address import Address
-from manyhands.launch.agent import open_store
-from manyhands.launch.failure import FoundCause
-from manyhands.launch.launcher_group import LaunchEnd, LauncherGroup
-from manyhands.launch.restarts import Place
+from manyhands.launch.diagnose.failure import FoundCause
+from manyhands.launch.local.agent import open_store
+from manyhands.launch.nodes import launcher_group as group_module
+from manyhands.launch.nodes.address import Address
+from manyhands.launch.nodes.launcher_group import LaunchEnd, LauncherGroup
+from manyhands.launch.restart.restarts import Place
 
 LONG_S = 60.0
 FAILED = FoundCause(4, 0.0, UserError("no room for a socket", where="gpu0"))

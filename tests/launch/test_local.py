@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.launch import start
 from manyhands.launch.environment import Launcher, choose_threads, worker_environment
+from manyhands.launch.local import start
 from manyhands.planner.hardware import AMD_ENVIRONMENT
 
 HERE = Path(__file__).parent
@@ -96,7 +96,7 @@ def test_an_exception_is_shown_once_with_its_log(planned, capfd):
     ],
 )
 def test_the_first_cause_is_named(planned, monkeypatch, acts, code, words):
-    monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 1.0)
+    monkeypatch.setattr("manyhands.launch.local.watch.GRACE_S", 1.0)
     ended, text = launch(planned, *acts)
     assert ended == code and all(word in text for word in words), text
 
@@ -115,7 +115,7 @@ def test_the_first_cause_is_named(planned, monkeypatch, acts, code, words):
     ],
 )
 def test_a_rank_that_hangs_is_named_in_bounded_time(planned, monkeypatch, acts, words):
-    monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 1.0)
+    monkeypatch.setattr("manyhands.launch.local.watch.GRACE_S", 1.0)
     code, text = launch(planned, *acts, timeout_s=3)
     assert code == 1 and all(word in text for word in words), text
 
@@ -123,7 +123,7 @@ def test_a_rank_that_hangs_is_named_in_bounded_time(planned, monkeypatch, acts, 
 @pytest.mark.ci
 def test_a_survivor_that_holds_the_gil_is_not_waited_for(planned, monkeypatch):
     """As a kernel launch may that waits for a peer that is gone. Torch's agent alone gives it 30 s."""
-    monkeypatch.setattr("manyhands.launch.watch.GRACE_S", LONG_S)
+    monkeypatch.setattr("manyhands.launch.local.watch.GRACE_S", LONG_S)
     begin = time.monotonic()
     code, text = launch(planned, "frozen", "kill when the other is deaf")
     assert code == 1 and "rank 1 was killed (SIGKILL)" in text
@@ -133,7 +133,7 @@ def test_a_survivor_that_holds_the_gil_is_not_waited_for(planned, monkeypatch):
 @pytest.mark.ci
 def test_one_that_ticks_is_given_time_after_a_cause(planned, monkeypatch):
     """Until torch's agent, which gives it 30 s, has lost its patience."""
-    monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 6.0)
+    monkeypatch.setattr("manyhands.launch.local.watch.GRACE_S", 6.0)
     begin = time.monotonic()
     code, _ = launch(planned, "deaf", "kill when the other is deaf")
     assert code == 1 and time.monotonic() - begin > 6
@@ -167,8 +167,8 @@ def lives(process: psutil.Process) -> bool:
 
 LAUNCHER = """
 import sys
-from manyhands.launch import start
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.local import start
+from manyhands.launch.run.folder import RunFolder
 folder = RunFolder(sys.argv[1])
 sys.exit(start.run_workers(folder, folder.read_plan(), timeout_s=600, module="fake_worker"))
 """

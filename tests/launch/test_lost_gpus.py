@@ -9,8 +9,8 @@ import pytest
 from manyhands.core.errors import FAULT, UserError
 from manyhands.facts.types import GpuFacts
 from manyhands.facts.xids import Xid
-from manyhands.launch import lost_gpus
-from manyhands.launch.lost_gpus import LaunchGpus, find_lost
+from manyhands.launch.restart import lost_gpus
+from manyhands.launch.restart.lost_gpus import LaunchGpus, find_lost
 from tests.launch.builders import make_config, make_plan
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c"]

@@ -15,12 +15,12 @@ from manyhands.cli.train_options import choose_place
 from manyhands.core.errors import UserError
 from manyhands.core.remote import RemoteFolder
 from manyhands.facts.types import GpuFacts, HostFacts
-from manyhands.launch import preflight
-from manyhands.launch.address import Address, interface_of, own_address
-from manyhands.launch.channel import Channel
 from manyhands.launch.environment import localize, refuse_alone
-from manyhands.launch.nodes import count_ranks, digest_of_code, read_versions
-from manyhands.launch.restarts import Place
+from manyhands.launch.nodes import preflight
+from manyhands.launch.nodes.address import Address, interface_of, own_address
+from manyhands.launch.nodes.channel import Channel
+from manyhands.launch.nodes.info import count_ranks, digest_of_code, read_versions
+from manyhands.launch.restart.restarts import Place
 from tests.launch.builders import make_config, make_plan
 from tests.launch.channels import on_all
 

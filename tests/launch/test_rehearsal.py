@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from manyhands.cli.main import app
 from manyhands.core.errors import UserError
 from manyhands.importers.load import load_config
-from manyhands.launch.prepare import gather_facts
-from manyhands.launch.rehearsal import may_match_nothing
-from manyhands.launch.rehearsal import rehearse as rehearse_in_process
+from manyhands.launch.run.prepare import gather_facts
+from manyhands.launch.run.rehearsal import may_match_nothing
+from manyhands.launch.run.rehearsal import rehearse as rehearse_in_process
 from manyhands.planner.search import plan as make_plan
 from tests.e2e.runs import Place, write_place
 

@@ -19,16 +19,16 @@ import pytest
 from manyhands.core.errors import FAULT, OUT_OF_MEMORY, UserError
 from manyhands.core.files import read_json, read_rows, write_json
 from manyhands.facts.types import GpuFacts
-from manyhands.launch import restarts as restarts_module
-from manyhands.launch import start
 from manyhands.launch.environment import ATTEMPT
-from manyhands.launch.heartbeat import Beat, Heartbeat, read_beats
-from manyhands.launch.lost_gpus import LaunchGpus
-from manyhands.launch.prepare import Prepared
-from manyhands.launch.restarts import Restarts
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.start_nodes import PreparedLaunch
-from manyhands.launch.watch import raise_when_stopped, wait_unless_asked
+from manyhands.launch.local import start
+from manyhands.launch.local.heartbeat import Beat, Heartbeat, read_beats
+from manyhands.launch.local.watch import raise_when_stopped, wait_unless_asked
+from manyhands.launch.nodes.start import PreparedLaunch
+from manyhands.launch.restart import restarts as restarts_module
+from manyhands.launch.restart.lost_gpus import LaunchGpus
+from manyhands.launch.restart.restarts import Restarts
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.prepare import Prepared
 from manyhands.planner.types import Plan, reason
 from tests.launch.builders import make_config, make_plan
 from tests.support.nvml import FakeEvents, fake_events
@@ -140,7 +140,7 @@ def launch(planned, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     monkeypatch.setattr(restarts_module, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(start, "run_workers", functools.partial(start.run_workers, module="fake_worker"))
-    monkeypatch.setattr("manyhands.launch.watch.GRACE_S", 1.0)
+    monkeypatch.setattr("manyhands.launch.local.watch.GRACE_S", 1.0)
 
     def plan_fewer(prepared: Prepared, num_left: int) -> Prepared:
         prepared.folder.write_plan(plan := make_plan(num_left, number=2, cause="resize", why=WHY))

@@ -18,12 +18,12 @@ from pydantic_core import from_json, to_json
 
 from manyhands.config.schema import digest_json
 from manyhands.core.errors import OUT_OF_MEMORY, UserError
-from manyhands.launch import prepare as prepare_module
-from manyhands.launch.folder_lock import FolderLock
-from manyhands.launch.prepare import prepare_run
-from manyhands.launch.resume_rules import describe_run, refuse_other_run
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.start import start
+from manyhands.launch.local.start import start
+from manyhands.launch.run import prepare as prepare_module
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.lock import FolderLock
+from manyhands.launch.run.prepare import prepare_run
+from manyhands.launch.run.resume import describe_run, refuse_other_run
 from manyhands.planner.types import OutOfMemory
 from tests.launch.builders import make_config, make_plan
 from tests.support.plans import explain_why
@@ -47,10 +47,10 @@ def world(tmp_path, monkeypatch):
         return make_plan(facts.world_size, number=number, cause=cause, config_digest=config.digest, **state.plan)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("manyhands.launch.prepare.gather_facts", gather_facts)
+    monkeypatch.setattr("manyhands.launch.run.prepare.gather_facts", gather_facts)
     monkeypatch.setitem(sys.modules, "manyhands.planner.search", SimpleNamespace(plan=plan))
-    monkeypatch.setattr("manyhands.launch.prepare.rehearse", lambda config, plan: None)
-    monkeypatch.setattr("manyhands.launch.prepare.refuse_unmatched", lambda config, plan, model: None)
+    monkeypatch.setattr("manyhands.launch.run.prepare.rehearse", lambda config, plan: None)
+    monkeypatch.setattr("manyhands.launch.run.prepare.refuse_unmatched", lambda config, plan, model: None)
     return state
 
 
@@ -278,7 +278,7 @@ def test_a_run_that_another_launch_finished_while_its_lock_was_waited_for_is_not
         folder.write_status("finished")
         return FolderLock(folder, report)
 
-    monkeypatch.setattr("manyhands.launch.start.FolderLock", take_lock)
+    monkeypatch.setattr("manyhands.launch.local.start.FolderLock", take_lock)
     assert start(make_config()) == 0
     assert "is finished; nothing to do" in capsys.readouterr().out and files_in(world.run.path) == before
     FolderLock(world.run).release()  # nobody holds it
@@ -292,7 +292,7 @@ def test_stopped_while_it_prepares_a_start_says_so_and_leaves_nothing(world, mon
         except Exception:
             pytest.fail("what prepares may answer errors of its own, and must not take this for one")
 
-    monkeypatch.setattr("manyhands.launch.prepare.gather_facts", gather_facts)
+    monkeypatch.setattr("manyhands.launch.run.prepare.gather_facts", gather_facts)
     before = signal.getsignal(number)
     with pytest.raises(UserError) as stopped:
         start(make_config())
@@ -468,7 +468,7 @@ def test_a_folder_that_turns_read_only_while_it_is_planned_is_named(world, monke
     def refuse(path, text):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr("manyhands.launch.run_folder.write_atomically", refuse)
+    monkeypatch.setattr("manyhands.launch.run.folder.write_atomically", refuse)
     with pytest.raises(UserError, match="folder cannot be written") as refused:
         prepare()
     assert "Permission denied" in refused.value.why and "run.json" in refused.value.why
@@ -562,7 +562,7 @@ def test_a_resume_on_another_base_model_names_the_file(world, now, keeps_base, n
 def test_two_launches_at_once_are_refused_and_the_holder_named(world):
     held = prepare_run(make_config())
     code = (
-        "import sys; from manyhands.launch.folder_lock import FolderLock, RunFolder\n"
+        "import sys; from manyhands.launch.run.lock import FolderLock, RunFolder\n"
         "try: FolderLock(RunFolder(sys.argv[1]))\n"
         "except Exception as error: print(error)"
     )

@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from manyhands.core.errors import UserError
+from manyhands.launch.diagnose.failure import write_failure
 from manyhands.launch.environment import Launcher, detect_launcher, refuse_silent_single
-from manyhands.launch.failure import write_failure
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.local.workers import signal_of_end
+from manyhands.launch.run.folder import RunFolder
 from manyhands.launch.slurm import expand_hosts, read_place, refuse_outside_step, refuse_unknown_host
-from manyhands.launch.workers import signal_of_end
 from tests.launch.builders import make_config
 
 JOB = {
@@ -198,7 +198,7 @@ import os, signal, subprocess, sys, time
 from manyhands.launch.slurm import block_save_signal
 
 block_save_signal()
-from manyhands.launch.workers import _passing_on_notice
+from manyhands.launch.local.workers import _passing_on_notice
 
 os.kill(os.getpid(), signal.SIGUSR1)  # before there is a worker
 with _passing_on_notice():

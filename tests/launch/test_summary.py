@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
-from manyhands.launch.prepare import Prepared, summarize_start
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.prepare import Prepared, summarize_start
 from manyhands.planner.search import plan
 from tests.planner.examples import GIB, data_facts, facts, llama_8b, run_config
 

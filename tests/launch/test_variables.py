@@ -42,7 +42,7 @@ def test_nothing_is_said_of_variables_that_are_not_set():
 
 def test_a_start_applies_them(tmp_path, monkeypatch):
     """Up to the first file that it would write: the folder is one that cannot be made."""
-    from manyhands.launch.prepare import prepare_run
+    from manyhands.launch.run.prepare import prepare_run
 
     monkeypatch.setenv("NCCL_TIMEOUT", "1800")
     (tmp_path / "file").write_text("")

@@ -27,7 +27,7 @@ from manyhands.core.world import World
 from manyhands.engine import apply as applying
 from manyhands.engine.native import NativeEngine
 from manyhands.launch.environment import Launcher
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from manyhands.worker import export_stages as finish
 from manyhands.worker import run as worker
 from manyhands.worker.rank import Rank, RunEngine

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from manyhands.export.reference import Reference
 from manyhands.export.verify import Verification, verify
-from manyhands.launch.prepare import prepare_run
+from manyhands.launch.run.prepare import prepare_run
 from manyhands.planner import choices
 from tests.e2e.runs import Run
 from tests.matrix.cell_ranks import Fault, Seen, StandIn

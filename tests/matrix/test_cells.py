@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from manyhands.checkpoint.manifest import read_manifest
 from manyhands.core.errors import UserError
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from tests.matrix.cells import CASES, NUM_STEPS, SAVED_STEP, STAND_INS, Ended, Workshop, beyond, deviations, lose
 from tests.support.equality import BOUNDS, Case, base_config
 from tests.support.ranks import Ranks

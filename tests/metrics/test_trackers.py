@@ -13,7 +13,7 @@ import pytest
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.launch import prepare
+from manyhands.launch.run import prepare
 from manyhands.metrics import open_sinks, trackers
 from manyhands.metrics.trackers import TrackerRun, TrackerSink, open_trackers
 from manyhands.training.types import TrainState

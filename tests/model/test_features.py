@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.data.image_batch import NAMED
+from manyhands.data.images.batch import NAMED
 from manyhands.model.features import digest_of_weights
 from manyhands.model.structure import find_tower_blocks
 from tests.support.features import keep, name_images, with_features

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from manyhands.core.errors import UserError
-from manyhands.data.image_batch import ImageWork
-from manyhands.data.image_files import PixelBounds
-from manyhands.data.image_places import HOST_ENTRIES, place_images, tower_sizes
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.images.batch import ImageWork
+from manyhands.data.images.files import PixelBounds
+from manyhands.data.images.places import HOST_ENTRIES, place_images, tower_sizes
+from manyhands.data.tokenize.tokenizer import load_tokenizer
 from manyhands.families import find
 from manyhands.model.image_checks import ProbeImages
 from manyhands.model.structure import auto_class_of, find_tower_blocks

@@ -6,7 +6,7 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, HostFacts, ModelFacts, TowerFacts
-from manyhands.launch.nodes import join_hosts
+from manyhands.launch.nodes.info import join_hosts
 
 GIB = 2**30
 H200_BYTES = 140 * GIB  # what NVML shows of 141 GB

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from manyhands.cli.main import app
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from manyhands.planner.search import plan
 from manyhands.planner.text import compare, describe_cost
 from tests.planner.examples import GIB, facts, llama_8b, run_config

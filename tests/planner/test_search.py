@@ -436,7 +436,7 @@ def test_planning_needs_no_torch():
         "config, facts = RunConfig.model_validate_json(sys.argv[1]), Facts.model_validate_json(sys.argv[2])\n"
         "made = plan(config, facts)\n"
         "explain_plan(made)\n"
-        "import manyhands.launch.prepare, manyhands.facts.hub, manyhands.facts.host\n"
+        "import manyhands.launch.run.prepare, manyhands.facts.hub, manyhands.facts.host\n"
         "print(made.model_dump_json())\n"
     )
     config, the_facts = run_config(), h200(8)

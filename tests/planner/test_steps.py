@@ -8,9 +8,9 @@ import pytest
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data import summary
-from manyhands.data.order import SampleOrder
-from manyhands.data.summary import _steps_of_epochs
+from manyhands.data.batch.order import SampleOrder
+from manyhands.data.tokenize import summary
+from manyhands.data.tokenize.summary import _steps_of_epochs
 from manyhands.facts.types import DataFacts
 from manyhands.planner.steps import count_steps, explain_longer
 from manyhands.planner.text import explain

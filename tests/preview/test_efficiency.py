@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from manyhands.config.schema import RunConfig
-from manyhands.data.collate import collate_samples
-from manyhands.data.store import TokenStore
-from manyhands.launch.prepare import gather_facts
+from manyhands.data.batch.collate import collate_samples
+from manyhands.data.store.store import TokenStore
+from manyhands.launch.run.prepare import gather_facts
 from manyhands.model.inputs import batch_shape
 from manyhands.planner.efficiency import lay_out_step
 from manyhands.planner.search import plan

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from manyhands.cli.main import app
 from manyhands.config.schema import RunConfig
-from manyhands.launch.resume_rules import find_run, folder_of
+from manyhands.launch.run.resume import find_run, folder_of
 from tests.support.tiny import write_tiny_model
 
 

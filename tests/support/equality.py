@@ -24,8 +24,8 @@ import torch
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
 from manyhands.importers.load import config_from_mapping
-from manyhands.launch.prepare import gather_facts
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.prepare import gather_facts
 from manyhands.planner.search import plan as make_plan
 from manyhands.planner.types import Plan
 from manyhands.training.loop import Loop, train

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from manyhands.data.image_batch import NAMED, FeatureFiles, FeatureWork, NamedImage
+from manyhands.data.images.batch import NAMED, FeatureFiles, FeatureWork, NamedImage
 from manyhands.model.features import KeptFeatures, digest_of_weights
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import gather
-from manyhands.data.image_batch import FeatureFiles, ImageWork
-from manyhands.data.image_files import PixelBounds
-from manyhands.data.tokenizer import load_tokenizer
+from manyhands.data.images.batch import FeatureFiles, ImageWork
+from manyhands.data.images.files import PixelBounds
+from manyhands.data.tokenize.tokenizer import load_tokenizer
 from manyhands.model.image_checks import ImageVerdict, ProbeImages, check_images
 from manyhands.model.loss import IGNORED
 from manyhands.planner.types import Plan

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.prepare import prepare
 from tests.support.images import Document
 from tests.support.tiny import tiny_run
 from tests.support.vision import processor_of

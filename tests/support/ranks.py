@@ -27,7 +27,7 @@ IMPORTED = [  # before the fork
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto",
     "bitsandbytes",
-    "manyhands.data.tokenize_parallel",
+    "manyhands.data.tokenize.parallel",
 ]
 
 

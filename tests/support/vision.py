@@ -252,8 +252,8 @@ def write_tiny_vision(folder: str | Path, family: str, dtype: str = "float32", s
 
 def processor_of(folder: Path, family: str) -> Any:
     """The family's own processor, with images by PIL; without torchvision transformers cannot open most of them."""
-    from manyhands.data.image_processor import ImageProcessor, family_of
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.images.processor import ImageProcessor, family_of
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     layout = family_of(folder).images
     assert layout is not None

@@ -43,7 +43,7 @@ import psutil
 HASH_SEED = "42"  # of ranks, by their plan
 IMPORTED = (
     *(f"manyhands.worker.{name}" for name in ("run", "stages", "training", "export_stages")),
-    *("manyhands.cli.main", "manyhands.data.tokenize_parallel", "manyhands.export.verify", "torch.distributed.run"),
+    *("manyhands.cli.main", "manyhands.data.tokenize.parallel", "manyhands.export.verify", "torch.distributed.run"),
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
     *("transformers.models.auto.tokenization_auto", "bitsandbytes"),
 )

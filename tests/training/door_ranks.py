@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from manyhands.config.schema import StopSection
 from manyhands.core.terms import LANGUAGE_MODEL, LossTerm, Metric
 from manyhands.core.world import World
-from manyhands.data.batches import collate
-from manyhands.data.collate import BatchShape
-from manyhands.data.order import SampleOrder
-from manyhands.data.streams import DOCUMENTS, MASK, TOKENS, Sample, count_loss_tokens, make_sample
+from manyhands.data.batch.batches import collate
+from manyhands.data.batch.collate import BatchShape
+from manyhands.data.batch.order import SampleOrder
+from manyhands.data.store.streams import DOCUMENTS, MASK, TOKENS, Sample, count_loss_tokens, make_sample
 from manyhands.engine.apply import replicate
 from manyhands.engine.native import NativeEngine
 from manyhands.model.loss import IGNORED, LossModel

@@ -16,8 +16,8 @@ from manyhands.config.schema import MethodSection
 from manyhands.config.section_schemas import PreferenceSection
 from manyhands.config.tasks import TASKS
 from manyhands.convert.lora import adapted_layers, apply_lora, without_adapters
-from manyhands.data.batches import collate
-from manyhands.data.collate import BatchShape
+from manyhands.data.batch.batches import collate
+from manyhands.data.batch.collate import BatchShape
 from manyhands.model.loss import LossModel
 from tests.support.tiny import tiny_model
 from tests.training.door_ranks import Pairs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.data.order import SampleOrder
+from manyhands.data.batch.order import SampleOrder
 from tests.training.door_ranks import BATCH, NUM_PAIRS, compute_reference
 
 

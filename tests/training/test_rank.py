@@ -14,7 +14,7 @@ import torch
 
 from manyhands.core.world import World
 from manyhands.launch.environment import Launcher
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from manyhands.planner.efficiency import lay_out_step
 from manyhands.training.guards import RollBack
 from manyhands.training.types import TrainState

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_rows
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 
 MAX_REASON = 500  # characters
 

@@ -13,7 +13,7 @@ from manyhands.api.callbacks import Row
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 from manyhands.core.text import printable
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 
 STEP_LINE = re.compile(r"step \d+/\d+  ")
 PAUSE_S = 0.5  # between two updates

@@ -21,9 +21,9 @@ from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely
 from manyhands.importers.load import LoadedRun
 from manyhands.importers.translation import KeyOutcome, Translation
-from manyhands.launch.resume_rules import folder_of
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.start import start
+from manyhands.launch.local.start import start
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.resume import folder_of
 
 
 def main(argv: list[str]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.text import printable
-from manyhands.data.messages import RowRefused
+from manyhands.data.read.messages import RowRefused
 from manyhands.export.record import copy_output
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -27,8 +27,8 @@ from manyhands.core import progress
 from manyhands.core.errors import EXIT_INTERRUPTED, PeerError
 from manyhands.importers.load import LoadedRun
 from manyhands.launch.environment import Launcher, detect_launcher
-from manyhands.launch.resume_rules import identify_rows
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.resume import identify_rows
 from manyhands.metrics.sinks import JsonlSink, Outcome
 from manyhands.planner.types import Plan
 from manyhands.worker.rendezvous import PREPARE_TIMEOUT_S, FirstRankFailed, broadcast_from_rank0, open_store

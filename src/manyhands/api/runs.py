@@ -19,8 +19,8 @@ from manyhands.core.text import report_aside
 from manyhands.importers.load import LoadedRun
 from manyhands.importers.translation import ImportContext, Translation
 from manyhands.launch.environment import accelerate_settings, apply_variables, detect_launcher
-from manyhands.launch.run_file import load_for_start
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.file import load_for_start
+from manyhands.launch.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from manyhands.api.callbacks import Callback
@@ -44,8 +44,8 @@ def plan(
     64}``. ``gpus``: a number, or GPUs that need not be here (``"8xH200"``, ``"2x4xH100-80GB"``). ``train_data``,
     ``validation_data``: rows in memory in place of files (see ``train``). Raises ``UserError``.
     """
-    from manyhands.launch.prepare import gather_facts
-    from manyhands.launch.rehearsal import refuse_unmatched
+    from manyhands.launch.run.prepare import gather_facts
+    from manyhands.launch.run.rehearsal import refuse_unmatched
     from manyhands.planner.search import plan as make_plan
 
     number, host = _read_gpus(gpus)

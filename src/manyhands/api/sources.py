@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import hash_files
-from manyhands.data.hub_sets import STREAMED_ROWS, write_tables
-from manyhands.data.text_files import keep_unique
+from manyhands.data.read.hub_sets import STREAMED_ROWS, write_tables
+from manyhands.data.read.text_files import keep_unique
 
 FOLDER = "memory"  # in data.cache
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")  # of Pillow's images, which PNG holds without a loss

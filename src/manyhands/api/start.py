@@ -24,7 +24,7 @@ from manyhands.api.display import PIPE_VARIABLES, TERMINAL_VARIABLES, Display, o
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.importers.load import LoadedRun
 from manyhands.launch.environment import LAUNCHER_PID, detect_launcher
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 
 POLL_S = 0.2
 

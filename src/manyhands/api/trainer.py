@@ -51,7 +51,7 @@ class FastLanguageModel:
         is bfloat16 where the GPU has it. ``device_map``: ``auto`` gives each process its GPU in training, sharded where
         the model does not fit, and for answers the model is on as few GPUs as hold it. Raises ``UserError``.
         """
-        from manyhands.data.tokenizer import load_tokenizer
+        from manyhands.data.tokenize.tokenizer import load_tokenizer
         from manyhands.facts.hub import locate_model
 
         _refuse("FastLanguageModel.from_pretrained", refused, FROM_PRETRAINED)
@@ -321,7 +321,7 @@ def tokenizer_differences(tokenizer: Any, model: LanguageModel) -> dict[str, Any
     UserError where the run would train other token ids than ``tokenizer`` makes. The padding token does not matter:
     padding is not trained.
     """
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
     from manyhands.facts.hub import locate_model
 
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor

@@ -129,7 +129,7 @@ def start_processes(
     what this then reads from standard input, and ``limit_s`` from there. It starts in ``folder``, by default in this
     process's.
     """
-    launcher = ["-m", "manyhands.launch.agent", str(world_size)] if world_size > 1 else []
+    launcher = ["-m", "manyhands.launch.local.agent", str(world_size)] if world_size > 1 else []
     command = [sys.executable, *(launcher or ["-m"]), module, *arguments]
     environment = os.environ | {
         "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),

@@ -99,7 +99,7 @@ def push(
 
     Without --yes nothing is sent. The repository is private unless --public is given."""
     from manyhands.export.push import plan_upload, upload
-    from manyhands.launch.run_folder import describe_earlier_result
+    from manyhands.launch.run.folder import describe_earlier_result
 
     folder = find_run_folder(source)
     planned = plan_upload(folder, to, private=not public, base=base)

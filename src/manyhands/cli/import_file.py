@@ -66,7 +66,7 @@ def _translate(file: Path, gpus: int | None, strict: bool) -> Translation:
     from manyhands.importers.load import config_from_mapping, resolve_paths
     from manyhands.importers.recognize import recognize, refuse_settings, translate
     from manyhands.importers.translation import clean_name
-    from manyhands.launch.run_file import probe_host
+    from manyhands.launch.run.file import probe_host
 
     source = read_run_file(file)
     importer = recognize(source.mapping)

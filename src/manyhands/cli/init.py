@@ -15,7 +15,7 @@ import typer
 from manyhands.core.errors import UserError
 
 if TYPE_CHECKING:
-    from manyhands.data.files import Row
+    from manyhands.data.read.files import Row
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt")  # most likely first
@@ -146,7 +146,7 @@ def look_at_rows(path: Path, *, count: bool = True) -> FirstRows:
     """The first rows of the training data and, with ``count``, statistics of all. Raises ``UserError`` if not even one
     can be read.
     """
-    from manyhands.data.sources import Source, read_rows
+    from manyhands.data.read.sources import Source, read_rows
 
     rows: list[Row] = []
     num_rows = longest = 0
@@ -187,7 +187,7 @@ def choose_reading(seen: FirstRows, given: dict[str, str], ask: bool) -> Reading
     """Format and columns: as given, detected, asked for or guessed. UserError for columns that do not exist."""
     from manyhands.config.sources import REQUIRED
     from manyhands.config.tasks import DEFAULT_TASK
-    from manyhands.data.formats import detect_format, settle_format
+    from manyhands.data.read.formats import detect_format, settle_format
 
     if given:
         return Reading(settle_format(seen.rows, "auto", given, DEFAULT_TASK), given)
@@ -317,8 +317,8 @@ def choose_too_long(given: str | None, seen: FirstRows, task: str, ask: bool) ->
 def describe(seen: FirstRows, reading: Reading, too_long: str) -> list[str]:
     """What the file does not show: how much is held out, what may be too long, what a run will refuse."""
     from manyhands.config.schema import DataSection
-    from manyhands.data.columns import Columns
-    from manyhands.data.divide import count_held_out
+    from manyhands.data.read.columns import Columns
+    from manyhands.data.tokenize.divide import count_held_out
 
     fraction = DataSection.model_fields["validation_fraction"].default
     lines = [reading.note] if reading.note else []

@@ -85,7 +85,7 @@ def doctor(
 def _examine(run: str) -> int:
     """Exit code 1 where the run stands still."""
     from manyhands.cli.runs import RUNS, open_run
-    from manyhands.launch.hang import examine
+    from manyhands.launch.diagnose.hang import examine
 
     found = examine(open_run(run, RUNS))
     typer.echo("\n".join(found.lines))

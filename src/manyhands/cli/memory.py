@@ -13,7 +13,7 @@ from manyhands.core.units import format_gib
 
 if TYPE_CHECKING:
     from manyhands.facts.types import HostFacts, UnusableGpus
-    from manyhands.launch.usage import RankUsage, RunUsage
+    from manyhands.launch.run.usage import RankUsage, RunUsage
 
 BUSY = 0.9  # a GPU with less of its memory free is in use
 
@@ -50,8 +50,8 @@ def memory_check(
     ] = None,
 ) -> None:
     """Compare planned with used memory, by rank, of a live or finished run (exit code 1 if a limit is exceeded)."""
-    from manyhands.launch.run_folder import RunFolder
-    from manyhands.launch.usage import find_live_runs, read_usage
+    from manyhands.launch.run.folder import RunFolder
+    from manyhands.launch.run.usage import find_live_runs, read_usage
 
     if run is not None:
         usages = [read_usage(RunFolder(find_run_folder(run)))]

@@ -91,7 +91,7 @@ def plan_batch(run: Path, overrides: list[str] | None) -> tuple[int | None, str]
     """The samples of a step where the file leaves them to the plan, so that all layouts take as many; and the dtype
     that computes.
     """
-    from manyhands.launch.prepare import gather_facts
+    from manyhands.launch.run.prepare import gather_facts
     from manyhands.planner.search import plan as make_plan
 
     config = load_run(run, overrides).config

@@ -79,7 +79,7 @@ def load_run(
     kind with one (``8xH200``), whose number is meant.
     """
     from manyhands.facts.gpu_kinds import plain_number
-    from manyhands.launch.run_file import load_for_start
+    from manyhands.launch.run.file import load_for_start
 
     short, overrides = short or {}, list(overrides or ())
     if run is not None and "=" in str(run) and not run.exists() and short:  # the first word is an override
@@ -117,7 +117,7 @@ def find_run_folder(run: Path) -> Path:
             where=str(run),
             fix=f"give a run's folder, such as runs/NAME, or its run file{names}",
         )
-    from manyhands.launch.resume_rules import folder_of
+    from manyhands.launch.run.resume import folder_of
 
     folder = folder_of(load_run(run, []).config).path
     if not folder.is_dir():
@@ -188,7 +188,7 @@ def train(
     check_type(kind, loaded.config)
     place = choose_place(loaded.config, node_rank, rendezvous, accelerate)
     beside = plan_tensorboard(loaded.config, port) if with_tensorboard else {}
-    from manyhands.launch.start import start
+    from manyhands.launch.local.start import start
 
     elsewhere = gpus_to_start(loaded.config, gpus, dry_run)
     raise typer.Exit(
@@ -235,8 +235,8 @@ def plan(
 
     from manyhands.importers.report import summarize
     from manyhands.launch.environment import apply_variables
-    from manyhands.launch.prepare import gather_facts
-    from manyhands.launch.rehearsal import refuse_unmatched
+    from manyhands.launch.run.prepare import gather_facts
+    from manyhands.launch.run.rehearsal import refuse_unmatched
     from manyhands.planner.search import plan as make_plan
     from manyhands.planner.text import describe_cost, explain_plan
 
@@ -261,7 +261,7 @@ def _compare(folder: Path) -> None:
     from rich.text import Text
 
     from manyhands.core.files import read_json
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
     from manyhands.planner.text import compare
 
     place = RunFolder(folder)

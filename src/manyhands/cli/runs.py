@@ -17,7 +17,7 @@ from manyhands.core.files import count_bytes, read_object, read_rows
 from manyhands.core.text import flatten
 
 if TYPE_CHECKING:
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
 
 app = typer.Typer(
     help="List runs, show one, compare two, delete one.",
@@ -132,7 +132,7 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete a run's folder with its checkpoints and results."""
-    from manyhands.launch.folder_lock import FolderLock
+    from manyhands.launch.run.lock import FolderLock
 
     found = open_run(run, folder)
     lock = FolderLock(found)  # UserError where it is running
@@ -149,7 +149,7 @@ def delete(
 def find_runs(folder: Path) -> Iterator[Summary]:
     """The runs right below ``folder``; others are not looked at."""
     for path in sorted(folder.glob("*/run.json")):
-        from manyhands.launch.run_folder import RunFolder
+        from manyhands.launch.run.folder import RunFolder
 
         try:
             yield summarize(RunFolder(path.parent))
@@ -160,7 +160,7 @@ def find_runs(folder: Path) -> Iterator[Summary]:
 
 def open_run(run: str, folder: Path) -> RunFolder:
     """A run by its name below ``folder``, or by its own folder. UserError where there is none, with those there are."""
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
 
     for path in (folder / run, Path(run)):
         if (path / "run.json").exists():
@@ -223,7 +223,7 @@ def measure(run: RunFolder) -> dict[str, str]:
 
 def read_status(run: RunFolder) -> dict[str, Any]:
     """What status.json says, with the state ``killed`` of a run that was."""
-    from manyhands.launch.heartbeat import read_beats, was_killed
+    from manyhands.launch.local.heartbeat import read_beats, was_killed
 
     status = run.read_status()
     return status | ({"state": "killed"} if was_killed(run, status, read_beats(run)) else {})

@@ -17,7 +17,7 @@ from manyhands.core.errors import UserError
 
 if TYPE_CHECKING:
     from manyhands.config.schema import RunConfig
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
 
 GRACE_S = 10.0
 
@@ -65,8 +65,8 @@ def choose_place(
 ) -> dict[str, Any]:
     """What ``start`` takes for a run on several machines; nothing for one. ``accelerate``: a file that may
     say it in their place. UserError where an option is missing."""
-    from manyhands.launch.address import Address
-    from manyhands.launch.restarts import Place, command_without_place
+    from manyhands.launch.nodes.address import Address
+    from manyhands.launch.restart.restarts import Place, command_without_place
 
     nodes = config.parallel.nodes
     if accelerate is not None and nodes not in ("auto", 1) and node_rank is None and rendezvous is None:
@@ -100,8 +100,8 @@ def choose_place(
 
 def _place_in_step(config: RunConfig) -> dict[str, Any]:
     """The same for a task of SLURM's srun, where there is one on each node."""
-    from manyhands.launch.address import Address
-    from manyhands.launch.restarts import Place, command_without_place
+    from manyhands.launch.nodes.address import Address
+    from manyhands.launch.restart.restarts import Place, command_without_place
     from manyhands.launch.slurm import read_place, refuse_unknown_host
 
     found = read_place()

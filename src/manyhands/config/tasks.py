@@ -27,11 +27,11 @@ class Task:
     Args:
         summary: of the key ``task``.
         description: in a model card.
-        formats: of the rows it takes (``data/formats.py``), the one to suggest first.
+        formats: of the rows it takes (``data/read/formats.py``), the one to suggest first.
         make_terms: from the run's configuration.
         section: of the run file, which this task alone reads.
         num_documents: of a sample: they stay together in order, packs and batches, which tells ``LossTerm.compute``
-            where each begins (``DOCUMENTS`` in ``data/streams.py``).
+            where each begins (``DOCUMENTS`` in ``data/store/streams.py``).
     """
 
     name: str
@@ -65,7 +65,7 @@ def weigh_samples(samples: Any, numbers: np.ndarray) -> np.ndarray:
 
 def weigh_chosen_tokens(samples: Any, numbers: np.ndarray) -> np.ndarray:
     """The loss tokens of the first document of each sample, the chosen answer."""
-    count = import_reference("manyhands.data.streams:count_first_loss_tokens")
+    count = import_reference("manyhands.data.store.streams:count_first_loss_tokens")
     return count(samples, numbers)
 
 

@@ -18,7 +18,7 @@ MAX_EXPONENT = 700.0  # exp of more is beyond float64
 
 
 class SampleTables(Protocol):
-    """What the weight of a term may depend on; ``data/store.py`` has more of it."""
+    """What the weight of a term may depend on; ``data/store/store.py`` has more of it."""
 
     @property
     def num_loss_tokens(self) -> np.ndarray: ...

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from manyhands.config.schema import RunConfig
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
     from manyhands.planner.types import Plan
 
 PROBE_TOKENS = 16
@@ -79,8 +79,8 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
     from manyhands.export.record import find_export, mark_verified, name_source
     from manyhands.export.verify_process import verify_in_fresh_process
     from manyhands.facts.identity import check_files
-    from manyhands.launch.resume_rules import refuse_other_checkpoint
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
+    from manyhands.launch.run.resume import refuse_other_checkpoint
 
     run_folder, checkpoint = find_checkpoint(source)
     run = RunFolder(run_folder)
@@ -130,7 +130,7 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
     from manyhands.export.files import refuse_foreign
     from manyhands.export.gguf_file import find_tools, refuse_own_code, refuse_towers, write_gguf_folder
     from manyhands.export.record import find_export, name_folder, name_source
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
 
     tools = find_tools(llama_cpp, kind)  # before anything is loaded
     if not (source / "run.json").is_file() and (source / "config.json").is_file():
@@ -205,7 +205,7 @@ def find_checkpoint(source: Path) -> tuple[Path, Path]:
     """(run's folder, checkpoint's folder). Of a run that keeps its best checkpoint, the best; else the newest."""
     from manyhands.checkpoint import checkpoint_folder, newest_checkpoint
     from manyhands.checkpoint.manifest import MANIFEST, TRAIN_STATE
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
 
     if (source / MANIFEST).is_file():
         return source.resolve().parent.parent, source.resolve()

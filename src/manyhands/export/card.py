@@ -24,7 +24,7 @@ from manyhands.core.files import read_json, read_rows
 from manyhands.core.terms import find_metric
 from manyhands.core.text import code_block, code_span, in_markdown
 from manyhands.core.units import count_of, describe_ranks
-from manyhands.data.image_processor import PROCESSOR_FILES
+from manyhands.data.images.processor import PROCESSOR_FILES
 from manyhands.export.record import CARD
 from manyhands.facts.adapter import nf4_options
 from manyhands.infer.vllm import RANK_LIMITS

@@ -16,7 +16,13 @@ from manyhands.config.named_templates import BEGIN_OF_TEXT
 from manyhands.config.schema import ModelSection
 from manyhands.core.errors import UserError
 from manyhands.core.files import TEMPLATE_FOLDER, refuse_outside_links, rename_synced, write_json
-from manyhands.data.tokenizer import TOKENIZER_FILES, load_tokenizer, open_tokenizer, read_chat_template, tokens_to_add
+from manyhands.data.tokenize.tokenizer import (
+    TOKENIZER_FILES,
+    load_tokenizer,
+    open_tokenizer,
+    read_chat_template,
+    tokens_to_add,
+)
 from manyhands.export.record import keep_by_hand, write_record
 from manyhands.infer.generate import end_of_turn
 

@@ -10,10 +10,10 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.collective_errors import run_on_rank_0
-from manyhands.data.batches import Batch, collate, to_device
-from manyhands.data.collate import BatchShape
-from manyhands.data.store import SampleSet, TokenStore
-from manyhands.data.streams import TOKENS, from_streams
+from manyhands.data.batch.batches import Batch, collate, to_device
+from manyhands.data.batch.collate import BatchShape
+from manyhands.data.store.store import SampleSet, TokenStore
+from manyhands.data.store.streams import TOKENS, from_streams
 from manyhands.export.reference import save_probe
 from manyhands.infer.images import PromptImages, sizes_of
 from manyhands.model.inputs import image_work

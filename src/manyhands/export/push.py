@@ -20,7 +20,7 @@ from manyhands.core.secret_values import find_secrets
 from manyhands.core.units import count_of, format_size
 from manyhands.export.record import CARD, RECORD, find_changed, read_record
 from manyhands.facts.adapter import CONFIG
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 
 TOKEN = "HF_TOKEN"
 OUTPUTS = ("adapter", "model")  # of a run's folder: an adapter before the model that it is merged into

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import hash_files, read_json, refuse_links, write_json
-from manyhands.launch.resume_rules import MANIFEST
+from manyhands.launch.run.resume import MANIFEST
 
 RECORD = "manyhands.json"
 CARD = "README.md"

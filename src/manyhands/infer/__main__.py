@@ -17,7 +17,7 @@ from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely, printable
 from manyhands.infer.prompts import PromptOptions
 from manyhands.infer.settings import GenerationSettings
-from manyhands.launch.run_folder import describe_earlier_result
+from manyhands.launch.run.folder import describe_earlier_result
 
 
 def generate(
@@ -160,7 +160,7 @@ VERBS: dict[str, Callable[..., int]] = {
 
 
 def main(argv: list[str]) -> int:
-    from manyhands.data.messages import RowRefused
+    from manyhands.data.read.messages import RowRefused
 
     verb, text = argv
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import sync
-from manyhands.data.text_files import is_encodable
+from manyhands.data.read.text_files import is_encodable
 
 HEADER = b'{"identity": '  # how the partial file begins
 

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from manyhands.core.errors import UserError
 from manyhands.core.text import printable
-from manyhands.data.messages import RowRefused
+from manyhands.data.read.messages import RowRefused
 from manyhands.infer.load import Answerer
 from manyhands.infer.prompts import NOTHING_ADDED, PromptOptions
 from manyhands.infer.settings import GenerationSettings

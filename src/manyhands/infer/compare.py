@@ -17,14 +17,14 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, write_atomically, write_json
 from manyhands.core.text import report_aside
 from manyhands.core.units import count_of
-from manyhands.data.prepare import prepare
-from manyhands.data.store import TokenStore
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.prepare import prepare
 from manyhands.infer.evaluate import EvaluationData, Scores, measure
 from manyhands.infer.load import ModelLocation, find_parts
 from manyhands.infer.replicas import ALL_GPUS, Placement
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from manyhands.metrics.summary import read_evaluations
 
 PAGE = Path(__file__).with_name("samples.html.jinja")

@@ -22,10 +22,10 @@ from torch.nn.functional import cross_entropy
 from manyhands.core.errors import UserError
 from manyhands.core.terms import LANGUAGE_MODEL
 from manyhands.core.text import report_aside
-from manyhands.data.batches import collate
-from manyhands.data.collate import BatchShape
-from manyhands.data.store import SampleSet, TokenStore
-from manyhands.data.streams import (
+from manyhands.data.batch.batches import collate
+from manyhands.data.batch.collate import BatchShape
+from manyhands.data.store.store import SampleSet, TokenStore
+from manyhands.data.store.streams import (
     DOCUMENTS,
     MASK,
     TOKENS,

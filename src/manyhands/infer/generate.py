@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.data.template import ChatTemplate
+from manyhands.data.chat.template import ChatTemplate
 from manyhands.infer.decode import complete
 from manyhands.infer.settings import GenerationSettings
 

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from manyhands.launch.address import LOCAL_HOST
+from manyhands.launch.nodes.address import LOCAL_HOST
 
 HEAD_S = 10.0  # for the head of a request, from the beginning of the connection or of the request
 

@@ -1,6 +1,6 @@
 """Images of prompts: found and opened while prompts are encoded, prepared where they are answered.
 
-They are those of training rows (``data/image_rows.py``): parts of a content ``{type: image, image: ...}``, or a row's
+They are those of training rows (``data/images/rows.py``): parts of a content ``{type: image, image: ...}``, or a row's
 column ``images`` or ``image``. Placeholders become what the family's processor writes for each image.
 """
 
@@ -16,15 +16,15 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
-from manyhands.data.formats import Conversation
-from manyhands.data.image_batch import ImageBatcher, ImageWork
-from manyhands.data.image_files import BadImage, PixelBounds, is_address, name_of
-from manyhands.data.image_open import ImageOpener, OpenedImage
-from manyhands.data.image_processor import PROCESSOR_FILES, family_of
-from manyhands.data.image_rows import parts_of, place_images, read_column
-from manyhands.data.messages import RowRefused
-from manyhands.data.render import Text, put_images
-from manyhands.data.streams import StoredImage
+from manyhands.data.chat.render import Text, put_images
+from manyhands.data.images.batch import ImageBatcher, ImageWork
+from manyhands.data.images.files import BadImage, PixelBounds, is_address, name_of
+from manyhands.data.images.open import ImageOpener, OpenedImage
+from manyhands.data.images.processor import PROCESSOR_FILES, family_of
+from manyhands.data.images.rows import parts_of, place_images, read_column
+from manyhands.data.read.formats import Conversation
+from manyhands.data.read.messages import RowRefused
+from manyhands.data.store.streams import StoredImage
 from manyhands.families.images import PIXELS
 
 Message = dict[str, Any]
@@ -102,7 +102,7 @@ def image_inputs(
     """
     import torch
 
-    from manyhands.data.batches import scale_pixels, to_tensors
+    from manyhands.data.batch.batches import scale_pixels, to_tensors
     from manyhands.model.multimodal import KINDS_OF_TOKENS
 
     layout = batcher.layout

@@ -17,7 +17,7 @@ from manyhands.convert.lora import apply_lora
 from manyhands.convert.nf4 import round_to_nf4
 from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links
-from manyhands.data.template import chat_template_kwargs_of
+from manyhands.data.chat.template import chat_template_kwargs_of
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
 from manyhands.infer.decode import Completion, OnText
 from manyhands.infer.generate import end_token_ids
@@ -131,7 +131,7 @@ def find_ends(found: ModelLocation, tokenizer: Any) -> frozenset[int]:
     """The tokens that end an answer: the model's, the template's, and the end of text that a run gave its adapter, as
     the merged model's generation_config.json has it too.
     """
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     ends = end_token_ids(found.weights, tokenizer, found.chat_template_kwargs)
     folders = (found.weights, found.adapter)
@@ -143,7 +143,7 @@ def find_ends(found: ModelLocation, tokenizer: Any) -> frozenset[int]:
 
 def open_found_tokenizer(found: ModelLocation) -> Any:
     """The tokenizer beside the adapter if there is one, else the model's; with the run's chat template."""
-    from manyhands.data.tokenizer import load_tokenizer
+    from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     with_tokenizer = (
         found.adapter if found.adapter and (found.adapter / "tokenizer_config.json").is_file() else found.weights
@@ -177,7 +177,7 @@ def find_parts(folder: Path, base: str | None = None) -> ModelLocation:
 
 def _find_run(folder: Path, base: str | None) -> ModelLocation:
     from manyhands.facts.identity import check_adapter_base, check_files
-    from manyhands.launch.run_folder import RunFolder
+    from manyhands.launch.run.folder import RunFolder
 
     run = RunFolder(folder)
     config = run.read_config()

@@ -11,12 +11,12 @@ from typing import Any
 from manyhands.config.sources import IMAGES
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
-from manyhands.data.columns import carries
-from manyhands.data.messages import ImagesRefused, Reading, RowRefused, check_messages
-from manyhands.data.streams import StoredImage
-from manyhands.data.template import ChatTemplate
-from manyhands.data.text_files import is_encodable
-from manyhands.data.tokenizer import encode_text
+from manyhands.data.chat.template import ChatTemplate
+from manyhands.data.read.columns import carries
+from manyhands.data.read.messages import ImagesRefused, Reading, RowRefused, check_messages
+from manyhands.data.read.text_files import is_encodable
+from manyhands.data.store.streams import StoredImage
+from manyhands.data.tokenize.tokenizer import encode_text
 from manyhands.infer.images import PromptImages, has_images, refuse_images
 
 MAX_NAMED_ROWS = 10

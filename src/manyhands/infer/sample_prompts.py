@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
-from manyhands.data.batches import Batch, collate, to_device
-from manyhands.data.collate import BatchShape
-from manyhands.data.image_batch import open_batcher
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import StoredImage, from_streams, make_sample, prompt_of, to_streams
-from manyhands.data.template import chat_template_kwargs_of
+from manyhands.data.batch.batches import Batch, collate, to_device
+from manyhands.data.batch.collate import BatchShape
+from manyhands.data.chat.template import chat_template_kwargs_of
+from manyhands.data.images.batch import open_batcher
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import StoredImage, from_streams, make_sample, prompt_of, to_streams
 from manyhands.infer.decode import complete
 from manyhands.infer.generate import end_token_ids, greedy
 from manyhands.infer.images import image_inputs

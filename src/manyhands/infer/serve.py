@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.data.messages import RowRefused
-from manyhands.data.text_files import is_encodable
+from manyhands.data.read.messages import RowRefused
+from manyhands.data.read.text_files import is_encodable
 from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, find_parts
 from manyhands.infer.prompts import read_messages
 from manyhands.infer.replicas import ALL_GPUS, Placement
 from manyhands.infer.scheduler import MAX_WAITING, AnswerRequest, Scheduler
 from manyhands.infer.settings import SERVED, GenerationSettings
-from manyhands.launch.address import LOCAL_HOST
+from manyhands.launch.nodes.address import LOCAL_HOST
 
 MAX_BODY_BYTES = 16 << 20
 # A token of text is seldom longer than 16 bytes, in JSON up to twice that; runs of one character may be.

@@ -20,7 +20,7 @@ from manyhands.core.machine import count_cores
 from manyhands.core.units import count_of
 from manyhands.importers.accelerate import read_environment
 from manyhands.launch import slurm
-from manyhands.launch.address import LOOPBACK, is_loopback
+from manyhands.launch.nodes.address import LOOPBACK, is_loopback
 from manyhands.launch.slurm import read_integer
 from manyhands.planner.types import Plan
 

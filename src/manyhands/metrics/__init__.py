@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from manyhands.config.schema import RunConfig
-from manyhands.launch.resume_rules import identify_rows
+from manyhands.launch.run.resume import identify_rows
 from manyhands.metrics.console import ConsoleSink
 from manyhands.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from manyhands.metrics.summary import describe_settings, read_evaluations

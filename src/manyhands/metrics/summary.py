@@ -16,7 +16,7 @@ from typing import Any
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.files import read_rows
 from manyhands.core.terms import Metric, find_metric
-from manyhands.data.summary import count_left_out
+from manyhands.data.tokenize.summary import count_left_out
 from manyhands.planner.types import Plan, method_of
 from manyhands.training.types import Evaluation, figures_of
 

@@ -18,7 +18,7 @@ from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
 from manyhands.core.terms import LANGUAGE_MODEL
-from manyhands.data.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS
+from manyhands.data.batch.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS
 from manyhands.model.attention import AttentionRefused
 from manyhands.model.loss import IGNORED, LossModel
 from manyhands.model.structure import set_attention

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.data.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS, NOISE_KEY, SAMPLE_NUMBERS
+from manyhands.data.batch.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS, NOISE_KEY, SAMPLE_NUMBERS
 from manyhands.model.structure import find_blocks
 
 

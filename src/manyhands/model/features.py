@@ -3,7 +3,7 @@
 Kept is what goes into the projector where that is trained, else what comes out of it. A tower computes each image by
 itself: its features then are a function of image and weights alone, the same to the bit whichever images stood beside
 it in a batch, on whichever rank, in this run or in an earlier one. So neither what is already kept nor a restart
-changes a run. Knows no files but by ``data/image_batch.py``, and no ranks.
+changes a run. Knows no files but by ``data/images/batch.py``, and no ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from manyhands import families
-from manyhands.data.image_batch import KEPT, KEPT_ROWS, KEPT_SHAPES, NAMED, FeatureFiles, NamedImage
+from manyhands.data.images.batch import KEPT, KEPT_ROWS, KEPT_SHAPES, NAMED, FeatureFiles, NamedImage
 from manyhands.model.multimodal import Images
 
 NUM_AHEAD = 8  # images whose features wait to be written
@@ -36,7 +36,7 @@ Rows = list[torch.Tensor]  # arrays of features, whose first dimension counts ro
 
 
 class KeptFeatures:
-    """Features of the images of ``model``, where batches say what is kept of them (``data/image_batch.py``).
+    """Features of the images of ``model``, where batches say what is kept of them (``data/images/batch.py``).
 
     ``num_computed`` counts images since the start, ``num_read`` micro-batches.
     """

@@ -25,12 +25,12 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data.batches import Batch, collate, to_device
-from manyhands.data.collate import BatchShape
-from manyhands.data.image_batch import ImageWork
-from manyhands.data.image_open import ImageOpener, OpenedImage
-from manyhands.data.image_rows import ImageRef
-from manyhands.data.streams import IMAGE_SOURCES, IMAGES, MASK, TOKENS, Sample, Stream, make_sample, to_streams
+from manyhands.data.batch.batches import Batch, collate, to_device
+from manyhands.data.batch.collate import BatchShape
+from manyhands.data.images.batch import ImageWork
+from manyhands.data.images.open import ImageOpener, OpenedImage
+from manyhands.data.images.rows import ImageRef
+from manyhands.data.store.streams import IMAGE_SOURCES, IMAGES, MASK, TOKENS, Sample, Stream, make_sample, to_streams
 from manyhands.model.checks import (
     PROBE_LENGTHS,
     PROBE_SEED,

@@ -14,11 +14,11 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.limits import FEATURES_FOLDER
-from manyhands.data.batches import Batch
-from manyhands.data.collate import BatchShape
-from manyhands.data.image_batch import FeatureFiles, FeatureWork, ImageWork, digest_of_pixels
-from manyhands.data.image_files import PixelBounds
-from manyhands.data.store import TokenStore
+from manyhands.data.batch.batches import Batch
+from manyhands.data.batch.collate import BatchShape
+from manyhands.data.images.batch import FeatureFiles, FeatureWork, ImageWork, digest_of_pixels
+from manyhands.data.images.files import PixelBounds
+from manyhands.data.store.store import TokenStore
 from manyhands.families.images import PIXELS
 from manyhands.model.checks import Probed
 from manyhands.model.features import KeptFeatures, digest_of_weights

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from manyhands.core.errors import UserError
 from manyhands.core.limits import MAX_CHUNK_LOGITS, MIN_CHUNK_TOKENS
 from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
-from manyhands.data.collate import NOISE_KEY, TEXT_ENTRIES
+from manyhands.data.batch.collate import NOISE_KEY, TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.model.attention import attention_kwargs, count_positions

@@ -24,8 +24,8 @@ from torch import nn
 
 from manyhands import families
 from manyhands.core.errors import UserError
-from manyhands.data.image_batch import FEATURE_ENTRIES, KEPT, NAMED, FeatureWork
-from manyhands.data.image_places import GRID_ENTRIES, PLACES, ROWS, find_rows, grid_inputs, tower_sizes
+from manyhands.data.images.batch import FEATURE_ENTRIES, KEPT, NAMED, FeatureWork
+from manyhands.data.images.places import GRID_ENTRIES, PLACES, ROWS, find_rows, grid_inputs, tower_sizes
 from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
 from manyhands.families.images import PIXELS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data.pack import padded_tokens
+from manyhands.data.batch.pack import padded_tokens
 from manyhands.facts.types import DataFacts
 
 # A larger micro-batch gains little. 32,768 tokens in place of 16,384 made a step of a 1B model 3.0 % shorter (an H100)

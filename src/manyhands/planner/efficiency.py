@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.data.pack import (
+from manyhands.data.batch.pack import (
     TILE_TOKENS,
     StepLayout,
     lay_out_packed,
@@ -20,7 +20,7 @@ from manyhands.data.pack import (
     packing_efficiency,
     padded_tokens,
 )
-from manyhands.data.store import SampleSet
+from manyhands.data.store.store import SampleSet
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.planner.batch import ceil_div, constant_pack_tokens
 from manyhands.planner.layout import Layout, change, mesh_of

@@ -14,7 +14,7 @@ from typing import Any
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.units import format_size
-from manyhands.data.image_cache import KEPT_SHARE
+from manyhands.data.images.cache import KEPT_SHARE
 from manyhands.facts.types import Facts, TowerFacts
 from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.time.clock import Clock

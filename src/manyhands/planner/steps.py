@@ -11,7 +11,7 @@ from typing import Any, Literal
 from manyhands.config.schema import RunConfig, ScheduleSection
 from manyhands.core.errors import UserError
 from manyhands.core.units import count_of
-from manyhands.data.order import share_of, stretch_of, sum_steps
+from manyhands.data.batch.order import share_of, stretch_of, sum_steps
 from manyhands.facts.types import DataFacts
 from manyhands.planner.types import Plan, Reason, reason
 from manyhands.training.schedule import Schedule, make_schedule

@@ -19,14 +19,14 @@ import numpy as np
 from manyhands.config.data_schema import MOST_PIXELS
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data.cache import UNFINISHED
-from manyhands.data.image_files import BadImage, PixelBounds, decode, read_bytes
-from manyhands.data.prepare import prepare
-from manyhands.data.sources import ResolvedSource, resolve_sources
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import TOKENS, Sample, StoredImage, from_streams, split_documents, weights_of
-from manyhands.data.summary import PreparedData, summarize
-from manyhands.data.tokenizer import open_tokenizer
+from manyhands.data.images.files import BadImage, PixelBounds, decode, read_bytes
+from manyhands.data.read.sources import ResolvedSource, resolve_sources
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import TOKENS, Sample, StoredImage, from_streams, split_documents, weights_of
+from manyhands.data.tokenize.cache import UNFINISHED
+from manyhands.data.tokenize.prepare import prepare
+from manyhands.data.tokenize.summary import PreparedData, summarize
+from manyhands.data.tokenize.tokenizer import open_tokenizer
 from manyhands.facts.hub import locate_model
 from manyhands.planner.efficiency import lay_out_step
 from manyhands.planner.text import sentence_of
@@ -157,7 +157,7 @@ def make_plan(config: RunConfig, folder: Path, facts: PreparedData, report: Repo
     """What `manyhands plan` makes of these rows on this machine, or why it cannot. Downloads no weights: ``folder`` has
     them or not.
     """
-    from manyhands.launch.prepare import gather_facts
+    from manyhands.launch.run.prepare import gather_facts
     from manyhands.planner.search import plan
 
     model = config.model.model_copy(update={"name": str(folder), "revision": None})

@@ -17,13 +17,11 @@ from typing import Any
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data.columns import Columns
-from manyhands.data.files import Findings, Row
-from manyhands.data.formats import DETECT_ROWS, Format, choose_format, detect_format, trains_images
-from manyhands.data.image_open import ImageOpener
-from manyhands.data.prepare import finish
-from manyhands.data.segment import join_segments
-from manyhands.data.sources import (
+from manyhands.data.images.open import ImageOpener
+from manyhands.data.read.columns import Columns
+from manyhands.data.read.files import Findings, Row
+from manyhands.data.read.formats import DETECT_ROWS, Format, choose_format, detect_format, trains_images
+from manyhands.data.read.sources import (
     ResolvedSource,
     list_sources,
     read_part,
@@ -31,11 +29,13 @@ from manyhands.data.sources import (
     resolve_sources,
     split_source,
 )
-from manyhands.data.store import TokenStore
-from manyhands.data.streams import EVERY
-from manyhands.data.summary import Outcome
-from manyhands.data.tokenize import PartTokenizer
-from manyhands.data.tokenize_parallel import CHUNK_CHARACTERS_HERE
+from manyhands.data.store.segment import join_segments
+from manyhands.data.store.store import TokenStore
+from manyhands.data.store.streams import EVERY
+from manyhands.data.tokenize.parallel import CHUNK_CHARACTERS_HERE
+from manyhands.data.tokenize.part import PartTokenizer
+from manyhands.data.tokenize.prepare import finish
+from manyhands.data.tokenize.summary import Outcome
 from manyhands.preview.contents import Refused
 
 

@@ -18,10 +18,10 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import write_atomically
 from manyhands.facts.types import HostFacts
-from manyhands.launch.prepare import gather_facts
-from manyhands.launch.rehearsal import rehearse
-from manyhands.launch.resume_rules import find_run, folder_of
-from manyhands.launch.run_folder import RunFolder, refuse_unusable
+from manyhands.launch.run.folder import RunFolder, refuse_unusable
+from manyhands.launch.run.prepare import gather_facts
+from manyhands.launch.run.rehearsal import rehearse
+from manyhands.launch.run.resume import find_run, folder_of
 from manyhands.planner.search import plan as make_plan
 from manyhands.planner.types import Plan
 from manyhands.submit.job import ClusterJob, Target, describe_job, under_volume

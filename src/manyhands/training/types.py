@@ -11,7 +11,7 @@ import torch
 
 from manyhands.core.terms import Metric
 
-# One micro-batch: named tensors; see data/batches.py for the names.
+# One micro-batch: named tensors; see data/batch/batches.py for the names.
 Batch = Mapping[str, Any]
 # What a forward pass returns: name -> (sum, weight), both 0-d tensors. The step divides, nobody else.
 Terms = Mapping[str, tuple[torch.Tensor, torch.Tensor]]

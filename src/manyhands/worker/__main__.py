@@ -63,9 +63,9 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     if launcher.kind in ("manyhands", "torchrun", "accelerate"):
         end_with_parent()
-    from manyhands.launch.heartbeat import Heartbeat
-    from manyhands.launch.run_folder import RunFolder
-    from manyhands.launch.stacks import listen_for_signal
+    from manyhands.launch.diagnose.stacks import listen_for_signal
+    from manyhands.launch.local.heartbeat import Heartbeat
+    from manyhands.launch.run.folder import RunFolder
 
     # Before torch is imported, which takes long on a loaded machine.
     heartbeat = None

@@ -15,11 +15,11 @@ import numpy as np
 
 from manyhands.core import progress
 from manyhands.core.seeds import named_seed
-from manyhands.data.batches import Batch, Collate, MicroBatches, collate, collate_here, iterate, to_device
-from manyhands.data.collate import NOISE_KEY, BatchWorkers, open_store_samples
-from manyhands.data.pack import StepLayout
-from manyhands.data.store import SampleSet
-from manyhands.data.streams import Sample, cut_to_loss
+from manyhands.data.batch.batches import Batch, Collate, MicroBatches, collate, collate_here, iterate, to_device
+from manyhands.data.batch.collate import NOISE_KEY, BatchWorkers, open_store_samples
+from manyhands.data.batch.pack import StepLayout
+from manyhands.data.store.store import SampleSet
+from manyhands.data.store.streams import Sample, cut_to_loss
 from manyhands.model.inputs import batch_shape
 from manyhands.model.loss import LossModel
 from manyhands.planner.efficiency import largest_samples, lay_out_training

@@ -18,8 +18,8 @@ from manyhands.checkpoint.manifest import checkpoint_folder, copy_checkpoint, pr
 from manyhands.core.collective_errors import run_on_all_ranks, run_on_rank_0
 from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteError
-from manyhands.data.order import SampleOrder
-from manyhands.launch.resume_rules import describe_run, remote_of
+from manyhands.data.batch.order import SampleOrder
+from manyhands.launch.run.resume import describe_run, remote_of
 from manyhands.training.types import Hook, TrainState
 from manyhands.worker.rank import Rank, RunEngine, StagesCheckpoints
 

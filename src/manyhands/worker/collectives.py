@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.launch.stacks import MAX_COLLECTIVES
+from manyhands.launch.diagnose.stacks import MAX_COLLECTIVES
 
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo and others; of NCCL
 

@@ -16,7 +16,7 @@ from manyhands.export.outputs import Output, base_of, choose_output_dtype, list_
 from manyhands.export.probe import write_probe
 from manyhands.export.record import mark_verified, name_source
 from manyhands.export.verify_process import verify_in_fresh_process
-from manyhands.launch.resume_rules import refuse_other_checkpoint
+from manyhands.launch.run.resume import refuse_other_checkpoint
 from manyhands.metrics.report import write_report
 from manyhands.metrics.summary import describe_data, describe_versions
 from manyhands.training.types import TrainState

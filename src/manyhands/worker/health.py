@@ -27,7 +27,7 @@ from manyhands.facts.health import (
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import Figure, GpuKind
 from manyhands.launch.environment import ATTEMPT
-from manyhands.launch.nodes import host_name
+from manyhands.launch.nodes.info import host_name
 from manyhands.worker.rank import Rank
 
 SIDE = 4096  # of the matrices: 96 MiB in all, freed before the model is built

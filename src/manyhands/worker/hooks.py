@@ -15,7 +15,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.references import import_reference
 from manyhands.core.world import World
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from manyhands.planner.types import Plan
 from manyhands.training.types import Engine, Evaluation, Hook, TrainState
 from manyhands.worker.rank import BuiltModel, Data, Rank

@@ -19,14 +19,14 @@ from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import HostFacts
 from manyhands.importers.load import LoadedRun
-from manyhands.launch.address import LOCAL_HOST, Address, address_among, network_environment, own_address
-from manyhands.launch.channel import Channel
 from manyhands.launch.environment import Launcher, apply_variables
-from manyhands.launch.heartbeat import this_host
-from manyhands.launch.nodes import UNREACHABLE, NodeGroup, check_nodes, clean_name, describe_node, host_name
-from manyhands.launch.preflight import find_group
-from manyhands.launch.secret import new_nonce
-from manyhands.launch.start_nodes import failing_together
+from manyhands.launch.local.heartbeat import this_host
+from manyhands.launch.nodes.address import LOCAL_HOST, Address, address_among, network_environment, own_address
+from manyhands.launch.nodes.channel import Channel
+from manyhands.launch.nodes.info import UNREACHABLE, NodeGroup, check_nodes, clean_name, describe_node, host_name
+from manyhands.launch.nodes.preflight import find_group
+from manyhands.launch.nodes.secret import new_nonce
+from manyhands.launch.nodes.start import failing_together
 
 POLL_S = 0.2
 FAILED = "nodes/failed"

@@ -16,9 +16,9 @@ from manyhands.config.schema import RunConfig
 from manyhands.convert.protocol import Converter
 from manyhands.core.errors import EXIT_INTERRUPTED
 from manyhands.core.world import World
-from manyhands.data.order import SampleOrder
-from manyhands.data.store import TokenStore
-from manyhands.launch.run_folder import RunFolder
+from manyhands.data.batch.order import SampleOrder
+from manyhands.data.store.store import TokenStore
+from manyhands.launch.run.folder import RunFolder
 from manyhands.model.loss import LossModel
 from manyhands.planner.types import Plan
 from manyhands.training.types import Batch, Engine

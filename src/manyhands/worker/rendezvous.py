@@ -22,8 +22,6 @@ from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.world import World
 from manyhands.importers.load import LoadedRun, load_config
 from manyhands.importers.report import summarize
-from manyhands.launch.address import LOCAL_HOST
-from manyhands.launch.agent import open_store as serve_store
 from manyhands.launch.environment import (
     PLACES,
     Launcher,
@@ -34,13 +32,15 @@ from manyhands.launch.environment import (
     refuse_silent_single,
     set_worker_environment,
 )
-from manyhands.launch.heartbeat import this_host
-from manyhands.launch.nodes import NodeGroup
-from manyhands.launch.prepare import prepare_run, summarize_start
-from manyhands.launch.resume_rules import folder_of
-from manyhands.launch.run_file import load_for_start
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.watch import Stopped
+from manyhands.launch.local.agent import open_store as serve_store
+from manyhands.launch.local.heartbeat import this_host
+from manyhands.launch.local.watch import Stopped
+from manyhands.launch.nodes.address import LOCAL_HOST
+from manyhands.launch.nodes.info import NodeGroup
+from manyhands.launch.run.file import load_for_start
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.prepare import prepare_run, summarize_start
+from manyhands.launch.run.resume import folder_of
 from manyhands.planner.types import Plan
 from manyhands.worker.collectives import count_collectives, read_collectives
 from manyhands.worker.nodes import (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
-from manyhands.launch.run_folder import RunFolder
+from manyhands.launch.run.folder import RunFolder
 from manyhands.planner.types import MemoryFound
 from manyhands.training.loop import Interrupted
 from manyhands.training.types import Hook

@@ -16,8 +16,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core import progress
 from manyhands.core.errors import PeerError, UserError
 from manyhands.core.text import PrintableStream
-from manyhands.launch.environment import Launcher
-from manyhands.launch.failure import (
+from manyhands.launch.diagnose.failure import (
     claim_terminal,
     describe_failure,
     describe_lost,
@@ -28,11 +27,12 @@ from manyhands.launch.failure import (
     wait_for_cause,
     write_failure,
 )
-from manyhands.launch.folder_lock import FolderLock
-from manyhands.launch.heartbeat import Heartbeat
-from manyhands.launch.rank_watch import RankWatch, start_beside
-from manyhands.launch.run_folder import RunFolder
-from manyhands.launch.stacks import listen_for_signal
+from manyhands.launch.diagnose.stacks import listen_for_signal
+from manyhands.launch.environment import Launcher
+from manyhands.launch.local.heartbeat import Heartbeat
+from manyhands.launch.local.rank_watch import RankWatch, start_beside
+from manyhands.launch.run.folder import RunFolder
+from manyhands.launch.run.lock import FolderLock
 from manyhands.planner.types import Plan
 from manyhands.training.types import Hook
 from manyhands.worker.rank import Process

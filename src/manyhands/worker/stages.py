@@ -16,11 +16,11 @@ from manyhands.convert.protocol import Context
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.holding import full_numel
-from manyhands.data.store import TokenStore
-from manyhands.data.tokenizer import open_tokenizer
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
-from manyhands.launch.resume_rules import refuse_other_checkpoint
+from manyhands.launch.run.resume import refuse_other_checkpoint
 from manyhands.model.checks import check_batches, check_loss, check_packing, check_padding, foreign_errors
 from manyhands.model.inputs import check_inputs, keep_features
 from manyhands.training.types import TrainState

@@ -14,7 +14,7 @@ import torch
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
-from manyhands.data.collate import BatchWorkers
+from manyhands.data.batch.collate import BatchWorkers
 from manyhands.infer.sample_prompts import SamplePrompts
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report

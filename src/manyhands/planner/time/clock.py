@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from manyhands.config.schema import RunConfig
-from manyhands.data.pack import TILE_TOKENS, StepLayout, lay_out_packed, lay_out_unpacked
+from manyhands.data.batch.pack import TILE_TOKENS, StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.facts.gpu_kinds import kind_of_all
 from manyhands.facts.types import DataFacts, Facts, GpuKind
 from manyhands.planner.batch import ceil_div

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.data.order import MAX_OPEN_PACKS, bound_by_packs, bound_by_tokens, lay_packs
-from manyhands.data.pack import TILE_TOKENS, padded_tokens
+from manyhands.data.batch.order import MAX_OPEN_PACKS, bound_by_packs, bound_by_tokens, lay_packs
+from manyhands.data.batch.pack import TILE_TOKENS, padded_tokens
 from manyhands.facts.types import DataFacts
 from manyhands.planner.batch import ceil_div
 from manyhands.planner.layout import Layout
@@ -133,7 +133,7 @@ def sample_steps(
     order = np.arange(num_samples)
     if batch_packs is not None:
         assert pack_tokens is not None
-        max_open = 1 if data.as_given else MAX_OPEN_PACKS  # as data/order.py has it
+        max_open = 1 if data.as_given else MAX_OPEN_PACKS  # as data/batch/order.py has it
         order, packs = lay_packs(np.array(data.first_lengths, dtype=np.int64), pack_tokens, max_open)
         if num_samples < data.samples_per_epoch:
             packs = packs[: max(1, len(packs) - max_open)]  # others would still take samples

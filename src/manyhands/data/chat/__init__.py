@@ -1,0 +1,1 @@
+"""Chat templates: rendering conversations, and which tokens of them are trained."""

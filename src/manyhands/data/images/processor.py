@@ -1,0 +1,167 @@
+"""What a model's processor does with images: how many tokens each takes, and its pixels. Knows no rows and no store.
+
+Sizes and pixels are those of the family's own image processor in transformers, by its PIL backend. It is asked for
+whole numbers from 0 to 255 and does neither rescale nor normalize: prepared images are bytes, a quarter of the floats,
+and ``table`` turns each byte into the float that the processor would have made of it, where the batch is used. Imports
+transformers (which imports torch) only when an ``ImageProcessor`` is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhands.core.errors import UserError
+from manyhands.core.files import read_object
+from manyhands.data.images.files import DECODING
+from manyhands.families import Family, ImageLayout, find
+from manyhands.families.images import ImageShape, stack_squares
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+MAX_SHAPES = 4096  # sizes of images that are remembered
+NOT_ARGUMENTS = ("image_processor_type", "processor_class", "auto_map", "feature_extractor_type")
+NO_FLOATS = {"do_rescale": False, "do_normalize": False, "return_tensors": None}
+
+
+def family_of(model_folder: str | Path) -> Family:
+    """The family of the model in a folder, of a multimodal one that around its text."""
+    return find(read_object(Path(model_folder) / "config.json"))
+
+
+def processor_digest(model_folder: str | Path) -> str:
+    """64 hex digits of all that decides about pixels and placeholders: the processor's files, backend and versions."""
+    folder, digest = Path(model_folder), hashlib.sha256(f"pil {DECODING}".encode())
+    for name in (*PROCESSOR_FILES, "config.json"):
+        path = folder / name
+        digest.update(f"\0{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))
+    digest.update(" ".join(f"{name} {version(name)}" for name in ("transformers", "pillow", "numpy")).encode())
+    return digest.hexdigest()
+
+
+class ImageProcessor:
+    """The image processor of the model in a folder, whose family has the layout ``layout``.
+
+    Raises UserError where it cannot be loaded, or does not say what ``layout`` needs.
+    """
+
+    def __init__(self, model_folder: str | Path, layout: ImageLayout) -> None:
+        self.folder, self.layout = Path(model_folder), layout
+        self.own = _load(self.folder)
+        self._shapes: OrderedDict[tuple[int, int, bool], ImageShape] = OrderedDict()
+        told = read_object(self.folder / "processor_config.json")
+        values = {name: told.get(name, default) for name, default in layout.fields.items()}
+        if missing := [name for name, value in values.items() if value is None]:
+            raise UserError(
+                f"the model's processor does not say {' and '.join(missing)}",
+                where=str(self.folder / "processor_config.json"),
+                why="the number of tokens that an image takes follows from it",
+                fix="add it to processor_config.json, as newer versions of the model have it",
+            )
+        own = ("merge_size", "patch_size", "temporal_patch_size", "image_grid_pinpoints")
+        self.values = {name: getattr(self.own, name) for name in own if hasattr(self.own, name)} | values
+        if not layout.inferred and not layout.kind.counts_patches:
+            self._refuse_own_sizes()
+
+    def shape_of(self, size: tuple[int, int], alone: bool = True) -> ImageShape:
+        """What becomes of an image of ``size`` (height, width). ValueError where the processor takes none such."""
+        key = (*size, alone)
+        shape = self._shapes.get(key)
+        if shape is None:
+            blank = np.zeros((*size, 3), dtype=np.uint8)
+            shape = self.layout.kind.measure(self.run(blank, alone), size, self.values, alone)
+            self._shapes[key] = shape
+            if len(self._shapes) > MAX_SHAPES:
+                self._shapes.popitem(last=False)
+        self._shapes.move_to_end(key)
+        return shape
+
+    def prepare(self, pixels: np.ndarray, alone: bool = True) -> dict[str, np.ndarray]:
+        """The entries of one image, as ``families.images.ImageKind.prepare`` describes them."""
+        return self.layout.kind.prepare(self, pixels, alone)
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """float32 (3, 256): what the processor makes of each value of each channel."""
+        image, of = np.tile(np.arange(256, dtype=np.uint8), (3, 1)).reshape(3, 1, 256), self.own
+        if of.do_rescale:
+            image = of.rescale(image, of.rescale_factor)
+        if of.do_normalize:
+            image = of.normalize(image, of.image_mean, of.image_std)
+        return np.ascontiguousarray(image.reshape(3, 256), dtype=np.float32)
+
+    def words(self, tokenizer: Any) -> dict[str, str]:
+        """The tokens of ``layout.words`` as the tokenizer has them."""
+        return {name: getattr(tokenizer, name, None) or usual for name, usual in self.layout.words.items()}
+
+    def expand(self, shape: ImageShape, words: Mapping[str, str]) -> str:
+        """What stands in place of an image's placeholder; ``words`` are the tokens of ``layout.words``."""
+        return self.layout.expand(shape, {**self.values, **words})
+
+    def _refuse_own_sizes(self) -> None:
+        """UserError where squares have the shape of their image: towers of one family may be of several kinds."""
+        blanks = (np.zeros((*size, 3), np.uint8) for size in ((48, 64), (64, 48)))
+        shapes = {stack_squares(self.run(blank, True)).shape[-2:] for blank in blanks}
+        if len(shapes) > 1:
+            config = read_object(self.folder / "config.json")
+            raise UserError(
+                "the model's processor keeps the shape of each image, and its family takes squares of one size",
+                where=str(self.folder),
+                why=f"its tower is {config.get('vision_config', {}).get('model_type')}",
+                fix="use a model of the family with a tower that takes squares, or set data.images: false",
+            )
+
+    def run(self, pixels: np.ndarray, alone: bool) -> dict[str, Any]:
+        """The processor's entries of one image ``pixels (height, width, 3)`` uint8, by whole numbers up to 255."""
+        from PIL import Image
+
+        image = Image.fromarray(pixels)
+        images = [[image]] if alone or not self.layout.kind.depends_on_others else [[image, image]]
+        return dict(self.own(images, **NO_FLOATS, **self.layout.arguments(self.values)))
+
+
+def _load(folder: Path) -> Any:
+    from transformers.image_processing_base import ImageProcessingMixin
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as BY_TYPE
+
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        raise UserError(
+            "the model folder has no image processor",
+            where=str(folder),
+            why=f"neither {' nor '.join(PROCESSOR_FILES)} is there",
+            fix="copy the processor's files into the model folder",
+        )
+    try:
+        values, _ = ImageProcessingMixin.get_image_processor_dict(str(folder), local_files_only=True)
+        name, config = values.get("image_processor_type"), read_object(folder / "config.json")
+        wanted = f"{name.removesuffix('Fast')}Pil" if name else BY_TYPE[str(config.get("model_type"))]["pil"]
+        model_types = [each for each, classes in BY_TYPE.items() if classes.get("pil") == wanted]
+        kind = find_class(wanted, model_types, "image_processing_pil")
+        return kind(**{name: value for name, value in values.items() if name not in NOT_ARGUMENTS})
+    except Exception as error:  # whatever the files hold: transformers raises many kinds
+        raise UserError(
+            "the image processor cannot be loaded", where=str(folder), why=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def find_class(name: str, model_types: Iterable[str], file: str) -> Any:
+    """The class ``name`` of transformers, from ``file`` of one of these model types, by its own module: attributes of
+    packages are lazy and need not exist, and where torchvision is not installed, ``AutoImageProcessor`` finds only some
+    of the classes that do not need it.
+    """
+    for model_type in model_types:
+        home = model_type.replace("-", "_")
+        try:
+            module = import_module(f"transformers.models.{home}.{file}_{home}")
+        except ModuleNotFoundError:  # a model type that uses another's
+            continue
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise ValueError(f"transformers has no {name}")

@@ -1,0 +1,701 @@
+"""What the fields of a row mean: the format of a source, and from a row to a conversation or a text. Knows no
+tokenizer.
+
+| format | fields (in brackets: where a row has them) | becomes |
+|---|---|---|
+| messages | messages: list of {role, content}; (tools, chat_template_kwargs, weight) | the conversation itself |
+| sharegpt | conversations: list of {from, value}; (system, as messages) | the conversation |
+| alpaca | instruction, output; (input, system, history, weight) | a user turn, instruction then input, and an answer |
+| prompt | prompt, completion: strings or lists of messages; (system, as messages) | a user and an assistant turn |
+| question | question, answer: strings; (system, weight) | a user and an assistant turn |
+| query | query, response: strings; (system, history, tools, weight) | a user and an assistant turn |
+| preference | chosen, rejected: strings, messages or lists of messages; (see below) | two answers to one prompt |
+| rejected_response | messages, rejected_response: as rejected; (system, tools, ...) | its last answer and a worse one |
+| text | text: string; (weight) | the text |
+| tokens | input_ids: list of ids; (see below) | these ids, without a chat template, no token added |
+| segments | segments: list of {text, label: whether it is trained} | the ids of each text by itself, joined |
+
+The prompt of a preference is what both lists begin with; of answers alone it is one of ``prompt``, ``messages``,
+``conversations``, ``question``, or ``instruction`` and ``input``, below ``system`` and ``history``.
+
+What a row of tokens may have besides, an entry for each token. A token is trained if all of the first two say so.
+
+| field | is |
+|---|---|
+| labels | the token, or -100 where it is not trained |
+| completion_mask, assistant_masks, loss_mask | 1 where the token is trained, else 0 |
+| loss_weights | what the token's loss is multiplied by |
+| attention_mask, position_ids, token_type_ids | ones; 0, 1, 2, ...; zeros: anything else is refused |
+| special_tokens_mask | 0 or 1: says nothing about training |
+
+``seq_lengths`` and ``length`` are the number of tokens; more documents than one are refused.
+
+``data.fields`` says where they have other names. What becomes of other fields: ``columns.py``.
+
+The roles of messages and of sharegpt turns, whatever tool they come from, are those of ``messages.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as make_field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from manyhands import families
+from manyhands.config.sources import IMAGES, INNER, OPTIONAL, REQUIRED, known_fields
+from manyhands.config.tasks import PAIRS, READY, TASKS, name_tasks
+from manyhands.core.errors import UserError
+from manyhands.core.files import read_object
+from manyhands.data.images.processor import family_of
+from manyhands.data.images.rows import SYSTEM_ROLES, leave_out_system, place_images, read_column, texts_of_message
+from manyhands.data.read.columns import Columns, carries
+from manyhands.data.read.files import Row
+from manyhands.data.read.messages import (
+    IMAGE_PARTS,
+    Message,
+    Reading,
+    RowRefused,
+    add_message,
+    check_messages,
+    check_tools,
+    check_weight,
+    parse_json,
+)
+from manyhands.data.read.sources import ResolvedSource, read_rows
+from manyhands.data.read.text_files import find_inexpressible
+from manyhands.data.store.streams import IGNORED
+
+
+def check_turns(value: Any, field: str, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    """A list of turns, or JSON text of one. ``fields`` may give other names for ``from`` and ``value``. Raises
+    RowRefused.
+    """
+    value = parse_json(value, field) if isinstance(value, str) else value
+    if not isinstance(value, list) or not value:
+        raise RowRefused(f"{field} must be a list of turns with at least one in it")
+    from_key, value_key = fields.get("from", "from"), fields.get("value", "value")
+    messages: list[Message] = []
+    for number, turn in enumerate(value, start=1):
+        where = f"turn {number} of {field}"
+        if not isinstance(turn, dict):
+            raise RowRefused(f"{where} is not an object with {from_key} and {value_key}")
+        who, said = turn.get(from_key), turn.get(value_key)
+        if who is None and isinstance(turn.get("role"), str):  # messages under the name that sharegpt uses
+            who, said, used = turn["role"], turn.get("content"), ("role", "content")
+        else:
+            used = (from_key, value_key)
+        rest = {key: entry for key, entry in turn.items() if key not in used and entry is not None}
+        add_message(messages, who, said, rest, where, reading)
+    return messages
+
+
+Format = Literal[
+    "messages", "sharegpt", "alpaca", "prompt", "question", "query", "preference", "rejected_response", "text",
+    "tokens", "segments",
+]  # fmt: skip
+FIELDS = cast(Mapping[Format, tuple[str, ...]], REQUIRED)
+NONE: Mapping[str, str] = {}
+MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+A_PACK = "a row is one document: divide this pack, and data.packing packs them again"
+DETECT_ROWS = 100
+PLAIN_FORMATS = ("text", "prompt", *PAIRS, *READY)  # which need no chat template
+PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")  # fields of a pair's prompt
+PART_IN_TEXT = re.compile(rf'"type"\s*:\s*"(?:{"|".join(IMAGE_PARTS)})"')  # of messages that are JSON text
+FILLED_BY = {"objects": ("ref-object", "bbox")}  # placeholders of columns that have other names (ms-swift)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A row as the chat template takes it. ``weight`` multiplies those of its messages; ``arguments`` are the row's own
+    for the template.
+
+    Messages may hold our keys ``weight`` (number >= 0) or ``train`` (bool), which no template may see. The content of a
+    message that calls tools may be None. The first ``num_prompt`` are a prompt, of which nothing is trained but where
+    all tokens are. ``unread`` are keys below the top level that nothing reads.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    weight: float = 1.0
+    arguments: Mapping[str, Any] | None = None
+    images: tuple[Any, ...] = ()  # of its parts ``{type: image}``, in order: ImageRef, once opened OpenedImage
+    num_prompt: int = 0
+    unread: frozenset[str] = make_field(default=frozenset(), compare=False)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, each with it."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+@dataclass(frozen=True)
+class ReadyTokens:
+    """``ids`` int64, ``trained`` bool and, where they are not all 1, ``weights`` float32, all (T)."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    weight: float
+    weights: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """(text, whether it is trained) of each."""
+
+    parts: tuple[tuple[str, bool], ...]
+    weight: float
+
+
+Ready = ReadyTokens | Segments
+Content = Conversation | Pair | str | Ready
+
+
+def trains_images(asked: bool | str, model_folder: str | Path, sources: Sequence[ResolvedSource]) -> bool:
+    """Whether rows are read with their images, where ``data.images`` is ``asked``. Raises UserError where it is true
+    and the model takes none.
+    """
+    family = family_of(model_folder)
+    mapped = [name for source in sources for name in source.fields if name in IMAGES]
+    if family.images is None and (asked is True or mapped):
+        raise UserError(
+            "this model cannot be trained with images",
+            where="data.images" if asked is True else f"data.fields: {mapped[0]}",
+            why=families.why_no_images(read_object(Path(model_folder) / "config.json")),
+            fix="choose another model, or leave the images out with data.images: false and data.ignore: [images]",
+        )
+    if family.images is None or asked is False:
+        return False
+    return asked is True or any(
+        has_images(row, source) for source in sources for row in islice(read_rows(source), DETECT_ROWS)
+    )
+
+
+def has_images(row: Row, source: ResolvedSource) -> bool:
+    """Whether a row has a column of images, or images among the parts of its messages."""
+    names = [source.fields.get(name, name) for name in IMAGES]
+    return any(carries(row.fields.get(name)) for name in names if name not in source.ignore) or any(
+        _holds_part(value) for name, value in row.fields.items() if name not in source.ignore
+    )
+
+
+def _holds_part(value: Any) -> bool:
+    if isinstance(value, str):
+        return PART_IN_TEXT.search(value) is not None
+    waiting = [value]  # not by recursion: rows may be nested as deeply as JSON is read
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if value.get("type") in IMAGE_PARTS:
+                return True
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return False
+
+
+def settle_format(
+    rows: Sequence[Row], format: str, fields: Mapping[str, str] = NONE, task: str | None = None
+) -> Format:
+    """The format of a source: the one asked for, or for ``auto`` the detected one. ``rows`` are its first ones.
+
+    Raises UserError where a field that ``fields`` names stands in none of the rows.
+    """
+    inner = {name for names in INNER.values() for name in names}
+    for field, name in fields.items():
+        if field not in inner and rows and not any(name in row.fields for row in rows):
+            raise UserError(
+                f"no row has the field {name}, which {field} is to be read from",
+                where=f"{rows[0].file}:{rows[0].line}",
+                why=f"fields found: {_list_fields(rows[0])}",
+                fix="correct data.fields",
+            )
+    return detect_format(rows, fields, task) if format == "auto" else cast(Format, format)
+
+
+def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: str | None = None) -> Format:
+    """The one format whose fields every given row has; a UserError where there is none, or more than one.
+
+    ``fields`` are other names of fields, {ours: the row's}. Where the rows fit several, those that ``task`` takes
+    count: cpt takes the text, sft the conversation.
+    """
+    known = [format for format in FIELDS if set(fields) <= set(known_fields(format))]
+    if not known:
+        raise UserError(
+            f"no format has all the fields {', '.join(fields)}",
+            where="data.fields",
+            fix=f"name those of one format: {_known()}",
+        )
+    candidates = set(known)
+    for row in rows:
+        fitting = {
+            format for format in candidates if all(_get(row, field, fields) is not None for field in FIELDS[format])
+        }
+        if not fitting:  # a null among its fields is the row's own fault, and said of it where it is converted
+            fitting = {
+                format
+                for format in candidates
+                if all(fields.get(field, field) in row.fields for field in FIELDS[format])
+            }
+        if not fitting:
+            raise _unknown_format(row, differs=len(candidates) < len(known))
+        candidates = fitting
+    if not rows:
+        raise UserError("no rows to tell the format from", fix="give a data file with at least one row")
+    candidates -= set(READY) if len(candidates) > 1 else set()  # tokens beside the text that they were made of
+    candidates = candidates & set(PAIRS if task is None else TASKS[task].formats) or candidates
+    candidates -= {"query"} if len(candidates) > 1 else set()  # columns that other formats have beside theirs
+    if len(candidates) > 1:
+        raise UserError(
+            f"the rows fit several formats: {', '.join(sorted(candidates))}",
+            where=f"{rows[0].file}:{rows[0].line}",
+            why=f"fields found: {_list_fields(rows[0])}",
+            fix="set data.format to one of them",
+        )
+    return candidates.pop()
+
+
+def choose_format(
+    first: Sequence[Row], source: ResolvedSource, task: str, has_template: bool, images: bool = False
+) -> Format | None:
+    """The format of a source, from its ``first`` rows for ``auto``; None where the task lets each row have its own.
+
+    Refuses what the task or the tokenizer cannot take.
+    """
+    fields, asked = source.fields, source.format
+    columns = Columns(fields, source.ignore, images)
+    first = [columns.keep(row) for row in first]
+    if TASKS[task].num_documents == 1:
+        columns.refuse(first)
+    each_its_own = TASKS[task].mixes and asked == "auto"
+    if each_its_own:
+        formats = {detect_format([row], fields, task) for row in first}
+    else:
+        formats = {settle_format(first, asked, fields, task)}
+        columns.refuse(first, *formats)
+    for format in sorted(formats):
+        check_format(format, task, has_template, source.path)
+    return None if each_its_own else formats.pop()
+
+
+def check_format(format: Format, task: str, has_template: bool, where: str) -> None:
+    """Raises UserError where the task, or a tokenizer without a chat template, cannot take rows of the format."""
+    if format not in (formats := TASKS[task].formats):
+        wanted = FIELDS[cast(Format, formats[0])]
+        raise UserError(
+            f"task {task} cannot use rows of the format {format}",
+            where=where,
+            why="; ".join(f"{each.name}: {each.summary}" for each in TASKS.values()),
+            fix=f"set task: {name_tasks(lambda other: format in other.formats)}, or give rows with the "
+            f"field{'s' * (len(wanted) > 1)} {' and '.join(wanted)}",
+        )
+    if format not in PLAIN_FORMATS and not has_template:
+        raise UserError(
+            f"the tokenizer has no chat template, and rows of the format {format} need one",
+            where=where,
+            fix="give model.chat_template (Jinja text, a file, or a name such as alpaca, which needs no tokens "
+            "of its own), or rows with prompt and completion",
+        )
+
+
+def _unknown_format(row: Row, differs: bool) -> UserError:
+    return UserError(
+        "this row has other fields than the rows before it" if differs else "the format of the rows is not known",
+        where=f"{row.file}:{row.line}",
+        why=f"fields found: {_list_fields(row)}",
+        fix=f"map the fields of one of these formats in data.fields, or rename them in the rows: {_known()}",
+    )
+
+
+def _known() -> str:
+    return "; ".join(f"{format} ({', '.join(fields)})" for format, fields in FIELDS.items())
+
+
+def _list_fields(row: Row) -> str:
+    names = list(row.fields)
+    return (", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")) or "none"
+
+
+def _get(row: Row, field: str, fields: Mapping[str, str]) -> Any:
+    return row.fields.get(fields.get(field, field))
+
+
+def to_conversation(
+    row: Row,
+    format: Format,
+    fields: Mapping[str, str] = NONE,
+    *,
+    roles: Mapping[str, str] = NONE,
+    drop_system: bool = False,
+    images: bool = False,
+) -> Content:
+    """The row as a conversation (without system prompts if they are dropped), or as a text for format ``text`` (its
+    weight is ``row_weight``), or as what it brings ready; with ``images`` it may have these. ``roles``: as
+    ``Source.roles``. Raises RowRefused with the reason.
+    """
+    empty = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
+    if missing := [name for name in empty if name not in row.fields]:
+        raise RowRefused(f"no field {' and '.join(missing)} (fields found: {_list_fields(row)})")
+    if empty:
+        raise RowRefused(f"{' and '.join(empty)} {'are' if len(empty) > 1 else 'is'} null")
+    weight = row_weight(row, fields)
+    if format == "text":
+        return _check_text(_get(row, "text", fields), fields.get("text", "text"))
+    if format in READY:
+        if format == "tokens":
+            return _read_tokens(lambda field: _get(row, field, fields), weight)
+        return _read_segments(_get(row, "segments", fields), weight)
+    reading = Reading(images, roles)
+    tools = (
+        check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
+    )
+    arguments = _read_arguments(row, fields) if "chat_template_kwargs" in OPTIONAL[format] else None
+
+    def join(prompt: list[Message], answer: list[Message]) -> Conversation:
+        messages, num_prompt = [*prompt, *answer], len(prompt)
+        _refuse_filled(row, messages, format, fields)
+        placed: tuple[Any, ...] = ()
+        if images:
+            messages, placed = place_images(messages, *read_column(row.fields, fields, reading), format, reading)
+        if drop_system:
+            num_prompt -= sum(message["role"] in SYSTEM_ROLES for message in messages[:num_prompt])
+            messages, placed = leave_out_system(messages, placed)
+        if not any(message["role"] == "assistant" for message in messages[num_prompt:]):
+            raise RowRefused("no assistant message: this row has no loss tokens")
+        calls = [message.get("tool_calls") for message in messages if len(message) > 2]
+        for name, shown in (("a tool call", calls), ("tools", tools), ("chat_template_kwargs", arguments)):
+            if (found := find_inexpressible(shown)) is not None:
+                raise RowRefused(f"{name} holds {found}, which JSON cannot express")
+        return Conversation(messages, tools, weight, arguments, placed, num_prompt, frozenset(reading.unread))
+
+    if format in PAIRS:
+        if images or weight != 1:
+            raise RowRefused("pairs of answers take no images" if images else "every pair weighs 1: leave out weight")
+        prompt, chosen, rejected = _read_pair(row, format, fields, reading)
+        return Pair(join(prompt, chosen), join(prompt, rejected))
+    prompt = _read_prompt(row, fields, reading) if format == "prompt" else []
+    return join(prompt, _CONVERTERS[format](row, fields, reading))
+
+
+def _refuse_filled(row: Row, messages: Sequence[Message], format: str, fields: Mapping[str, str]) -> None:
+    """RowRefused where a text holds the placeholder of a column that is not read, such as ms-swift's <bbox> of
+    ``objects``; ``<name>`` that is closed by ``</name>`` is text.
+    """
+    read = {fields.get(name, name) for name in (*REQUIRED[format], *OPTIONAL[format], *IMAGES)}
+    columns = [
+        name for name, value in row.fields.items() if name not in read and isinstance(value, (list, dict)) and value
+    ]
+    if not columns:
+        return
+    texts = [text for message in messages for text in texts_of_message(message)]
+    for column in columns:
+        for name in FILLED_BY.get(column.casefold(), (column, column.removesuffix("s"))):
+            if any(f"<{name}>" in text and f"</{name}>" not in text for text in texts):
+                raise RowRefused(
+                    f"a text holds <{name}>, which the column {column} is to fill, and nothing does so here: "
+                    "write what belongs there into the text"
+                )
+
+
+def _read_arguments(row: Row, fields: Mapping[str, str]) -> dict[str, Any] | None:
+    """The row's own arguments of the chat template: a mapping, or JSON text of one; a null among them is none."""
+    name = fields.get("chat_template_kwargs", "chat_template_kwargs")
+    value = row.fields.get(name)
+    if isinstance(value, str):
+        value = parse_json(value, name) if value.strip() else None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise RowRefused(f"{name} must be a mapping of arguments of the chat template, this is {type(value).__name__}")
+    return {key: argument for key, argument in value.items() if argument is not None} or None
+
+
+def row_weight(row: Row, fields: Mapping[str, str] = NONE) -> float:
+    """What the row's loss is multiplied by: its field ``weight``, 1 without. Raises RowRefused."""
+    name = fields.get("weight", "weight")
+    value = row.fields.get(name)
+    if value is None or (isinstance(value, str) and not value.strip()):  # an empty cell of a CSV file
+        return 1.0
+    weight = check_weight(value, name)
+    if weight == 0:
+        raise RowRefused(f"{name} is 0: nothing in this row would be trained, leave it out")
+    return weight
+
+
+def _check_text(value: object, field: str) -> str:
+    if not isinstance(value, str):
+        raise RowRefused(f"{field} must be a string, this is {type(value).__name__}")
+    if not value.strip():
+        raise RowRefused(f"{field} is empty")
+    return value
+
+
+def _from_messages(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    return check_messages(_get(row, "messages", fields), fields.get("messages", "messages"), fields, reading)
+
+
+def _from_sharegpt(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    turns = check_turns(
+        _get(row, "conversations", fields), fields.get("conversations", "conversations"), fields, reading
+    )
+    return _with_system(row, fields, turns)
+
+
+def _from_alpaca(row: Row, fields: Mapping[str, str], _: Reading) -> list[Message]:
+    asked = _check_text(_get(row, "instruction", fields), fields.get("instruction", "instruction"))
+    given = _get(row, "input", fields)
+    if given is not None and not isinstance(given, str):
+        raise RowRefused(f"{fields.get('input', 'input')} must be a string, this is {type(given).__name__}")
+    instruction, has_input = asked, bool(given and given.strip())
+    if has_input:
+        asked = f"{asked}\n{given}"
+    answer = _check_text(_get(row, "output", fields), fields.get("output", "output"))
+    pairs = [*_read_history(_get(row, "history", fields), fields.get("history", "history")), (asked, answer)]
+    turns = _take_turns(pairs)
+    if has_input:  # for templates that tell them apart; others read the content
+        turns[-2] |= {"instruction": instruction, "input": str(given)}
+    return _with_system(row, fields, turns)
+
+
+def _read_history(value: Any, field: str) -> list[tuple[str, str]]:
+    """Earlier turns as pairs [asked, answered]."""
+    if value is None or value == "":
+        return []
+    value = parse_json(value, field) if isinstance(value, str) else value
+    if not isinstance(value, list):
+        raise RowRefused(f"{field} must be a list of pairs [asked, answered], this is {type(value).__name__}")
+    for pair in value:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise RowRefused(f"{field} must be a list of pairs [asked, answered] of strings")
+    return [(asked, answered) for asked, answered in value]
+
+
+def _read_prompt(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    """The messages of a prompt, of which nothing is trained."""
+    return _with_system(row, fields, _read_side(row, "prompt", "user", fields, reading))
+
+
+def _from_prompt(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    return _read_side(row, "completion", "assistant", fields, reading)
+
+
+def _read_side(row: Row, field: str, role: str, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    """A field that is a text or a list of messages."""
+    value, name = _get(row, field, fields), fields.get(field, field)
+    if isinstance(value, list):
+        return check_messages(value, name, NONE, reading)
+    return [{"role": role, "content": _check_text(value, name)}]
+
+
+def _from_question(row: Row, fields: Mapping[str, str], _: Reading) -> list[Message]:
+    turns = [
+        {"role": role, "content": _check_text(_get(row, field, fields), fields.get(field, field))}
+        for field, role in (("question", "user"), ("answer", "assistant"))
+    ]
+    return _with_system(row, fields, turns)
+
+
+def _from_query(row: Row, fields: Mapping[str, str], _: Reading) -> list[Message]:
+    last = tuple(_check_text(_get(row, field, fields), fields.get(field, field)) for field in ("query", "response"))
+    pairs = [*_read_history(_get(row, "history", fields), fields.get("history", "history")), last]
+    return _with_system(row, fields, _take_turns(pairs))
+
+
+def _take_turns(pairs: Sequence[tuple[str, ...]]) -> list[Message]:
+    """Questions and answers as messages."""
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _with_system(row: Row, fields: Mapping[str, str], turns: list[Message]) -> list[Message]:
+    """The turns below the system prompt that stands in a field of its own, if one does."""
+    name = fields.get("system", "system")
+    system = row.fields.get(name)
+    if system is None or system == "":
+        return turns
+    if not isinstance(system, str):
+        raise RowRefused(f"{name} must be a string, this is {type(system).__name__}")
+    if turns[0]["role"] in ("system", "developer"):
+        raise RowRefused(f"two system prompts: the field {name} and the first turn")
+    return [{"role": "system", "content": system}, *turns]
+
+
+_CONVERTERS: dict[str, Callable[[Row, Mapping[str, str], Reading], list[Message]]] = {
+    "messages": _from_messages,
+    "sharegpt": _from_sharegpt,
+    "alpaca": _from_alpaca,
+    "prompt": _from_prompt,
+    "question": _from_question,
+    "query": _from_query,
+}
+
+
+def _read_pair(
+    row: Row, format: Format, fields: Mapping[str, str], reading: Reading
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """(prompt, chosen answer, rejected answer) of a row. Raises RowRefused where an answer is empty, both are equal, or
+    they have no common prompt.
+    """
+    names = ("chosen", "rejected") if format == "preference" else ("messages", "rejected_response")
+    chosen, rejected = (_read_answer(row, name, fields, reading) for name in names)
+    is_implicit = format == "preference" and not chosen[0]["role"] == rejected[0]["role"] == "assistant"
+    if format == "rejected_response":
+        asked = [number for number, message in enumerate(chosen) if message["role"] in ("user", "tool")]
+        shared = asked[-1] + 1 if asked else 0
+        rejected = rejected if rejected[:shared] == chosen[:shared] else chosen[:shared] + rejected
+    elif not is_implicit:
+        prompt = _read_asked(row, fields, reading)
+        chosen, rejected, shared = prompt + chosen, prompt + rejected, len(prompt)
+    else:
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        shared = next((number for number, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    prompt, answers = chosen[:shared], (chosen[shared:], rejected[shared:])
+    if answers[0] == answers[1]:
+        raise RowRefused(f"{names[0]} and {names[1]} are the same answer: neither is better")
+    for name, answer in zip(names, answers, strict=True):
+        if not any(message.get("content") or message.get("tool_calls") for message in answer):
+            raise RowRefused(f"the answer of {fields.get(name, name)} is empty")
+    if not prompt or any(answer[0]["role"] != "assistant" for answer in answers):
+        raise RowRefused(
+            f"{names[0]} and {names[1]} have no common prompt: their first messages must be the same, up to an answer "
+            "of the assistant in each"
+        )
+    if is_implicit:
+        _refuse_other_prompt(row, fields, reading, chosen, prompt)
+    return _with_system(row, fields, prompt), *answers
+
+
+def _read_answer(row: Row, field: str, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    """An answer as a text or a message, or a list of messages that may begin with the prompt."""
+    value, name = _get(row, field, fields), fields.get(field, field)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        return [{"role": "assistant", "content": _check_text(value, name)}]
+    turns = value and isinstance(value[0], dict) and fields.get("from", "from") in value[0]
+    return (check_turns if turns else check_messages)(value, name, fields, reading)
+
+
+def _read_asked(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+    """The prompt of answers that stand alone."""
+    given = [name for name in PROMPTS if carries(_get(row, name, fields))]
+    if given == ["instruction", "input"]:
+        texts = [_check_text(_get(row, name, fields), fields.get(name, name)) for name in given]
+        prompt = [{"role": "user", "content": "\n".join(texts), "instruction": texts[0], "input": texts[1]}]
+    elif len(given) != 1:
+        names = " and ".join(fields.get(name, name) for name in given) or "none"
+        raise RowRefused(f"the answers need one prompt, and of its fields the row has {names} (data.ignore leaves out)")
+    elif given[0] in ("messages", "conversations"):
+        prompt = _read_answer(row, given[0], fields, reading)
+    else:
+        prompt = _read_side(row, given[0], "user", fields, reading)
+    history = _read_history(_get(row, "history", fields), fields.get("history", "history"))
+    return _take_turns(history) + prompt
+
+
+def _refuse_other_prompt(
+    row: Row, fields: Mapping[str, str], reading: Reading, chosen: list[Message], prompt: list[Message]
+) -> None:
+    """RowRefused where a field holds another prompt than the one that the answers begin with."""
+    for name in (*PROMPTS, "history"):
+        value = _get(row, name, fields)
+        if not carries(value):
+            continue
+        if isinstance(value, list) and name != "history":
+            same = _read_answer(row, name, fields, reading) in (chosen, prompt)
+        else:
+            same = any(value == message["content"] for message in prompt)
+        if not same:
+            raise RowRefused(
+                f"{fields.get(name, name)} is not the prompt that both answers begin with (data.ignore leaves it out)"
+            )
+
+
+def _read_tokens(get: Callable[[str], Any], weight: float) -> ReadyTokens:
+    ids = _read_integers(get("input_ids"), "input_ids")
+    trained = np.ones(len(ids), dtype=np.bool_)
+
+    def read(name: str, read_list: Callable[[Any, str], np.ndarray]) -> np.ndarray | None:
+        if (value := get(name)) is None:
+            return None
+        entries = read_list(value, name)
+        if len(entries) != len(ids):
+            raise RowRefused(f"{name} has {len(entries):,} entries, input_ids {len(ids):,}")
+        return entries
+
+    if (targets := read("labels", _read_integers)) is not None:
+        trained &= targets != IGNORED
+        if (wrong := np.flatnonzero(trained & (targets != ids))).size:
+            raise RowRefused(
+                f"label {wrong[0]} is {targets[wrong[0]]}, neither {IGNORED} nor the token {ids[wrong[0]]}"
+            )
+    for name in MASKS:
+        if (mask := read(name, _read_mask)) is not None:
+            trained &= mask
+    weights = read("loss_weights", _read_weights)
+    if (attention := read("attention_mask", _read_flags)) is not None and (attention != 1).any():
+        raise RowRefused("attention_mask is not 1 for every token: leave padding out of input_ids")
+    positions = read("position_ids", _read_integers)
+    if positions is not None and (positions != np.arange(len(ids))).any():
+        raise RowRefused(f"position_ids are not 0, 1, 2, ... to the end: {A_PACK}")
+    if (types := read("token_type_ids", _read_flags)) is not None and types.any():
+        raise RowRefused("token_type_ids are not all 0, and they would not be used: leave them out (data.ignore)")
+    read("special_tokens_mask", _read_mask)
+    for name in ("seq_lengths", "length"):
+        if (value := get(name)) not in (None, len(ids), [len(ids)]):
+            raise RowRefused(f"{name} is {value!r:.40}, and input_ids has {len(ids):,} entries: {A_PACK}")
+    return ReadyTokens(ids, trained, weight, weights)
+
+
+def _read_integers(value: Any, name: str) -> np.ndarray:
+    if not isinstance(value, list) or not all(type(item) is int and abs(item) < 1 << 31 for item in value):
+        raise RowRefused(f"{name} must be a list of integers of 32 bits")
+    return np.array(value, dtype=np.int64)
+
+
+def _read_flags(value: Any, name: str) -> np.ndarray:
+    """Integers, of which 0 and 1 may be false and true."""
+    if isinstance(value, list):
+        value = [int(item) if isinstance(item, bool) else item for item in value]
+    return _read_integers(value, name)
+
+
+def _read_mask(value: Any, name: str) -> np.ndarray:
+    flags = _read_flags(value, name)
+    if not np.isin(flags, (0, 1)).all():
+        raise RowRefused(f"{name} must be 0 or 1 for each token")
+    return flags == 1
+
+
+def _read_weights(value: Any, name: str) -> np.ndarray:
+    if not isinstance(value, list) or not all(type(item) in (int, float) for item in value):
+        raise RowRefused(f"{name} must be a list of numbers")
+    return np.array([check_weight(item, f"entry {index} of {name}") for index, item in enumerate(value)], np.float64)
+
+
+def _read_segments(value: Any, weight: float) -> Segments:
+    parts = []
+    for number, part in enumerate(value if isinstance(value, list) else [None], start=1):
+        if (
+            not isinstance(part, Mapping)
+            or not isinstance(part.get("text"), str)
+            or not isinstance(part.get("label"), bool)
+        ):
+            raise RowRefused(
+                f"segments must be a list of {{text: string, label: true or false}}, not so number {number}"
+            )
+        if more := [name for name, value in part.items() if name not in ("text", "label") and value is not None]:
+            raise RowRefused(f"segment {number} has {', '.join(map(str, more))}, which would not be used")
+        parts.append((part["text"], part["label"]))
+    return Segments(tuple(parts), weight)

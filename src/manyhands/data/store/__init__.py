@@ -1,0 +1,1 @@
+"""Token streams on disk: what a sample carries, segments, the store that a run reads."""

@@ -1,0 +1,308 @@
+"""Samples on disk: written once in segments, then read one by one by every rank. Knows no tokenizer, no torch, and no
+stream but by its declaration.
+
+A store is a folder. Each stream of the samples (``streams.py``) is a file ``NAME.bin`` of its items, end to end for all
+samples, and a table ``NAME_checksums.npy`` (uint32); one with a length of its own has ``NAME_offsets.npy`` (int64,
+samples + 1) besides, which bounds its samples. A stream with a default is there only where some sample carries it. One
+entry a sample: ``num_loss_tokens.npy`` (int32), ``loss_weights.npy`` (float64), ``lines.npy`` (int32),
+``continued.npy`` (bool: the sample goes on where the one before was cut), ``hashes.npy`` (uint64, of the streams with a
+length of their own) and ``sources.npy`` (int16). ``train.npy`` and ``validation.npy`` (int64) list the samples of each
+set, ``meta.json`` says how the store was made and declares its streams.
+
+Nothing is taken on trust. ``meta.json`` holds a hash of itself and of every file. Whoever prepares a run hashes them
+all (``check_tokens``); every process that opens the store hashes the tables it reads; and what a sample holds of a
+stream has a checksum (CRC-32) that is compared whenever it is read, so that damage on another machine's disk, or while
+the run lasts, is an error and not another sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhands.core.errors import UserError
+from manyhands.core.files import hash_in_pieces
+from manyhands.data.batch.order import EVALUATION_STREAM, SampleOrder, permute
+from manyhands.data.store.streams import IMAGES, PACKED_BY, TOKENS_OF_IMAGE, UNITS, Stream, is_weighted, read_streams
+
+FORMAT_VERSION = 7
+SAMPLE_TABLES = ("num_loss_tokens", "loss_weights", "sources", "train", "validation")  # that a process reads
+
+
+class StreamFile:
+    """The items of a stream, read by the sample.
+
+    Read, not mapped: the pages of a mapping count as this process's memory once it has been through the samples, a page
+    fault reads 4 KiB where a sample has more, and a file that was cut short would be a bus error.
+    """
+
+    def __init__(self, path: Path, stream: Stream, offsets: np.ndarray, checksums: np.ndarray) -> None:
+        """``offsets`` int64 (samples + 1) count items, ``checksums`` uint32 (samples); of all samples of the store."""
+        self.path, self.stream = path, stream
+        self._file, self._item_bytes = path.open("rb", buffering=0), stream.item_bytes
+        self._offsets, self._checksums = offsets, checksums
+
+    def read(self, index: int) -> np.ndarray:
+        """The items of one sample, not to be written to. UserError where they are not what was written."""
+        start = int(self._offsets[index]) * self._item_bytes
+        num_bytes = int(self._offsets[index + 1]) * self._item_bytes - start
+        raw = os.pread(self._file.fileno(), num_bytes, start)  # safe in threads: no position
+        if len(raw) != num_bytes:
+            raise damaged_while_open(self.path, "it was cut short")
+        if zlib.crc32(raw) != self._checksums[index]:
+            raise damaged_while_open(self.path, f"sample {index:,} of the file is not what was written")
+        return self.stream.from_bytes(raw)
+
+
+@dataclass(frozen=True, eq=False)
+class SampleSet:
+    """Some samples of a store, numbered from 0; one entry a sample in each array.
+
+    ``lengths`` int32 are tokens; ``num_loss_tokens`` int32; ``loss_weights`` float64 are the sums of their weights;
+    ``sources`` int16 are positions in ``meta["sources"]``; ``places`` int64 are positions in the store. In a store with
+    images ``num_images``, ``image_units`` and ``image_tokens`` int64 are what the images of a sample take, else None.
+    """
+
+    lengths: np.ndarray
+    num_loss_tokens: np.ndarray
+    loss_weights: np.ndarray
+    sources: np.ndarray
+    places: np.ndarray
+    seed: int
+    _files: tuple[StreamFile, ...]
+    num_images: np.ndarray | None = None
+    image_units: np.ndarray | None = None
+    image_tokens: np.ndarray | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams that a sample has."""
+        return tuple(file.stream for file in self._files)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some loss token of the store weighs other than 1."""
+        return is_weighted(self.streams)
+
+    def sample(self, index: int) -> dict[str, np.ndarray]:
+        """The streams of one sample by name, not to be written to. UserError where they are not what was written."""
+        place = int(self.places[index])
+        return {file.stream.name: file.read(place) for file in self._files}
+
+    def take_tokens(self, max_tokens: int | None, among: np.ndarray | None = None) -> np.ndarray:
+        """Numbers of samples, sorted, that together have at most ``max_tokens`` tokens: the samples of the seeded
+        order, each taken if it still fits; None takes all. ``among``: some samples' numbers, None all. Raises
+        UserError where not even the shortest fits."""
+        among = np.arange(self.num_samples, dtype=np.int64) if among is None else among
+        if max_tokens is None:
+            return among
+        taken: list[int] = []
+        allowed = set(among.tolist())
+        left, shortest = max_tokens, int(self.lengths[among].min()) if len(among) else 0
+        for index in permute(self.num_samples, self.seed, EVALUATION_STREAM):
+            if left < shortest:
+                break
+            if int(index) in allowed and self.lengths[index] <= left:
+                taken.append(int(index))
+                left -= int(self.lengths[index])
+        if not taken and len(among):
+            raise UserError(
+                f"no validation sample fits into evaluate.max_tokens = {max_tokens:,}",
+                why=f"the shortest has {shortest:,} tokens",
+                fix="raise evaluate.max_tokens",
+            )
+        return np.array(sorted(taken), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """An open store. ``digest`` names what it was made of, ``content`` what it holds: equal content, equal tokens and
+    sets.
+    """
+
+    folder: Path
+    train: SampleSet
+    validation: SampleSet
+    meta: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return self.meta["digest"]
+
+    @property
+    def content(self) -> str:
+        """16 hex digits of the hashes of all files and of what the streams become in a batch."""
+        return digest_of([self.meta["files"], self.meta["streams"]])[:16]
+
+    def divide_validation(self) -> dict[str, np.ndarray]:
+        """Numbers of the validation samples by set: "" are those of ``data.validation`` or held out, the others
+        those of ``evaluate.data`` by name. A set without samples is left out.
+        """
+        sets = [source.get("set", "") for source in self.meta["sources"]]
+        names = np.array(sets, dtype=object)[self.validation.sources] if self.validation.num_samples else np.array([])
+        return {name: np.flatnonzero(names == name) for name in dict.fromkeys(sets) if (names == name).any()}
+
+    @property
+    def source_weights(self) -> tuple[float, ...]:
+        """How often the samples of each source are taken in an epoch."""
+        return tuple(source["weight"] for source in self.meta["sources"])
+
+    @staticmethod
+    def open(folder: str | Path, *, check_tokens: bool = False) -> TokenStore:
+        """Opens a store; takes some 45 bytes of memory a sample. Raises UserError where files are missing or not what
+        was written.
+
+        With ``check_tokens`` every file is hashed, else only the tables: samples are checked as they are read.
+        """
+        folder = Path(folder)
+        try:
+            meta = _read_meta(folder)
+            streams = read_streams(meta["streams"])
+            names = [*SAMPLE_TABLES, *(name for stream in streams for name in tables_of(stream))]
+            images = [f"{stream.name}.bin" for stream in streams if stream.name == IMAGES.name]  # what ranks balance by
+            read = list(meta["files"]) if check_tokens else [*(f"{name}.npy" for name in names), *images]
+            _compare_hashes(folder, meta["files"], read)
+            tables = {name: np.array(_load(folder, name)) for name in names}
+            files = []
+            for stream in streams:
+                offsets, path = tables[f"{stream.owner}_offsets"], folder / f"{stream.name}.bin"
+                if path.stat().st_size != stream.item_bytes * int(offsets[-1]):
+                    raise ValueError(f"{path.name} was cut short")
+                files.append(StreamFile(path, stream, offsets, tables[f"{stream.name}_checksums"]))
+            train, validation = (
+                _take_samples(tables, tables[name], meta["seed"], tuple(files), _sum_images(folder, tables))
+                for name in ("train", "validation")
+            )
+        except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+            raise UserError(
+                "the token cache is damaged",
+                where=str(folder),
+                why=str(error),
+                fix="delete this folder; it is made again",
+            ) from error
+        return TokenStore(folder, train, validation, meta)
+
+    def order_samples(
+        self,
+        seed: int,
+        batch_samples: int | None = None,
+        batch_loss_tokens: int | None = None,
+        batch_packs: int | None = None,
+        pack_tokens: int | None = None,
+    ) -> SampleOrder:
+        """The order of the training samples over a run, each source as often as its weight says. Raises ValueError as
+        SampleOrder.
+        """
+        train = self.train
+        return SampleOrder(
+            train.num_samples,
+            seed,
+            batch_samples,
+            batch_loss_tokens,
+            train.num_loss_tokens,
+            sources=train.sources,
+            weights=self.source_weights,
+            batch_packs=batch_packs,
+            pack_tokens=pack_tokens,
+            lengths=train.lengths,
+            as_given=self.meta.get("order") == "as_given",
+        )
+
+    @property
+    def lines(self) -> np.ndarray:
+        """The source line of each sample, by its place in the store."""
+        return _load(self.folder, "lines")
+
+    def line(self, number: int) -> int:
+        """The source line of a training sample."""
+        return int(self.lines[self.train.places[number]])
+
+    def file_number(self, number: int) -> int:
+        """Which file of its source, counted from 0, a training sample is from."""
+        place, sources = int(self.train.places[number]), _load(self.folder, "sources")
+        bounds = np.cumsum(self.meta["made"][int(sources[place])]["samples_of_files"])
+        return int(np.searchsorted(bounds, place - int(np.searchsorted(sources, sources[place])), side="right"))
+
+
+def tables_of(stream: Stream) -> list[str]:
+    """Names of the tables that a stream has in a store."""
+    return [f"{stream.name}_checksums", *([] if stream.along else [f"{stream.name}_offsets"])]
+
+
+def _take_samples(
+    tables: dict[str, np.ndarray],
+    places: np.ndarray,
+    seed: int,
+    files: tuple[StreamFile, ...],
+    images: Mapping[str, np.ndarray],
+) -> SampleSet:
+    offsets = tables[f"{PACKED_BY}_offsets"]
+    lengths = (offsets[places + 1] - offsets[places]).astype(np.int32)
+    counts, weights, sources = (tables[name][places] for name in ("num_loss_tokens", "loss_weights", "sources"))
+    of_images = {name: counted[places] for name, counted in images.items()}
+    return SampleSet(lengths, counts, weights, sources, places, seed, files, **of_images)
+
+
+def _sum_images(folder: Path, tables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the images of each sample of a store add up to, by name; {} for a store without images."""
+    offsets = tables.get(f"{IMAGES.name}_offsets")
+    if offsets is None:
+        return {}
+    items = np.fromfile(folder / f"{IMAGES.name}.bin", dtype=IMAGES.item_dtype).reshape(-1, *IMAGES.item_shape)
+
+    def add_up(field: int) -> np.ndarray:
+        return np.diff(np.concatenate([[0], np.cumsum(items[:, field])])[offsets])
+
+    return {"num_images": np.diff(offsets), "image_units": add_up(UNITS), "image_tokens": add_up(TOKENS_OF_IMAGE)}
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256, in hex, of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def damaged_while_open(path: Path, why: str) -> UserError:
+    """For a process that reads samples: only one that prepares a run can make the cache again."""
+    return UserError(
+        "the token cache is damaged",
+        where=f"{path} on {socket.gethostname()}",
+        why=why,
+        fix="start again: the cache is checked, and made again where it is damaged; on another machine, copy it again",
+    )
+
+
+def _load(folder: Path, name: str) -> np.ndarray:
+    """A table, mapped: pages that are only looked at are shared by all processes."""
+    return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    """Raises ValueError where it is another version's or not what was written."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    if meta["version"] != FORMAT_VERSION:
+        raise ValueError("it is of another version of manyhands")
+    digest = meta.pop("meta_digest")
+    if digest_of(meta) != digest:
+        raise ValueError("meta.json is not what was written")
+    return meta
+
+
+def _compare_hashes(folder: Path, written: dict[str, str], names: list[str]) -> None:
+    """Raises ValueError with the names of the files that are not what was written."""
+    found = hash_in_pieces([folder / name for name in names])
+    if wrong := [name for name in names if found[folder / name] != written[name]]:
+        raise ValueError(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was written")

@@ -1,0 +1,459 @@
+"""Streams the rows of one part of a source through rendering and the length policy into a segment. Knows no cache, no
+sets.
+
+What a part gives depends on its rows alone, not on the process, the parts beside it or the size of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from manyhands.config.data_schema import DataSection
+from manyhands.config.tasks import TASKS
+from manyhands.core.errors import UserError
+from manyhands.data.chat.render import Rendered, Renderer
+from manyhands.data.images.files import BadImage
+from manyhands.data.images.open import ImageOpener
+from manyhands.data.images.rows import parts_of
+from manyhands.data.read.columns import PLACEHOLDERS, Columns
+from manyhands.data.read.files import FilePart, Findings, Row
+from manyhands.data.read.formats import (
+    Content,
+    Conversation,
+    Format,
+    Pair,
+    Ready,
+    ReadyTokens,
+    Segments,
+    check_format,
+    detect_format,
+    row_weight,
+    to_conversation,
+)
+from manyhands.data.read.messages import MAX_WEIGHT, RowRefused
+from manyhands.data.read.sources import ResolvedSource, read_part, take_rows
+from manyhands.data.store.segment import SegmentWriter
+from manyhands.data.store.streams import (
+    DOCUMENTS,
+    MASK,
+    TEXT,
+    TOKENS,
+    WEIGHTS,
+    WITH_IMAGES,
+    Sample,
+    StoredImage,
+    join_documents,
+    make_sample,
+    to_streams,
+)
+from manyhands.data.tokenize.long_text import LONG_CHARACTERS, LongText, read_documents
+from manyhands.data.tokenize.summary import Outcome
+from manyhands.data.tokenize.tokenizer import find_placeholders
+
+CHUNK_ROWS = 1000
+# Some 2 million tokens; the tokenizer takes some 140 bytes a character, all at once.
+MAX_CONVERSATION_CHARACTERS = 8 << 20
+
+
+@dataclass(frozen=True)
+class RowToRender:
+    """A row on its way: what is rendered, and what its loss is multiplied by if it is a text."""
+
+    row: Row
+    content: Content
+    weight: float = 1.0
+
+
+class PartTokenizer:
+    """Tokenizes parts, one after the other, with one tokenizer. ``formats`` are those of the sources, by
+    ``choose_format``.
+
+    ``chunk_characters`` are tokenized at once: many keep the tokenizer's threads busy, few bound the memory.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        task: str,
+        tokenizer: Any,
+        sources: Sequence[ResolvedSource],
+        formats: Sequence[Format | None],
+        chunk_characters: int,
+        images: ImageOpener | None = None,
+    ) -> None:
+        self._data, self._task, self._sources, self._formats = data, task, sources, formats
+        self._chunk_characters = chunk_characters
+        self._has_template = bool(tokenizer.chat_template)
+        self._renderer = Renderer(
+            tokenizer,
+            plain_prompts=True,
+            chat_template_kwargs=data.chat_template_kwargs,
+            train_on=data.train_on,
+            date=data.date,
+            placeholder=None if images is None else images.placeholder,
+        )
+        self._images = images
+        self._long_text = LongText(tokenizer)
+        self._columns = [Columns(source.fields, source.ignore, images is not None) for source in sources]
+        self._placeholders = find_placeholders(tokenizer)
+        self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
+        self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
+        self._largest_id = -1  # of the samples of the rows that are being written
+
+    def run(self, part: FilePart, source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
+        """Writes the segment ``folder`` of all rows of a part. Faults of rows are gathered in what is returned."""
+        unreadable = Findings()
+        outcome = self.run_rows(self.read(part, source, unreadable), source, folder, on_chunk)
+        outcome.unreadable = unreadable
+        return outcome
+
+    def read(self, part: FilePart, source: int, unreadable: Findings) -> Iterator[Row]:
+        """The rows of a part. A text that is to be split may come in pieces, to be used up before the next row is asked
+        for.
+        """
+        streams = part.kind == "text" and self._sources[source].too_long == "split"
+        return take_rows(part, read_documents(part, unreadable)) if streams else read_part(part, unreadable)
+
+    def run_rows(
+        self, rows: Iterable[Row], source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None
+    ) -> Outcome:
+        """Writes the segment ``folder`` of rows of one source."""
+        streams = TEXT if self._images is None else WITH_IMAGES
+        streams = (*streams, DOCUMENTS) if TASKS[self._task].num_documents > 1 else streams
+        outcome, writer = Outcome(), SegmentWriter(folder, streams)
+        self._largest_id = -1
+        try:
+            for chunk in self._gather(self._convert(rows, source, outcome, writer)):
+                documents = [documents_of(item.content) for item in chunk]
+                rendered = iter(self._renderer.render_many([content for each in documents for content in each]))
+                for item, contents in zip(chunk, documents, strict=True):
+                    results = [next(rendered) for _ in contents]
+                    try:
+                        self._take(item, contents, results, source, outcome, writer)
+                    except RowRefused as refused:
+                        outcome.refused.add(item.row.file, item.row.line, str(refused))
+                on_chunk()
+            writer.finish()
+        finally:
+            writer.close()
+        outcome.num_samples, outcome.num_tokens = writer.num_samples, writer.num_items[TOKENS.name]
+        outcome.largest_id = self._largest_id
+        outcome.notes = self._renderer.notes() + ([] if self._images is None else self._images.notes())
+        return outcome
+
+    def _convert(
+        self, rows: Iterable[Row], source: int, outcome: Outcome, writer: SegmentWriter
+    ) -> Iterator[RowToRender | None]:
+        """Rows to be rendered in chunks. A long text takes another way, and its place in order: None goes before it."""
+        fields, columns = self._sources[source].fields, self._columns[source]
+        unread: set[str] = set()
+        left_out: set[str] = set()
+        for given in rows:
+            row = columns.keep(given, left_out)
+            try:
+                format = self._formats[source] or self._tell(row, source, fields)
+                columns.check(row, format, unread)
+                if format not in outcome.formats:
+                    outcome.formats.append(format)
+                weight = row_weight(row, fields) if format == "text" else 1.0
+                if weight > MAX_WEIGHT:
+                    raise RowRefused(f"a weight is larger than {MAX_WEIGHT:.3g}")
+                if format == "text" and is_long(pieces := row.fields.get(fields.get("text", "text"))):
+                    yield None
+                    self._take_long(row, pieces, weight, source, outcome, writer)
+                else:
+                    content = to_conversation(
+                        row,
+                        format,
+                        fields,
+                        roles=self._sources[source].roles,
+                        drop_system=self._sources[source].drop_system,
+                        images=self._images is not None,
+                    )
+                    if self._images is not None and isinstance(content, Conversation):
+                        content = self._images.open(content, row.file)
+                    if (
+                        self._sources[source].too_long == "drop"
+                        and count_conversation(content) > MAX_CONVERSATION_CHARACTERS
+                    ):
+                        outcome.num_too_long += 1
+                        continue
+                    check_size(content)
+                    if columns.leaves_media:
+                        outcome.num_rows_with_placeholders += find_any(PLACEHOLDERS, content) is not None
+                    yield RowToRender(row, content, weight)
+            except RowRefused as refused:
+                outcome.refused.add(row.file, row.line, str(refused))
+            except BadImage as bad:
+                outcome.num_bad_images += 1
+                outcome.bad_images.add(row.file, row.line, str(bad))
+        outcome.unread, outcome.left_out = sorted(unread), sorted(left_out)
+
+    def _tell(self, row: Row, source: int, fields: Mapping[str, str]) -> Format:
+        """The format of one row among others; RowRefused where it has none that can be trained."""
+        key = (source, frozenset(name for name, value in row.fields.items() if value is not None))
+        if key not in self._kinds:
+            try:
+                format = detect_format([row], fields, self._task)
+                check_format(format, self._task, self._has_template, "")
+                self._kinds[key] = format
+            except UserError as error:
+                self._kinds[key] = RowRefused(f"{error.what}{f' ({error.why})' if error.why else ''}")
+        kind = self._kinds[key]
+        if isinstance(kind, RowRefused):
+            raise RowRefused(str(kind))
+        return kind
+
+    def _gather(self, items: Iterable[RowToRender | None]) -> Iterator[list[RowToRender]]:
+        chunk: list[RowToRender] = []
+        characters = 0
+        for item in items:
+            if item is not None:
+                chunk.append(item)
+                characters += count_held(item.content)
+            if chunk and (item is None or len(chunk) >= CHUNK_ROWS or characters >= self._chunk_characters):
+                yield chunk
+                chunk, characters = [], 0
+        if chunk:
+            yield chunk
+
+    def _take(
+        self,
+        item: RowToRender,
+        contents: Sequence[Conversation | str | Ready],
+        results: Sequence[Rendered | RowRefused],
+        source: int,
+        outcome: Outcome,
+        writer: SegmentWriter,
+    ) -> None:
+        """Applies the length policy of its source to a rendered row of one document or more, the longest of which
+        counts. Raises RowRefused.
+        """
+        row, too_long, max_length = item.row, self._sources[source].too_long, self._data.max_length
+        documents, images = [], stored_images(item.content)
+        for content, result in zip(contents, results, strict=True):
+            if isinstance(result, RowRefused):
+                raise result
+            # What a template shows besides contents (reasoning, tool calls, definitions of tools) is seen in the ids.
+            if (fault := self._check_placeholders(content, result.ids)) is not None:
+                raise RowRefused(fault)
+            outcome.num_straddling_tokens += result.num_straddling
+            weights = result.weights
+            if item.weight != 1:
+                weights = (result.trained if weights is None else weights) * np.float32(item.weight)
+            documents.append(make_sample(result.ids, result.trained, weights))
+        outcome.num_rows_with_markers += any(
+            not isinstance(content, Ready) and self._renderer.has_markers(content) for content in contents
+        )
+        lengths = [len(document[TOKENS.name]) for document in documents]
+        longest = max(lengths)
+        if min(lengths) < self._data.min_length:
+            outcome.num_too_short += 1
+            return
+        if longest > max_length and too_long == "truncate":
+            if not all(document[MASK.name][1:max_length].any() for document in documents):
+                raise RowRefused(f"no loss token is left of {longest:,} after cutting at {max_length:,}")
+            cut = documents[0][TOKENS.name][max_length:]
+            if images and self._images is not None and (cut == self._images.token_id).any():
+                raise RowRefused(_describe_long(longest, images, max_length))
+            documents = [{name: values[:max_length] for name, values in document.items()} for document in documents]
+            outcome.num_truncated += 1
+        elif longest > max_length and too_long == "split" and isinstance(item.content, str):
+            self._split(row, [documents[0][TOKENS.name]], item.weight, outcome, writer)
+            return
+        elif longest > max_length and too_long == "drop":
+            outcome.num_too_long += 1
+            return
+        elif longest > max_length:
+            outcome.longest = max(outcome.longest, longest)
+            outcome.too_long.add(row.file, row.line, _describe_long(longest, images))
+            return
+        sample = documents[0]
+        if isinstance(item.content, Pair):
+            check_pair(documents)
+            sample = join_documents(documents)
+        self._append(writer, {**sample, **(to_streams(images) if images else {})}, row.line)
+
+    def _append(self, writer: SegmentWriter, sample: Sample, line: int, continued: bool = False) -> None:
+        """Every sample of a run with images has their streams, be they empty."""
+        ids, without = sample[TOKENS.name], {} if self._images is None else to_streams([])
+        if self._images is not None:
+            ids = ids[ids != self._images.token_id]  # features stand in the place of this token's embedding
+        self._largest_id = max(self._largest_id, int(ids.max(initial=-1)))
+        writer.append({**without, **sample}, line, continued)
+
+    def _check_placeholders(self, content: Conversation | str | Ready, ids: np.ndarray) -> str | None:
+        """What is wrong with the placeholders of a row, in its texts and among its ids; None where nothing is."""
+        images = stored_images(content)
+        if self._images is not None and isinstance(content, Conversation):
+            expected, found = sum(image.num_tokens for image in images), int((ids == self._images.token_id).sum())
+            if found != expected:
+                return f"{found:,} placeholders for images are in its tokens, and its images take {expected:,}"
+        placeholder = find_any(self._placeholders, content)
+        if placeholder is None and not images:
+            placeholder = self._find_placeholder(ids)
+        return None if placeholder is None else _describe_placeholder(placeholder)
+
+    def _take_long(
+        self, row: Row, pieces: str | Iterable[str], weight: float, source: int, outcome: Outcome, writer: SegmentWriter
+    ) -> None:
+        """A text of which only a window is tokenized at one time: all its tokens are trained."""
+        max_length, too_long = self._data.max_length, self._sources[source].too_long
+        encoded = self._refuse_placeholders(self._long_text.encode(pieces))
+        if too_long == "split":
+            self._split(row, encoded, weight, outcome, writer)
+            return
+        kept, num_tokens = [], 0
+        for ids in encoded:
+            if num_tokens < max_length:
+                kept.append(ids)
+            num_tokens += len(ids)
+        if num_tokens < self._data.min_length:
+            outcome.num_too_short += 1
+        elif num_tokens <= max_length or too_long == "truncate":
+            ids = np.concatenate(kept)[:max_length]
+            self._append(writer, _make_text(ids, weight), row.line)
+            outcome.num_truncated += num_tokens > max_length
+        elif too_long == "drop":
+            outcome.num_too_long += 1
+        else:
+            outcome.longest = max(outcome.longest, num_tokens)
+            outcome.too_long.add(row.file, row.line, f"{num_tokens:,} tokens")
+
+    def _refuse_placeholders(self, stretches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        for ids in stretches:
+            if (placeholder := self._find_placeholder(ids)) is not None:
+                raise RowRefused(_describe_placeholder(placeholder))
+            yield ids
+
+    def _find_placeholder(self, ids: np.ndarray) -> str | None:
+        found = np.isin(self._placeholder_ids, ids) if self._placeholders else np.zeros(1, dtype=np.bool_)
+        return self._placeholders[int(found.argmax())] if found.any() else None
+
+    def _split(
+        self, row: Row, stretches: Iterable[np.ndarray], weight: float, outcome: Outcome, writer: SegmentWriter
+    ) -> None:
+        """Blocks share one token: the last target of one is the first input of the next, so no target is lost."""
+        max_length, num_blocks = self._data.max_length, 0
+        left = np.empty(0, dtype=np.int32)
+        for stretch in stretches:
+            left = np.concatenate([left, stretch])
+            while len(left) > max_length:
+                self._append_block(row, left[:max_length], weight, writer, num_blocks > 0)
+                left, num_blocks = left[max_length - 1 :], num_blocks + 1
+        if not num_blocks and len(left) < self._data.min_length:
+            outcome.num_too_short += 1
+            return
+        self._append_block(row, left, weight, writer, num_blocks > 0)
+        outcome.num_split += num_blocks > 0
+
+    def _append_block(self, row: Row, ids: np.ndarray, weight: float, writer: SegmentWriter, continued: bool) -> None:
+        self._append(writer, _make_text(ids, weight), row.line, continued)
+
+
+def stored_images(content: Content) -> list[StoredImage]:
+    """The images of a row, in the order of its placeholders."""
+    return [image.stored for image in content.images] if isinstance(content, Conversation) else []
+
+
+def _describe_long(num_tokens: int, images: Sequence[StoredImage], max_length: int | None = None) -> str:
+    in_images = sum(image.num_tokens for image in images)
+    of_images = f", {in_images:,} of them of {len(images):,} image{'s' * (len(images) != 1)}" if images else ""
+    cut = f": cutting at {max_length:,} would leave a part of an image, which cannot be trained" if max_length else ""
+    return f"{num_tokens:,} tokens{of_images}{cut}"
+
+
+def _make_text(ids: np.ndarray, weight: float) -> Sample:
+    """A sample whose tokens are all trained, with one weight."""
+    weights = None if weight == 1 else np.full(len(ids), weight, dtype=np.float32)
+    return make_sample(ids, np.ones(len(ids), dtype=np.bool_), weights)
+
+
+def find_any(words: Iterable[str], content: Content) -> str | None:
+    """The first of some words that stands in what people wrote."""
+    return next((word for text in texts_of(content) for word in words if word in text), None)
+
+
+def _describe_placeholder(token: str) -> str:
+    return (
+        f"the text holds {token}, this model's placeholder for an image, a video or a sound, and only text "
+        f"can be trained: remove it"
+    )
+
+
+def is_long(content: object) -> TypeGuard[str | Iterator[str]]:
+    """Whether a text is too long to be tokenized whole; one that comes in pieces always is."""
+    return len(content) > LONG_CHARACTERS if isinstance(content, str) else isinstance(content, Iterator)
+
+
+def documents_of(content: Content) -> tuple[Conversation | str | Ready, ...]:
+    """What becomes one document each."""
+    return (content.chosen, content.rejected) if isinstance(content, Pair) else (content,)
+
+
+def check_pair(documents: Sequence[Sample]) -> None:
+    """RowRefused unless both answers of a pair follow the same tokens, and differ."""
+    if any(WEIGHTS.name in document for document in documents):
+        raise RowRefused("every pair weighs 1: leave out the weights of messages")
+    one, other = (document[TOKENS.name] for document in documents)
+    if np.array_equal(one, other):
+        raise RowRefused("both answers become the same tokens: neither is better")
+    begins = [int(document[MASK.name].argmax()) for document in documents]
+    if begins[0] != begins[1] or not np.array_equal(one[: begins[0]], other[: begins[0]]):
+        raise RowRefused("the chat template writes another prompt before each of the two answers")
+
+
+def check_size(content: Content) -> Content:
+    """The content itself; RowRefused for a conversation that is too long to be tokenized at once."""
+    if (characters := count_conversation(content)) > MAX_CONVERSATION_CHARACTERS:
+        limit = f"at most {MAX_CONVERSATION_CHARACTERS:,} can be tokenized at once; divide it"
+        raise RowRefused(f"a conversation of {int(characters):,} characters, {limit}")
+    return content
+
+
+def count_conversation(content: Content) -> float:
+    """Characters of a conversation and its tools; 0 of other content, which is not tokenized at once or is short."""
+    if isinstance(content, Pair):
+        return sum(map(count_conversation, documents_of(content)))
+    return count_characters([content.messages, content.tools]) if isinstance(content, Conversation) else 0
+
+
+def count_characters(value: Any) -> float:
+    """Of all strings in a value of lists and objects, keys left out; a text that comes in pieces is as long as can
+    be.
+    """
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(count_characters, value.values()))
+    if isinstance(value, list):
+        return sum(map(count_characters, value))
+    return float("inf") if isinstance(value, Iterator) else 8
+
+
+def count_held(content: Content) -> int:
+    """Characters of a row that waits; ids, of which a row keeps each as an object, count as ten each, and images that
+    the row holds by their bytes."""
+    if images := stored_images(content):
+        return sum(map(len, texts_of(content))) + sum(len(image.source) for image in images)
+    return 10 * len(content.ids) if isinstance(content, ReadyTokens) else sum(map(len, texts_of(content)))
+
+
+def texts_of(content: Content) -> list[str]:
+    """What people wrote in a row."""
+    if isinstance(content, Pair):
+        return texts_of(content.chosen) + texts_of(content.rejected)
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, ReadyTokens):
+        return []
+    if isinstance(content, Segments):
+        return [text for text, _ in content.parts]
+    texts = [text for message in content.messages if isinstance(text := message.get("content"), str)]
+    parts = [part["text"] for message in content.messages for part in parts_of(message) if part["type"] == "text"]
+    return texts + parts

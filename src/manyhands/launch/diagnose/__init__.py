@@ -1,0 +1,1 @@
+"""Why a run failed or hangs: the first cause, stacks, collectives."""

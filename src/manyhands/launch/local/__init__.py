@@ -1,0 +1,1 @@
+"""Starting the ranks of this machine and watching them."""

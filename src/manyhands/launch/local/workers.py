@@ -1,0 +1,278 @@
+"""The workers of one launch on this node, under torch's elastic agent: started, watched, ended, and why. Torch is
+imported when they start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_TERMINATED, FAULT, UserError
+from manyhands.launch.diagnose.failure import FoundCause, find_cause
+from manyhands.launch.environment import launcher_environment
+from manyhands.launch.local.agent import agent_config, open_store
+from manyhands.launch.local.heartbeat import this_host
+from manyhands.launch.local.watch import StopRequested, Watch, end_all, hearing_signals, raise_when_asked, worker_pids
+from manyhands.launch.nodes.address import LOCAL_HOST, Address, network_environment
+from manyhands.launch.nodes.launcher_group import LaunchEnd, LauncherGroup
+from manyhands.launch.restart.lost_gpus import DriverReports
+from manyhands.launch.run.folder import RunFolder
+from manyhands.planner.types import Plan
+
+POLL_S = 0.5
+NOTHING: Mapping[str, str] = {}
+WORKER = "manyhands.worker"
+ENDED_WELL = {EXIT_SAVED, EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM}  # exit codes of ranks that were stopped
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the agents of all nodes meet; ``node`` is this one."""
+
+    node: int
+    num_nodes: int
+    num_local: int  # ranks of this node
+    endpoint: str
+    run_id: str
+    timeout_s: float
+
+
+def run_workers(
+    folder: RunFolder,
+    plan: Plan,
+    *,
+    timeout_s: float,
+    module: str = WORKER,
+    report: Callable[[str], None] = print,
+    launchers: LauncherGroup | None = None,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] = NOTHING,
+    driver: DriverReports | None = None,
+) -> int:
+    """Starts this node's workers, ``plan.layout.world_size`` on all nodes, and waits for them. None of them runs
+    any more when it returns, however it ends.
+
+    Returns 0, or 130 / 143 after Ctrl-C / SIGTERM (the workers get the same signal and 30 s to save) and 138 after
+    SLURM's SIGUSR1, unless the run was finished by then: a crash after that is a warning. ``timeout_s``: a rank that
+    others wait for, or a node of ``launchers`` that is silent, is ended after so long without progress. UserError: the
+    first cause of a failure on any node, with what the driver reports of GPUs (``driver``), or a MASTER_PORT in use.
+    """
+    world_size, leads = plan.layout.world_size, launchers is None or launchers.node == 0
+    port = choose_port() if launchers is None else 0
+    if leads:
+        folder.clear_ranks()
+        folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
+    store = None  # of this launch alone: it is there as long as it is referred to
+    if launchers is None:
+        store = open_store(LOCAL_HOST, port)
+        place = Rendezvous(0, 1, world_size, str(Address(LOCAL_HOST, store.port)), folder.path.name, timeout_s)
+    else:  # not before the files of an earlier launch are removed
+        address = Address(*launchers.begin(open_store))
+        name = f"manyhands-{launchers.attempt}"
+        place = Rendezvous(launchers.node, launchers.num_nodes, len(launchers.ranks), str(address), name, timeout_s)
+    try:
+        command = (module, *arguments)
+        with hearing_signals(_Notice(report, launchers).hear):
+            ending = _run_and_watch(folder, plan, place, timeout_s, command, launchers, environment)
+    finally:
+        del store
+    if driver is not None:
+        ending = replace(ending, reports=driver.describe())
+        if ending.cause is not None:
+            driver.name_in(ending.cause.error, ending.cause.rank)
+    if launchers is not None:
+        ending = launchers.settle(ending)
+    if ending.cause is not None and ending.cause.error.kind == FAULT:
+        ending.cause.error.details = (*ending.cause.error.details, *ending.reports)
+    if ending.cause is not None and folder.is_finished:  # every result is written and verified
+        error = ending.cause.error
+        log = f"; log: {error.where}" if error.where else ""
+        report(f"warning: {error.what}, after the run had finished: its results are complete{log}")
+    elif ending.cause is not None:
+        if leads:
+            with contextlib.suppress(OSError):  # the cause is to be shown, whatever the disk says
+                folder.write_failed(ending.cause.error, plan)
+        ending.cause.error.rank = ending.cause.rank
+        raise ending.cause.error
+    return report_end(folder, ending.signal, report, leads)
+
+
+class _Notice:
+    """Says at once that a signal has come, as the ranks answer it after their step; and passes it on to other nodes."""
+
+    def __init__(self, report: Callable[[str], None], launchers: LauncherGroup | None) -> None:
+        self._report, self._team, self._is_said = report, launchers, False
+
+    def hear(self, number: signal.Signals) -> None:
+        is_first = not self._is_said if self._team is None else self._team.pass_on(number)
+        if is_first and not self._is_said:
+            self._is_said = True
+            again = "Ctrl-C again" if number == signal.SIGINT else f"a second {number.name}"
+            what = "the ranks finish their step, save and end, within 30 s"
+            self._report(f"{number.name}: {what}; {again} ends them at once, without saving")
+
+
+def _run_and_watch(
+    folder: RunFolder,
+    plan: Plan,
+    place: Rendezvous,
+    timeout_s: float,
+    command: Sequence[str],
+    launchers: LauncherGroup | None,
+    environment: Mapping[str, str],
+) -> LaunchEnd:
+    local = None if launchers is None else launchers.ranks
+    network = network_environment(LOCAL_HOST) if launchers is None else launchers.environment
+    try:
+        with (
+            launcher_environment(plan, place.num_local, {**network, **environment}),
+            _passing_on_notice(),
+            raise_when_asked(*_SIGNALS),
+            Watch(folder, plan.layout.world_size, timeout_s, local, launchers) as watch,
+            launchers.watching(watch) if launchers is not None else contextlib.nullcontext(),
+        ):
+            return _run_agent(folder, place, command, watch)
+    except StopRequested as stop:  # before the agent has taken the signal over: no worker was started
+        return LaunchEnd(stop.signal)
+
+
+def report_end(folder: RunFolder, received: signal.Signals | None, report: Callable[[str], None], leads: bool) -> int:
+    """Says how a run has ended that did not fail, by the signal ``received`` if by any; returns the exit code."""
+    asked = folder.read_stop_reason()
+    if received is None or folder.is_finished:
+        if leads:
+            folder.clear_ranks()
+        if received is not None:
+            report(
+                f"{asked}: the run had finished" if asked else f"{received.name} arrived too late: the run is finished"
+            )
+        return 0
+    reason = folder.stop_file.name if folder.was_stopped_by_file() else asked or received.name
+    if leads:
+        folder.write_interrupted(reason)
+    step = folder.newest_step()
+    saved = f"saved at step {step}; the same command resumes from there"
+    if step is None:
+        saved = "nothing was saved yet; the same command starts it again"
+    report(f"{reason}: the run has ended, {saved}")
+    return (
+        EXIT_TERMINATED
+        if received == signal.SIGTERM
+        else EXIT_INTERRUPTED
+        if received == signal.SIGINT
+        else 128 + received
+    )
+
+
+def choose_port() -> int:
+    """Where the store of the ranks listens: the user's MASTER_PORT if it is set (UserError if it is in use), else 0,
+    any free port.
+    """
+    text = os.environ.get("MASTER_PORT", "")
+    if not text:
+        return 0
+    where = f"environment: MASTER_PORT={text}"
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise UserError(
+            "MASTER_PORT is not a port number", where=where, fix="unset it: a free port is chosen automatically"
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(text)))
+        except OSError as error:
+            raise UserError(
+                f"port {text} is in use",
+                where=where,
+                why=f"{error.strerror}: another program on this machine uses it",
+                fix="unset MASTER_PORT (a free port is chosen automatically), or set one that is free",
+            ) from None
+    return int(text)
+
+
+def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], watch: Watch) -> LaunchEnd:
+    """Runs torch's agent to its end: the signal that ended it, why a rank failed, or neither. ``command``: a module and
+    its arguments.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    for name in list(logging.root.manager.loggerDict):  # the agent logs a failure in some forty lines
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    pids: set[int] = set()
+    config = agent_config(
+        place.endpoint,
+        node=place.node,
+        num_nodes=place.num_nodes,
+        num_local=place.num_local,
+        run_id=place.run_id,
+        timeout_s=place.timeout_s,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", *command, "--run-folder", str(folder.path))
+    except (SignalException, KeyboardInterrupt) as error:
+        return LaunchEnd(signal.Signals(error.sigval if isinstance(error, SignalException) else signal.SIGINT))
+    except ChildFailedError as error:
+        pids |= {failure.pid for failure in error.failures.values()}
+        if watch.verdict is not None:
+            return LaunchEnd(cause=FoundCause(0, time.time(), watch.verdict, watch.verdict.rank))
+        received = signal_of_end(folder, {failure.exitcode for failure in error.failures.values()})
+        if received is not None:
+            return LaunchEnd(received)
+        return LaunchEnd(cause=find_cause(folder, error.failures, watch.killed))
+    except RuntimeError as error:
+        if place.num_nodes == 1 or not type(error).__module__.startswith("torch"):
+            raise
+        why = f"torch's agent on this node: {str(error).splitlines()[0]}"
+        return LaunchEnd(cause=FoundCause(4, time.time(), UserError("the nodes did not form a group", why=why)))
+    finally:
+        end_all(pids | watch.pids | set(worker_pids()))
+    return LaunchEnd()
+
+
+@contextlib.contextmanager
+def _passing_on_notice() -> Iterator[None]:
+    """Where SLURM's SIGUSR1 is blocked, it goes to this node's workers, which save and end. They have it blocked too,
+    from their first instruction on.
+    """
+    if signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        yield
+        return
+    ended = threading.Event()
+
+    def pass_on() -> None:
+        while not ended.is_set() and signal.sigtimedwait({signal.SIGUSR1}, POLL_S) is None:
+            pass
+        while not ended.is_set():  # again and again, for workers that have not started yet
+            for pid in worker_pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+            ended.wait(POLL_S)
+
+    thread = threading.Thread(target=pass_on, name="notice", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def signal_of_end(folder: RunFolder, exit_codes: Collection[int]) -> signal.Signals | None:
+    """By which signal the workers have ended, the file STOP being as good as Ctrl-C; None where any has failed."""
+    if not set(exit_codes) <= ENDED_WELL or folder.read_failures():
+        return None
+    if EXIT_SAVED in exit_codes:  # the others have ended with those that say so
+        return signal.SIGUSR1
+    return signal.SIGINT if folder.was_stopped_by_file() else None
