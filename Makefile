@@ -197,6 +197,7 @@ fmt: $(READY)
 
 equality: $(READY)
 	@$(PYTHON) -m tests.support.equality $(or $(ARGS),--page)
+	@$(if $(ARGS),,$(PYTHON) -m tests.support.equality --images --page)
 	@$(if $(ARGS),,$(PYTHON) -m tests.support.equality --engine deepspeed --page)
 
 faults: $(READY)

@@ -112,6 +112,19 @@ def test_every_other_layout_agrees(workspaces: Workspaces, case: Case) -> None:
     assert deviation.within("float32"), deviation
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", equality.WITH_IMAGES)
+def test_layouts_agree_on_rows_with_images(family: str, tmp_path: Path, world: Ranks) -> None:
+    equality.write_workspace_with_images(tmp_path, family)
+    cases = [REFERENCE, *map(by_name, ("single 1, packed 256", "fsdp 2, packed 256"))]
+    reference, *others = (
+        equality.run_case(world, tmp_path, equality.with_parts(case, "lora"), "float32", "lora") for case in cases
+    )
+    for other in others:
+        assert equality.compare(reference, other).within("float32")
+
+
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspaces]:
     with ranks(2, "cuda") as world:

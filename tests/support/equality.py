@@ -14,11 +14,12 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from manyhands.config.schema import RunConfig
@@ -37,6 +38,7 @@ from manyhands.worker.batches import iterate_steps
 from manyhands.worker.rank import Process, Rank
 from tests.support.ranks import Ranks, ranks
 from tests.support.tiny import write_tiny_model
+from tests.support.vision import write_tiny_vision
 
 NUM_STEPS = 20
 NUM_SAMPLES = 75  # nine steps of 8 rows and one of 3 an epoch: in the short step one rank of four has no row
@@ -134,6 +136,15 @@ def cases_of_eight() -> list[Case]:
     return [cases()[0], *table]
 
 
+def cases_with_images(device: str = "cpu") -> list[Case]:
+    """One process packed and alone, and what two and four ranks make of the same rows; the reference first."""
+    alone, recomputed = "accumulation 2", "packed 512, activation_checkpointing full"
+    names = {"single 1, accumulation 1", "single 1, accumulation 8", "single 1, packed 256", "single 1, packed 2048"}
+    names |= {f"{strategy} {how}" for strategy in ("ddp 2,", "fsdp 2,") for how in (alone, "packed 256", recomputed)}
+    names |= {"ddp 4, packed 256", "fsdp 4, packed 256", "hsdp 4, packed 256, shard_degree 2"}
+    return [case for case in cases(device) if case.name in names]
+
+
 def faulty_cases() -> list[Case]:
     """Two mistakes that today's tools make; the comparison must refuse both."""
     packed = {"parallel.strategy": "single", "data.packing": True, "batch.micro_tokens": 256}
@@ -161,6 +172,25 @@ def write_workspace(folder: Path, family: str = "llama", **changes: Any) -> None
             text = [choose.choices(words, weights=range(len(words), 0, -1))[0] for _ in range(size + 1)]
             prompt, completion = " ".join(text[: size + 1 - trained]), " ".join(text[size + 1 - trained :])
             file.write(json.dumps({"prompt": prompt or "a", "completion": completion, "row": row}) + "\n")
+
+
+def write_workspace_with_images(folder: Path, family: str) -> None:
+    """A tiny model of ``family``, all parts of which train, and conversations about none to two drawn images."""
+    from PIL import Image
+
+    config = write_tiny_vision(folder / "model", family) / "config.json"
+    config.write_text(config.read_text().replace('"sliding_window": 8', '"sliding_window": 64'))  # answers see images
+    choose, draw = random.Random(7), np.random.default_rng(7)
+    with (folder / "rows.jsonl").open("w") as file:
+        for row in range(NUM_SAMPLES):
+            question: list[dict[str, str]] = [{"type": "text", "text": "what is this? "[: choose.choice((4, 14))]}]
+            for number in range(choose.choice((0, 0, 1, 1, 2))):
+                path, (wide, high) = folder / f"{row}-{number}.png", choose.choice(((80, 60), (30, 30), (28, 84)))
+                Image.fromarray(draw.integers(0, 256, (high, wide, 3), dtype=np.uint8)).save(path)
+                question.append({"type": "image", "image": path.name})
+            answer = "it is a cat on the mat, and no dog is near it"[: choose.choice((1, 9, 45))]
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": turns}) + "\n")
 
 
 def base_config(folder: Path, dtype: str, method: str, case: Case, device: str) -> RunConfig:
@@ -336,6 +366,19 @@ FAMILY = {
     "bfloat16": "llama",
     "float64": "starcoder2",
 }  # RMS norms compute in float32 even in a float64 model
+WITH_IMAGES = (
+    "gemma3",
+    "qwen3_vl",
+)  # images of one size that see themselves; patches of any size, three-axis positions
+PARTS = {
+    "full": {"vision": "trained", "projector": "trained", "language": "full"},
+    "lora": {"vision": "frozen", "projector": "trained", "language": "lora"},
+}
+
+
+def with_parts(case: Case, method: str) -> Case:
+    """The case with the parts of a model of text and images that ``method`` trains here."""
+    return replace(case, keys=case.keys | {"method.parts": PARTS[method]})
 
 
 def main() -> None:
@@ -344,38 +387,47 @@ def main() -> None:
     parser.add_argument("--engine", choices=["torch", "deepspeed"], default="torch")
     parser.add_argument("--processes", type=int, choices=[4, 8], default=4, help="of 8 a table of their own")
     parser.add_argument("--methods", nargs="+", choices=list(OF_METHOD), default=list(OF_METHOD))
+    parser.add_argument("--images", action="store_true", help="rows with images: full and LoRA, two kinds of images")
     parser.add_argument("--page", action="store_true", help="replaces the rows measured before, and writes the page")
     arguments = parser.parse_args()
     from tests.support import equality_page
     from tests.support.zero_cases import can_run, zero_cases
 
-    dtypes = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
     is_eight = arguments.processes == 8
-    faults = faulty_cases() if arguments.device == "cpu" and not is_eight else []
-    place_of = ""
+    dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16") if arguments.device == "cpu" else ("bfloat16",)
+    listed, faults = cases(arguments.device), faulty_cases()
+    place_of, methods = "", arguments.methods
     if arguments.engine == "deepspeed":
-        dtypes, faults = tuple(dtype for dtype in dtypes if dtype != "float64"), []
+        dtypes, listed = tuple(dtype for dtype in dtypes if dtype != "float64"), zero_cases()
         place_of = f", DeepSpeed {version('deepspeed')}"
+    if arguments.images:
+        dtypes, listed = ("float32",), cases_with_images(arguments.device)
+        methods = [method for method in methods if method in PARTS]
+        faults, place_of = [case for case in faults if case.fault == "mean of means"], ", rows with images"
+    elif is_eight:
+        listed = cases_of_eight()
+    if arguments.device != "cpu" or arguments.engine == "deepspeed" or is_eight:
+        faults = []
     size = arguments.processes if arguments.device == "cpu" else min(arguments.processes, torch.cuda.device_count())
     place = f"torch {torch.__version__}, " + (
         f"{size} CPU processes, gloo" if arguments.device == "cpu" else torch.cuda.get_device_name()
     )
-    place += place_of
     rows = []
     with tempfile.TemporaryDirectory() as temporary, ranks(size, arguments.device) as world:
         for dtype in dtypes:
-            family = FAMILY[dtype]
-            folder = Path(temporary, family)
-            if not folder.exists():
-                folder.mkdir()
-                write_workspace(folder, family)
-            for method in arguments.methods:
-                listed = zero_cases() if arguments.engine == "deepspeed" else cases(arguments.device)
-                listed = cases_of_eight() if is_eight else listed
-                chosen = [case for case in listed if case.world_size <= size and can_run(case, method)]
-                for row in measure(world, folder, dtype, method, chosen + faults):
-                    rows.append({"place": place, "family": family, "method": method, "dtype": dtype, **row})
-                    print(json.dumps(rows[-1]), flush=True)
+            for family in WITH_IMAGES if arguments.images else (FAMILY[dtype],):
+                folder = Path(temporary, family)
+                if not folder.exists():
+                    folder.mkdir()
+                    (write_workspace_with_images if arguments.images else write_workspace)(folder, family)
+                for method in methods:
+                    chosen = [case for case in listed if case.world_size <= size and can_run(case, method)] + faults
+                    if arguments.images:
+                        chosen = [with_parts(case, method) for case in chosen]
+                    where = {"place": place + place_of, "family": family, "method": method, "dtype": dtype}
+                    for row in measure(world, folder, dtype, method, chosen):
+                        rows.append(where | row)
+                        print(json.dumps(rows[-1]), flush=True)
     if arguments.page:
         equality_page.replace(rows)
 
