@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -294,20 +293,17 @@ def test_gpu_info_lists_the_machine(monkeypatch):
 
 
 def test_help_is_quick_and_light():
-    """0.16 s alone on the machine where it was written; the bound leaves room for a busy one, the imports do not."""
+    """0.16 s of a core on the machine where it was written; the bound leaves room for a slower one."""
     probe = (
-        "import sys; sys.argv = ['manyhands', '--help']\ntry:\n from manyhands.cli.main import main; main()\nfinally:\n"
+        "import sys, time; sys.argv = ['manyhands', '--help']\n"
+        "try:\n from manyhands.cli.main import main; main()\nfinally:\n"
+        " heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'rich.console'}\n"
+        " print(sorted(heavy & set(sys.modules)), time.process_time(), file=sys.stderr)"
     )
-    heavy = "{'torch', 'transformers', 'numpy', 'pydantic', 'rich.console'}"
-    probe += f" print(sorted({heavy} & set(sys.modules)), file=sys.stderr)"
-    seconds = []
-    for _ in range(2):
-        begin = time.perf_counter()
-        with start_process("-c", probe) as child:
-            stdout, stderr = child.communicate(timeout=60)
-        seconds.append(time.perf_counter() - begin)
-        assert "train" in stdout and stderr.strip() == "[]"
-    assert min(seconds) < 2
+    with start_process("-c", probe) as child:
+        stdout, stderr = child.communicate(timeout=60)
+    loaded, seconds = stderr.rsplit(maxsplit=1)
+    assert "train" in stdout and loaded == "[]" and float(seconds) < 2
 
 
 def test_a_real_process_ends_with_the_error_and_its_code(tmp_path):

@@ -22,25 +22,18 @@ def export(
         typer.Argument(
             metavar="RUN_OR_CHECKPOINT",
             help="A run's folder or run file, or one of its checkpoints; for --gguf a model's folder too.",
-            show_default=False,
         ),
     ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write; it must not exist.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; it must not exist.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the model's weights.")] = False,
     dtype: Annotated[
         str, typer.Option("--dtype", help="Of the saved weights: bfloat16, float16 or float32; auto: the run's own.")
     ] = "auto",
     gguf: Annotated[
-        str | None,
-        typer.Option(
-            "--gguf", metavar="TYPE", help="Write a GGUF file: q8_0, q4_k_m, bf16, ...; merges.", show_default=False
-        ),
+        str | None, typer.Option("--gguf", metavar="TYPE", help="Write a GGUF file: q8_0, q4_k_m, bf16, ...; merges.")
     ] = None,
     llama_cpp: Annotated[
-        Path | None,
-        typer.Option("--llama-cpp", help="With --gguf: llama.cpp's folder, if it is not on PATH.", show_default=False),
+        Path | None, typer.Option("--llama-cpp", help="With --gguf: llama.cpp's folder, if it is not on PATH.")
     ] = None,
 ) -> None:
     """Export a checkpoint as a model, an adapter or a GGUF file, and verify it."""
@@ -80,19 +73,14 @@ def push(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_OR_FOLDER",
-            help="A finished run (its adapter, else its model), or a folder that was exported.",
-            show_default=False,
+            metavar="RUN_OR_FOLDER", help="A finished run (its adapter, else its model), or a folder that was exported."
         ),
     ],
     to: Annotated[str, typer.Option("--to", metavar="OWNER/NAME", help="The model's name on the hub.")],
     yes: Annotated[bool, typer.Option("--yes", help="Upload; without it, show what would be uploaded.")] = False,
     public: Annotated[bool, typer.Option("--public", help="A public repository; without it, a private one.")] = False,
     base: Annotated[
-        str | None,
-        typer.Option(
-            "--base", help="The base model's name on the hub, for an adapter trained on a folder.", show_default=False
-        ),
+        str | None, typer.Option("--base", help="The base model's name on the hub, for an adapter trained on a folder.")
     ] = None,
 ) -> None:
     """Upload a verified model, adapter or GGUF file to the Hugging Face hub; the token is HF_TOKEN of the environment.

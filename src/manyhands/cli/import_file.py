@@ -18,18 +18,11 @@ if TYPE_CHECKING:
 
 def import_file(
     file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="File of another tool: Axolotl, LLaMA-Factory, TRL, ...", show_default=False
-        ),
+        Path, typer.Argument(metavar="FILE", help="File of another tool: Axolotl, LLaMA-Factory, TRL, ...")
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Run file to write; it must not exist.", show_default=False),
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run file to write; it must not exist.")] = None,
     gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", min=1, help="GPUs to multiply per-GPU batches by (default: this machine's)."),
+        int | None, typer.Option("--gpus", min=1, help="GPUs to multiply per-GPU batches by (default: this machine's).")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what becomes of each key and the run file as JSON.")

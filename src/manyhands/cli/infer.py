@@ -16,13 +16,9 @@ from manyhands.core.files import parse_json
 from manyhands.infer.settings import SERVED, GenerationSettings
 from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
 
-Folder = Annotated[
-    Path,
-    typer.Argument(metavar="RUN", help="A run's folder, its model/ or adapter/, or its run file.", show_default=False),
-]
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, its model/ or adapter/, or its run file.")]
 Base = Annotated[
-    str | None,
-    typer.Option("--base", help="Base model of the adapter (default: from its configuration).", show_default=False),
+    str | None, typer.Option("--base", help="Base model of the adapter (default: from its configuration).")
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Maximum number of new tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token; above it, sample.")]
@@ -33,17 +29,13 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of sampled answers, with each prompt's number.")]
 Stop = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="End the answer before this text; repeatable.", show_default=False),
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer before this text; repeatable.")
 ]
-System = Annotated[str | None, typer.Option("--system", help="System prompt.", show_default=False)]
+System = Annotated[str | None, typer.Option("--system", help="System prompt.")]
 Tools = Annotated[
-    Path | None,
-    typer.Option("--tools", metavar="FILE", help="JSON list of functions for the chat template.", show_default=False),
+    Path | None, typer.Option("--tools", metavar="FILE", help="JSON list of functions for the chat template.")
 ]
-Gpus = Annotated[
-    int | None, typer.Option("--gpus", metavar="N", help="Number of GPUs (default: all).", show_default=False)
-]
+Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", help="Number of GPUs (default: all).")]
 Processes = Annotated[int, typer.Option("--processes", metavar="N", min=1, help="On the CPU: copies of the model.")]
 DeviceMap = Annotated[
     Literal["auto", "none", "balanced", "sequential"],
@@ -54,10 +46,7 @@ DeviceMap = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size", metavar="N", min=1, help="Most prompts of a batch (default: by memory).", show_default=False
-    ),
+    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Most prompts of a batch (default: by memory).")
 ]
 Engine = Annotated[
     Literal["transformers", "vllm"], typer.Option("--engine", help="vllm: where it is installed, same greedy answers.")
@@ -66,16 +55,10 @@ Engine = Annotated[
 DEFAULT_METRICS = "loss,perplexity,accuracy"
 NEW_TOKENS = 256
 EvalRun = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN", help="A run's folder or run file; with --data also a model folder.", show_default=False
-    ),
+    Path, typer.Argument(metavar="RUN", help="A run's folder or run file; with --data also a model folder.")
 ]
 Data = Annotated[
-    str | None,
-    typer.Option(
-        "--data", metavar="FILE", help="Rows to evaluate on (default: the run's held-out ones).", show_default=False
-    ),
+    str | None, typer.Option("--data", metavar="FILE", help="Rows to evaluate on (default: the run's held-out ones).")
 ]
 Metrics = Annotated[
     str, typer.Option("--metrics", help="Of loss, perplexity, accuracy, exact_match, f1, rouge1, rouge2, rougeL.")
@@ -86,32 +69,18 @@ Extract = Annotated[
         "--extract",
         metavar="PATTERN",
         help="What exact_match compares: gsm8k, number, boxed, choice, or a regular expression.",
-        show_default=False,
     ),
 ]
-Limit = Annotated[
-    int | None, typer.Option("--limit", metavar="N", min=1, help="Answer at most N samples.", show_default=False)
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", metavar="N", min=1, help="Samples of at most N tokens.", show_default=False),
-]
-Tasks = Annotated[
-    str | None,
-    typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, instead of --metrics.", show_default=False),
-]
-FewShot = Annotated[
-    int | None, typer.Option("--num-fewshot", metavar="N", min=0, help="lm-eval: examples.", show_default=False)
-]
-IncludePath = Annotated[
-    Path | None, typer.Option("--include-path", help="lm-eval: folder of own tasks.", show_default=False)
-]
+Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Answer at most N samples.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Samples of at most N tokens.")]
+Tasks = Annotated[str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, instead of --metrics.")]
+FewShot = Annotated[int | None, typer.Option("--num-fewshot", metavar="N", min=0, help="lm-eval: examples.")]
+IncludePath = Annotated[Path | None, typer.Option("--include-path", help="lm-eval: folder of own tasks.")]
 ApplyChatTemplate = Annotated[
     bool, typer.Option("--apply-chat-template", help="lm-eval: prompts in the model's chat template.")
 ]
 EvalOutput = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Folder for figures and answers (default: RUN/eval).", show_default=False),
+    Path | None, typer.Option("--output", "-o", help="Folder for figures and answers (default: RUN/eval).")
 ]
 
 
@@ -130,23 +99,16 @@ def _check_prompts(prompt: str | None, input: Path | None, output: Path | None) 
 
 def generate(
     folder: Folder,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="One prompt.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="One prompt.")] = None,
     input: Annotated[
-        Path | None,
-        typer.Option(
-            "--input", metavar="FILE", help="JSONL of prompts: prompt or messages, tools.", show_default=False
-        ),
+        Path | None, typer.Option("--input", metavar="FILE", help="JSONL of prompts: prompt or messages, tools.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="JSONL to write: each row with its answer.", show_default=False
-        ),
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="JSONL to write: each row with its answer.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
     image: Annotated[
-        list[str] | None,
-        typer.Option("--image", help="Image that --prompt is about; may be given several times.", show_default=False),
+        list[str] | None, typer.Option("--image", help="Image that --prompt is about; may be given several times.")
     ] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
@@ -289,7 +251,12 @@ def evaluate(
     own_length = max_new_tokens != NEW_TOKENS
     if tasks is not None:
         changed |= dict(data=data, extract=extract, metrics=metrics != DEFAULT_METRICS, max_tokens=max_tokens)
-        _refuse_for_tasks(**changed, no_base=no_base, max_new_tokens=own_length)
+        _refuse(
+            changed | dict(no_base=no_base, max_new_tokens=own_length),
+            "with --tasks",
+            "--tasks brings its own data, metrics and lengths, and runs in one process",
+            "leave it out",
+        )
         own: dict[str, Any] = {"tasks": tasks.split(","), "num_fewshot": fewshot, "batch_size": batch_size}
         own |= {"apply_chat_template": apply_chat_template, "include_path": include_path and str(include_path)}
         raise typer.Exit(_run("harness", request | own))
@@ -297,7 +264,12 @@ def evaluate(
         raise UserError("--num-fewshot, --include-path, --apply-chat-template are for --tasks", where="command line")
     asked = check_metrics([name.strip() for name in metrics.split(",") if name.strip()], extract)
     if not set(asked) & set(TEXT_METRICS):
-        _refuse_for_losses(limit=limit, stop=stop, batch_size=batch_size, max_new_tokens=own_length)
+        _refuse(
+            dict(limit=limit, stop=stop, batch_size=batch_size, max_new_tokens=own_length),
+            "without answers",
+            "the metrics are computed from losses alone",
+            f"leave it out, or add to --metrics one of {', '.join(TEXT_METRICS)}",
+        )
     if data is not None and not data.startswith("hub:") and not any(glob.iglob(str(Path(data).expanduser()))):
         fix = "correct the path; hub:OWNER/NAME names a data set of the hub"
         raise UserError("no such data file", where=f"--data {data}", fix=fix)
@@ -313,28 +285,10 @@ def evaluate(
     raise typer.Exit(_run("evaluate", request))
 
 
-def _refuse_for_tasks(**given: Any) -> None:
-    if option := _first_given(given):
-        raise UserError(
-            f"{option} has no effect with --tasks",
-            where=option,
-            why="--tasks brings its own data, metrics and lengths, and runs in one process",
-            fix="leave it out",
-        )
-
-
-def _refuse_for_losses(**given: Any) -> None:
-    if option := _first_given(given):
-        raise UserError(
-            f"{option} has no effect without answers",
-            where=option,
-            why="the metrics are computed from losses alone",
-            fix=f"leave it out, or add to --metrics one of {', '.join(TEXT_METRICS)}",
-        )
-
-
-def _first_given(given: dict[str, Any]) -> str | None:
-    return next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
+def _refuse(given: dict[str, Any], when: str, why: str, fix: str) -> None:
+    """UserError for the first option that is given."""
+    for option in (f"--{name.replace('_', '-')}" for name, value in given.items() if value):
+        raise UserError(f"{option} has no effect {when}", where=option, why=why, fix=fix)
 
 
 def _run(verb: str, request: dict[str, Any]) -> int:

@@ -72,22 +72,14 @@ class Reading:
 
 
 def init(
-    model: Annotated[str | None, typer.Option("--model", help="Hub name or folder.", show_default=False)] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", help="Training data: file, folder or hub:OWNER/NAME.", show_default=False),
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Hub name or folder.")] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="Training data: file, folder or hub:OWNER/NAME.")] = None,
     fields: Annotated[
         list[str] | None,
-        typer.Option(
-            "--fields",
-            help="Columns by role, such as question=Frage,answer=Antwort (data.fields).",
-            show_default=False,
-        ),
+        typer.Option("--fields", help="Columns by role, such as question=Frage,answer=Antwort (data.fields)."),
     ] = None,
     too_long: Annotated[
-        str | None,
-        typer.Option("--too-long", help="Samples over 2,048 tokens: error, truncate or split.", show_default=False),
+        str | None, typer.Option("--too-long", help="Samples over 2,048 tokens: error, truncate or split.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt: use given or inferred values.")] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
@@ -98,20 +90,14 @@ def init(
     if output.suffix not in (".yaml", ".yml"):
         raise UserError("a commented run file is YAML", where=str(output), fix="choose a name that ends in .yaml")
     ask = sys.stdin.isatty() and not yes
-    found = _find_data(Path.cwd())
     if model is None:
         model = typer.prompt("Model (hub name or folder)", default=DEFAULT_MODEL) if ask else DEFAULT_MODEL
-    if data is None and ask:
-        data = Path(
-            typer.prompt("Training data (file, folder or hub:OWNER/NAME)", default=str(found) if found else None)
-        )
-    data = data or found
     if data is None:
-        raise UserError(
-            "no training data was given or found",
-            where=str(Path.cwd()),
-            fix="give it with --data FILE",
-        )
+        data = _find_data(Path.cwd())
+        if ask:
+            data = Path(typer.prompt("Training data (file, folder or hub:OWNER/NAME)", default=data and str(data)))
+    if data is None:
+        raise UserError("no training data was given or found", where=str(Path.cwd()), fix="give it with --data FILE")
     seen = look_at_rows(data)
     reading = choose_reading(seen, parse_fields(fields or []), ask)
     long = choose_too_long(too_long, seen, reading.task, ask)
@@ -206,11 +192,8 @@ def choose_reading(seen: FirstRows, given: dict[str, str], ask: bool) -> Reading
     turns = [(column, kind) for column in seen.columns if (kind := _kind_of_turns(seen.rows, column))]
     if len(turns) == 1:
         column, kind = turns[0]
-        return Reading(
-            kind,
-            {"messages" if kind == "messages" else "conversations": column},
-            f"conversations are read from {column}",
-        )
+        role = "messages" if kind == "messages" else "conversations"
+        return Reading(kind, {role: column}, f"conversations are read from {column}")
     return _ask_columns(seen) if ask else _guess_columns(seen)
 
 
@@ -219,14 +202,8 @@ def _kind_of_turns(rows: Sequence[Row], column: str) -> str | None:
     first = next((row.fields[column] for row in rows if row.fields.get(column)), None)
     if not (isinstance(first, list) and all(isinstance(turn, dict) for turn in first)):
         return None
-    return next(
-        (
-            kind
-            for kind, keys in (("messages", {"role", "content"}), ("sharegpt", {"from", "value"}))
-            if keys <= set(first[0])
-        ),
-        None,
-    )
+    kinds = {"messages": {"role", "content"}, "sharegpt": {"from", "value"}}
+    return next((kind for kind, keys in kinds.items() if keys <= set(first[0])), None)
 
 
 def _guess(columns: Sequence[str]) -> tuple[str | None, str | None]:
@@ -242,16 +219,10 @@ def _guess(columns: Sequence[str]) -> tuple[str | None, str | None]:
 def _guess_columns(seen: FirstRows) -> Reading:
     print("\n".join(show_columns(seen)))
     question, answer = _guess(seen.columns)
+    option = "--fields question=...,answer=...)"
+    note = f"before it can run: name the columns in data.fields instead of {UNKNOWN_COLUMN} (or use {option}"
     if question and answer:
-        note = (
-            f"guessed from the names: {question} is the question, {answer} the answer (data.fields, or --fields "
-            "question=...,answer=...)"
-        )
-        return _of_columns(question, answer, note)
-    note = (
-        f"before it can run: name the columns in data.fields instead of {UNKNOWN_COLUMN} (or use --fields "
-        "question=...,answer=...)"
-    )
+        note = f"guessed from the names: {question} is the question, {answer} the answer (data.fields, or {option}"
     return Reading("question", {"question": question or UNKNOWN_COLUMN, "answer": answer or UNKNOWN_COLUMN}, note)
 
 
@@ -265,11 +236,9 @@ def _ask_columns(seen: FirstRows) -> Reading:
         return Reading("text", {"text": question})
     default = answer if answer in left else left[0]
     answer = _ask_one_of("Column with the answer (`-` if there is none and the rows are text)", [*left, "-"], default)
-    return Reading("text", {"text": question}) if answer == "-" else _of_columns(question, answer)
-
-
-def _of_columns(question: str, answer: str, note: str = "") -> Reading:
-    return Reading("question", {"question": question, "answer": answer}, note)
+    if answer == "-":
+        return Reading("text", {"text": question})
+    return Reading("question", {"question": question, "answer": answer})
 
 
 def _ask_one_of(text: str, allowed: Sequence[str], default: str) -> str:
@@ -292,10 +261,8 @@ def show_columns(seen: FirstRows) -> list[str]:
 
     lines = ["unknown column names; the first rows are:"]
     for row in seen.rows[:2]:
-        lines += [
-            f"  {Path(row.file).name}:{row.line}",
-            *(f"    {name}: {show(value)}" for name, value in row.fields.items()),
-        ]
+        lines.append(f"  {Path(row.file).name}:{row.line}")
+        lines += [f"    {name}: {show(value)}" for name, value in row.fields.items()]
     return lines
 
 
@@ -322,12 +289,11 @@ def describe(seen: FirstRows, reading: Reading, too_long: str) -> list[str]:
 
     fraction = DataSection.model_fields["validation_fraction"].default
     lines = [reading.note] if reading.note else []
+    rows = f"{100 * fraction:g} % of the rows"
     if seen.is_all and too_long != "split":
         held_out = count_held_out(fraction, seen.num_rows)
-        rows = f"{held_out:,} of {seen.num_rows:,} rows" if held_out else f"none of {seen.num_rows:,} rows"
-        lines.append(f"{rows} will be held out for validation (data.validation_fraction)")
-    else:
-        lines.append(f"{100 * fraction:g} % of the rows will be held out for validation (data.validation_fraction)")
+        rows = f"{f'{held_out:,}' if held_out else 'none'} of {seen.num_rows:,} rows"
+    lines.append(f"{rows} will be held out for validation (data.validation_fraction)")
     about = seen.longest_bytes // BYTES_PER_TOKEN
     if about > MAX_LENGTH and too_long == "error":
         lines.append(
@@ -342,13 +308,7 @@ def describe(seen: FirstRows, reading: Reading, too_long: str) -> list[str]:
 
 def _find_data(folder: Path) -> Path | None:
     """The most likely training file in a folder or its data/: one named train, or else the only one."""
-    files = [
-        file
-        for place in (folder, folder / "data")
-        if place.is_dir()
-        for file in sorted(place.iterdir())
-        if file.suffix in DATA_SUFFIXES
-    ]
+    files = [file for place in (folder, folder / "data") for file in sorted(place.glob("*"))]
     rows = next((same for suffix in DATA_SUFFIXES if (same := [file for file in files if file.suffix == suffix])), [])
     named = [file for file in rows if file.stem.startswith("train")]
     chosen = named[0] if named else rows[0] if len(rows) == 1 else None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from manyhands.core.errors import EXIT_FAILED
-from manyhands.core.units import count_of
+from manyhands.core.units import count_of, format_gib
 
 MIN_PYTHON = (3, 11)
 NEEDED = {
@@ -48,12 +50,10 @@ class CheckResult:
 
 def doctor(
     calibrate: Annotated[
-        bool,
-        typer.Option("--calibrate", help="Measure what the GPUs sustain, in less than a minute, for later plans."),
+        bool, typer.Option("--calibrate", help="Measure what the GPUs sustain, in less than a minute, for later plans.")
     ] = False,
     run: Annotated[
-        str,
-        typer.Option("--run", metavar="RUN", help="Say what this run does or waits for, without ending it."),
+        str, typer.Option("--run", metavar="RUN", help="Say what this run does or waits for, without ending it.")
     ] = "",
 ) -> None:
     """Check Python, packages, GPUs, limits, disk and hub (exit code 1 if something is missing)."""
@@ -67,19 +67,13 @@ def doctor(
         raise typer.Exit(_examine(run))
     console = open_console(highlight=False)
     marks = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "bad": ("missing", "bold red")}
-    results = []
-    for check in CHECKS:
-        for result in check():
-            results.append(result)
-            mark, style = marks[result.state]
-            console.print(
-                Text.assemble((mark, style), "  ", result.text, (f" -> {result.fix}" if result.fix else "", "bold")),
-                soft_wrap=True,
-            )
-    num_bad = sum(result.state == "bad" for result in results)
-    num_warnings = sum(result.state == "warning" for result in results)
-    console.print(f"{num_bad} missing, {count_of(num_warnings, 'warning')}")
-    raise typer.Exit(EXIT_FAILED if num_bad else 0)
+    counts = Counter[str]()
+    for result in (result for check in CHECKS for result in check()):
+        counts[result.state] += 1
+        fix = f" -> {result.fix}" if result.fix else ""
+        console.print(Text.assemble(marks[result.state], "  ", result.text, (fix, "bold")), soft_wrap=True)
+    console.print(f"{counts['bad']} missing, {count_of(counts['warning'], 'warning')}")
+    raise typer.Exit(EXIT_FAILED if counts["bad"] else 0)
 
 
 def _examine(run: str) -> int:
@@ -93,21 +87,15 @@ def _examine(run: str) -> int:
 
 
 def _calibrate() -> int:
-    """In a process of its own, as it needs torch. Says what plans will use."""
-    import json
-
-    command = [sys.executable, "-m", "manyhands.bench.calibrate"]
+    """Prints what plans will use."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CALIBRATE_S)
+        rates, last = _measure("manyhands.bench.calibrate", CALIBRATE_S)
     except subprocess.TimeoutExpired:
         typer.echo(f"error: no result within {CALIBRATE_S:.0f} s; end other programs on the GPUs (nvidia-smi)")
         return EXIT_FAILED
-    found = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not found:
-        lines = (done.stdout + done.stderr).strip().splitlines()
-        typer.echo(lines[-1] if lines else "error: the calibration wrote nothing")
+    if rates is None:
+        typer.echo(last or "error: the calibration wrote nothing")
         return EXIT_FAILED
-    rates = json.loads(found[-1])
     typer.echo(f"{rates.pop('gpus')} × {rates.pop('device')}, kept for later plans:")
     units = {"tflops": "TFLOP/s", "gb_s": "GB/s", "us": "µs"}
     for name, rate in rates.items():
@@ -116,31 +104,33 @@ def _calibrate() -> int:
     return 0
 
 
+def _measure(module: str, timeout_s: float) -> tuple[Any, str]:
+    """The result of a module that needs torch, run in a process; None with its last line where it gave none."""
+    done = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, timeout=timeout_s)
+    found = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return json.loads(found[-1]) if found else None, lines[-1] if lines else ""
+
+
 def _check_python() -> Iterator[CheckResult]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    good = sys.version_info >= MIN_PYTHON
-    yield CheckResult(
-        "ok" if good else "bad",
-        f"Python {version}",
-        "" if good else f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer",
-    )
+    good, least = sys.version_info >= MIN_PYTHON, ".".join(map(str, MIN_PYTHON))
+    text = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
+    yield CheckResult("ok" if good else "bad", text, "" if good else f"use Python {least} or newer")
 
 
 def _check_packages() -> Iterator[CheckResult]:
     from importlib import metadata
 
     for name, least in NEEDED.items():
-        wanted = ".".join(map(str, least))
+        install = f"pip install '{name}>={'.'.join(map(str, least))}'"
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield CheckResult("bad", f"{name} is not installed", f"pip install '{name}>={wanted}'")
+            yield CheckResult("bad", f"{name} is not installed", install)
             continue
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
         good = numbers >= least
-        yield CheckResult(
-            "ok" if good else "bad", f"{name} {version}", "" if good else f"pip install '{name}>={wanted}'"
-        )
+        yield CheckResult("ok" if good else "bad", f"{name} {version}", "" if good else install)
     for name, purpose in OPTIONAL.items():
         try:
             yield CheckResult("ok", f"{name} {metadata.version(name)}")
@@ -185,7 +175,7 @@ def _check_memory() -> Iterator[CheckResult]:
     host = read_host_facts()
     for gpu in host.gpus:
         busy = gpu.free_bytes < 0.9 * gpu.memory_bytes
-        text = f"GPU {gpu.index} {gpu.name}: {gib(gpu.memory_bytes)}, {gib(gpu.free_bytes)} free"
+        text = f"GPU {gpu.index} {gpu.name}: {format_gib(gpu.memory_bytes)}, {format_gib(gpu.free_bytes)} free"
         yield CheckResult(
             "warning" if busy else "ok", text, "another program uses its memory, see nvidia-smi" if busy else ""
         )
@@ -194,7 +184,7 @@ def _check_memory() -> Iterator[CheckResult]:
     if host.kind is not None:
         yield CheckResult("ok", sentence_of(figures_of(host.kind)))
     low = host.free_memory_bytes < 4 * 2**30
-    text = f"memory {gib(host.memory_bytes)}, {gib(host.free_memory_bytes)} free, {host.num_cores} cores"
+    text = f"memory {format_gib(host.memory_bytes)}, {format_gib(host.free_memory_bytes)} free, {host.num_cores} cores"
     yield CheckResult("warning" if low else "ok", text, "close other programs" if low else "")
 
 
@@ -216,10 +206,8 @@ def _check_folders() -> Iterator[CheckResult]:
             )
             continue
         free = shutil.disk_usage(there).free
-        low = free < MIN_DISK_BYTES
-        yield CheckResult(
-            "warning" if low else "ok", f"{purpose}: {folder}, {gib(free)} free", "free some space" if low else ""
-        )
+        low, text = free < MIN_DISK_BYTES, f"{purpose}: {folder}, {format_gib(free)} free"
+        yield CheckResult("warning" if low else "ok", text, "free some space" if low else "")
 
 
 def _check_limits() -> Iterator[CheckResult]:
@@ -236,8 +224,6 @@ def _check_limits() -> Iterator[CheckResult]:
 
 def _check_speed() -> Iterator[CheckResult]:
     """Matmuls of each GPU, in a process."""
-    import json
-
     from manyhands.facts.gpu_kinds import kind_of_all
     from manyhands.facts.health import judge_speed
     from manyhands.facts.host import read_host_facts
@@ -245,18 +231,15 @@ def _check_speed() -> Iterator[CheckResult]:
     host = read_host_facts()
     if not host.gpus:
         return
-    command = [sys.executable, "-m", "manyhands.worker.health"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SPEED_S)
+        measured, last = _measure("manyhands.worker.health", SPEED_S)
     except subprocess.TimeoutExpired:
         yield CheckResult("warning", f"no matmul rate within {SPEED_S:.0f} s", "end other programs on the GPUs")
         return
-    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield CheckResult("warning", f"the GPUs' speed could not be measured: {last}")
+    if measured is None:
+        yield CheckResult("warning", f"the GPUs' speed could not be measured: {last or 'no message'}")
         return
-    rates = {f"GPU {index}": rate for index, rate in enumerate(json.loads(lines[-1]))}
+    rates = {f"GPU {index}": rate for index, rate in enumerate(measured)}
     kind = kind_of_all(host.gpus)
     known, name = (kind.bf16_tflops, kind.name) if kind is not None else (None, "")
     found = [CheckResult(*one) for one in judge_speed(rates, known, name)]
@@ -299,7 +282,3 @@ CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
     _check_speed,
     _check_hub,
 )
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.units import format_gib
 
 if TYPE_CHECKING:
-    from manyhands.facts.types import HostFacts, UnusableGpus
+    from manyhands.facts.types import GpuFacts, UnusableGpus
     from manyhands.launch.run.usage import RankUsage, RunUsage
 
 BUSY = 0.9  # a GPU with less of its memory free is in use
@@ -20,33 +21,18 @@ BUSY = 0.9  # a GPU with less of its memory free is in use
 
 def gpu_info() -> None:
     """List this machine's GPUs and their memory."""
-    from manyhands.facts.host import read_host_facts
 
-    host = read_host_facts()
-    print(f"Number of GPUs: {len(host.gpus)}")
-    if host.unusable_gpus is not None:
-        print(describe_unusable(host.unusable_gpus))
-    elif not host.gpus:
-        print("no GPU found: runs use CPU processes")
-    for lost in host.lost_gpus:
-        print(f"  {lost}")
-    for gpu in host.gpus:
+    def describe(gpu: GpuFacts) -> str:
         about = f"{gpu.architecture}, {'bfloat16' if gpu.has_bfloat16 else 'no bfloat16'}"
-        total, free = format_gib(gpu.memory_bytes), format_gib(gpu.free_bytes)
-        print(f"  GPU {gpu.index}: {gpu.name} ({total}), {free} free, {about}")
-    if host.gpus:
-        print(f"Total VRAM: {format_gib(sum(gpu.memory_bytes for gpu in host.gpus))}")
-    print(_describe_host(host))
+        return f"{gpu.name} ({format_gib(gpu.memory_bytes)}), {format_gib(gpu.free_bytes)} free, {about}"
+
+    _print_gpus(describe, none="no GPU found: runs use CPU processes", total=True)
 
 
 def memory_check(
     run: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="A run's folder or run file; without it, all GPUs and active runs.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="[RUN]", help="A run's folder or run file; without it, all GPUs and active runs."),
     ] = None,
 ) -> None:
     """Compare planned with used memory, by rank, of a live or finished run (exit code 1 if a limit is exceeded)."""
@@ -56,7 +42,7 @@ def memory_check(
     if run is not None:
         usages = [read_usage(RunFolder(find_run_folder(run)))]
     else:
-        _print_gpus()
+        _print_gpus(_describe_use)
         usages = [read_usage(folder) for folder in find_live_runs(Path("runs"))]
         if not usages:
             print("no run is active in runs/: `manyhands memory-check RUN` takes a run's folder or its run file")
@@ -97,28 +83,32 @@ def _describe_rank(rank: RankUsage, device: str) -> str:
     return f"rank {rank.rank}, {place}: {planned}; {used}{share}: {rank.verdict}"
 
 
-def _print_gpus() -> None:
+def _print_gpus(describe: Callable[[GpuFacts], str], none: str = "", total: bool = False) -> None:
+    """A line for each GPU, ``none`` where there is none, with ``total`` the memory of all; and the host."""
     from manyhands.facts.host import read_host_facts
 
     host = read_host_facts()
     print(f"Number of GPUs: {len(host.gpus)}")
     if host.unusable_gpus is not None:
         print(describe_unusable(host.unusable_gpus))
+    elif none and not host.gpus:
+        print(none)
     for lost in host.lost_gpus:
         print(f"  {lost}")
     for gpu in host.gpus:
-        used, total = gpu.memory_bytes - gpu.free_bytes, gpu.memory_bytes
-        state = "free" if gpu.free_bytes >= BUSY * total else "in use"
-        share = f"{format_gib(used)} of {format_gib(total)} used ({used / total:.0%})"
-        print(f"  GPU {gpu.index}: {gpu.name}, {share}: {state}")
-    print(_describe_host(host))
+        print(f"  GPU {gpu.index}: {describe(gpu)}")
+    if total and host.gpus:
+        print(f"Total VRAM: {format_gib(sum(gpu.memory_bytes for gpu in host.gpus))}")
+    memory, free = format_gib(host.memory_bytes), format_gib(host.free_memory_bytes)
+    print(f"CPU: {host.num_cores} cores, {memory} memory, {free} free")
+
+
+def _describe_use(gpu: GpuFacts) -> str:
+    used, total = gpu.memory_bytes - gpu.free_bytes, gpu.memory_bytes
+    state = "free" if gpu.free_bytes >= BUSY * total else "in use"
+    return f"{gpu.name}, {format_gib(used)} of {format_gib(total)} used ({used / total:.0%}): {state}"
 
 
 def describe_unusable(unusable: UnusableGpus) -> str:
     """Two lines: which GPUs and why, and what to do."""
     return f"this machine has {unusable.found}, but none can be used: {unusable.why}\n  fix: {unusable.fix}"
-
-
-def _describe_host(host: HostFacts) -> str:
-    memory, free = format_gib(host.memory_bytes), format_gib(host.free_memory_bytes)
-    return f"CPU: {host.num_cores} cores, {memory} memory, {free} free"

@@ -33,6 +33,8 @@ SHORT: dict[str, tuple[tuple[str, ...], type, str, str]] = {
     "max_length": (("--max-length",), int, "data.max_length", "Maximum length of a sample in tokens"),
     "output": (("--output", "-o"), str, "output.dir", "The run's folder, such as runs/NAME"),
 }
+# Further options that are short for a key; run_file.py has them.
+NUMBERS = {"parallel.gpus": "--gpus", "data.max_samples": "--examples", "parallel.nodes": "--nodes"}
 # What other tools call these options.
 OTHER_NAMES = {
     **dict.fromkeys(("model-name-or-path", "model-name", "base-model"), "model"),
@@ -65,7 +67,7 @@ def takes_short_options(command: Callable[..., Any]) -> Callable[..., Any]:
             name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
             default=None,
-            annotation=Annotated[kind | None, typer.Option(*names, help=f"{text}: {key}.", show_default=False)],
+            annotation=Annotated[kind | None, typer.Option(*names, help=f"{text}: {key}.")],
         )
         for name, (names, kind, key, text) in SHORT.items()
     ]
@@ -80,7 +82,7 @@ def as_overrides(short: Mapping[str, Any], overrides: Sequence[str]) -> list[str
     given = {override.partition("=")[0].removeprefix("--") for override in overrides}
     for key in short:
         if key in given or (key == "output.dir" and "name" in given):
-            option = next(names[0] for names, _, path, _ in SHORT.values() if path == key)
+            option = NUMBERS.get(key) or next(names[0] for names, _, path, _ in SHORT.values() if path == key)
             raise UserError(f"{option} and {key} are both given", where=WHERE, fix="remove one")
     result = []
     for key, value in short.items():

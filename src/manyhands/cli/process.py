@@ -58,34 +58,24 @@ def refuse_used_port(port: int) -> None:
             probe.bind((HOST, port))
             return
         except PermissionError:
-            raise UserError(
-                f"no permission to use port {port}", where=f"{HOST}:{port}", fix="choose --port above 1023"
-            ) from None
+            what, fix = f"no permission to use port {port}", "choose --port above 1023"
+            raise UserError(what, where=f"{HOST}:{port}", fix=fix) from None
         except OSError as error:
             why = error.strerror or str(error)
     with socket.socket() as free:
         free.bind((HOST, 0))
         other = free.getsockname()[1]
-    raise UserError(
-        f"port {port} is in use",
-        where=f"{HOST}:{port}",
-        why=why,
-        fix=f"stop the program that uses it, or choose --port {other}",
-    )
+    fix = f"stop the program that uses it, or choose --port {other}"
+    raise UserError(f"port {port} is in use", where=f"{HOST}:{port}", why=why, fix=fix)
 
 
 def bench(
     rows: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ROW", help="Rows to measure; without it, list them.", show_default=False),
+        list[str] | None, typer.Argument(metavar="ROW", help="Rows to measure; without it, list them.")
     ] = None,
     list_rows: Annotated[bool, typer.Option("--list", help="List the rows and the recorded figures.")] = False,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", help="Measure on at most this many GPUs.", show_default=False)
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option("--output", help="JSONL file to append the raw rows to.", show_default=False)
-    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Measure on at most this many GPUs.")] = None,
+    output: Annotated[str | None, typer.Option("--output", help="JSONL file to append the raw rows to.")] = None,
 ) -> None:
     """Measure speed and memory on random weights of published sizes, next to figures recorded on H200s."""
     arguments = [*(rows or ())]

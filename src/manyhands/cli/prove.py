@@ -63,24 +63,15 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="manyhands-prove-") as folder:
         for layout_run in runs:
             report_aside(f"{layout_run.name}: {' '.join(layout_run.keys)}")
-            fixed = [f"output.dir={folder}", f"name={layout_run.name.replace(':', '-')}", "evaluate.at_start=false"]
+            name = layout_run.name.replace(":", "-")
+            fixed = [f"output.dir={folder}", f"name={name}", "evaluate.at_start=false"]
             fixed += ["evaluate.every_steps=0", "log.every_steps=1", "log.tensorboard=false"]
             fixed += [f"log.{tracker}=null" for tracker in ("wandb", "mlflow", "trackio")]  # accounts are for real runs
             if batch is not None:
                 fixed.append(f"batch.samples={batch}")
-            command = [
-                sys.executable,
-                "-m",
-                "manyhands",
-                "train",
-                str(run),
-                *(overrides or []),
-                *fixed,
-                *layout_run.keys,
-            ]
-            curves.append(
-                run_steps(command, Path(folder) / layout_run.name.replace(":", "-"), layout_run.name, steps, limit)
-            )
+            words = ["train", str(run), *(overrides or []), *fixed, *layout_run.keys]
+            command = [sys.executable, "-m", "manyhands", *words]
+            curves.append(run_steps(command, Path(folder) / name, layout_run.name, steps, limit))
     rows, fine = compare(curves, dtype)
     print("\n".join(rows))
     if not fine:

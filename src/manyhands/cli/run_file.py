@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 3  # on a terminal, by default
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="section.key=value", help="Overrides of the file's keys.", show_default=False),
+    list[str] | None, typer.Argument(metavar="section.key=value", help="Overrides of the file's keys.")
 ]
 Gpus = Annotated[
     str | None,
@@ -31,34 +30,22 @@ Gpus = Annotated[
         metavar="N|KIND",
         help="Number of GPUs: short for parallel.gpus=N. Or GPUs that need not be here, to plan for: 8xH200, "
         "2x4xH100-80GB (2 machines of 4), H100-4x, MI300X.",
-        show_default=False,
     ),
 ]
 Examples = Annotated[
-    int | None,
-    typer.Option(
-        "--examples",
-        help="Use at most N samples, for a quick try: short for data.max_samples=N.",
-        show_default=False,
-    ),
+    int | None, typer.Option("--examples", help="Use at most N samples, for a quick try: short for data.max_samples=N.")
 ]
 
 
 Price = Annotated[
-    float | None,
-    typer.Option(
-        "--price", min=0.0, help="Of a GPU-hour, in any currency: shows what the run costs.", show_default=False
-    ),
+    float | None, typer.Option("--price", min=0.0, help="Of a GPU-hour, in any currency: shows what the run costs.")
 ]
 Short = dict[str, Any]  # options that stand for keys, by key
 Strict = Annotated[bool, typer.Option("--strict", help="Another tool's file: refuse keys that are only substituted.")]
 Accelerate = Annotated[
-    Path | None,
-    typer.Option("--accelerate-config", help="accelerate's YAML: how the run is distributed.", show_default=False),
+    Path | None, typer.Option("--accelerate-config", help="accelerate's YAML: how the run is distributed.")
 ]
-DeepSpeed = Annotated[
-    Path | None, typer.Option("--deepspeed", help="DeepSpeed's JSON: how the run is distributed.", show_default=False)
-]
+DeepSpeed = Annotated[Path | None, typer.Option("--deepspeed", help="DeepSpeed's JSON: how the run is distributed.")]
 
 
 def load_run(
@@ -85,17 +72,12 @@ def load_run(
     if run is not None and "=" in str(run) and not run.exists() and short:  # the first word is an override
         run, overrides = None, [str(run), *overrides]
     source = make_run(short, overrides) if run is None else run
-    overrides = as_overrides(short, overrides)
     if isinstance(gpus, str):
         asked = ask_gpus(gpus)
         gpus = asked.total if asked else plain_number(gpus)
-    others = (("--gpus", "parallel.gpus", gpus), ("--examples", "data.max_samples", examples))
-    for option, key, value in (*others, ("--nodes", "parallel.nodes", nodes)):
-        if value is None:
-            continue
-        if any(override.split("=")[0].removeprefix("--") == key for override in overrides):
-            raise UserError(f"{option} and {key} are both given", where="command line", fix="remove one")
-        overrides.append(f"{key}={value}")
+    numbers = {"parallel.gpus": gpus, "data.max_samples": examples, "parallel.nodes": nodes}
+    short = {**short, **{key: value for key, value in numbers.items() if value is not None}}
+    overrides = as_overrides(short, overrides)
     files = {name: file for name, file in (("accelerate", accelerate), ("deepspeed", deepspeed)) if file is not None}
     for name, file in files.items():
         if not file.exists():
@@ -129,21 +111,15 @@ def find_run_folder(run: Path) -> Path:
 
 @takes_short_options
 def train(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)
-    ] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.")] = None,
     overrides: Overrides = None,
     gpus: Gpus = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Make the plan, check that the run can start, and exit.")
     ] = False,
     examples: Examples = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="The run file, instead of RUN.yaml.", show_default=False)
-    ] = None,
-    kind: Annotated[
-        str | None, typer.Option("--type", help="The run file's task, to check it.", show_default=False)
-    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The run file, instead of RUN.yaml.")] = None,
+    kind: Annotated[str | None, typer.Option("--type", help="The run file's task, to check it.")] = None,
     with_tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Run TensorBoard while the run lasts.")
     ] = False,
@@ -155,11 +131,10 @@ def train(
         int | None, typer.Option("--nodes", min=1, help="Number of machines: short for parallel.nodes=N.")
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option("--node-rank", min=0, help="Which of them this one is, from 0.", show_default=False)
+        int | None, typer.Option("--node-rank", min=0, help="Which of them this one is, from 0.")
     ] = None,
     rendezvous: Annotated[
-        str | None,
-        typer.Option("--rendezvous", metavar="HOST:PORT", help="Where node 0 listens.", show_default=False),
+        str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help="Where node 0 listens.")
     ] = None,
     accelerate: Accelerate = None,
     deepspeed: DeepSpeed = None,
@@ -198,9 +173,7 @@ def train(
 
 @takes_short_options
 def plan(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.")] = None,
     overrides: Overrides = None,
     gpus: Gpus = None,
     compare: Annotated[
@@ -284,25 +257,15 @@ def _compare(folder: Path) -> None:
 
 @takes_short_options
 def data(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.")] = None,
     overrides: Overrides = None,
-    rows: Annotated[
-        int | None, typer.Option("--rows", min=0, help="Show at most N samples.  [default: 3]", show_default=False)
-    ] = None,
+    rows: Annotated[int | None, typer.Option("--rows", min=0, help="Show at most N samples.  [default: 3]")] = None,
     step: Annotated[
-        int | None,
-        typer.Option("--step", min=1, help="Show the complete first micro-batch of step S.", show_default=False),
+        int | None, typer.Option("--step", min=1, help="Show the complete first micro-batch of step S.")
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(
-            "--html",
-            help="Write an HTML page with a complete micro-batch instead.",
-            show_default=False,
-            dir_okay=False,
-        ),
+        typer.Option("--html", help="Write an HTML page with a complete micro-batch instead.", dir_okay=False),
     ] = None,
     examples: Examples = None,
     *,

@@ -49,14 +49,19 @@ class Summary:
 
 @app.command("list")
 def list_runs(
-    place: Annotated[
-        Path | None, typer.Argument(metavar="[FOLDER]", help="The same as --dir.", show_default=False)
-    ] = None,
+    place: Annotated[Path | None, typer.Argument(metavar="[FOLDER]", help="The same as --dir.")] = None,
     folder: Folder = RUNS,
 ) -> None:
     """List the runs of a folder, the newest first."""
     if place is not None:
-        folder = _folder_of_runs(place, folder)
+        there = next((path for path in (place, folder / place) if path.is_dir()), None)
+        if there is None:
+            fix = "name the folder that holds the runs, or nothing for runs/"
+            raise UserError("there is no such folder", where=str(place), fix=fix)
+        if (there / "run.json").is_file():
+            fix = f"manyhands runs show {there}"
+            raise UserError("this is a run, not a folder of runs", where=str(there), fix=fix)
+        folder = there
     found = sorted(find_runs(folder), key=lambda one: -one.changed)
     if not found:
         print(f"no run in {folder}/")
@@ -68,18 +73,6 @@ def list_runs(
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed))
         rows.append((one.name, one.state, step, loss, one.method, one.model, changed))
     print("\n".join(format_table(rows)))
-
-
-def _folder_of_runs(place: Path, folder: Path) -> Path:
-    """``place`` itself, or below ``folder``. UserError where it is none, or a run."""
-    found = next((path for path in (place, folder / place) if path.is_dir()), None)
-    if found is None:
-        raise UserError(
-            "there is no such folder", where=str(place), fix="name the folder that holds the runs, or nothing for runs/"
-        )
-    if (found / "run.json").is_file():
-        raise UserError("this is a run, not a folder of runs", where=str(found), fix=f"manyhands runs show {found}")
-    return found
 
 
 @app.command("show")
@@ -109,9 +102,8 @@ def compare(first: Name, second: Name, folder: Folder = RUNS) -> None:
     from manyhands.core.units import draw_line
 
     runs = [open_run(name, folder) for name in (first, second)]
-    names = (
-        [run.path.name for run in runs] if runs[0].path.name != runs[1].path.name else [str(run.path) for run in runs]
-    )
+    same = runs[0].path.name == runs[1].path.name
+    names = [str(run.path) if same else run.path.name for run in runs]
     keys = [flatten(run.read_config().model_dump(mode="json")) for run in runs]
     every = dict.fromkeys([*keys[0], *keys[1]])  # a table of names, such as evaluate.data, may be in one of them only
     differing = [key for key in every if keys[0].get(key) != keys[1].get(key) and key not in NOT_COMPARED]

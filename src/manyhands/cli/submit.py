@@ -33,8 +33,7 @@ def submit(
     run: RunFile,
     overrides: Overrides = None,
     to: Annotated[
-        ClusterKind | None,
-        typer.Option("--to", help="sbatch script, Kubeflow TrainJob or SkyPilot task.", show_default=False),
+        ClusterKind | None, typer.Option("--to", help="sbatch script, Kubeflow TrainJob or SkyPilot task.")
     ] = None,
     gpus: Annotated[
         str | None,
@@ -42,7 +41,6 @@ def submit(
             "--gpus",
             metavar="KIND",
             help="GPUs to ask for: 8xH100, 2x8xH100-80GB (2 machines with 8 each). Short for submit.gpus.",
-            show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
