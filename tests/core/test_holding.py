@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ SOURCES = Path(manyhands.__file__).parent
 KNOWS_DTENSOR = {"core/holding.py", "engine/apply.py"}
 
 
-class FlatPartitions:
+class FlatPartitions(holding.Holding):
     """As ZeRO-3 has them: the parameter itself is empty, one flat piece of it lies beside (here of a single rank)."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -37,17 +37,8 @@ class FlatPartitions:
     def part_of(self, tensor: Any, full: Any) -> torch.Tensor:
         return full[:].reshape(-1)
 
-    def num_shards(self, tensor: Any) -> int:
-        return 1
-
     def gather(self, tensor: Any) -> torch.Tensor:
         return tensor.flat.view(tensor.full_shape)
-
-    def shard_like(self, part: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        return part
-
-    def sum_over_shards(self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(parts)
 
 
 @pytest.fixture

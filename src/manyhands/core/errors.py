@@ -70,18 +70,8 @@ class UserError(Exception):
 
     def to_json(self) -> str:
         """The error as one line, as a rank sends it to the launcher."""
-        return json.dumps(
-            {
-                "what": self.what,
-                "where": self.where,
-                "why": self.why,
-                "fix": self.fix,
-                "details": list(self.details),
-                "exit_code": self.exit_code,
-                "kind": self.kind,
-                "data": self.data,
-            }
-        )
+        parts = ("what", "where", "why", "fix", "details", "exit_code", "kind", "data")
+        return json.dumps({part: getattr(self, part) for part in parts})
 
     @staticmethod
     def from_json(text: str) -> UserError:

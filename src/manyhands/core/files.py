@@ -87,10 +87,8 @@ def is_disk_full(error: BaseException) -> bool:
 def explain_full_disk(error: BaseException, folder: Path) -> UserError:
     """The error for the user. ``folder``: where the run writes, for errors without a file name."""
     found = _find_disk_full(error) or error
-    where, why = (
-        getattr(found, "filename", None) or folder,
-        getattr(found, "strerror", None) or str(found).partition("\n")[0],
-    )
+    where = getattr(found, "filename", None) or folder
+    why = getattr(found, "strerror", None) or str(found).partition("\n")[0]
     if where == OUTPUT:
         return UserError(
             "the disk is full behind the output of this command",
@@ -133,9 +131,7 @@ def _find_disk_full(error: BaseException | None) -> BaseException | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if (
-            SHARED_MEMORY in f"{getattr(error, 'filename', '')} {error}"
-        ):  # NCCL's and the workers': no disk, and small in containers
+        if SHARED_MEMORY in f"{getattr(error, 'filename', '')} {error}":  # NCCL's and the workers', small in containers
             return None
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error
@@ -211,10 +207,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def describe_json_fault(error: json.JSONDecodeError) -> str:
     """What is wrong where parsing stopped, in plain words for common mistakes."""
-    before, rest = (
-        error.doc[max(0, error.pos - 200) : error.pos].rstrip(),
-        error.doc[error.pos : error.pos + 200].lstrip(),
-    )
+    before = error.doc[max(0, error.pos - 200) : error.pos].rstrip()
+    rest = error.doc[error.pos : error.pos + 200].lstrip()
     if rest.startswith(("//", "/*", "#")):
         return f"JSON has no comments, and {rest[:2].strip()} begins one"
     if rest[:1] in ("}", "]") and before.endswith(","):

@@ -2,7 +2,7 @@
 
 The one place that knows DTensor (besides the engine that makes them). Loading, converters, optimizers, checkpoints and
 export call the functions below with a tensor and never ask of which kind it is. An engine that partitions parameters in
-another way (ZeRO) implements ``Holding`` and registers it; nothing else changes.
+another way (ZeRO) derives from ``Holding`` and registers it; nothing else changes.
 
 Notation: a parameter of shape (n, ...) is cut along its first dimension; a rank's *part* of it is (m, ...), m <= n, and
 may be empty.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,87 +24,56 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from manyhands.core.collective_errors import this_rank
 
 
-class Holding(Protocol):
-    """One way to hold tensors over ranks. Nothing but ``gather`` and ``sum_over_shards`` communicates."""
+class Holding:
+    """Plain tensors, of which every rank holds all; and the base of other ways to hold tensors over ranks.
+
+    Nothing but ``gather`` and ``sum_over_shards`` communicates.
+    """
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor is held in this way."""
-        ...
+        return True
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Of the full tensor."""
-        ...
+        return tuple(tensor.shape)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part, detached, sharing its memory."""
-        ...
+        return tensor.detach()
 
     def slices(self, tensor: torch.Tensor) -> tuple[slice, ...]:
         """Where this rank's part lies in the full tensor; an empty slice where it has none."""
-        ...
+        return tuple(slice(0, size) for size in tensor.shape)
 
     def part_of(self, tensor: torch.Tensor, full: Any) -> torch.Tensor:
         """What ``local(tensor)`` is to hold if ``full`` is the full tensor: a tensor, or what slices like one (a
         file).
         """
-        ...
-
-    def num_shards(self, tensor: torch.Tensor) -> int:
-        """Parts that the tensor is cut into; replicas do not count."""
-        ...
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The full tensor, detached. Collective where it is sharded."""
-        ...
-
-    def shard_like(self, part: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor of ``shape``, held as ``like`` is, of which ``part`` is this rank's; shares its memory."""
-        ...
-
-    def sum_over_shards(self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each of ``parts`` (of one dtype) summed over the ranks that hold other parts of ``like[i]``. Collective."""
-        ...
-
-
-class FullTensors:
-    """Plain tensors: every rank holds all of them."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return True
-
-    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        return tuple(tensor.shape)
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    def slices(self, tensor: torch.Tensor) -> tuple[slice, ...]:
-        return tuple(slice(0, size) for size in tensor.shape)
-
-    def part_of(self, tensor: torch.Tensor, full: Any) -> torch.Tensor:
         return full[self.slices(tensor)]
 
     def num_shards(self, tensor: torch.Tensor) -> int:
+        """Parts that the tensor is cut into; replicas do not count."""
         return 1
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The full tensor, detached. Collective where it is sharded."""
         return tensor.detach()
 
     def shard_like(self, part: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of ``shape``, held as ``like`` is, of which ``part`` is this rank's; shares its memory."""
         return part
 
     def sum_over_shards(self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each of ``parts`` (of one dtype) summed over the ranks that hold other parts of ``like[i]``. Collective."""
         return list(parts)
 
 
-class DTensors:
+class DTensors(Holding):
     """Shards as FSDP2 makes them: by the first dimension, over one axis of a mesh; the other axis holds replicas."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, DTensor)
-
-    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        return tuple(tensor.shape)
 
     def local(self, tensor: Any) -> torch.Tensor:
         with torch.no_grad():  # else a node of a graph for each: four times as long
@@ -113,9 +82,6 @@ class DTensors:
     def slices(self, tensor: Any) -> tuple[slice, ...]:
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
-
-    def part_of(self, tensor: Any, full: Any) -> torch.Tensor:
-        return full[self.slices(tensor)]
 
     def num_shards(self, tensor: Any) -> int:
         sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -144,7 +110,7 @@ class DTensors:
         return sums
 
 
-_holdings: list[Holding] = [DTensors(), FullTensors()]  # the first one that holds a tensor answers for it
+_holdings: list[Holding] = [DTensors(), Holding()]  # the first one that holds a tensor answers for it
 
 
 def register(holding: Holding) -> None:
@@ -163,7 +129,7 @@ def holding_of(tensor: torch.Tensor) -> Holding:
 
 def is_full(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a plain one, with all of its values on this rank."""
-    return isinstance(holding_of(tensor), FullTensors)
+    return type(holding_of(tensor)) is Holding
 
 
 def full_shape(tensor: torch.Tensor) -> tuple[int, ...]:

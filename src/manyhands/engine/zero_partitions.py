@@ -26,7 +26,7 @@ from manyhands.checkpoint.save import save_checkpoint
 from manyhands.checkpoint.shards import ShardReader
 from manyhands.checkpoint.tensors import MODEL, OPTIMIZER, STEP
 from manyhands.core.collective_errors import run_on_all_ranks
-from manyhands.core.holding import RowShards, full_shape, register
+from manyhands.core.holding import Holding, RowShards, full_shape, register
 from manyhands.core.progress import advance
 from manyhands.core.world import World
 from manyhands.engine.deepspeed_compat import fragment, is_master_sharded, is_sharded_weight, masters
@@ -34,8 +34,8 @@ from manyhands.engine.deepspeed_compat import fragment, is_master_sharded, is_sh
 STATES = ("exp_avg", "exp_avg_sq")  # AdamW's, of the parameter's shape
 
 
-class ZeroFragments:
-    """Implements ``core.holding.Holding``. Whatever needs parts by rows is refused by the plan."""
+class ZeroFragments(Holding):
+    """DeepSpeed's pieces of flat buffers. Whatever needs parts by rows is refused by the plan."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return is_sharded_weight(tensor) or is_master_sharded(tensor)
