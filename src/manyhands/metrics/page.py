@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from manyhands.core.limits import GIB
 from manyhands.core.text import printable_value
 from manyhands.core.units import format_duration
-from manyhands.metrics.summary import metrics_of
+from manyhands.metrics.summary import format_number, metrics_of
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 GRAY = 7  # of the page's colors: what was measured
@@ -96,18 +96,14 @@ def _table(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     planned, done = report["planned"], report["measured"]
     peaks = done.get("peak_memory_bytes_by_rank")
     resident = "" if planned["device"] == "cuda" else " (resident, libraries included)"
+    peak = f"{max(peaks) / GIB:.2f} GiB" if peaks else "-"
     rows = [
         ("steps", f"{planned['steps']:,}", f"{done['steps']:,}"),
-        (
-            f"peak memory of a rank{resident}",
-            f"{planned['memory_bytes'] / GIB:.2f} GiB",
-            f"{max(peaks) / GIB:.2f} GiB" if peaks else "-",
-        ),
-        ("seconds a step", _number(planned, "step_s", ".3f"), _number(done, "step_s", ".3f")),
-        ("tokens/s, all ranks", _number(planned, "tokens_per_s", ",.0f"), _number(done, "tokens_per_s", ",.0f")),
-        ("share of time waiting for input", "-", _number(done, "input_wait_share", ".2%")),
+        (f"peak memory of a rank{resident}", f"{planned['memory_bytes'] / GIB:.2f} GiB", peak),
     ]
-    return rows
+    for label, name, form in (("seconds a step", "step_s", ".3f"), ("tokens/s, all ranks", "tokens_per_s", ",.0f")):
+        rows.append((label, format_number(planned, name, form), format_number(done, name, form)))
+    return [*rows, ("share of time waiting for input", "-", format_number(done, "input_wait_share", ".2%"))]
 
 
 def _bars(report: Mapping[str, Any]) -> list[tuple[str, list[BarPart]]]:
@@ -144,15 +140,11 @@ def _evaluations(report: Mapping[str, Any]) -> list[list[str]]:
     return [["step", "held-out loss", *(metric.label for metric in metrics)]] + [
         [
             f"{row['step']:,}",
-            _number(row, "loss", ".4f"),
+            format_number(row, "loss", ".4f"),
             *(metric.format(row.get(metric.name), ".4g", ".2%") for metric in metrics),
         ]
         for row in rows
     ]
-
-
-def _number(values: Mapping[str, Any], name: str, form: str) -> str:
-    return format(values[name], form) if values.get(name) is not None else "-"
 
 
 def _text(value: Any) -> str:

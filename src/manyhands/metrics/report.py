@@ -23,9 +23,11 @@ from manyhands.core.terms import LANGUAGE_MODEL
 from manyhands.core.text import code_span, in_markdown, indented, printable
 from manyhands.core.units import count_of, draw_line
 from manyhands.metrics.page import render_report
+from manyhands.metrics.sinks import without_nan
 from manyhands.metrics.summary import (
     describe_settings,
     describe_versions,
+    format_number,
     make_curve,
     metrics_of,
     name_time,
@@ -52,10 +54,8 @@ def write_report(
     """
     path = Path(folder)
     evaluations = list(measured.get("evaluations", []))
-    known = {row["step"] for row in evaluations}
-    earlier = [
-        row.to_row() for row in read_evaluations(path / "metrics.jsonl") if row.step not in known
-    ]  # of the launches before
+    known = {row["step"] for row in evaluations}  # others are of the launches before
+    earlier = [row.to_row() for row in read_evaluations(path / "metrics.jsonl") if row.step not in known]
     curve = make_curve(read_rows(path / "metrics.jsonl", "step"))
     measured = {**measured, "evaluations": earlier + evaluations, "curve": curve}
     report = make_report(plan, config, state, {**measured, "restarts": read_rows(path / "restarts.jsonl")})
@@ -71,12 +71,12 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
     peaks = measured.get("peak_bytes_by_rank") or [int(device["peak_bytes"]) for device in measured.get("devices", [])]
     further = [metric for metric in measured.get("metrics", ()) if metric not in LANGUAGE_MODEL.metrics]
     evaluations = [
-        _pick(row, "step", "loss", *figures_of(row), "num_samples", "num_loss_tokens")
+        {name: row.get(name) for name in ("step", "loss", *figures_of(row), "num_samples", "num_loss_tokens")}
         | ({"sets": row["sets"]} if row.get("sets") else {})
         for row in measured.get("evaluations", [])
     ]
     losses = [loss for loss in measured.get("losses", []) if math.isfinite(loss)]
-    return _without_none(
+    report = without_nan(
         {
             "name": config.name,
             "model": config.model.name,
@@ -105,10 +105,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 "parameters": measured.get("num_parameters"),
                 "trained_parameters": measured.get("num_trained_parameters"),
                 "peak_memory_bytes_by_rank": peaks or None,
-                **_speed(measured.get("seconds_by_step", []), measured.get("tokens_by_step", [])),
-                "input_wait_share": _wait_share(
-                    measured.get("seconds_by_step", []), measured.get("input_wait_by_step", [])
-                ),
+                **_speed(*(measured.get(f"{what}_by_step", []) for what in ("seconds", "tokens", "input_wait"))),
                 "first_loss": losses[0] if losses else None,
                 "last_loss": losses[-1] if losses else None,
                 "checkpoint_s": measured.get("checkpoint_s"),
@@ -122,6 +119,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
             "verified": measured.get("verified"),
         }
     )
+    return _without_none(report)
 
 
 def _planned(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,15 +160,11 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines.append(f"| steps | {planned['steps']} | {done['steps']} ({in_markdown(done['stop_reason'])}) |")
     peaks = done.get("peak_memory_bytes_by_rank")
     peak = f"{max(peaks) / GIB:.2f} GiB" if peaks else "-"
-    what = (
-        "peak memory per rank" if planned["device"] == "cuda" else "peak memory per rank (resident, libraries included)"
-    )
-    lines.append(f"| {what} | {planned['memory_bytes'] / GIB:.2f} GiB | {peak} |")
-    step_s = f"{planned['step_s']:.3f}" if "step_s" in planned else "-"
-    lines.append(f"| seconds per step | {step_s} | {_number(done, 'step_s', '.3f')} |")
-    rate = f"{planned['tokens_per_s']:,.0f}" if "tokens_per_s" in planned else "-"
-    lines.append(f"| tokens/s, all ranks | {rate} | {_number(done, 'tokens_per_s', ',.0f')} |")
-    lines.append(f"| share of time waiting for input | - | {_number(done, 'input_wait_share', '.2%')} |")
+    resident = "" if planned["device"] == "cuda" else " (resident, libraries included)"
+    lines.append(f"| peak memory per rank{resident} | {planned['memory_bytes'] / GIB:.2f} GiB | {peak} |")
+    for label, name, form in (("seconds per step", "step_s", ".3f"), ("tokens/s, all ranks", "tokens_per_s", ",.0f")):
+        lines.append(f"| {label} | {format_number(planned, name, form)} | {format_number(done, name, form)} |")
+    lines.append(f"| share of time waiting for input | - | {format_number(done, 'input_wait_share', '.2%')} |")
     lines += [
         "",
         f"Training took {done['training_s']:.0f} s, evaluations, checkpoints and the first steps included, which the"
@@ -213,7 +207,7 @@ def _evaluation_lines(report: Mapping[str, Any]) -> list[str]:
     lines = ["", f"| {' | '.join(labels)} |", f"|{'---|' * len(labels)}"]
     for row in evaluations:
         cells = [metric.format(row.get(metric.name), ".3f", ".2%") for metric in metrics]
-        lines.append(f"| {' | '.join([str(row['step']), _number(row, 'loss', '.4f'), *cells])} |")
+        lines.append(f"| {' | '.join([str(row['step']), format_number(row, 'loss', '.4f'), *cells])} |")
     return lines + _set_lines(evaluations)
 
 
@@ -225,7 +219,7 @@ def _set_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     escaped = map(in_markdown, names)
     lines = ["", f"| step | {' | '.join(f'loss on {name}' for name in escaped)} |", f"|---|{'---|' * len(names)}"]
     for row in evaluations:
-        cells = [_number((row.get("sets") or {}).get(name, {}), "loss", ".4f") for name in names]
+        cells = [format_number((row.get("sets") or {}).get(name, {}), "loss", ".4f") for name in names]
         lines.append(f"| {row['step']} | {' | '.join(cells)} |")
     return lines
 
@@ -237,14 +231,9 @@ def _samples(evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return []
     first, last = answered[0], answered[-1]
     before = dict(first["samples"]) if first is not last else {}
+    steps = {"step": last["step"], "before_step": first["step"]}
     return [
-        {
-            "prompt": prompt,
-            "before": before.get(prompt),
-            "answer": answer,
-            "step": last["step"],
-            "before_step": first["step"],
-        }
+        {"prompt": prompt, "before": before.get(prompt), "answer": answer, **steps}
         for prompt, answer in last["samples"]
     ]
 
@@ -275,12 +264,9 @@ def _curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     shown = [point for index, point in enumerate(curve) if (len(curve) - 1 - index) % every == 0]
     lines = ["", f"Training loss, steps 1 to {curve[-1]['step']}:", "", "```", draw_line(losses), "```", ""]
     lines += ["| to step | training loss | gradient norm | learning rate |", "|---|---|---|---|"]
+    columns = (("loss", ".4f"), ("grad_norm", ".3g"), ("learning_rate", ".3g"))
     for point in shown:
-        cells = (
-            _number(point, "loss", ".4f"),
-            _number(point, "grad_norm", ".3g"),
-            _number(point, "learning_rate", ".3g"),
-        )
+        cells = [format_number(point, name, form) for name, form in columns]
         lines.append(f"| {point['step']} | {' | '.join(cells)} |")
     return lines
 
@@ -333,38 +319,23 @@ def _plain_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _speed(seconds: Sequence[float], tokens: Sequence[int]) -> dict[str, float | None]:
-    """Mean over the steps after the first ``WARMUP_STEPS``, optimizer included; nothing where no step was done."""
-    skip = WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0
-    seconds, tokens = seconds[skip:], tokens[skip:]
-    total_s = sum(seconds)
-    if not seconds or not total_s:
-        return {"step_s": None, "tokens_per_s": None}
-    return {"step_s": total_s / len(seconds), "tokens_per_s": sum(tokens) / total_s}
-
-
-def _wait_share(seconds: Sequence[float], waits: Sequence[float]) -> float | None:
-    """Of the same steps: what the slowest rank waited for its micro-batches."""
+def _speed(seconds: Sequence[float], tokens: Sequence[int], waits: Sequence[float]) -> dict[str, float | None]:
+    """Means over the steps after the first ``WARMUP_STEPS``, optimizer included, with the share of their time that the
+    slowest rank waited for its micro-batches; nothing where no step was done.
+    """
     skip = WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0
     total_s = sum(seconds[skip:])
-    return sum(waits[skip:]) / total_s if waits and total_s else None
-
-
-def _number(values: Mapping[str, Any], name: str, form: str) -> str:
-    return format(values[name], form) if values.get(name) is not None else "-"
-
-
-def _pick(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: row.get(name) for name in names}
+    if not total_s:
+        return {}
+    return {
+        "step_s": total_s / len(seconds[skip:]),
+        "tokens_per_s": sum(tokens[skip:]) / total_s,
+        "input_wait_share": sum(waits[skip:]) / total_s if waits else None,
+    }
 
 
 def _without_none(value: Any) -> Any:
-    """Leaves out what was not measured, and numbers that are not finite, which JSON cannot hold."""
+    """Leaves out what was not measured."""
     if isinstance(value, Mapping):
-        cleaned = {key: _without_none(item) for key, item in value.items()}
-        return {key: item for key, item in cleaned.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [_without_none(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value

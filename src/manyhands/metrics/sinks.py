@@ -83,20 +83,21 @@ class JsonlSink(Sink):
         self._file.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._put(_without_nan({**row, "time": round(time.time(), 3), **({"run": self.run} if self.run else {})}))
+        self._put(without_nan({**row, "time": round(time.time(), 3), **({"run": self.run} if self.run else {})}))
 
     def _put(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Return the value with null in place of numbers that are not finite, which JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return value
 
 

@@ -43,26 +43,13 @@ def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
             found[f"optimizer.{key}"] = getattr(optimizer, key)
     found |= {f"optimizer.{key}": getattr(optimizer, key) for key in ("weight_decay", "max_grad_norm")}
     found |= {"schedule.name": config.schedule.name, "schedule.warmup_steps": plan.warmup_steps}
-    found |= (
-        {"batch.samples": plan.batch_samples}
-        if plan.batch_samples is not None
-        else {"batch.loss_tokens": plan.batch_loss_tokens}
-        if plan.batch_loss_tokens is not None
-        else {"batch.packs": plan.batch_packs}
-    )
-    found |= {
-        "data.max_length": config.data.max_length,
-        "data.packing": plan.packing,
-        "stop.epochs": config.stop.epochs,
-    }
-    found |= {
-        f"stop.{key}": value for key in ("max_steps", "max_tokens") if (value := getattr(config.stop, key)) is not None
-    }
-    found |= {
-        "model.dtype": plan.layout.compute_dtype,
-        "model.master_dtype": plan.layout.master_dtype,
-        "seed": config.seed,
-    }
+    unit = next((unit for unit in ("samples", "loss_tokens") if getattr(plan, f"batch_{unit}") is not None), "packs")
+    found |= {f"batch.{unit}": getattr(plan, f"batch_{unit}")}
+    found |= {"data.max_length": config.data.max_length, "data.packing": plan.packing}
+    limits = {f"stop.{key}": getattr(config.stop, key) for key in ("epochs", "max_steps", "max_tokens")}
+    found |= {key: value for key, value in limits.items() if key == "stop.epochs" or value is not None}
+    found |= {"model.dtype": plan.layout.compute_dtype, "model.master_dtype": plan.layout.master_dtype}
+    found["seed"] = config.seed
     return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
 
@@ -126,6 +113,11 @@ def metrics_of(report: Mapping[str, Any]) -> list[Metric]:
     declared = [Metric(name, name, **values) for name, values in (report.get("metrics") or {}).items()]
     names = dict.fromkeys(name for row in report.get("evaluations") or () for name in figures_of(row))
     return [find_metric(name, declared) for name in names]
+
+
+def format_number(values: Mapping[str, Any], name: str, form: str) -> str:
+    """A value of a report by name; "-" where there is none."""
+    return format(values[name], form) if values.get(name) is not None else "-"
 
 
 def make_curve(rows: Sequence[Mapping[str, Any]], num_points: int = CURVE_POINTS) -> list[dict[str, Any]]:
