@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.api.arguments import SFT, as_file, read_arguments, translate
+from manyhands.api.arguments import ADAPTER, MODEL, SFT, as_file, read_arguments, translate
 from manyhands.api.callbacks import Callback, Callbacks, check_functions
 from manyhands.api.model import LanguageModel, check_device_map
 from manyhands.api.runs import TrainedRun, check_overrides, plan, read_keys
@@ -54,20 +54,12 @@ class FastLanguageModel:
         from manyhands.data.tokenize.tokenizer import load_tokenizer
         from manyhands.facts.hub import locate_model
 
+        given = {name: value for name, value in locals().items() if name in MODEL | {"max_seq_length"}}
         _refuse("FastLanguageModel.from_pretrained", refused, FROM_PRETRAINED)
-        name = os.fspath(model_name)
+        given["model_name"] = name = os.fspath(model_name)
+        given["load_in_4bit"] = load_in_4bit and not (full_finetuning or load_in_8bit)
+        given["device_map"] = check_device_map(device_map)
         folder = locate_model(name, revision, False, trust_remote_code=trust_remote_code)
-        given = {
-            "model_name": name,
-            "max_seq_length": max_seq_length,
-            "dtype": dtype,
-            "load_in_4bit": load_in_4bit and not (full_finetuning or load_in_8bit),
-            "load_in_8bit": load_in_8bit,
-            "full_finetuning": full_finetuning,
-            "device_map": check_device_map(device_map),
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-        }
         tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         return LanguageModel(Path(name), device_map=given["device_map"], given=given), tokenizer
 
@@ -92,23 +84,8 @@ class FastLanguageModel:
         **refused: Any,
     ) -> LanguageModel:
         """The model with a LoRA adapter to train."""
+        adapter = {name: value for name, value in locals().items() if name in ADAPTER}
         _refuse("FastLanguageModel.get_peft_model", refused, GET_PEFT_MODEL)
-        adapter = {
-            "r": r,
-            "target_modules": target_modules,
-            "lora_alpha": lora_alpha,
-            "lora_dropout": lora_dropout,
-            "bias": bias,
-            "layers_to_transform": layers_to_transform,
-            "layers_pattern": layers_pattern,
-            "use_gradient_checkpointing": use_gradient_checkpointing,
-            "random_state": random_state,
-            "use_rslora": use_rslora,
-            "use_dora": use_dora,
-            "modules_to_save": modules_to_save,
-            "init_lora_weights": init_lora_weights,
-            "loftq_config": loftq_config,
-        }
         length = {} if max_seq_length is None else {"max_seq_length": max_seq_length}
         return LanguageModel(model.folder, device_map=model.device_map, given={**model.given, **length, **adapter})
 
@@ -216,7 +193,8 @@ class Trainer:
 
     def load(self) -> LoadedRun:
         """The run that the arguments mean, with its data written where they were in memory. Raises ``UserError``."""
-        given = {**self._given, **self._read_tokenizer(), **read_arguments(self.args), **self._further}
+        tokenizer = {} if self.tokenizer is None else tokenizer_differences(self.tokenizer, self.model)
+        given = {**self._given, **tokenizer, **read_arguments(self.args), **self._further}
         given = {name: value for name, value in given.items() if value is not None}
         cache = Path(str(self.overrides.get("data.cache", DataSection.model_fields["cache"].default)))
         given["train_dataset"] = write_rows(self._format(self.train_dataset, "train_dataset"), cache, "train")
@@ -234,9 +212,6 @@ class Trainer:
         if function is None:
             return data
         return lambda: ({"text": _check_text(function(row), name)} for row in list_rows(data, name))
-
-    def _read_tokenizer(self) -> dict[str, Any]:
-        return {} if self.tokenizer is None else tokenizer_differences(self.tokenizer, self.model)
 
 
 PEFT_FIELDS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None, "modules_to_save": None,
@@ -291,18 +266,14 @@ def _refuse(where: str, given: Mapping[str, Any], reasons: Mapping[str, str]) ->
     """UserError for parameters that would not act; known ones that are None, False or empty ask for nothing."""
     from manyhands.config.text import nearest_name
 
-    asked = [name for name, value in given.items() if name not in reasons or not _asks_nothing(value)]
-    if not asked:
-        return
     details = []
-    for name in asked:
+    for name, value in given.items():
+        if name in reasons and (value is None or value is False or (isinstance(value, (list, tuple)) and not value)):
+            continue
         near = None if name in reasons else nearest_name(name, sorted({*reasons, *SFT}))
         details.append(f"`{name}`: {reasons.get(name) or (f'did you mean {near}?' if near else 'there is none')}")
-    raise UserError("parameters that are not available", where=where, details=details, fix="remove them")
-
-
-def _asks_nothing(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, (list, tuple)) and not value)
+    if details:
+        raise UserError("parameters that are not available", where=where, details=details, fix="remove them")
 
 
 def _check_text(text: Any, name: str) -> str:

