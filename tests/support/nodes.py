@@ -169,6 +169,8 @@ def make_bed(folder: Path, num: int) -> Iterator[Bed]:
             launched.process.wait()
         for node in range(num):
             subprocess.run(["ip", "netns", "del", bed.netns(node)], capture_output=True, check=False)
+            # A namespace that a dying process still holds keeps its end of the link, and with it this one.
+            subprocess.run(["ip", "link", "del", f"mh{bed.key}v{node}"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 
