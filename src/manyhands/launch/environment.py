@@ -307,7 +307,7 @@ def worker_environment(plan: Plan, num_local: int, environ: Mapping[str, str] = 
 
 def choose_threads(plan: Plan, launcher: Launcher) -> int:
     """Of torch in this rank: the user's OMP_NUM_THREADS, else the plan's, which has one for a CPU as its sums depend on
-    it, else what ``set_worker_environment`` has added.
+    it, else what ``worker_environment`` has added.
 
     torchrun and accelerate set the variable to 1 in every rank where the user has not: what their own process began
     with tells.
@@ -358,8 +358,3 @@ def localize(plan: Plan, text: str | None) -> Plan:
     if adapter is not None and plan.adapter is not None:
         places["adapter"] = plan.adapter.model_copy(update={"folder": adapter})
     return plan.model_copy(update=places) if places else plan
-
-
-def set_worker_environment(plan: Plan, num_local: int) -> None:
-    """The same inside a rank that another launcher has started (torchrun, accelerate, SLURM)."""
-    os.environ.update(worker_environment(plan, num_local))

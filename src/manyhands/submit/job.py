@@ -184,6 +184,9 @@ def refuse_lost_folder(config: RunConfig, where: str) -> None:
 class _Blocks(RunFileDumper):
     """Text of several lines, such as commands, as it is; text that kubectl takes for a number (1e3, 08) is quoted."""
 
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -25,37 +25,64 @@ LABELS = {"nvidia": "nvidia.com/gpu.product", "amd": "amd.com/gpu.product-name"}
 def write_manifest(job: ClusterJob, run: str) -> str:
     """``run``: the content of run.json. UserError for what a pod would not find, or would lose."""
     _check(job)
-    name = resource_name(job)
-    namespace = {} if job.asked.namespace is None else {"namespace": job.asked.namespace}
-    config_map = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": name, **namespace},
-        "data": {"run.json": run},
+    asked, name, gpu = job.asked, resource_name(job), job.gpu
+    metadata = {"name": name} if asked.namespace is None else {"name": name, "namespace": asked.namespace}
+    start = (
+        f"{shlex.quote(asked.python or 'python3')} -m torch.distributed.run -m manyhands.worker {RUN_FOLDER}/run.json"
+    )
+    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in asked.environment.items()]
+    env += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
+        for name, secret in asked.secrets.items()
+    ]
+    limits: dict[str, Any] = {} if gpu is None else {RESOURCES[gpu.vendor]: job.num_per_node}
+    requests = {**limits, "cpu": job.cores * job.num_per_node}
+    if job.host_bytes is not None:
+        requests["memory"] = str(job.host_bytes)
+    trainer = {
+        "image": asked.image,
+        "command": ["/bin/sh", "-ec", "\n".join([*asked.setup, f"exec {start}"])]
+        if asked.setup
+        else shlex.split(start),
+        "numNodes": job.num_nodes,
+        "numProcPerNode": job.num_per_node,
+        "env": env,
+        "resourcesPerNode": _given({"requests": requests, "limits": limits}),
     }
+    disks = {claim: f"volume-{index}" for index, claim in enumerate(dict.fromkeys(asked.volumes.values()))}
+    pod = {  # what the pods need beside the runtime's: the run, disks, shared memory for NCCL and data workers, GPUs
+        "containers": [
+            {
+                "name": CONTAINER,
+                "volumeMounts": [
+                    {"name": "run", "mountPath": RUN_FOLDER},
+                    {"name": "shared-memory", "mountPath": "/dev/shm"},
+                    *({"name": disks[claim], "mountPath": path} for path, claim in asked.volumes.items()),
+                ],
+            }
+        ],
+        "volumes": [
+            {"name": "run", "configMap": {"name": name}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+            *({"name": disk, "persistentVolumeClaim": {"claimName": claim}} for claim, disk in disks.items()),
+        ],
+        "terminationGracePeriodSeconds": GRACE_S,
+        **({} if gpu is None else _on_gpus(gpu, asked.gpu_type)),
+    }
+    template: dict[str, Any] = {"spec": {"template": {"spec": pod}}}
+    patch = {"template": {"spec": {"replicatedJobs": [{"name": CONTAINER, "template": template}]}}}
+    spec = {
+        "runtimeRef": {"name": asked.runtime},
+        "activeDeadlineSeconds": job.time_limit_s,
+        "trainer": _given(trainer),
+        "runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": patch}],
+    }
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.json": run}}
     train_job = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": {"name": name, **namespace},
-        "spec": {
-            "runtimeRef": {"name": job.asked.runtime},
-            **({} if job.time_limit_s is None else {"activeDeadlineSeconds": job.time_limit_s}),
-            "trainer": _trainer(job),
-            "runtimePatches": [
-                {
-                    "manager": MANAGER,
-                    "trainingRuntimeSpec": {
-                        "template": {
-                            "spec": {
-                                "replicatedJobs": [
-                                    {"name": CONTAINER, "template": {"spec": {"template": {"spec": _pod(job, name)}}}}
-                                ]
-                            }
-                        }
-                    },
-                }
-            ],
-        },
+        "metadata": metadata,
+        "spec": _given(spec),
     }
     return to_yaml(job, config_map, train_job)
 
@@ -92,47 +119,8 @@ def _check(job: ClusterJob) -> None:
             )
 
 
-def _trainer(job: ClusterJob) -> dict[str, Any]:
-    python = shlex.quote(job.asked.python or "python3")
-    start = f"{python} -m torch.distributed.run -m manyhands.worker {RUN_FOLDER}/run.json"
-    command = (
-        ["/bin/sh", "-ec", "\n".join([*job.asked.setup, f"exec {start}"])] if job.asked.setup else shlex.split(start)
-    )
-    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in job.asked.environment.items()]
-    env += [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
-        for name, secret in job.asked.secrets.items()
-    ]
-    limits: dict[str, Any] = {} if job.gpu is None else {RESOURCES[job.gpu.vendor]: job.num_per_node}
-    requests: dict[str, Any] = {**limits, "cpu": job.cores * job.num_per_node}
-    if job.host_bytes is not None:
-        requests["memory"] = str(job.host_bytes)
-    return {
-        "image": job.asked.image,
-        "command": command,
-        "numNodes": job.num_nodes,
-        "numProcPerNode": job.num_per_node,
-        **({"env": env} if env else {}),
-        "resourcesPerNode": {"requests": requests, **({"limits": limits} if limits else {})},
-    }
-
-
-def _pod(job: ClusterJob, name: str) -> dict[str, Any]:
-    """What the pods need beside the runtime's: the run, disks, shared memory for NCCL and data workers, GPUs."""
-    volumes: list[dict[str, Any]] = [
-        {"name": "run", "configMap": {"name": name}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-    ]
-    mounts = [{"name": "run", "mountPath": RUN_FOLDER}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
-    claims = {claim: f"volume-{index}" for index, claim in enumerate(dict.fromkeys(job.asked.volumes.values()))}
-    volumes += [{"name": disk, "persistentVolumeClaim": {"claimName": claim}} for claim, disk in claims.items()]
-    mounts += [{"name": claims[claim], "mountPath": path} for path, claim in job.asked.volumes.items()]
-    pod = {
-        "containers": [{"name": CONTAINER, "volumeMounts": mounts}],
-        "volumes": volumes,
-        "terminationGracePeriodSeconds": GRACE_S,
-    }
-    return pod if job.gpu is None else pod | _on_gpus(job.gpu, job.asked.gpu_type)
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value not in (None, [], {})}
 
 
 def _on_gpus(kind: GpuKind, named: str | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from manyhands.submit.slurm import read_gres, write_script
 
 FILES: dict[Target, str] = {"slurm": "slurm.sh", "kubernetes": "trainjob.yaml", "skypilot": "skypilot.yaml"}
 CLIENTS: dict[Target, str] = {"slurm": "sbatch", "kubernetes": "kubectl", "skypilot": "sky"}
+LOG = "jobs.jsonl"  # in ``submit/``: what clients have answered
 SHORT_S, LONG_S = 60.0, 1800.0  # SkyPilot uploads what the job reads
 
 
@@ -54,9 +55,13 @@ def write_job(
     config = _for_job(config, target)
     if find_run(folder_of(config), config) == "finished":
         raise UserError("this run is finished: there is nothing to submit", where=str(folder_of(config).path))
-    plan = _plan(config, host, report) if with_plan else None
+    plan = None
+    if with_plan:
+        plan = make_plan(config, gather_facts(config, host=host, identify=False, report=report))
+        rehearse(config, plan)
     files = _files_of(config)
-    number = 1 + len(_read_log(files))
+    log = files / LOG
+    number = 1 + (len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else 0)
     job = describe_job(config, plan, host, files, number=number)
     run = config.model_dump_json(indent=2, exclude_unset=True) + "\n"
     text = {
@@ -73,9 +78,9 @@ def write_job(
 
 
 def log_submission(written: JobFiles, target: Target, answer: str) -> None:
-    """Remembers what the client has answered, in ``submit/jobs.jsonl``."""
+    """Remembers what the client has answered."""
     entry = {"time": time.time(), "to": target, "number": written.job.number, "answer": answer}
-    with open(_log_of(written.job.files), "a", encoding="utf-8") as log:
+    with open(written.job.files / LOG, "a", encoding="utf-8") as log:
         log.write(json.dumps(entry) + "\n")
 
 
@@ -88,27 +93,12 @@ def _for_job(config: RunConfig, target: Target) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-def _plan(config: RunConfig, host: HostFacts, report: Callable[[str], None]) -> Plan:
-    made = make_plan(config, gather_facts(config, host=host, identify=False, report=report))
-    rehearse(config, made)
-    return made
-
-
 def _files_of(config: RunConfig) -> Path:
     """``submit/`` of the run's folder, or of one below ``runs`` where that is on a volume that is not mounted here."""
     folder = folder_of(config)
     if under_volume(config.output.dir, config.submit) and not Path(config.output.dir).exists():
         folder = RunFolder(Path("runs").absolute() / config.name)
     return folder.submit
-
-
-def _log_of(files: Path) -> Path:
-    return files / "jobs.jsonl"
-
-
-def _read_log(files: Path) -> list[str]:
-    log = _log_of(files)
-    return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
 
 
 def list_gres_types() -> list[str]:

@@ -45,7 +45,13 @@ def write_task(job: ClusterJob) -> str:
     if asked.image is not None:
         resources["image_id"] = asked.image if ":" in asked.image.split("/")[0] else f"docker:{asked.image}"
     buckets = {path: source for path, source in asked.volumes.items() if "://" in source}
-    _refuse_divided(job, buckets)
+    if job.num_nodes > 1 and any(Path(job.config.output.dir).is_relative_to(path) for path in buckets):
+        raise UserError(  # none would see the others' checkpoints in time
+            "several machines cannot share a run's folder that is on a bucket",
+            where=f"output.dir: {job.config.output.dir}",
+            why="each writes to the bucket through a cache of its own",
+            fix="write output.dir on a volume (`sky volumes`), or take the GPUs of one machine",
+        )
     disks = {path: source for path, source in asked.volumes.items() if path not in buckets}
     mounts: dict[str, Any] = {RUN_JSON: str(job.run_json)}
     mounts |= {path: path for _, path in local_paths(job.config) if not under_volume(path, asked)}
@@ -64,18 +70,6 @@ def write_task(job: ClusterJob) -> str:
     }
     task = {key: value for key, value in task.items() if value}
     return to_yaml(job, task)
-
-
-def _refuse_divided(job: ClusterJob, buckets: dict[str, str]) -> None:
-    """Each machine writes to a bucket through a cache of its own, so that none sees the others' checkpoints in time."""
-    for path in buckets:
-        if job.num_nodes > 1 and Path(job.config.output.dir).is_relative_to(path):
-            raise UserError(
-                "several machines cannot share a run's folder that is on a bucket",
-                where=f"output.dir: {job.config.output.dir}",
-                why="each writes to the bucket through a cache of its own",
-                fix="write output.dir on a volume (`sky volumes`), or take the GPUs of one machine",
-            )
 
 
 def _command(job: ClusterJob) -> str:

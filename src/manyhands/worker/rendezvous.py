@@ -30,7 +30,7 @@ from manyhands.launch.environment import (
     choose_threads,
     localize,
     refuse_silent_single,
-    set_worker_environment,
+    worker_environment,
 )
 from manyhands.launch.local.agent import open_store as serve_store
 from manyhands.launch.local.heartbeat import this_host
@@ -118,7 +118,7 @@ def join(session: Session, arguments: argparse.Namespace) -> Rank | None:
     places = store.get(f"places/{nodes.node}").decode() if finds_out else os.environ.get(PLACES)
     plan = session.plan = localize(plan, places)
     os.environ.update({name: value for name, value in nodes.environment.items() if name not in os.environ})
-    set_worker_environment(plan, launcher.num_sharing_cores)  # before CUDA starts
+    os.environ.update(worker_environment(plan, launcher.num_sharing_cores))  # before CUDA starts
     session.attach(folder, config, plan)
     session.beat()
     torch.set_num_threads(choose_threads(plan, launcher))  # torch has read the variable when it was imported

@@ -24,7 +24,6 @@ from manyhands.launch.diagnose.stacks import (
     Frame,
     RankStacks,
     ask,
-    describe_threads,
     parse_faulthandler,
     read_stack,
     read_stacks,
@@ -156,11 +155,10 @@ def _look_from_outside(folder: RunFolder, rank: int, pid: int) -> RankStacks:
             done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S)
             if done.returncode == 0:
                 return RankStacks(text=done.stdout)
-    if signal_for_stack(folder, rank, pid):
-        time.sleep(STACK_S)
-        text = read_stack(folder, rank)
-        return RankStacks(threads=parse_faulthandler(text))
-    return RankStacks()
+    if not signal_for_stack(folder, rank, pid):
+        return RankStacks()
+    time.sleep(STACK_S)
+    return RankStacks(threads=parse_faulthandler(read_stack(folder, rank)))
 
 
 # What it means.
@@ -278,7 +276,9 @@ def keep(folder: RunFolder, title: str, cause: str, states: Iterable[RankState])
         if state.stacks.collectives:
             lines.append("  last collectives, the newest last:")
             lines += [f"    {one}, {'done' if one.done else 'not done'}" for one in state.stacks.collectives]
-        lines += describe_threads(state.stacks.threads)
+        for name, frames in state.stacks.threads.items():
+            lines.append(f"  thread {name}, innermost call first:")
+            lines += [f"    {frame.function}  {frame.file}:{frame.line}" for frame in frames]
         lines += state.stacks.text.splitlines()
         if state.beat and not state.stacks.threads and not state.stacks.text:
             lines.append("  no stacks: it did not answer (py-spy, where installed, reads them of a stopped process)")
@@ -308,9 +308,11 @@ def examine(folder: RunFolder, *, look_s: float = LOOK_S, still_s: float = STILL
     beats = read_beats(folder)
     if (found := _find_no_rank(folder, beats)) is not None:  # it has ended meanwhile, or is started again
         return found
-    states = {
-        rank: _state(folder, rank, before.get(rank), beats.get(rank), look_s) for rank in _all_ranks(folder, beats)
-    }
+    try:
+        ranks = list(range(folder.read_plan().layout.world_size))
+    except UserError:
+        ranks = sorted(beats)
+    states = {rank: _state(rank, before.get(rank), beats.get(rank), look_s) for rank in ranks}
     living = {rank: state for rank, state in states.items() if not (state.beat and state.beat.done)}
     if not living:
         return Examination((f"{folder.path}: all ranks are done",), stands_still=False)
@@ -361,14 +363,7 @@ def _explain(folder: RunFolder, living: dict[int, RankState], culprits: list[int
     return Examination(tuple(lines), stands_still=True)
 
 
-def _all_ranks(folder: RunFolder, beats: dict[int, Beat]) -> list[int]:
-    try:
-        return list(range(folder.read_plan().layout.world_size))
-    except UserError:
-        return sorted(beats)
-
-
-def _state(folder: RunFolder, rank: int, before: Beat | None, now: Beat | None, look_s: float) -> RankState:
+def _state(rank: int, before: Beat | None, now: Beat | None, look_s: float) -> RankState:
     if now is None:
         return RankState(rank, f"rank {rank}")
     still_s = 0.0

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -196,12 +196,3 @@ def parse_faulthandler(text: str) -> dict[str, list[Frame]]:
             number, _, function = parts[1].partition(" in ")
             frames.append(Frame(parts[0].removeprefix("File ").strip('"'), int(number), function))
     return threads
-
-
-def describe_threads(threads: dict[str, Sequence[Frame]] | dict[str, list[Frame]]) -> list[str]:
-    """Lines for a reader, innermost frame first."""
-    lines = []
-    for name, frames in threads.items():
-        lines.append(f"  thread {name}, innermost call first:")
-        lines += [f"    {frame.function}  {frame.file}:{frame.line}" for frame in frames]
-    return lines

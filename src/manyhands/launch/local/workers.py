@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_TERMINATED, FAULT, UserError
 from manyhands.launch.diagnose.failure import FoundCause, find_cause
@@ -32,18 +33,6 @@ NOTHING: Mapping[str, str] = {}
 WORKER = "manyhands.worker"
 ENDED_WELL = {EXIT_SAVED, EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM}  # exit codes of ranks that were stopped
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the agents of all nodes meet; ``node`` is this one."""
-
-    node: int
-    num_nodes: int
-    num_local: int  # ranks of this node
-    endpoint: str
-    run_id: str
-    timeout_s: float
 
 
 def run_workers(
@@ -74,15 +63,39 @@ def run_workers(
     store = None  # of this launch alone: it is there as long as it is referred to
     if launchers is None:
         store = open_store(LOCAL_HOST, port)
-        place = Rendezvous(0, 1, world_size, str(Address(LOCAL_HOST, store.port)), folder.path.name, timeout_s)
+        endpoint, node, num_nodes, num_local = Address(LOCAL_HOST, store.port), 0, 1, world_size
+        run_id, network = folder.path.name, network_environment(LOCAL_HOST)
     else:  # not before the files of an earlier launch are removed
-        address = Address(*launchers.begin(open_store))
-        name = f"manyhands-{launchers.attempt}"
-        place = Rendezvous(launchers.node, launchers.num_nodes, len(launchers.ranks), str(address), name, timeout_s)
+        endpoint = Address(*launchers.begin(open_store))
+        node, num_nodes, num_local = launchers.node, launchers.num_nodes, len(launchers.ranks)
+        run_id, network = f"manyhands-{launchers.attempt}", launchers.environment
+    agent = agent_config(
+        str(endpoint), node=node, num_nodes=num_nodes, num_local=num_local, run_id=run_id, timeout_s=timeout_s
+    )
+    is_announced = False
+
+    def announce(number: signal.Signals) -> None:
+        """Reports at once that a signal has come, as the ranks answer it after their step; other nodes get it too."""
+        nonlocal is_announced
+        is_first = launchers is None or launchers.pass_on(number)
+        if is_first and not is_announced:
+            is_announced = True
+            again = "Ctrl-C again" if number == signal.SIGINT else f"a second {number.name}"
+            what = "the ranks finish their step, save and end, within 30 s"
+            report(f"{number.name}: {what}; {again} ends them at once, without saving")
+
     try:
-        command = (module, *arguments)
-        with hearing_signals(_Notice(report, launchers).hear):
-            ending = _run_and_watch(folder, plan, place, timeout_s, command, launchers, environment)
+        with (
+            hearing_signals(announce),
+            launcher_environment(plan, num_local, {**network, **environment}),
+            _passing_on_notice(),
+            raise_when_asked(*_SIGNALS),
+            Watch(folder, world_size, timeout_s, None if launchers is None else launchers.ranks, launchers) as watch,
+            launchers.watching(watch) if launchers is not None else contextlib.nullcontext(),
+        ):
+            ending = _run_agent(folder, agent, (module, *arguments), watch)
+    except StopRequested as stop:  # before the agent has taken the signal over: no worker was started
+        ending = LaunchEnd(stop.signal)
     finally:
         del store
     if driver is not None:
@@ -106,45 +119,6 @@ def run_workers(
     return report_end(folder, ending.signal, report, leads)
 
 
-class _Notice:
-    """Says at once that a signal has come, as the ranks answer it after their step; and passes it on to other nodes."""
-
-    def __init__(self, report: Callable[[str], None], launchers: LauncherGroup | None) -> None:
-        self._report, self._team, self._is_said = report, launchers, False
-
-    def hear(self, number: signal.Signals) -> None:
-        is_first = not self._is_said if self._team is None else self._team.pass_on(number)
-        if is_first and not self._is_said:
-            self._is_said = True
-            again = "Ctrl-C again" if number == signal.SIGINT else f"a second {number.name}"
-            what = "the ranks finish their step, save and end, within 30 s"
-            self._report(f"{number.name}: {what}; {again} ends them at once, without saving")
-
-
-def _run_and_watch(
-    folder: RunFolder,
-    plan: Plan,
-    place: Rendezvous,
-    timeout_s: float,
-    command: Sequence[str],
-    launchers: LauncherGroup | None,
-    environment: Mapping[str, str],
-) -> LaunchEnd:
-    local = None if launchers is None else launchers.ranks
-    network = network_environment(LOCAL_HOST) if launchers is None else launchers.environment
-    try:
-        with (
-            launcher_environment(plan, place.num_local, {**network, **environment}),
-            _passing_on_notice(),
-            raise_when_asked(*_SIGNALS),
-            Watch(folder, plan.layout.world_size, timeout_s, local, launchers) as watch,
-            launchers.watching(watch) if launchers is not None else contextlib.nullcontext(),
-        ):
-            return _run_agent(folder, place, command, watch)
-    except StopRequested as stop:  # before the agent has taken the signal over: no worker was started
-        return LaunchEnd(stop.signal)
-
-
 def report_end(folder: RunFolder, received: signal.Signals | None, report: Callable[[str], None], leads: bool) -> int:
     """Says how a run has ended that did not fail, by the signal ``received`` if by any; returns the exit code."""
     asked = folder.read_stop_reason()
@@ -164,13 +138,7 @@ def report_end(folder: RunFolder, received: signal.Signals | None, report: Calla
     if step is None:
         saved = "nothing was saved yet; the same command starts it again"
     report(f"{reason}: the run has ended, {saved}")
-    return (
-        EXIT_TERMINATED
-        if received == signal.SIGTERM
-        else EXIT_INTERRUPTED
-        if received == signal.SIGINT
-        else 128 + received
-    )
+    return 128 + received
 
 
 def choose_port() -> int:
@@ -199,7 +167,7 @@ def choose_port() -> int:
     return int(text)
 
 
-def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], watch: Watch) -> LaunchEnd:
+def _run_agent(folder: RunFolder, agent: Any, command: Sequence[str], watch: Watch) -> LaunchEnd:
     """Runs torch's agent to its end: the signal that ended it, why a rank failed, or neither. ``command``: a module and
     its arguments.
     """
@@ -211,16 +179,8 @@ def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], wat
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     pids: set[int] = set()
-    config = agent_config(
-        place.endpoint,
-        node=place.node,
-        num_nodes=place.num_nodes,
-        num_local=place.num_local,
-        run_id=place.run_id,
-        timeout_s=place.timeout_s,
-    )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", *command, "--run-folder", str(folder.path))
+        elastic_launch(agent, sys.executable)("-u", "-m", *command, "--run-folder", str(folder.path))
     except (SignalException, KeyboardInterrupt) as error:
         return LaunchEnd(signal.Signals(error.sigval if isinstance(error, SignalException) else signal.SIGINT))
     except ChildFailedError as error:
@@ -232,7 +192,7 @@ def _run_agent(folder: RunFolder, place: Rendezvous, command: Sequence[str], wat
             return LaunchEnd(received)
         return LaunchEnd(cause=find_cause(folder, error.failures, watch.killed))
     except RuntimeError as error:
-        if place.num_nodes == 1 or not type(error).__module__.startswith("torch"):
+        if agent.max_nodes == 1 or not type(error).__module__.startswith("torch"):
             raise
         why = f"torch's agent on this node: {str(error).splitlines()[0]}"
         return LaunchEnd(cause=FoundCause(4, time.time(), UserError("the nodes did not form a group", why=why)))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import psutil
 
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import UserError
 from manyhands.core.files import hash_files
 from manyhands.data.tokenize.summary import PreparedData
 from manyhands.facts.adapter import CONFIG, WEIGHTS, find_adapter
@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 def refuse_own_disks(channel: Channel, config: RunConfig) -> None:
     """UserError unless output.dir is one folder for all nodes: a checkpoint has a shard of every rank."""
     folder = Path(config.output.dir).expanduser()
-    made = _missing_folders(folder)
+    made = [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]  # innermost first
     leaders = find_leaders(channel, "output", folder)
     apart = [node for node, leader in enumerate(leaders) if leader != 0]
     if apart:
@@ -83,11 +83,6 @@ def find_leaders(channel: Channel, key: str, folder: Path, *, required: bool = T
         own.unlink(missing_ok=True)
     # Sharing is mutual: a node of another group sees none of these files.
     return [min((other for other, has in enumerate(row) if has), default=node) for node, row in enumerate(leaders)]
-
-
-def _missing_folders(folder: Path) -> list[Path]:
-    """The folder and those above it that do not exist yet, the innermost first."""
-    return [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
 
 
 def _look_for(folder: Path, tokens: Sequence[str | None]) -> list[bool]:
@@ -256,17 +251,3 @@ def find_group(
     link = read_link(channel, addresses)
     data, places = find_places(channel, config, report)
     return config, NodeGroup(hosts, num_ranks, data, places, link)
-
-
-def named(error: UserError, host: str) -> UserError:
-    """The error of one node as the others show it: with its name."""
-    if host in str(error):
-        return error
-    error.where = f"{error.where} on {host}" if error.where else f"on {host}"
-    return error
-
-
-def explain_unexpected(error: Exception, host: str) -> UserError:
-    """A bug on one node, as the others show it."""
-    what = f"unexpected error on {host}: {type(error).__name__}: {error}"
-    return UserError(what, where=f"the output of {host} has its traceback", exit_code=EXIT_FAILED)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.facts.types import HostFacts
 from manyhands.importers.load import LoadedRun
 from manyhands.launch.environment import PLACES, apply_variables
@@ -22,7 +22,7 @@ from manyhands.launch.local.watch import raise_when_stopped
 from manyhands.launch.nodes.channel import Channel
 from manyhands.launch.nodes.info import count_ranks
 from manyhands.launch.nodes.launcher_group import LauncherGroup, open_channel
-from manyhands.launch.nodes.preflight import explain_unexpected, find_group, named
+from manyhands.launch.nodes.preflight import find_group
 from manyhands.launch.restart.restarts import Place, Restart
 from manyhands.launch.run.lock import FolderLock, TakeLock
 from manyhands.launch.run.prepare import Prepared, plan_smaller, prepare_run
@@ -112,10 +112,13 @@ def failing_together(channel: Channel) -> Iterator[None]:
             yield
     except UserError as error:
         if channel.trouble is None:
-            channel.fail(named(error, host))
+            if host not in str(error):  # as the others show it
+                error.where = f"{error.where} on {host}" if error.where else f"on {host}"
+            channel.fail(error)
         raise channel.trouble or error from None
-    except Exception as error:
-        channel.fail(explain_unexpected(error, host))
+    except Exception as error:  # a bug
+        what = f"unexpected error on {host}: {type(error).__name__}: {error}"
+        channel.fail(UserError(what, where=f"the output of {host} has its traceback", exit_code=EXIT_FAILED))
         raise
 
 

@@ -353,21 +353,6 @@ class RunFolder:
             renamed.append(path.rename(target).name)
         return renamed
 
-    def describe_earlier_result(self) -> str:
-        """A line where the run was made longer and has not finished since: model/ or adapter/ are of its earlier end.
-        Empty otherwise.
-        """
-        reports = sorted(self.plans.glob("*.report.json"))
-        if not reports or self.is_finished:
-            return ""
-        measured = (read_json(reports[-1]) or {}).get("measured", {})
-        newest = self.newest_step()
-        further = "" if newest is None else f"; manyhands export {self.path} writes that of step {newest:,}"
-        return (
-            f"note: this run was made longer and has not finished: its result is that of step {measured.get('steps')}"
-            + further
-        )
-
     def write_interrupted(self, reason: str) -> None:
         """Writes status.json of an interrupted launch. That the one before it ran out of memory stays known: it may be
         interrupted while a smaller plan is made.
@@ -466,8 +451,13 @@ def _explain_invalid(error: Exception) -> str:
 
 
 def describe_earlier_result(folder: Path) -> str:
-    """``RunFolder.describe_earlier_result`` of a run's folder, or of the model/ or adapter/ in it; empty for others."""
-    for place in (folder, folder.parent):
-        if (place / "run.json").is_file():
-            return RunFolder(place).describe_earlier_result()
-    return ""
+    """For a run's folder, or the model/ or adapter/ in it: a line where the run was made longer and has not finished
+    since, so that they are of its earlier end. Empty otherwise.
+    """
+    run = next((RunFolder(place) for place in (folder, folder.parent) if (place / "run.json").is_file()), None)
+    reports = sorted(run.plans.glob("*.report.json")) if run is not None else []
+    if run is None or not reports or run.is_finished:
+        return ""
+    steps, newest = (read_json(reports[-1]) or {}).get("measured", {}).get("steps"), run.newest_step()
+    further = "" if newest is None else f"; manyhands export {run.path} writes that of step {newest:,}"
+    return f"note: this run was made longer and has not finished: its result is that of step {steps}{further}"
