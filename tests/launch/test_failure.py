@@ -34,43 +34,32 @@ def ended(code: int, pid: int = 1, timestamp: float | None = None):
 LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8913")
 
 
-def test_a_cause_wins_over_an_earlier_consequence(folder):
-    write_failure(folder, 0, "train", LOST)
-    write_failure(folder, 1, "open data", KeyError("ids"))
-    text = str(find_cause(folder, {0: ended(1), 1: ended(1)}).error)
-    assert "rank 1 failed in stage 'open data': KeyError: 'ids'" in text
+NEW_WORDS, IDS = RuntimeError("the ring has a gap"), KeyError("ids")  # the first: of a torch to come
+LATE = time.time() + 100
 
 
-def test_the_earliest_of_two_causes(folder):
-    write_failure(folder, 1, "train", ValueError("first"))
-    write_failure(folder, 0, "train", ValueError("second"))
-    assert "first" in find_cause(folder).error.what
-
-
-def test_a_killed_rank_wins_over_those_that_lost_it(folder):
-    write_failure(folder, 0, "train", LOST)
-    error = find_cause(folder, {0: ended(1), 1: ended(-9), 2: ended(-6), 3: ended(-15)}).error
-    assert error.what == "rank 1 was killed (SIGKILL)" and error.exit_code == 1
-
-
-def test_a_killed_rank_wins_over_an_earlier_error_of_torch_whose_words_are_new(folder):
-    write_failure(folder, 0, "train", RuntimeError("the ring has a gap"))
-    later = time.time() + 100
-    assert "rank 1 was killed (SIGKILL)" in find_cause(folder, {0: ended(1), 1: ended(-9, timestamp=later)}).error.what
-    write_failure(folder, 2, "train", KeyError("ids"))
-    assert "rank 2 failed" in find_cause(folder, {0: ended(1)}).error.what, "and so does an error of our own"
+@pytest.mark.parametrize(
+    ("written", "exits", "what"),
+    [
+        ({0: LOST, 1: IDS}, {0: ended(1), 1: ended(1)}, "rank 1 failed in stage 'train': KeyError: 'ids'"),
+        ({1: ValueError("first"), 0: ValueError("second")}, {}, "rank 1 failed in stage 'train': ValueError: first"),
+        ({0: LOST}, {0: ended(1), 1: ended(-9), 2: ended(-6), 3: ended(-15)}, "rank 1 was killed (SIGKILL)"),
+        ({0: NEW_WORDS}, {0: ended(1), 1: ended(-9, timestamp=LATE)}, "rank 1 was killed (SIGKILL)"),
+        ({0: NEW_WORDS, 2: IDS}, {0: ended(1)}, "rank 2 failed in stage 'train': KeyError: 'ids'"),
+        ({}, {0: ended(-9, pid=7), 1: ended(4, pid=8)}, "rank 1 ended with exit code 4 and no message"),
+    ],
+    ids=["consequence", "earliest", "killed", "killed later", "own error", "ended by the watch"],
+)
+def test_which_failure_is_the_cause(folder, written, exits, what):
+    for rank, error in written.items():
+        write_failure(folder, rank, "train", error)
+    cause = find_cause(folder, exits, ended_by_us={7}).error
+    assert (cause.what, cause.exit_code) == (what, 1)
 
 
 def test_a_run_of_one_process_has_no_peers_to_lose(folder):
     write_failure(folder, 0, "train", RuntimeError("connection reset"), world_size=1)
-    assert (
-        "rank 0 failed in stage 'train': RuntimeError: connection reset" in find_cause(folder, {0: ended(1)}).error.what
-    )
-
-
-def test_what_the_watch_killed_is_nobodys_cause(folder):
-    error = find_cause(folder, {0: ended(-9, pid=7), 1: ended(4, pid=8)}, ended_by_us={7}).error
-    assert "rank 1 ended with exit code 4" in error.what
+    assert find_cause(folder).error.what == "rank 0 failed in stage 'train': RuntimeError: connection reset"
 
 
 def test_only_consequences_name_where_the_others_were(folder):

@@ -121,24 +121,16 @@ def launcher_groups(meeting: Meeting, num: int) -> list[LauncherGroup]:
     return [LauncherGroup(channel, group, Place(channel.node, num, meeting.address), {}) for channel in channels]
 
 
-@pytest.mark.parametrize(("least", "left"), [(4, [0, 2]), (5, []), (None, [])])
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("least", "enough"), [(4, True), (5, False), (None, False)])
 def test_the_nodes_left_agree_to_go_on_if_they_have_enough_gpus(
-    meeting: Meeting, least: int | None, left: list[int]
+    meeting: Meeting, lost: int, least: int | None, enough: bool
 ) -> None:
-    found = launcher_groups(meeting, 3)
-    vanish(found[1].channel)
-    until(lambda: all(1 in found[node].channel.lost for node in (0, 2)))
-    assert at_once(*(lambda node=node: found[node].agree_on_left(least) for node in (0, 2))) == [left, left]
-
-
-@pytest.mark.parametrize(("least", "left"), [(4, [1, 2]), (5, []), (None, [])])
-def test_without_node_0_the_others_go_on_if_they_have_enough_gpus(
-    meeting: Meeting, least: int | None, left: list[int]
-) -> None:
-    found = launcher_groups(meeting, 3)
-    vanish(found[0].channel)
-    until(lambda: all(0 in found[node].channel.lost for node in (1, 2)))
-    assert at_once(*(lambda node=node: found[node].agree_on_left(least) for node in (1, 2))) == [left, left]
+    found, left = launcher_groups(meeting, 3), [node for node in range(3) if node != lost]
+    vanish(found[lost].channel)
+    until(lambda: all(lost in found[node].channel.lost for node in left))
+    agreed = at_once(*(lambda node=node: found[node].agree_on_left(least) for node in left))
+    assert agreed == [left if enough else []] * 2
 
 
 def test_what_drivers_report_on_any_node_is_known_to_all(meeting: Meeting) -> None:

@@ -77,41 +77,29 @@ def carry(folder: RunFolder, step: int, config, plan) -> Path:
     return path
 
 
-OF_ANOTHER = {
-    "optimizer.learning_rate": 0.5,
-    "seed": 7,
-    "data.max_length": 64,
-    "model.revision": "v2",
-    "batch.samples": 3,
-}
-
-
-@pytest.mark.parametrize(("key", "value"), OF_ANOTHER.items())
-def test_a_checkpoint_of_another_run_is_not_resumed_from(world, key, value):
+@pytest.mark.parametrize(
+    ("keys", "computed", "detail"),
+    [
+        ({"optimizer.learning_rate": 0.5}, {}, "optimizer.learning_rate: 0.5 -> "),
+        ({"seed": 7}, {}, "seed: 7 -> "),
+        ({"data.max_length": 64}, {}, "data.max_length: 64 -> "),
+        ({"model.revision": "v2"}, {}, "model.revision: 'v2' -> "),
+        ({"batch.samples": 3}, {}, "batch.samples: 3 -> "),
+        ({}, {"data_content": "other tokens"}, "data_content"),
+        ({}, {"data_digest": "other rows"}, "data_digest"),
+        ({}, {"learning_rate": 0.5}, "learning_rate"),
+        ({}, {"num_steps": 99}, "num_steps"),
+        ({}, {"model_files": {"config.json": "1" * 64}}, "model_files"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_not_resumed_from(world, keys, computed, detail):
+    """Of other keys, or of the same that have computed something else."""
     plan = prepare().plan
-    path = carry(world.run, 5, make_config(**{key: value}), plan)
+    path = carry(world.run, 5, make_config(**keys), plan.model_copy(update=computed))
     with pytest.raises(UserError, match="the checkpoint is of another run") as caught:
         prepare()
-    assert Path(caught.value.where).resolve() == path and caught.value.details[0].startswith(f"{key}: {value!r} -> ")
+    assert Path(caught.value.where).resolve() == path and caught.value.details[0].startswith(detail)
     assert world.run.newest_plan_number() == 1
-
-
-COMPUTED = {
-    "data_content": "other tokens",
-    "data_digest": "other rows",
-    "learning_rate": 0.5,
-    "num_steps": 99,
-    "model_files": {"config.json": "1" * 64},
-}
-
-
-@pytest.mark.parametrize(("name", "value"), COMPUTED.items())
-def test_a_checkpoint_of_a_run_with_the_same_keys_that_computed_something_else_is_refused(world, name, value):
-    plan = prepare().plan
-    carry(world.run, 5, make_config(), plan.model_copy(update={name: value}))
-    with pytest.raises(UserError, match="the checkpoint is of another run") as caught:
-        prepare()
-    assert caught.value.details[0].startswith(name)
 
 
 def test_a_checkpoint_of_this_run_is_resumed_from_under_another_name_and_at_another_place(world):
@@ -120,17 +108,12 @@ def test_a_checkpoint_of_this_run_is_resumed_from_under_another_name_and_at_anot
     assert prepare().resume
 
 
-FOREIGN_PLANS = {
-    "newest, of a run that was planned": (2, False, "run.json"),
-    "newest, of a run without a checkpoint": (2, True, "run.json"),
-    "in place of its own": (1, True, "run.json"),
-    "in place of one before other limits": (1, True, "001.run.json"),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN_PLANS)
-def test_a_plan_of_another_run_is_refused_at_every_start(world, name):
-    number, has_begun, made_from = FOREIGN_PLANS[name]
+@pytest.mark.parametrize(
+    ("number", "has_begun", "made_from"),
+    [(2, False, "run.json"), (2, True, "run.json"), (1, True, "run.json"), (1, True, "001.run.json")],
+    ids=["newest, only planned", "newest, no checkpoint", "in place of its own", "before other limits"],
+)
+def test_a_plan_of_another_run_is_refused_at_every_start(world, number, has_begun, made_from):
     prepare()
     if has_begun:
         world.run.write_status("failed", plan=number, cause="out_of_memory")
@@ -213,12 +196,12 @@ def test_a_second_start_resumes_on_the_same_or_another_number_of_gpus(world):
     )
 
 
-@pytest.mark.parametrize("key", ["checkpoint.keep_last", "checkpoint.every_steps", "checkpoint.per_epoch"])
-def test_when_checkpoints_are_made_and_how_many_are_kept_may_change(world, key):
+def test_when_checkpoints_are_made_and_how_many_are_kept_may_change(world):
     """As errors of a full disk, and of a rollback before the first checkpoint, advise."""
     prepare()
     pretend_checkpoint(world.run, 5)
-    assert prepare(**{key: 1}).resume
+    for key in ("checkpoint.keep_last", "checkpoint.every_steps", "checkpoint.per_epoch"):
+        assert prepare(**{key: 1}).resume
 
 
 def test_half_written_files_of_a_killed_launch_are_gone_after_the_next_start(world):

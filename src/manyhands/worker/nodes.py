@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -131,12 +131,6 @@ def _open_channel(store: dist.Store, launcher: Launcher, nodes: NodeMap, timeout
     return channel
 
 
-def raise_failure(store: dist.Store) -> None:
-    """What another node has failed with, if any has."""
-    if store.check([FAILED]):
-        raise UserError.from_json(store.get(FAILED).decode())
-
-
 def refuse_second_claim(store: dist.Store, rank: int, mine: str) -> None:
     """UserError, on all ranks, where two processes come as the same rank."""
     said = store.compare_set(f"here/{rank}", "", mine).decode()
@@ -197,15 +191,8 @@ class FirstRankFailed(PeerError):
 
 def has_key(store: dist.Store, key: str) -> bool:
     """UserError where rank 0, which serves the store, has ended."""
-    with served_by_first_rank():
-        return store.check([key])
-
-
-@contextlib.contextmanager
-def served_by_first_rank() -> Iterator[None]:
-    """Within, an error of the store is a UserError: rank 0, which serves it, has ended."""
     try:
-        yield
+        return store.check([key])
     except (dist.DistError, RuntimeError) as error:
         raise UserError(
             "rank 0 ended before it had a plan for all",

@@ -44,13 +44,13 @@ from manyhands.launch.run.resume import folder_of
 from manyhands.planner.types import Plan
 from manyhands.worker.collectives import count_collectives, read_collectives
 from manyhands.worker.nodes import (
+    FAILED,
     POLL_S,
     FirstRankFailed,
     broadcast_from_rank0,
     describe_rank,
     find_group_over_store,
     has_key,
-    raise_failure,
     read_map,
     refuse_second_claim,
     shutdown_barrier,
@@ -257,8 +257,9 @@ def gather_ranks(store: dist.Store, launcher: Launcher, timeout_s: float) -> Non
     missing = list(range(world_size))
     while missing and time.monotonic() < deadline:
         missing = [r for r in missing if not has_key(store, f"here/{r}")]
+        if missing and store.check([FAILED]):
+            raise UserError.from_json(store.get(FAILED).decode())
         if missing:
-            raise_failure(store)
             time.sleep(POLL_S)
     if missing:
         raise UserError(

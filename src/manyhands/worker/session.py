@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -75,20 +76,19 @@ class Session(Process):
         self.start_heartbeat(folder)
         listen_for_signal(folder, self.launcher.rank)
         self.watch_signals(give_up=lambda: is_lost(folder))
-        if self.launcher.kind != "manyhands":
-            self._watch_others(folder, config.parallel.timeout_s)
-
-    def _watch_others(self, folder: RunFolder, timeout_s: float) -> None:
+        launcher, timeout_s = self.launcher, config.parallel.timeout_s
+        if launcher.kind == "manyhands":
+            return
         self.watch = RankWatch(
             folder,
-            self.launcher.world_size,
+            launcher.world_size,
             timeout_s,
-            rank=self.launcher.rank,
-            local_rank=self.launcher.local_rank,
+            rank=launcher.rank,
+            local_rank=launcher.local_rank,
             report=self.show_end,
         )
         self.watch.start()
-        if self.launcher.world_size == 1:
+        if launcher.world_size == 1:
             start_beside(folder, timeout_s, self.terminal)
 
     def start_heartbeat(self, folder: RunFolder) -> None:
@@ -138,7 +138,8 @@ class Session(Process):
         rank, world_size, stage = self.launcher.rank, self.launcher.world_size, self.stage
         is_consequence = world_size > 1 and looks_like_consequence(error)
         if not isinstance(error, UserError | PeerError):
-            self._keep_traceback(error)
+            with contextlib.suppress(OSError):  # into the log, whose disk may be full
+                traceback.print_exception(error)
         if not is_consequence:
             self._show(describe_failure(error, stage, rank, self.folder.log(rank) if self.folder is not None else None))
             record_for_torch(error, stage, rank)
@@ -179,10 +180,6 @@ class Session(Process):
         reason = error if isinstance(error, UserError) else UserError(text.removeprefix("error: "))
         with contextlib.suppress(OSError):
             self.folder.write_failed(reason, self.plan)
-
-    def _keep_traceback(self, error: BaseException) -> None:
-        with contextlib.suppress(OSError):  # into the log, whose disk may be full
-            traceback.print_exception(error)
 
     def _show(self, text: str) -> None:
         if self.launcher.kind != "manyhands" and (self.folder is None or claim_terminal(self.folder)):
@@ -232,20 +229,14 @@ class StopSignal:
         self.number = self.number or signal.SIGUSR1
 
     def _watch(self) -> None:
-        first = self._next()
-        deadline = threading.Event()
+        while (first := os.read(self._read, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+            pass
         for _ in range(int(GRACE_S / 0.5)):
             if self._give_up():
                 self._before_exit()
                 break
-            deadline.wait(0.5)
+            time.sleep(0.5)
         os._exit(128 + first)
-
-    def _next(self) -> int:
-        while True:
-            number = os.read(self._read, 1)[0]
-            if number in (signal.SIGINT, signal.SIGTERM):
-                return number
 
 
 def redirect_output(log: Path) -> TextIO:

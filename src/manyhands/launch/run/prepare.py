@@ -220,10 +220,7 @@ def plan_smaller(prepared: Prepared, group: NodeGroup | None = None) -> Prepared
     UserError (NothingSmaller) where the plan that ran out was the smallest.
     """
     folder = prepared.folder
-    num_left = prepared.num_left
-    plan = _plan_launch(
-        prepared.config, folder, None, None, lambda _: None, must_shrink=True, group=group, num_left=num_left
-    )
+    plan = _plan_launch(prepared.config, folder, must_shrink=True, group=group, num_left=prepared.num_left)
     folder.write_plan(plan)
     return replace(prepared, plan=plan, resume=folder.newest_step() is not None)
 
@@ -242,7 +239,7 @@ def plan_fewer(prepared: Prepared, num_left: int) -> Prepared:
     refused: UserError | None = None
     for num in range(num_left, least - 1, -1):
         try:
-            plan = _plan_launch(prepared.config, folder, None, None, lambda _: None, num_left=num)
+            plan = _plan_launch(prepared.config, folder, num_left=num)
         except UserError as error:
             refused = refused or error
             if error.where not in OF_THE_NUMBER:
@@ -264,9 +261,9 @@ def _with_batch_of(config: RunConfig, before: Plan) -> RunConfig:
 def _plan_launch(
     config: RunConfig,
     folder: RunFolder,
-    world_size: int | None,
-    local_world_size: int | None,
-    report: Callable[[str], None],
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    report: Callable[[str], None] = lambda line: None,
     *,
     must_shrink: bool = False,
     host: HostFacts | None = None,
