@@ -92,7 +92,6 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._ranks = [_Seen() for _ in range(self.world_size)]
-        self.local = range(self.world_size) if self.local is None else self.local
         self._caused_at: float | None = None
         self._behind: tuple[tuple[int, ...], list[int]] = ((), [])
         self._behind_s = 0.0  # since it is these that the others wait for
@@ -122,10 +121,9 @@ class Watch:
             self._end_waiting(now)
 
     def _look(self, elapsed_s: float) -> None:
-        assert self.local is not None
         elsewhere = self.others.read_beats() if self.others is not None else {}
         for rank, seen in enumerate(self._ranks):
-            if rank in self.local:
+            if rank in self.local_ranks:
                 seen.look(read_beat(self.folder, rank), elapsed_s)
                 seen.is_stopped = seen.beat is not None and _is_stopped(seen.beat.pid)
             else:
@@ -139,8 +137,7 @@ class Watch:
             self._caused_at = time.monotonic()
 
     def _find_pids(self) -> None:
-        assert self.local is not None
-        if len(self.pids) < len(self.local):
+        if len(self.pids) < len(self.local_ranks):
             self.pids.update(worker_pids())
 
     @property
@@ -153,8 +150,7 @@ class Watch:
 
     def describe_ranks(self) -> dict[str, Any]:
         """What node 0 is to know of this node's ranks, as JSON. Files on a network disk would tell it late."""
-        assert self.local is not None
-        seen = {rank: self._ranks[rank] for rank in self.local}
+        seen = {rank: self._ranks[rank] for rank in self.local_ranks}
         return {
             str(rank): {"beat": asdict(one.beat), "is_stopped": one.is_stopped}
             for rank, one in seen.items()
@@ -168,9 +164,8 @@ class Watch:
 
     def kill_ranks(self, ranks: Iterable[int] | None = None) -> None:
         """Ranks of this node, all of them by default."""
-        assert self.local is not None
         self.expect_end()
-        for rank in self.local if ranks is None else ranks:
+        for rank in self.local_ranks if ranks is None else ranks:
             beat = self._ranks[rank].beat
             pid = beat.pid if beat is not None else pid_of_rank(rank)
             if pid is not None:
@@ -206,10 +201,9 @@ class Watch:
         self._end_ranks(culprits)
 
     def _end_ranks(self, culprits: list[int]) -> None:
-        assert self.local is not None
-        self.kill_ranks(rank for rank in culprits if rank in self.local)
+        self.kill_ranks(rank for rank in culprits if rank in self.local_ranks)
         if self.others is not None:
-            self.others.kill_ranks(rank for rank in culprits if rank not in self.local)
+            self.others.kill_ranks(rank for rank in culprits if rank not in self.local_ranks)
 
     def _limit(self, seen: _Seen) -> float:
         return self.timeout_s + (START_GRACE_S if seen.beat is None else 0.0)
