@@ -14,6 +14,7 @@ from manyhands.launch.diagnose.failure import FoundCause
 from manyhands.launch.local.agent import open_store
 from manyhands.launch.nodes import launcher_group as group_module
 from manyhands.launch.nodes.address import Address
+from manyhands.launch.nodes.info import explain_lost
 from manyhands.launch.nodes.launcher_group import LaunchEnd, LauncherGroup
 from manyhands.launch.restart.restarts import Place
 
@@ -94,6 +95,24 @@ def test_a_node_that_is_stuck_after_another_has_failed_ends_with_that_error(
         and exits == [FAILED.error.exit_code]
         and "error: no room for a socket" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("all_failed", [True, False])
+def test_ranks_that_have_all_lost_a_node_are_ended_at_once(monkeypatch: pytest.MonkeyPatch, all_failed: bool) -> None:
+    """None of them can save any more; others get ``SAVE_S``."""
+    monkeypatch.setattr(group_module, "POLL_S", 0.01)
+    monkeypatch.setattr(group_module.os, "kill", lambda pid, number: None)
+    is_killed, num_looks = threading.Event(), []
+    watch: Any = SimpleNamespace(all_failed=lambda: num_looks.append(1) or all_failed, kill_ranks=is_killed.set)
+    ended = threading.Event()
+    make_group(Channel(0, {}))._end(watch, explain_lost("node 1", "node 0", "its launcher ended"), ended)
+    if all_failed:
+        assert is_killed.wait(LONG_S)
+    else:
+        while len(num_looks) < 3:
+            ended.wait(0.01)
+        assert not is_killed.is_set()
+    ended.set()
 
 
 def test_a_node_that_ends_in_time_after_another_has_failed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

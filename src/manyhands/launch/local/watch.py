@@ -148,6 +148,12 @@ class Watch:
     def _may_judge(self) -> bool:
         return self.others is None or self.others.node == 0
 
+    def all_failed(self) -> bool:
+        """Whether every rank of this node has reported a failure."""
+        with contextlib.suppress(OSError):  # a disk that does not answer
+            return set(self.local_ranks) <= self.folder.read_failures().keys()
+        return False
+
     def describe_ranks(self) -> dict[str, Any]:
         """What node 0 is to know of this node's ranks, as JSON. Files on a network disk would tell it late."""
         seen = {rank: self._ranks[rank] for rank in self.local_ranks}

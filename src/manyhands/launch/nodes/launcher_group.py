@@ -35,8 +35,9 @@ from manyhands.launch.nodes.secret import read_secret
 from manyhands.launch.restart.restarts import Place, fix_for_lost_node
 
 SETTLE_S = 60.0  # longer than any node takes to end its workers; a node that is lost is not waited for
-SAVE_S = 20.0  # from the loss of a node until ranks here that still run are killed: they wait for those that are gone
+SAVE_S = 20.0  # from the loss of a node until ranks here that have not noticed it are killed, unless they have saved
 HARD_END_S = 25.0  # from the loss of a node until this launcher ends, whatever it is stuck in
+POLL_S = 0.2
 RETRY_S = 1.0  # until a node that has come back too soon comes again
 TIER_OF_LOST = 2  # as an exit without a report: below a cause that a rank has written
 
@@ -104,7 +105,6 @@ class LauncherGroup:
         self._ranks = [range(end - count, end) for end, count in zip(ends, group.num_ranks, strict=True)]
         self._told: list[FoundCause] = []  # why other nodes have failed in this attempt: they may be gone by the end
         self._stop_sent = False
-        self._timers: list[threading.Timer] = []  # once a node is lost
         self.was_asked = False  # to end, by a signal to this launcher or another
 
     @property
@@ -166,7 +166,7 @@ class LauncherGroup:
         }
         channel.beat_fields = watch.describe_ranks
         try:
-            with channel.when_in_trouble(lambda error: self._end(watch, error)):
+            with channel.when_in_trouble(lambda error: self._end(watch, error, ended)):
                 yield
         finally:
             ended.set()
@@ -175,8 +175,6 @@ class LauncherGroup:
 
     def settle(self, mine: LaunchEnd) -> LaunchEnd:
         """How the launch ended on all nodes, the same on each: the first cause, else the first signal."""
-        for timer in self._timers:  # nothing of torch is running any more
-            timer.cancel()
         if mine.cause is not None:
             self.channel.post("failed", cause=mine.cause.to_json())
         fields = [mine.signal, mine.cause.to_json() if mine.cause is not None else None, mine.reports]
@@ -240,20 +238,26 @@ class LauncherGroup:
 
         threading.Thread(target=end_hard, name="failed", daemon=True).start()
 
-    def _end(self, watch: Watch, error: UserError) -> None:
+    def _end(self, watch: Watch, error: UserError, ended: threading.Event) -> None:
         """A node is lost. Where its launcher alone ended, its ranks get SIGTERM as ours do, and all save together."""
         self._explain_lost()
         if error.kind == SILENT:
             watch.kill_ranks()
         else:
             self._stop(signal.SIGTERM)
-        self._timers = [
-            threading.Timer(SAVE_S, watch.kill_ranks),
-            threading.Timer(HARD_END_S, self._end_hard, (watch, error)),
-        ]
-        for timer in self._timers:
-            timer.daemon = True
-            timer.start()
+
+        def end_ranks() -> None:
+            """Those that wait for what is gone: as soon as all of them have lost it, as then none can save."""
+            begin, is_killed = time.monotonic(), False
+            while not ended.wait(POLL_S):
+                waited_s = time.monotonic() - begin
+                if not is_killed and (waited_s > SAVE_S or watch.all_failed()):
+                    is_killed = True
+                    watch.kill_ranks()
+                if waited_s > HARD_END_S:
+                    self._end_hard(watch, error)
+
+        threading.Thread(target=end_ranks, name="lost", daemon=True).start()
 
     def _end_hard(self, watch: Watch, error: UserError) -> None:
         """What a cut link leaves hanging inside torch's store cannot be interrupted."""
