@@ -22,7 +22,7 @@ from manyhands.facts.types import GpuFacts
 from manyhands.launch.environment import ATTEMPT
 from manyhands.launch.local import start
 from manyhands.launch.local.heartbeat import Beat, Heartbeat, read_beats
-from manyhands.launch.local.watch import raise_when_stopped, wait_unless_asked
+from manyhands.launch.local.watch import raise_when_stopped, sleep_unless_stopped
 from manyhands.launch.nodes.start import PreparedLaunch
 from manyhands.launch.restart import restarts as restarts_module
 from manyhands.launch.restart.lost_gpus import LaunchGpus
@@ -129,8 +129,8 @@ def test_steps_that_are_done_again_are_counted_from_the_newest_that_any_rank_has
 def test_a_signal_ends_the_pause() -> None:
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     begin = time.monotonic()
-    assert wait_unless_asked(60) == signal.SIGTERM and time.monotonic() - begin < 30
-    assert wait_unless_asked(0) is None
+    assert sleep_unless_stopped(60) == signal.SIGTERM and time.monotonic() - begin < 30
+    assert sleep_unless_stopped(0) is None
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ _UNREAD = {
 _ASYNC_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 
 
-def asked_processes(environ: Mapping[str, str] = os.environ) -> int | None:
+def requested_processes(environ: Mapping[str, str] = os.environ) -> int | None:
     """The number of processes that our variables ask for; None where they leave it open. UserError for what is no
     number.
     """
@@ -187,7 +187,7 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 def _apply_own(config: RunConfig, environ: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
     notes, changes, parallel = [], {}, config.parallel
-    asked, forced = asked_processes(environ), _is_on(environ, FORCE_SINGLE_GPU)
+    asked, forced = requested_processes(environ), _is_on(environ, FORCE_SINGLE_GPU)
     name = FORCE_SINGLE_GPU if forced else NUM_PROCESSES
     if asked is not None and (forced or parallel.gpus == "auto"):
         changes["gpus"] = asked

@@ -67,7 +67,7 @@ class ClusterJob:
         return self.config.name
 
     @property
-    def asked(self) -> SubmitSection:
+    def section(self) -> SubmitSection:
         return self.config.submit
 
     @property
@@ -97,7 +97,7 @@ def describe_job(config: RunConfig, plan: Plan | None, host: HostFacts, files: P
 
     UserError where keys of ``submit`` contradict the run, or a secret would be written down.
     """
-    asked = config.submit
+    section = config.submit
     _refuse_secrets(config)
     device = plan.layout.device if plan is not None else "cuda" if host.gpus else "cpu"
     total = plan.layout.world_size if plan is not None else _count(config, host)
@@ -110,15 +110,15 @@ def describe_job(config: RunConfig, plan: Plan | None, host: HostFacts, files: P
         )
     num_per_node = total // num_nodes
     gpu = host.kind if device == "cuda" else None
-    time_limit_s = None if asked.time_limit is None else parse_duration(asked.time_limit)
-    save_before_s = _save_before(asked, plan)
+    time_limit_s = None if section.time_limit is None else parse_duration(section.time_limit)
+    save_before_s = _save_before(section, plan)
     if time_limit_s is not None and save_before_s >= time_limit_s:
         raise UserError(
             f"the run would be told to save {save_before_s} s before a limit of {time_limit_s} s",
             where="submit.time_limit, submit.save_before_s",
             fix="raise submit.time_limit, or lower submit.save_before_s",
         )
-    cores = asked.cpus_per_gpu
+    cores = section.cpus_per_gpu
     return ClusterJob(
         config=config,
         files=files,
@@ -133,13 +133,13 @@ def describe_job(config: RunConfig, plan: Plan | None, host: HostFacts, files: P
     )
 
 
-def parse_duration(asked: int | str) -> int:
+def parse_duration(limit: int | str) -> int:
     """Seconds of ``36:00:00``, ``1-12:00:00``, ``1d12h``, ``90m`` or a number of seconds."""
-    if isinstance(asked, int):
-        return asked
-    if ":" not in asked:
-        return sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhm])", asked))
-    days, _, clock = asked.rpartition("-")
+    if isinstance(limit, int):
+        return limit
+    if ":" not in limit:
+        return sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhm])", limit))
+    days, _, clock = limit.rpartition("-")
     hours, minutes, seconds = map(int, clock.split(":"))
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
@@ -161,9 +161,9 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def under_volume(path: str, asked: SubmitSection) -> bool:
+def under_volume(path: str, section: SubmitSection) -> bool:
     """Whether a path lies in one of ``submit.volumes``."""
-    return any(Path(path).is_relative_to(mount) for mount in asked.volumes)
+    return any(Path(path).is_relative_to(mount) for mount in section.volumes)
 
 
 def refuse_lost_folder(config: RunConfig, where: str) -> None:
@@ -200,25 +200,25 @@ def to_yaml(job: ClusterJob, *documents: dict[str, Any]) -> str:
     return f"# {job.title}\n" + yaml.dump_all(documents, Dumper=_Blocks, sort_keys=False, width=120)
 
 
-def unread_keys(asked: SubmitSection, target: Target) -> list[str]:
+def unread_keys(section: SubmitSection, target: Target) -> list[str]:
     """Keys of the section that are set and that this kind of cluster does not have."""
     found = [
         f"submit.{key}"
         for key, targets in ONLY.items()
-        if target not in targets and getattr(asked, key) != type(asked).model_fields[key].default
+        if target not in targets and getattr(section, key) != type(section).model_fields[key].default
     ]
-    outside = target == "slurm" and asked.image is None  # paths are the nodes' own
-    return found + ["submit.volumes"] * (outside and bool(asked.volumes))
+    outside = target == "slurm" and section.image is None  # paths are the nodes' own
+    return found + ["submit.volumes"] * (outside and bool(section.volumes))
 
 
 def _refuse_secrets(config: RunConfig) -> None:
     """By their names in the job's environment and commands; by their values anywhere in the run, which goes with the
     job.
     """
-    asked = config.submit
-    named = [(name, f"submit.environment.{name}") for name in asked.environment if _SECRET.search(name.upper())]
+    section = config.submit
+    named = [(name, f"submit.environment.{name}") for name in section.environment if _SECRET.search(name.upper())]
     for key in ("setup", "options"):
-        found = (name for text in getattr(asked, key) for name in _ASSIGNED.findall(text))
+        found = (name for text in getattr(section, key) for name in _ASSIGNED.findall(text))
         named += [(name, f"submit.{key}") for name in found if _SECRET.search(name)]
     for name, where in named[:1]:
         raise UserError(
@@ -250,13 +250,13 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _count(config: RunConfig, host: HostFacts) -> int:
-    asked = config.parallel.gpus
-    return asked if asked != "auto" else max(1, len(host.gpus)) * host.num_nodes
+    gpus = config.parallel.gpus
+    return gpus if gpus != "auto" else max(1, len(host.gpus)) * host.num_nodes
 
 
-def _save_before(asked: SubmitSection, plan: Plan | None) -> int:
-    if asked.save_before_s != "auto":
-        return asked.save_before_s
+def _save_before(section: SubmitSection, plan: Plan | None) -> int:
+    if section.save_before_s != "auto":
+        return section.save_before_s
     size = plan.disk.checkpoint_bytes if plan is not None and plan.disk is not None else 0
     return SAVE_S + -(-size // SAVE_BYTES_PER_S)
 

@@ -25,31 +25,31 @@ LABELS = {"nvidia": "nvidia.com/gpu.product", "amd": "amd.com/gpu.product-name"}
 def write_manifest(job: ClusterJob, run: str) -> str:
     """``run``: the content of run.json. UserError for what a pod would not find, or would lose."""
     _check(job)
-    asked, name, gpu = job.asked, resource_name(job), job.gpu
-    metadata = {"name": name} if asked.namespace is None else {"name": name, "namespace": asked.namespace}
+    section, name, gpu = job.section, resource_name(job), job.gpu
+    metadata = {"name": name} if section.namespace is None else {"name": name, "namespace": section.namespace}
     start = (
-        f"{shlex.quote(asked.python or 'python3')} -m torch.distributed.run -m manyhands.worker {RUN_FOLDER}/run.json"
+        f"{shlex.quote(section.python or 'python3')} -m torch.distributed.run -m manyhands.worker {RUN_FOLDER}/run.json"
     )
-    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in asked.environment.items()]
+    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in section.environment.items()]
     env += [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
-        for name, secret in asked.secrets.items()
+        for name, secret in section.secrets.items()
     ]
     limits: dict[str, Any] = {} if gpu is None else {RESOURCES[gpu.vendor]: job.num_per_node}
     requests = {**limits, "cpu": job.cores * job.num_per_node}
     if job.host_bytes is not None:
         requests["memory"] = str(job.host_bytes)
     trainer = {
-        "image": asked.image,
-        "command": ["/bin/sh", "-ec", "\n".join([*asked.setup, f"exec {start}"])]
-        if asked.setup
+        "image": section.image,
+        "command": ["/bin/sh", "-ec", "\n".join([*section.setup, f"exec {start}"])]
+        if section.setup
         else shlex.split(start),
         "numNodes": job.num_nodes,
         "numProcPerNode": job.num_per_node,
         "env": env,
         "resourcesPerNode": _given({"requests": requests, "limits": limits}),
     }
-    disks = {claim: f"volume-{index}" for index, claim in enumerate(dict.fromkeys(asked.volumes.values()))}
+    disks = {claim: f"volume-{index}" for index, claim in enumerate(dict.fromkeys(section.volumes.values()))}
     pod = {  # what the pods need beside the runtime's: the run, disks, shared memory for NCCL and data workers, GPUs
         "containers": [
             {
@@ -57,7 +57,7 @@ def write_manifest(job: ClusterJob, run: str) -> str:
                 "volumeMounts": [
                     {"name": "run", "mountPath": RUN_FOLDER},
                     {"name": "shared-memory", "mountPath": "/dev/shm"},
-                    *({"name": disks[claim], "mountPath": path} for path, claim in asked.volumes.items()),
+                    *({"name": disks[claim], "mountPath": path} for path, claim in section.volumes.items()),
                 ],
             }
         ],
@@ -67,12 +67,12 @@ def write_manifest(job: ClusterJob, run: str) -> str:
             *({"name": disk, "persistentVolumeClaim": {"claimName": claim}} for claim, disk in disks.items()),
         ],
         "terminationGracePeriodSeconds": GRACE_S,
-        **({} if gpu is None else _on_gpus(gpu, asked.gpu_type)),
+        **({} if gpu is None else _on_gpus(gpu, section.gpu_type)),
     }
     template: dict[str, Any] = {"spec": {"template": {"spec": pod}}}
     patch = {"template": {"spec": {"replicatedJobs": [{"name": CONTAINER, "template": template}]}}}
     spec = {
-        "runtimeRef": {"name": asked.runtime},
+        "runtimeRef": {"name": section.runtime},
         "activeDeadlineSeconds": job.time_limit_s,
         "trainer": _given(trainer),
         "runtimePatches": [{"manager": MANAGER, "trainingRuntimeSpec": patch}],
@@ -95,13 +95,13 @@ def resource_name(job: ClusterJob) -> str:
 
 
 def _check(job: ClusterJob) -> None:
-    if job.asked.image is None:
+    if job.section.image is None:
         raise UserError(
             "a pod needs an image in which manyhands is installed",
             where="submit.image",
             fix="write submit.image: REGISTRY/NAME:TAG",
         )
-    for mount, claim in job.asked.volumes.items():
+    for mount, claim in job.section.volumes.items():
         if "/" in claim:
             raise UserError(
                 f"{claim} is no PersistentVolumeClaim",
@@ -110,7 +110,7 @@ def _check(job: ClusterJob) -> None:
             )
     refuse_lost_folder(job.config, "a pod")
     for key, path in local_paths(job.config):
-        if not under_volume(path, job.asked):
+        if not under_volume(path, job.section):
             raise UserError(
                 "a pod would not find this path",
                 where=f"{key}: {path}",

@@ -1,4 +1,4 @@
-"""From a run file's config to a job's files in the run's folder: the plan for the GPUs asked for, and what follows; and
+"""From a run file's config to a job's files in the run's folder: the plan for the GPUs requested, and what follows; and
 the site's own client: what it knows of the cluster, whether it would take a job, and submitting it.
 """
 
@@ -37,7 +37,7 @@ SHORT_S, LONG_S = 60.0, 1800.0  # SkyPilot uploads what the job reads
 
 @dataclass(frozen=True)
 class JobFiles:
-    """A job whose files are written. ``plan``: None where none was asked for."""
+    """A job whose files are written. ``plan``: None where it was left out."""
 
     job: ClusterJob
     file: Path
@@ -102,7 +102,7 @@ def _files_of(config: RunConfig) -> Path:
 
 
 def list_gres_types() -> list[str]:
-    """SLURM's names for this cluster's kinds of GPUs; none where it cannot be asked."""
+    """SLURM's names for this cluster's kinds of GPUs; none where sinfo does not answer."""
     if shutil.which("sinfo") is None:
         return []
     try:
@@ -116,13 +116,13 @@ def list_gres_types() -> list[str]:
 
 def submit_command(job: ClusterJob, target: Target, file: Path) -> list[str]:
     """What is run in a shell to submit the file."""
-    asked = job.asked
+    section = job.section
     if target == "slurm":
         return ["sbatch", str(file)]
     if target == "kubernetes":
-        return ["kubectl", "create", *asked.options, f"--filename={file}"]
-    secrets = [f"--secret={name}" for name in asked.secrets]
-    return ["sky", "jobs", "launch", "--yes", "--detach-run", *secrets, *asked.options, str(file)]
+        return ["kubectl", "create", *section.options, f"--filename={file}"]
+    secrets = [f"--secret={name}" for name in section.secrets]
+    return ["sky", "jobs", "launch", "--yes", "--detach-run", *secrets, *section.options, str(file)]
 
 
 def check_file(target: Target, file: Path) -> str | None:
@@ -144,7 +144,7 @@ def submit_file(job: ClusterJob, target: Target, file: Path) -> str:
             fix=f"where it is, run: {' '.join(command)}",
             exit_code=EXIT_FAILED,
         )
-    unset = [name for name in job.asked.secrets if name not in os.environ]
+    unset = [name for name in job.section.secrets if name not in os.environ]
     if target != "kubernetes" and unset:
         raise UserError(
             f"{unset[0]} is not set in this shell",

@@ -29,9 +29,9 @@ NAMES = {
 
 def write_task(job: ClusterJob) -> str:
     """UserError for what a rented machine would not find, or would lose."""
-    asked = job.asked
+    section = job.section
     refuse_lost_folder(job.config, "a rented machine")
-    if asked.image is None and not asked.setup:
+    if section.image is None and not section.setup:
         raise UserError(
             "nothing installs manyhands on the machines",
             where="submit.setup, submit.image",
@@ -39,12 +39,12 @@ def write_task(job: ClusterJob) -> str:
         )
     resources: dict[str, Any] = {}
     if job.gpu is not None:
-        resources["accelerators"] = f"{asked.gpu_type or NAMES.get(job.gpu.name, job.gpu.name)}:{job.num_per_node}"
+        resources["accelerators"] = f"{section.gpu_type or NAMES.get(job.gpu.name, job.gpu.name)}:{job.num_per_node}"
     if job.host_bytes is not None:
         resources["memory"] = f"{-(-job.host_bytes // 10**9)}+"
-    if asked.image is not None:
-        resources["image_id"] = asked.image if ":" in asked.image.split("/")[0] else f"docker:{asked.image}"
-    buckets = {path: source for path, source in asked.volumes.items() if "://" in source}
+    if section.image is not None:
+        resources["image_id"] = section.image if ":" in section.image.split("/")[0] else f"docker:{section.image}"
+    buckets = {path: source for path, source in section.volumes.items() if "://" in source}
     if job.num_nodes > 1 and any(Path(job.config.output.dir).is_relative_to(path) for path in buckets):
         raise UserError(  # none would see the others' checkpoints in time
             "several machines cannot share a run's folder that is on a bucket",
@@ -52,21 +52,21 @@ def write_task(job: ClusterJob) -> str:
             why="each writes to the bucket through a cache of its own",
             fix="write output.dir on a volume (`sky volumes`), or take the GPUs of one machine",
         )
-    disks = {path: source for path, source in asked.volumes.items() if path not in buckets}
+    disks = {path: source for path, source in section.volumes.items() if path not in buckets}
     mounts: dict[str, Any] = {RUN_JSON: str(job.run_json)}
-    mounts |= {path: path for _, path in local_paths(job.config) if not under_volume(path, asked)}
+    mounts |= {path: path for _, path in local_paths(job.config) if not under_volume(path, section)}
     # MOUNT alone cannot rename, by which a checkpoint is completed.
     mounts |= {path: {"source": source, "mode": "MOUNT_CACHED"} for path, source in buckets.items()}
     task: dict[str, Any] = {
         "name": job.name,
         "num_nodes": job.num_nodes,
         "resources": resources,
-        "envs": asked.environment,
-        "secrets": dict.fromkeys(asked.secrets),
+        "envs": section.environment,
+        "secrets": dict.fromkeys(section.secrets),
         "volumes": disks,
         "file_mounts": mounts,
         # Not as SkyPilot's `setup`, whose shell is another one: what it activates or exports would not reach the run.
-        "run": "\n".join((*(("set -e", *asked.setup) if asked.setup else ()), _command(job))),
+        "run": "\n".join((*(("set -e", *section.setup) if section.setup else ()), _command(job))),
     }
     task = {key: value for key, value in task.items() if value}
     return to_yaml(job, task)
@@ -77,7 +77,7 @@ def _command(job: ClusterJob) -> str:
     limit = "" if job.time_limit_s is None else f"timeout --kill-after={GRACE_S} {job.time_limit_s} "
     return " \\\n  ".join(
         (
-            f"{limit}{shlex.quote(job.asked.python or 'python3')} -m torch.distributed.run",
+            f"{limit}{shlex.quote(job.section.python or 'python3')} -m torch.distributed.run",
             f'--nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node={job.num_per_node} --node-rank="$SKYPILOT_NODE_RANK"',
             f'--master-addr="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port={PORT}',
             f"-m manyhands.worker {RUN_JSON}\n",

@@ -26,9 +26,9 @@ def write_script(job: ClusterJob, known_types: Sequence[str] = ()) -> str:
         *(f"#SBATCH {option}" for option in _options(job, known_types)),
         "set -eo pipefail",
         "",
-        *(f"export {name}={shlex.quote(value)}" for name, value in job.asked.environment.items()),
-        *job.asked.setup,
-        *(_CONTAINERS if job.asked.image else ()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in job.section.environment.items()),
+        *job.section.setup,
+        *(_CONTAINERS if job.section.image else ()),
         f"checkpoints={shlex.quote(str(_on_host(job.folder / 'checkpoints', job)))}",
         "newest() {",
         "  { find \"$checkpoints\" -name manifest.json -printf '%h\\n' 2>/dev/null || true; } | sort -V | tail -n 1",
@@ -49,7 +49,7 @@ def write_script(job: ClusterJob, known_types: Sequence[str] = ()) -> str:
 
 
 def _options(job: ClusterJob, known_types: Sequence[str]) -> list[str]:
-    asked = job.asked
+    section = job.section
     options = [
         f"--job-name={job.name}",
         f"--nodes={job.num_nodes}",
@@ -61,14 +61,14 @@ def _options(job: ClusterJob, known_types: Sequence[str]) -> list[str]:
         "--output=" + shlex.quote(str(job.files).replace("%", "%%") + "/slurm-%j.log"),
     ]
     if job.gpu is not None:
-        name = asked.gpu_type or gres_type(job.gpu.name, known_types)
+        name = section.gpu_type or gres_type(job.gpu.name, known_types)
         options.append(f"--gres=gpu:{name}:{job.num_per_node}")
     if job.host_bytes is not None:
         options.append(f"--mem={-(-job.host_bytes // GIB)}G")
     if job.time_limit_s is not None:
         options += [f"--time={_clock(job.time_limit_s)}", f"--signal=USR1@{job.save_before_s}"]
     for name in ("partition", "account"):
-        if (value := getattr(asked, name)) is not None:
+        if (value := getattr(section, name)) is not None:
             options.append(f"--{name}={shlex.quote(value)}")
     for option in options:  # a comment to the shell: no quote holds a line together there
         if re.search(r"[\x00-\x1f\x7f]", option):
@@ -77,27 +77,27 @@ def _options(job: ClusterJob, known_types: Sequence[str]) -> list[str]:
                 where=f"#SBATCH {option!r}",
                 fix="set output.dir to another folder",
             )
-    return options + list(asked.options)
+    return options + list(section.options)
 
 
 def _step(job: ClusterJob) -> list[str]:
     """``srun``'s arguments. Its --cpus-per-task is not inherited from the job (SLURM 22.05 and later)."""
     step = [f"--cpus-per-task={job.cores * job.num_per_node}"]
-    if job.asked.image is not None:
+    if job.section.image is not None:
         outside = {str(job.files): str(job.files), str(job.folder.parent): str(job.folder.parent)}
-        outside |= {path: path for _, path in local_paths(job.config) if not under_volume(path, job.asked)}
-        outside |= job.asked.volumes
+        outside |= {path: path for _, path in local_paths(job.config) if not under_volume(path, job.section)}
+        outside |= job.section.volumes
         mounts = ",".join(f"{source}:{mount}" for mount, source in outside.items())
-        step += [f"--container-image={shlex.quote(job.asked.image)}", f"--container-mounts={shlex.quote(mounts)}"]
-    chosen_by_job = job.asked.image is not None or job.asked.setup
-    python = job.asked.python or ("python3" if chosen_by_job else sys.executable)
+        step += [f"--container-image={shlex.quote(job.section.image)}", f"--container-mounts={shlex.quote(mounts)}"]
+    chosen_by_job = job.section.image is not None or job.section.setup
+    python = job.section.python or ("python3" if chosen_by_job else sys.executable)
     return [*step, f"{shlex.quote(python)} -u -m manyhands train {shlex.quote(str(job.run_json))}"]
 
 
 def _on_host(path: Path, job: ClusterJob) -> Path:
     """Where the script, which is in no container, finds a path of the run."""
-    for mount, source in job.asked.volumes.items():
-        if job.asked.image is not None and path.is_relative_to(mount):
+    for mount, source in job.section.volumes.items():
+        if job.section.image is not None and path.is_relative_to(mount):
             return Path(source) / path.relative_to(mount)
     return path
 

@@ -23,10 +23,10 @@ from manyhands.core.units import format_gib
 from manyhands.launch.diagnose.stacks import (
     Frame,
     RankStacks,
-    ask,
     parse_faulthandler,
     read_stack,
     read_stacks,
+    request_stacks,
     signal_for_stack,
 )
 from manyhands.launch.local.heartbeat import TICK_S, Beat, lives, read_beats, this_host, was_killed
@@ -105,7 +105,7 @@ def collect_stacks(folder: RunFolder, states: Mapping[int, RankState]) -> dict[i
     found = {rank: look_at_process(state) for rank, state in states.items()}
     found_stacks: dict[int, RankStacks] = {}
     with contextlib.suppress(OSError):  # a full disk, or another user's folder
-        token = ask(folder)
+        token = request_stacks(folder)
         waiting = {rank for rank, state in found.items() if state.beat and state.process not in (GONE, STOPPED)}
         until = time.monotonic() + ANSWER_S
         while waiting and time.monotonic() < until:

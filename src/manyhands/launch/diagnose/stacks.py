@@ -96,19 +96,19 @@ class StackDumper:
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._asked = read_token(folder)  # of an earlier launch
+        self._answered = read_token(folder)  # of an earlier launch
         self._seen: object = None
 
     def dump_if_requested(self, read_collectives: Callable[[], list[dict[str, Any]]]) -> None:
         """Writes what this rank does now, if that was asked since the last call."""
         with contextlib.suppress(OSError, RuntimeError):
-            seen = self._folder.asked.stat().st_mtime_ns
+            seen = self._folder.stack_request.stat().st_mtime_ns
             if seen == self._seen:
                 return
             self._seen = seen
             token = read_token(self._folder)
-            if token and token != self._asked:
-                self._asked = token
+            if token and token != self._answered:
+                self._answered = token
                 fields = {"token": token, "threads": read_threads(), "collectives": read_collectives()}
                 write_json(self._folder.stacks(self._rank), fields)
 
@@ -140,16 +140,16 @@ def listen_for_signal(folder: RunFolder, rank: int) -> None:
 # In whoever asks.
 
 
-def ask(folder: RunFolder) -> str:
+def request_stacks(folder: RunFolder) -> str:
     """Asks all ranks; returns the token that their answers carry."""
     token = secrets.token_hex(8)
-    write_atomically(folder.asked, token)
+    write_atomically(folder.stack_request, token)
     return token
 
 
 def read_token(folder: RunFolder) -> str:
     try:
-        return folder.asked.read_text(encoding="ascii").strip()
+        return folder.stack_request.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 

@@ -19,7 +19,7 @@ from manyhands.facts.xids import XidListener
 from manyhands.importers.load import LoadedRun
 from manyhands.importers.report import summarize
 from manyhands.launch.environment import ATTEMPT, detect_launcher, refuse_alone, restored_environment
-from manyhands.launch.local.watch import Stopped, wait_unless_asked
+from manyhands.launch.local.watch import Stopped, sleep_unless_stopped
 from manyhands.launch.local.workers import report_end, run_workers
 from manyhands.launch.nodes.info import NodeInfo, host_name
 from manyhands.launch.nodes.start import PreparedLaunch, prepare_launch
@@ -214,7 +214,7 @@ def _launch(launch: PreparedLaunch, arguments: Sequence[str], state: LaunchState
         report = functools.partial(_report, folder=prepared.folder) if leads else print
         return report_end(prepared.folder, stopped.signal, report, leads)
     except UserError as error:
-        if launchers is None or not launchers.channel.lost or launchers.was_asked:
+        if launchers is None or not launchers.channel.lost or launchers.stop_requested:
             raise
         left = launchers.agree_on_left(prepared.config.launch.min_gpus)
         if not left:
@@ -227,7 +227,7 @@ def _launch(launch: PreparedLaunch, arguments: Sequence[str], state: LaunchState
         else:
             state.restart = restart
             print(restart, flush=True)
-        received = wait_unless_asked(restart.wait_s)
+        received = sleep_unless_stopped(restart.wait_s)
         if received is not None:
             return report_end(prepared.folder, received, print, launchers.node == 0)
         raise NodesLeft(left) from error
@@ -276,7 +276,7 @@ def _launch_and_restart(
                     _keep(str(error), folder)
                     folder.add_restart(restart.to_json())
                 report(str(restart))
-                received = wait_unless_asked(restart.wait_s)
+                received = sleep_unless_stopped(restart.wait_s)
                 if launch.launchers is not None:
                     received = launch.launchers.share_signal(received)
                 if received is not None:

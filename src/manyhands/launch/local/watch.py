@@ -339,27 +339,27 @@ class StopRequested(BaseException):
 class Stopped(UserError):
     """The run was stopped by ``signal`` while no rank was there: not an error, so it is not printed as one."""
 
-    def __init__(self, asked: StopRequested) -> None:
-        what = f"{asked.signal.name}: stopped while data and plan were being prepared, no rank has started"
-        super().__init__(what, fix="the same command starts it again", exit_code=128 + asked.signal)
-        self.signal = asked.signal
+    def __init__(self, request: StopRequested) -> None:
+        what = f"{request.signal.name}: stopped while data and plan were being prepared, no rank has started"
+        super().__init__(what, fix="the same command starts it again", exit_code=128 + request.signal)
+        self.signal = request.signal
 
     def __str__(self) -> str:
         return f"{self.what}; {self.fix}"
 
 
 @contextlib.contextmanager
-def raise_when_asked(*numbers: int) -> Iterator[None]:
+def raise_on(*numbers: int) -> Iterator[None]:
     """Within, these signals raise ``StopRequested``; afterwards their handlers are those of before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def ask(number: int, frame: object) -> None:
+    def raise_request(number: int, frame: object) -> None:
         raise StopRequested(number)
 
     handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
-    before = {number: signal.signal(number, ask) for number in handled}
+    before = {number: signal.signal(number, raise_request) for number in handled}
     try:
         yield
     finally:
@@ -371,14 +371,14 @@ def raise_when_asked(*numbers: int) -> Iterator[None]:
 def raise_when_stopped() -> Iterator[None]:
     """Within, Ctrl-C and SIGTERM raise ``Stopped``."""
     try:
-        with raise_when_asked(signal.SIGINT, signal.SIGTERM):
+        with raise_on(signal.SIGINT, signal.SIGTERM):
             yield
     except StopRequested as asked:
         raise Stopped(asked) from None
 
 
 @contextlib.contextmanager
-def hearing_signals(act: Callable[[signal.Signals], object]) -> Iterator[None]:
+def on_signals(act: Callable[[signal.Signals], object]) -> Iterator[None]:
     """Within, ``act`` is called with each signal that asks this process to end, in a thread, whatever handles it: what
     the interpreter itself writes when one arrives is read there.
     """
@@ -389,13 +389,13 @@ def hearing_signals(act: Callable[[signal.Signals], object]) -> Iterator[None]:
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
-    def hear() -> None:
+    def read_signals() -> None:
         while data := os.read(read, 16):
             for number in data:
                 if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     act(signal.Signals(number))
 
-    thread = threading.Thread(target=hear, name="signals", daemon=True)
+    thread = threading.Thread(target=read_signals, name="signals", daemon=True)
     thread.start()
     try:
         yield
@@ -406,10 +406,10 @@ def hearing_signals(act: Callable[[signal.Signals], object]) -> Iterator[None]:
         os.close(read)
 
 
-def wait_unless_asked(seconds: float) -> signal.Signals | None:
+def sleep_unless_stopped(seconds: float) -> signal.Signals | None:
     """Sleeps; returns early with the signal that asks this process to end."""
     try:
-        with raise_when_asked(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with raise_on(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             time.sleep(seconds)
     except StopRequested as asked:
         return asked.signal

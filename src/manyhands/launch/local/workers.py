@@ -21,7 +21,7 @@ from manyhands.launch.diagnose.failure import FoundCause, find_cause
 from manyhands.launch.environment import launcher_environment
 from manyhands.launch.local.agent import agent_config, open_store
 from manyhands.launch.local.heartbeat import this_host
-from manyhands.launch.local.watch import StopRequested, Watch, end_all, hearing_signals, raise_when_asked, worker_pids
+from manyhands.launch.local.watch import StopRequested, Watch, end_all, on_signals, raise_on, worker_pids
 from manyhands.launch.nodes.address import LOCAL_HOST, Address, network_environment
 from manyhands.launch.nodes.launcher_group import LaunchEnd, LauncherGroup
 from manyhands.launch.restart.lost_gpus import DriverReports
@@ -86,10 +86,10 @@ def run_workers(
 
     try:
         with (
-            hearing_signals(announce),
+            on_signals(announce),
             launcher_environment(plan, num_local, {**network, **environment}),
             _passing_on_notice(),
-            raise_when_asked(*_SIGNALS),
+            raise_on(*_SIGNALS),
             Watch(folder, world_size, timeout_s, None if launchers is None else launchers.ranks, launchers) as watch,
             launchers.watching(watch) if launchers is not None else contextlib.nullcontext(),
         ):

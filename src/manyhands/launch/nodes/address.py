@@ -19,7 +19,7 @@ from manyhands.launch.nodes.secret import SECRET, is_proof, new_nonce, prove
 
 LOCAL_HOST = "127.0.0.1"
 LOOPBACK = ("localhost", LOCAL_HOST, "::1")
-ASK_S = 3.0
+QUERY_S = 3.0
 RETRY_S = 0.2  # between two attempts to reach node 0
 REFUSED_S = 5.0  # of refusals until who comes is told what they may mean
 MAX_KNOCK_BYTES = 1 << 10  # from whom nothing is known yet
@@ -125,7 +125,7 @@ def open_connection(
     takes connections for a machine that is still starting; or a node 0 that has another secret. ``report`` hears of
     that once.
     """
-    begin, is_told = time.monotonic(), False
+    begin, is_reported = time.monotonic(), False
     deadline = begin + timeout_s
     while True:
         try:
@@ -138,8 +138,8 @@ def open_connection(
         except OSError as error:
             if time.monotonic() + RETRY_S > deadline:
                 raise
-            if isinstance(error, ConnectionResetError) and not is_told and time.monotonic() - begin > REFUSED_S:
-                is_told = True
+            if isinstance(error, ConnectionResetError) and not is_reported and time.monotonic() - begin > REFUSED_S:
+                is_reported = True
                 report(f"note: at {address}, {error.strerror}; trying on")
             time.sleep(RETRY_S)
             continue
@@ -201,15 +201,14 @@ def is_own(address: Address) -> bool:
     return is_local(str(found[0]), family)
 
 
-def ask(address: Address, message: Mapping[str, Any], secret: bytes) -> dict[str, Any]:
-    """The first line that is answered there within ``ASK_S``, by who knows the secret; ``{}`` if none is."""
+def query(address: Address, message: Mapping[str, Any], secret: bytes) -> dict[str, Any]:
+    """The first line that is answered there within ``QUERY_S``, by who knows the secret; ``{}`` if none is."""
     try:
-        with socket.create_connection((address.host, address.port), timeout=ASK_S) as connection:
-            nonces = knock(connection, secret, time.monotonic() + ASK_S)
-            connection.sendall(json.dumps({**message, "proof": prove(secret, "hello", *nonces)}).encode() + b"\n")
+        with open_connection(address, message, secret, QUERY_S) as connection:
+            connection.settimeout(QUERY_S)
             with connection.makefile("rb") as lines:
                 answer = json.loads(lines.readline(MAX_HELLO_BYTES))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
 

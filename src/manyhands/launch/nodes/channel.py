@@ -25,10 +25,10 @@ from manyhands.launch.nodes.address import (
     Address,
     Link,
     address_among,
-    ask,
     is_own,
     open_connection,
     open_listener,
+    query,
     set_options,
 )
 from manyhands.launch.nodes.info import clean_name, explain_ending, explain_lost, explain_missing, explain_unreachable
@@ -116,7 +116,7 @@ class Channel:
 
     def _look_for_another(self, address: Address) -> None:
         while not self._complete and not self.is_closed and self.trouble is None:
-            answer = ask(address, {"kind": "hello", "node": 0, "hello": self.infos[0]}, self._secret)
+            answer = query(address, {"kind": "hello", "node": 0, "hello": self.infos[0]}, self._secret)
             if "error" in answer:
                 with self._lock:
                     self._have_trouble(UserError.from_json(answer["error"]))

@@ -103,9 +103,11 @@ class LauncherGroup:
         self._store: Any = None  # of the newest attempt, on node 0: it is there as long as it is referred to
         ends = list(accumulate(group.num_ranks))
         self._ranks = [range(end - count, end) for end, count in zip(ends, group.num_ranks, strict=True)]
-        self._told: list[FoundCause] = []  # why other nodes have failed in this attempt: they may be gone by the end
+        self._reported_causes: list[
+            FoundCause
+        ] = []  # why other nodes have failed in this attempt: they may be gone by the end
         self._stop_sent = False
-        self.was_asked = False  # to end, by a signal to this launcher or another
+        self.stop_requested = False  # to end, by a signal to this launcher or another
 
     @property
     def ranks(self) -> range:
@@ -120,7 +122,7 @@ class LauncherGroup:
         by the time torch's agent listens: this agent would fail, and the others wait at a stranger's without a limit.
         """
         self.attempt += 1
-        self._told = []
+        self._reported_causes = []
         host = self.place.rendezvous.host
         if self.node == 0:
             bound = self.channel.local_host
@@ -181,7 +183,7 @@ class LauncherGroup:
         found = self.channel.gather(f"end {self.attempt}", fields, partial=True, timeout_s=SETTLE_S)
         ends = [each for each in found if each is not None]
         causes = [FoundCause.from_json(cause) for _, cause, _ in ends if cause is not None]
-        causes += self._told if None in found else []
+        causes += self._reported_causes if None in found else []
         self._explain_lost()
         lost = self.channel.lost or ({} if self.channel.trouble is None else {-1: self.channel.trouble})
         causes += [FoundCause(TIER_OF_LOST, time.time(), error) for error in lost.values()]
@@ -229,7 +231,7 @@ class LauncherGroup:
         """Another node has failed: so does this one, by the watch, or hard where its agent is stuck in torch's store,
         which the failed node does not come to any more.
         """
-        self._told.append(cause)
+        self._reported_causes.append(cause)
         watch.expect_end()
 
         def end_hard() -> None:
@@ -267,7 +269,7 @@ class LauncherGroup:
             os._exit(error.exit_code)
 
     def _stop_as_asked(self, number: int) -> None:
-        self.was_asked = True
+        self.stop_requested = True
         self._stop(number)
 
     def _stop(self, number: int) -> None:
@@ -280,6 +282,6 @@ class LauncherGroup:
         """
         if self._stop_sent:
             return False
-        self._stop_sent = self.was_asked = True
+        self._stop_sent = self.stop_requested = True
         self.channel.post("stopping", signal=number)
         return True

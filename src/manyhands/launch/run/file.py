@@ -21,7 +21,7 @@ from manyhands.facts.gpu_kinds import kind_of, kinds_named
 from manyhands.facts.host import read_host_facts
 from manyhands.importers.load import LoadedRun, load_run
 from manyhands.importers.translation import ImportContext, Translation
-from manyhands.launch.environment import asked_processes
+from manyhands.launch.environment import requested_processes
 from manyhands.launch.run.folder import OUTCOMES
 from manyhands.launch.run.resume import folder_of
 
@@ -41,7 +41,7 @@ def load_for_start(
     A file that counts batches per GPU is multiplied out once: where its run has started before, by the number of GPUs
     of that first start, so that the same command resumes it on any other number. Raises ``UserError``.
     """
-    context = probe_host(num_gpus=asked_processes() if num_gpus is None else num_gpus, strict=strict)
+    context = probe_host(num_gpus=requested_processes() if num_gpus is None else num_gpus, strict=strict)
     loaded = load_run(path, overrides, context=context, settings=settings, read=read)
     first = _first_gpus(loaded)
     if first is None or loaded.translation is None or first == loaded.translation.gpus:

@@ -108,8 +108,8 @@ class RunFolder:
         return self.ranks / "stop-reason.txt"
 
     @property
-    def asked(self) -> Path:
-        """Holds a token when all ranks are asked what they are doing (``stacks.ask``)."""
+    def stack_request(self) -> Path:
+        """Holds a token when all ranks are asked what they are doing (``stacks.request_stacks``)."""
         return self.ranks / "ask"
 
     def stacks(self, rank: int) -> Path:
