@@ -37,6 +37,8 @@ def make_plan() -> Plan:
     )
 
 
+SOURCE = {"name": "rows", "hub": False, "format": "messages", "weight": 1.0, "num_samples": 280, "num_tokens": 9000,
+          "num_validation_samples": 20, "num_validation_tokens": 700}  # fmt: skip
 MEASURED = {
     "num_parameters": 1000,
     "num_trained_parameters": 50,
@@ -50,34 +52,16 @@ MEASURED = {
     ],
     "peak_bytes_by_rank": [2**30, 2**30 + 2**29],
     "verified": {"adapter": "120 tensors equal"},
-    "data": [
-        {
-            "name": "rows",
-            "hub": False,
-            "format": "messages",
-            "weight": 1.0,
-            "num_samples": 280,
-            "num_tokens": 9000,
-            "num_validation_samples": 20,
-            "num_validation_tokens": 700,
-        }
-    ],
+    "data": [SOURCE],
     "started": 0.0,
 }
 
 
 def write_metrics(folder, num_steps=100, at=()):
     """Rows of a run whose loss falls from 4 to 0, ``at`` some steps not finite; a last line that was cut off."""
-    rows = [
-        {
-            "kind": "step",
-            "step": n,
-            "loss": None if n in at else 4 * (1 - n / num_steps),
-            "grad_norm": 1.5,
-            "learning_rate": 1e-3,
-        }
-        for n in range(1, num_steps + 1)
-    ]
+    fixed = {"kind": "step", "grad_norm": 1.5, "learning_rate": 1e-3}
+    losses = [None if n in at else 4 * (1 - n / num_steps) for n in range(1, num_steps + 1)]
+    rows = [{"step": n, "loss": loss, **fixed} for n, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "st')
 
 
@@ -151,7 +135,7 @@ def test_names_and_samples_are_no_markup_and_steer_no_terminal(tmp_path):
     attack = "<img src=x onerror=alert(1)>|[a](b)`\x1b]0;x\x07\n# h"
     (tmp_path / "adapter").mkdir()
     measured = MEASURED | {
-        "data": [MEASURED["data"][0] | {"name": attack}],
+        "data": [SOURCE | {"name": attack}],
         "evaluations": [MEASURED["evaluations"][-1] | {"samples": [(attack, attack)], "sets": {attack: {"loss": 1.0}}}],
         "verified": {"adapter": attack},
         "slow": [attack],

@@ -20,34 +20,15 @@ from manyhands.training.types import Evaluation, StepResult, TrainState
 
 
 def step_result(step: int, **changes) -> StepResult:
-    fields = {
-        "step": step,
-        "epoch": step / 10,
-        "loss": 2.0 / step,
-        "rank_losses": (2.0 / step, math.nan),
-        "grad_norm": 0.5,
-    }
-    fields |= {
-        "learning_rate": 1e-3,
-        "num_samples": 4,
-        "num_tokens": 100,
-        "num_loss_tokens": 40,
-        "num_micro_batches": 1,
-    }
-    return StepResult(**fields | {"seconds": 0.5, "tokens_per_s": 200.0} | changes)
+    fields = {"step": step, "epoch": step / 10, "loss": 2.0 / step, "rank_losses": (2.0 / step, math.nan)}
+    fields |= {"grad_norm": 0.5, "learning_rate": 1e-3, "seconds": 0.5, "tokens_per_s": 200.0}
+    fields |= {"num_samples": 4, "num_tokens": 100, "num_loss_tokens": 40, "num_micro_batches": 1}
+    return StepResult(**fields | changes)
 
 
 def evaluation(step: int, loss: float = 1.5) -> Evaluation:
-    return Evaluation(
-        step,
-        loss,
-        {"perplexity": math.exp(loss), "accuracy": 0.5},
-        3,
-        90,
-        30,
-        0.1,
-        samples=(("system\nBe brief.", f"answer {step}"),),
-    )
+    figures = {"perplexity": math.exp(loss), "accuracy": 0.5}
+    return Evaluation(step, loss, figures, 3, 90, 30, 0.1, samples=(("system\nBe brief.", f"answer {step}"),))
 
 
 DEVICES = [{"memory_allocated_bytes": 2.0**30, "peak_bytes": 2.0**31, "utilization": 0.9}] * 2
@@ -62,14 +43,24 @@ def feed(sink, steps, evaluations=()) -> None:
             sink.after_evaluation(state, evaluation(step))
 
 
+def write(sink, steps=(), evaluations=()):
+    """The sink, closed after these steps."""
+    feed(sink, steps, evaluations)
+    sink.close()
+    return sink
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def read_rows(path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
 def test_jsonl_holds_steps_with_their_devices_and_evaluations_with_their_samples(tmp_path):
-    sink = JsonlSink(tmp_path / "metrics.jsonl")
-    feed(sink, [1, 2], evaluations=[2])
-    sink.close()
+    write(JsonlSink(tmp_path / "metrics.jsonl"), [1, 2], evaluations=[2])
     first, second, third = read_rows(tmp_path / "metrics.jsonl")
     assert (first["kind"], first["step"], first["loss"], first["rank_losses"]) == ("step", 1, 2.0, [2.0, None])
     assert first["devices"][1]["peak_bytes"] == 2**31
@@ -87,13 +78,11 @@ def test_a_line_separator_in_an_answer_ends_no_row(tmp_path):
     sink = JsonlSink(path)
     answer = "one\u2028two\u2029three\x85four"
     sink.after_evaluation(TrainState(), replace(evaluation(2), samples=(("Count.", answer),)))
-    feed(sink, [3])
-    sink.close()
+    write(sink, [3])
     assert [row["kind"] for row in files.read_rows(path)] == ["evaluation", "step"]
     assert read_evaluations(path)[0].samples == (("Count.", answer),)
     written = path.read_bytes()
-    resumed = JsonlSink(path, resumed_at=3)
-    resumed.close()
+    resumed = write(JsonlSink(path, resumed_at=3))
     assert path.read_bytes() == written and resumed.lost == ""
 
 
@@ -101,12 +90,9 @@ def test_a_line_separator_in_an_answer_ends_no_row(tmp_path):
 def test_rows_of_another_run_are_kept_aside(tmp_path, resumed_at, kept):
     path, mine = tmp_path / "metrics.jsonl", tmp_path / "mine.jsonl"
     for file, run, steps in ((path, "other", [1, 2]), (mine, "mine", [3, 4])):
-        sink = JsonlSink(file, run=run)
-        feed(sink, steps)
-        sink.close()
+        write(JsonlSink(file, run=run), steps)
     path.write_text(both := path.read_text() + mine.read_text())
-    sink = JsonlSink(path, run="mine", resumed_at=resumed_at)
-    sink.close()
+    sink = write(JsonlSink(path, run="mine", resumed_at=resumed_at))
     assert sink.lost == "metrics.jsonl had rows of another run (2), kept in metrics.jsonl.other"
     assert [row["step"] for row in read_rows(path)] == kept
     assert (tmp_path / "metrics.jsonl.other").read_text() == both
@@ -120,35 +106,22 @@ def test_only_every_nth_step_is_written(tmp_path):
 
 def test_resume_takes_back_later_rows_and_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path)
-    feed(sink, range(1, 6), evaluations=[3, 5])
-    sink.close()
+    write(JsonlSink(path), range(1, 6), evaluations=[3, 5])
     with open(path, "a") as file:
         file.write('{"kind": "step", "step": 6, "lo')
-    sink = JsonlSink(path, resumed_at=3)
-    feed(sink, [4])
-    sink.close()
-    assert [(row["kind"], row["step"]) for row in read_rows(path)] == [
-        ("step", 1),
-        ("step", 2),
-        ("step", 3),
-        ("evaluation", 3),
-        ("step", 4),
-    ]
+    write(JsonlSink(path, resumed_at=3), [4])
+    kept = [("step", 1), ("step", 2), ("step", 3), ("evaluation", 3), ("step", 4)]
+    assert [(row["kind"], row["step"]) for row in read_rows(path)] == kept
 
 
 def test_what_a_damaged_file_has_lost_is_said_and_what_is_written_again_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path)
-    feed(sink, range(1, 9))
-    sink.close()
+    write(JsonlSink(path), range(1, 9))
     whole = path.read_text().splitlines(keepends=True)
 
     def lost(text: str, **changes) -> str:
         path.write_text(text)
-        sink = JsonlSink(path, **{"resumed_at": 6} | changes)
-        sink.close()
-        return sink.lost
+        return write(JsonlSink(path, **{"resumed_at": 6} | changes)).lost
 
     assert lost("".join(whole)) == lost("".join(whole[:6]) + whole[6][:20]) == ""
     assert lost("".join(whole[:3]) + whole[3][:20]) == "metrics.jsonl has no steps from 4 to 6"
@@ -160,10 +133,8 @@ def test_what_a_damaged_file_has_lost_is_said_and_what_is_written_again_is_not(t
 
 def test_an_evaluation_that_the_checkpoint_does_not_know_is_taken_back_and_the_step_before_it_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path)
-    feed(sink, range(1, 5), evaluations=[2, 4])
-    sink.close()
-    JsonlSink(path, resumed_at=4, evaluated_at=2).close()
+    write(JsonlSink(path), range(1, 5), evaluations=[2, 4])
+    write(JsonlSink(path, resumed_at=4, evaluated_at=2))
     rows = [(row["kind"], row["step"]) for row in read_rows(path)]
     assert rows[-2:] == [("step", 3), ("step", 4)] and ("evaluation", 2) in rows
 
@@ -180,29 +151,13 @@ def test_a_start_from_nothing_leaves_no_old_row(tmp_path):
 def test_tensorboard_has_every_curve_and_resume_purges(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = TensorBoardSink(tmp_path)
-    feed(sink, [1, 2, 3], evaluations=[2])
-    sink.close()
-    sink = TensorBoardSink(tmp_path, resumed_at=2)
-    feed(sink, [3])
-    sink.close()
+    write(TensorBoardSink(tmp_path), [1, 2, 3], evaluations=[2])
+    write(TensorBoardSink(tmp_path, resumed_at=2), [3])
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = set(events.Tags()["scalars"])
-    assert {
-        "loss/all",
-        "loss/rank0",
-        "memory_gib/rank0",
-        "memory_gib/rank1",
-        "utilization_percent/rank1",
-        "speed/input_wait_s",
-    } <= tags
-    assert {
-        "train/learning_rate",
-        "train/gradient_norm",
-        "validation/loss",
-        "validation/perplexity",
-        "validation/accuracy",
-    } <= tags
+    assert {"loss/all", "loss/rank0", "memory_gib/rank0", "memory_gib/rank1", "utilization_percent/rank1"} <= tags
+    assert {"speed/input_wait_s", "train/learning_rate", "train/gradient_norm"} <= tags
+    assert {"validation/loss", "validation/perplexity", "validation/accuracy"} <= tags
     assert "loss/rank1" not in tags  # that rank had no trained token
     assert [event.step for event in events.Scalars("loss/all")] == [1, 2, 3]
     assert events.Scalars("utilization_percent/rank1")[0].value == pytest.approx(90)
@@ -214,8 +169,7 @@ def test_tensorboard_hides_a_launch_that_ended_before_its_first_checkpoint(tmp_p
     for steps in ([1, 2, 3], [1, 2]):
         sink = TensorBoardSink(tmp_path)
         sink.after_evaluation(TrainState(), evaluation(0))
-        feed(sink, steps)
-        sink.close()
+        write(sink, steps)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in events.Scalars("loss/all")] == [1, 2]
     assert [event.step for event in events.Scalars("validation/loss")] == [0]
@@ -262,18 +216,11 @@ def test_a_resumed_run_shows_what_was_measured_before_its_first_launch(tmp_path)
 def test_text_in_brackets_is_not_taken_for_markup():
     out = io.StringIO()
     sink = ConsoleSink(out, num_steps=1)
-    sink.after_evaluation(
-        TrainState(),
-        Evaluation(0, 1.0, {"perplexity": 2.7, "accuracy": 0.5}, 1, 9, 3, 0.1, samples=(("xs[0]", "[/bold] [red]"),)),
-    )
+    sink.after_evaluation(TrainState(), replace(evaluation(0), samples=(("xs[0]", "[/bold] [red]"),)))
     assert "xs[0]" in out.getvalue() and "[/bold] [red]" in out.getvalue()
 
 
 def test_a_terminal_gets_a_bar_that_is_gone_after_an_error():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     out = Terminal()
     sink = ConsoleSink(out, num_steps=4)
     sink.before_training(TrainState())
@@ -284,10 +231,6 @@ def test_a_terminal_gets_a_bar_that_is_gone_after_an_error():
 
 
 def test_evaluation_and_saving_have_a_bar_with_their_name_and_progress_and_the_log_has_plain_lines():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     out, log = Terminal(), io.StringIO()
     sink = ConsoleSink(out, num_steps=4, log=log)
     sink.before_training(TrainState())
