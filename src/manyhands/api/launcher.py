@@ -15,12 +15,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from manyhands.config.schema import RunConfig
+from pydantic import TypeAdapter
+
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely
 from manyhands.importers.load import LoadedRun
-from manyhands.importers.translation import KeyOutcome, Translation
 from manyhands.launch.local.start import start
 from manyhands.launch.run.folder import RunFolder
 from manyhands.launch.run.resume import folder_of
@@ -28,7 +28,7 @@ from manyhands.launch.run.resume import folder_of
 
 def main(argv: list[str]) -> int:
     descriptor, asked = int(argv[0]), json.loads(_read_line())
-    loaded, fresh = read_run(asked["run"]), asked["fresh"]
+    loaded, fresh = TypeAdapter(LoadedRun).validate_python(asked["run"]), asked["fresh"]
     threading.Thread(target=_end_with_caller, daemon=True).start()
 
     def report(**message: Any) -> None:
@@ -55,18 +55,6 @@ def main(argv: list[str]) -> int:
         return refused.exit_code
     report(code=code)
     return code
-
-
-def read_run(fields: dict[str, Any]) -> LoadedRun:
-    """What ``asdict`` and JSON have made of a ``LoadedRun``."""
-    translation = fields["translation"]
-    settings = tuple(_translation(one) for one in fields["settings"])
-    config = RunConfig.model_validate(fields["config"])
-    return LoadedRun(config, None if translation is None else _translation(translation), fields["text"], settings)
-
-
-def _translation(fields: dict[str, Any]) -> Translation:
-    return Translation(**{**fields, "outcomes": tuple(KeyOutcome(**outcome) for outcome in fields["outcomes"])})
 
 
 def _read_line() -> bytes:

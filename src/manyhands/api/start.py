@@ -15,9 +15,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from manyhands.api.callbacks import Callbacks, Follower, name_object
 from manyhands.api.display import PIPE_VARIABLES, TERMINAL_VARIABLES, Display, open_display
@@ -90,8 +91,8 @@ def _start_processes(loaded: LoadedRun, *, fresh: bool, callbacks: Callbacks, ar
     )
     os.close(writing)
     assert child.stdin is not None
-    asked = {"run": asdict(loaded), "fresh": fresh, "arguments": list(arguments)}
-    child.stdin.write(json.dumps(asked, default=_as_json).encode() + b"\n")
+    run = TypeAdapter(LoadedRun).dump_python(loaded, mode="json")
+    child.stdin.write(json.dumps({"run": run, "fresh": fresh, "arguments": list(arguments)}).encode() + b"\n")
     child.stdin.flush()  # and stays open: at its end the launcher knows that this process is gone
     lines = threading.Thread(target=_pass_on, args=(child.stdout, show), daemon=True) if show is not None else None
     if lines is not None:
@@ -197,9 +198,3 @@ class _Waiting:
 def _pass_on(stream: Any, show: Display) -> None:
     for line in stream:
         show.line(line.decode(errors="replace").rstrip("\n"))
-
-
-def _as_json(value: Any) -> Any:
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    raise TypeError(f"{type(value).__name__} in a run")
