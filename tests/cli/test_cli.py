@@ -14,23 +14,17 @@ import types
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import manyhands
 from manyhands.cli import machine, process
 from manyhands.cli.export import default_output
-from manyhands.cli.main import app
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USAGE, UserError
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
 from manyhands.facts.host import read_host_facts
 from manyhands.facts.types import UnusableGpus
+from tests.cli.conftest import call
 
 SOURCE = Path(__file__).parents[2] / "src"
-BASE = "model: {name: org/model}\ndata: {train: rows.jsonl}\n"
-
-
-def call(*arguments, stdin: str | None = None):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 
 def start_process(*arguments, **options) -> subprocess.Popen:
@@ -46,26 +40,6 @@ def start_process(*arguments, **options) -> subprocess.Popen:
 
 
 @pytest.fixture
-def run_file(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(BASE)
-    return path
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """What the launcher was asked to start."""
-    calls = []
-
-    def start(config, **options):
-        calls.append((config, options))
-        return 0
-
-    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=start))
-    return calls
-
-
-@pytest.fixture
 def processes(monkeypatch):
     """Modules that would be started, in place of starting them."""
     calls = []
@@ -78,14 +52,9 @@ def test_train_hands_the_config_to_the_launcher(run_file, started):
         "train", run_file, "batch.samples=32", "--gpus", 2, "stop.max_steps=5", "--examples", 10, "--dry-run", "--fresh"
     )
     assert result.exit_code == 0, result.output
-    ((loaded, options),) = started
-    config = loaded.config
-    assert (config.batch.samples, config.parallel.gpus, config.stop.max_steps, config.data.max_samples) == (
-        32,
-        2,
-        5,
-        10,
-    )
+    ((config, options),) = started
+    assert (config.batch.samples, config.parallel.gpus) == (32, 2)
+    assert (config.stop.max_steps, config.data.max_samples) == (5, 10)
     assert options == {"dry_run": True, "fresh": True, "verbose": False, "price": None}
 
 

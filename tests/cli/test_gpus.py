@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from manyhands.cli.main import app
 from manyhands.core.errors import EXIT_USAGE
 from manyhands.facts import host
 from manyhands.facts.gpu_kinds import MIB
 from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
 from manyhands.launch.nodes.info import join_hosts
+from tests.cli.conftest import call
 from tests.support.tiny import write_tiny_model
 
 GIB = 2**30
@@ -45,14 +42,6 @@ def run_file(tmp_path, model) -> Path:
 
 
 @pytest.fixture
-def started(monkeypatch):
-    calls = []
-    start = types.SimpleNamespace(start=lambda run, **options: calls.append((run.config, options)) or 0)
-    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", start)
-    return calls
-
-
-@pytest.fixture
 def never_looks(monkeypatch):
     """A plan for another machine asks nothing of this one."""
 
@@ -60,10 +49,6 @@ def never_looks(monkeypatch):
         raise AssertionError("this machine's GPUs were asked")
 
     monkeypatch.setattr("manyhands.launch.run.prepare.read_host_facts", look)
-
-
-def call(*arguments, **environ):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environ)
 
 
 def planned(result) -> dict:

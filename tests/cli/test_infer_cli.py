@@ -12,7 +12,7 @@ import pytest
 from manyhands.cli import process
 from manyhands.core.errors import EXIT_USAGE
 from manyhands.infer.__main__ import VERBS
-from tests.cli.test_cli import call
+from tests.cli.conftest import call
 
 
 @pytest.fixture
@@ -38,22 +38,10 @@ def test_options_reach_the_process(tmp_path: Path, requests: list[tuple[str, dic
     more = ("--tools", tmp_path / "tools.json", "--system", "Be brief.", "--overwrite", "--device-map", "none")
     assert call("generate", tmp_path, *answers, *sampling, *more).exit_code == 0
     _, request = requests.pop()
-    assert request["settings"] == {
-        "max_new_tokens": 256,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "repetition_penalty": 1.0,
-        "seed": 7,
-        "stop": ["x", "y"],
-    }
-    assert request["placement"] == {
-        "gpus": None,
-        "processes": 3,
-        "device_map": "none",
-        "batch_size": 4,
-        "engine": "transformers",
-    }
+    settings = {"max_new_tokens": 256, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.0}
+    assert request["settings"] == settings | {"seed": 7, "stop": ["x", "y"]}
+    placement = {"gpus": None, "processes": 3, "device_map": "none", "batch_size": 4, "engine": "transformers"}
+    assert request["placement"] == placement
     assert request["options"] == {"system": "Be brief.", "tools": [{"name": "f"}]} and request["overwrite"]
     rows = tmp_path / "d.jsonl"
     rows.write_text("{}")

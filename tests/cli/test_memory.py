@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from manyhands.cli import memory
-from manyhands.cli.main import app
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE
 from manyhands.facts import host
 from manyhands.facts.types import GpuFacts, HostFacts
@@ -20,6 +18,7 @@ from manyhands.launch.local.heartbeat import SILENT_S, this_host, was_killed
 from manyhands.launch.run.folder import RunFolder
 from manyhands.launch.run.usage import TAIL_BYTES, find_live_runs, last_row, read_usage
 from manyhands.planner.types import MemoryEstimate
+from tests.cli.conftest import call
 from tests.launch.builders import make_config, make_plan
 
 GIB = 2**30
@@ -27,10 +26,6 @@ GPUS = tuple(
     GpuFacts(index=index, name="NVIDIA H200", memory_bytes=140 * GIB, free_bytes=free * GIB, compute_capability=(9, 0))
     for index, free in ((0, 139), (1, 10))
 )
-
-
-def call(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -8,16 +8,11 @@ import types
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from manyhands.cli.main import app
 from manyhands.core.errors import EXIT_USAGE
 from manyhands.importers.load import load_config
 from manyhands.launch.run.folder import RunFolder
-
-
-def call(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+from tests.cli.conftest import call
 
 
 def write_rows(path: Path, *rows: dict) -> Path:

@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
-import types
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from manyhands.cli import train_options
-from manyhands.cli.main import app
 from manyhands.cli.train_options import tensorboard_beside
 from manyhands.core.errors import EXIT_USAGE
 from manyhands.launch.run.folder import RunFolder
+from tests.cli.conftest import call
 from tests.e2e.runs import free_port
-
-
-def call(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-@pytest.fixture
-def run_file(tmp_path: Path) -> Path:
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {name: org/model}\ndata: {train: rows.jsonl}\n")
-    return path
-
-
-@pytest.fixture
-def started(monkeypatch):
-    calls = []
-
-    def start(config, **options):
-        calls.append((getattr(config, "config", config), options))
-        return 0
-
-    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=start))
-    return calls
 
 
 def test_a_guides_command_is_read_as_written(run_file, started):
@@ -51,12 +24,8 @@ def test_a_guides_command_is_read_as_written(run_file, started):
     )
     assert result.exit_code == 0, result.output
     ((config, _),) = started
-    assert (config.task, config.stop.max_steps, config.data.train, config.data.max_samples) == (
-        "sft",
-        3,
-        "a=b.jsonl",
-        9,
-    )
+    assert (config.task, config.stop.max_steps) == ("sft", 3)
+    assert (config.data.train, config.data.max_samples) == ("a=b.jsonl", 9)
 
 
 @pytest.mark.parametrize(
