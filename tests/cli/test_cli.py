@@ -29,14 +29,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 def start_process(*arguments, **options) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    options |= {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], **options)
 
 
 @pytest.fixture
@@ -70,33 +64,30 @@ def test_an_option_may_not_contradict_an_override(run_file, started):
     assert result.exit_code == EXIT_USAGE and "--gpus and parallel.gpus" in result.stderr and not started
 
 
-def test_a_user_error_is_words_on_stderr_and_its_exit_code(run_file, monkeypatch):
+def test_a_user_error_is_words_on_stderr_and_its_exit_code(run_file):
     result = call("train", run_file, "batch.sample=3")
     assert result.exit_code == EXIT_USAGE and result.stdout == ""
     assert result.stderr.startswith("error: ") and "batch.samples" in result.stderr and "Traceback" not in result.stderr
 
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "said"),
+    [
+        (UserError("rank 1 failed", exit_code=EXIT_FAILED), EXIT_FAILED, "error: rank 1 failed\n"),
+        (KeyboardInterrupt(), EXIT_INTERRUPTED, "interrupted\n"),
+        (ZeroDivisionError("a bug"), 1, ""),
+    ],
+)
+def test_what_a_launch_raises_is_words_and_a_code_and_a_bug_keeps_its_traceback(
+    run_file, monkeypatch, error, exit_code, said
+):
     def fail(config, **options):
-        raise UserError("rank 1 failed", exit_code=EXIT_FAILED)
-
-    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=fail))
-    assert call("train", run_file).exit_code == EXIT_FAILED
-
-
-def test_a_bug_keeps_its_traceback(run_file, monkeypatch):
-    def fail(config, **options):
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=fail))
-    assert isinstance(call("train", run_file).exception, ZeroDivisionError)
-
-
-def test_interrupted_is_one_line_and_130(run_file, monkeypatch):
-    def fail(config, **options):
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setitem(sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=fail))
     result = call("train", run_file)
-    assert (result.exit_code, result.stderr) == (EXIT_INTERRUPTED, "interrupted\n")
+    assert (result.exit_code, result.stderr) == (exit_code, said)
+    assert said or result.exception is error
 
 
 def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
@@ -114,22 +105,15 @@ def test_plan_prints_what_the_planner_says(run_file, monkeypatch):
     assert json.loads(call("plan", run_file, "--json").stdout) == {"number": 1}
 
 
-def test_generate_and_export_start_a_process_of_their_own(tmp_path, processes):
-    assert call("generate", tmp_path, "--prompt", "-hello", "--max-new-tokens", 5).exit_code == 7
-    assert call("export", tmp_path, "--output", "out", "--merge").exit_code == 7
-    assert processes == [
-        ("manyhands.infer", ["generate", processes[0][1][1]]),
-        ("manyhands.export", [str(tmp_path), "--output", "out", "--merge"]),
-    ]
-
-
-def test_their_arguments_are_the_ones_those_processes_take(tmp_path, processes):
+def test_generate_chat_and_export_start_processes_with_the_arguments_that_those_take(tmp_path, processes):
     from manyhands.export.__main__ import parse_arguments as parse_export
     from manyhands.infer.__main__ import VERBS
 
-    call("generate", tmp_path, "--prompt", "-hello", "--base", "b", "--max-new-tokens", 5)
-    call("export", tmp_path, "--merge")
-    call("chat", tmp_path, "--temperature", 0.5)
+    assert call("generate", tmp_path, "--prompt", "-hello", "--base", "b", "--max-new-tokens", 5).exit_code == 7
+    assert call("export", tmp_path, "--output", "out", "--merge").exit_code == 7
+    assert call("chat", tmp_path, "--temperature", 0.5).exit_code == 7
+    assert [module for module, _ in processes] == ["manyhands.infer", "manyhands.export", "manyhands.infer"]
+    assert processes[1][1] == [str(tmp_path), "--output", "out", "--merge"]
     verb, request = processes[0][1]
     asked = inspect.signature(VERBS[verb]).bind(**json.loads(request)).arguments
     assert (asked["folder"], asked["prompt"], asked["base"]) == (str(tmp_path), "-hello", "b")
