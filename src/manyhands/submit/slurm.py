@@ -12,40 +12,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jinja2 import Environment, StrictUndefined
+
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.limits import GIB
 from manyhands.facts.gpu_kinds import kinds_named
 from manyhands.submit.job import ClusterJob, local_paths, under_volume
 
+TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
+
 
 def write_script(job: ClusterJob, known_types: Sequence[str] = ()) -> str:
     """``known_types``: GRES types of the cluster's GPUs, as ``sinfo`` lists them; none where it is not known."""
-    script = [
-        "#!/bin/bash",
-        f"# {job.title}",
-        *(f"#SBATCH {option}" for option in _options(job, known_types)),
-        "set -eo pipefail",
-        "",
-        *(f"export {name}={shlex.quote(value)}" for name, value in job.section.environment.items()),
-        *job.section.setup,
-        *(_CONTAINERS if job.section.image else ()),
-        f"checkpoints={shlex.quote(str(_on_host(job.folder / 'checkpoints', job)))}",
-        "newest() {",
-        "  { find \"$checkpoints\" -name manifest.json -printf '%h\\n' 2>/dev/null || true; } | sort -V | tail -n 1",
-        "}",
-        "before=$(newest)",
-        "",
-        "code=0",
-        " \\\n  ".join(["srun", *_step(job)]) + " || code=$?",
-        "",
-        f"# {EXIT_SAVED}: stopped by SIGUSR1, before the time limit or by `scancel -s USR1`, with everything saved",
-        f'if [ "$code" -eq {EXIT_SAVED} ] && [ "$(newest)" != "$before" ]; then',
-        '  echo "saved $(newest): job $SLURM_JOB_ID is queued again"',
-        '  scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        'exit "$code"',
-    ]
-    return "\n".join(script) + "\n"
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        job=job,
+        options=_options(job, known_types),
+        checkpoints=str(_on_host(job.folder / "checkpoints", job)),
+        step=_step(job),
+        saved=EXIT_SAVED,
+    )
 
 
 def _options(job: ClusterJob, known_types: Sequence[str]) -> list[str]:
@@ -100,14 +89,6 @@ def _on_host(path: Path, job: ClusterJob) -> Path:
         if job.section.image is not None and path.is_relative_to(mount):
             return Path(source) / path.relative_to(mount)
     return path
-
-
-_CONTAINERS = (
-    "if ! srun --help | grep -q -e --container-image; then",
-    '  echo "submit.image needs the pyxis plugin, which srun on this cluster does not have" >&2',
-    "  exit 2",
-    "fi",
-)
 
 
 def gres_type(kind: str, known_types: Sequence[str] = ()) -> str:
