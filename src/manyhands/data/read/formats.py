@@ -236,15 +236,11 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
         )
     candidates = set(known)
     for row in rows:
-        fitting = {
-            format for format in candidates if all(_get(row, field, fields) is not None for field in FIELDS[format])
-        }
-        if not fitting:  # a null among its fields is the row's own fault, and said of it where it is converted
-            fitting = {
-                format
-                for format in candidates
-                if all(fields.get(field, field) in row.fields for field in FIELDS[format])
-            }
+        held = {name for name, value in row.fields.items() if value is not None}
+        for names in (held, row.fields.keys()):  # a null is the row's own fault, and said of it where it is converted
+            fitting = {each for each in candidates if all(fields.get(field, field) in names for field in FIELDS[each])}
+            if fitting:
+                break
         if not fitting:
             raise _unknown_format(row, differs=len(candidates) < len(known))
         candidates = fitting
@@ -324,8 +320,87 @@ def _list_fields(row: Row) -> str:
     return (", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")) or "none"
 
 
-def _get(row: Row, field: str, fields: Mapping[str, str]) -> Any:
-    return row.fields.get(fields.get(field, field))
+@dataclass(frozen=True)
+class Cells:
+    """A row by our names of its fields. ``names`` are other names, {ours: the row's}; ``reading``: how its messages are
+    read. Each method raises RowRefused with the reason.
+    """
+
+    row: Row
+    names: Mapping[str, str]
+    reading: Reading
+
+    def name(self, field: str) -> str:
+        return self.names.get(field, field)
+
+    def get(self, field: str) -> Any:
+        return self.row.fields.get(self.names.get(field, field))
+
+    def text(self, field: str) -> str:
+        return _check_text(self.get(field), self.name(field))
+
+    def weight(self) -> float:
+        """What the row's loss is multiplied by: its field ``weight``, 1 without."""
+        value, name = self.get("weight"), self.name("weight")
+        if value is None or (isinstance(value, str) and not value.strip()):  # an empty cell of a CSV file
+            return 1.0
+        weight = check_weight(value, name)
+        if weight == 0:
+            raise RowRefused(f"{name} is 0: nothing in this row would be trained, leave it out")
+        return weight
+
+    def arguments(self) -> dict[str, Any] | None:
+        """The row's own arguments of the chat template: a mapping, or JSON text of one; a null among them is none."""
+        value, name = self.get("chat_template_kwargs"), self.name("chat_template_kwargs")
+        if isinstance(value, str):
+            value = parse_json(value, name) if value.strip() else None
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise RowRefused(
+                f"{name} must be a mapping of arguments of the chat template, this is {type(value).__name__}"
+            )
+        return {key: argument for key, argument in value.items() if argument is not None} or None
+
+    def history(self) -> list[tuple[str, str]]:
+        """Earlier turns as pairs [asked, answered]."""
+        value, name = self.get("history"), self.name("history")
+        if value is None or value == "":
+            return []
+        value = parse_json(value, name) if isinstance(value, str) else value
+        if not isinstance(value, list):
+            raise RowRefused(f"{name} must be a list of pairs [asked, answered], this is {type(value).__name__}")
+        for pair in value:
+            if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+                raise RowRefused(f"{name} must be a list of pairs [asked, answered] of strings")
+        return [(asked, answered) for asked, answered in value]
+
+    def below_system(self, turns: list[Message]) -> list[Message]:
+        """The turns below the system prompt that stands in a field of its own, if one does."""
+        system, name = self.get("system"), self.name("system")
+        if system is None or system == "":
+            return turns
+        if not isinstance(system, str):
+            raise RowRefused(f"{name} must be a string, this is {type(system).__name__}")
+        if turns[0]["role"] in SYSTEM_ROLES:
+            raise RowRefused(f"two system prompts: the field {name} and the first turn")
+        return [{"role": "system", "content": system}, *turns]
+
+    def side(self, field: str, role: str) -> list[Message]:
+        """A prompt or a completion: a text or a list of messages."""
+        if isinstance(value := self.get(field), list):
+            return check_messages(value, self.name(field), NONE, self.reading)
+        return [{"role": role, "content": self.text(field)}]
+
+    def answer(self, field: str) -> list[Message]:
+        """An answer as a text or a message, or a list of messages or turns that may begin with the prompt."""
+        value = self.get(field)
+        if isinstance(value, dict):
+            value = [value]
+        if not isinstance(value, list):
+            return [{"role": "assistant", "content": self.text(field)}]
+        is_turns = value and isinstance(value[0], dict) and self.name("from") in value[0]
+        return (check_turns if is_turns else check_messages)(value, self.name(field), self.names, self.reading)
 
 
 def to_conversation(
@@ -341,30 +416,28 @@ def to_conversation(
     weight is ``row_weight``), or as what it brings ready; with ``images`` it may have these. ``roles``: as
     ``Source.roles``. Raises RowRefused with the reason.
     """
-    empty = [fields.get(field, field) for field in FIELDS[format] if _get(row, field, fields) is None]
+    cells = Cells(row, fields, Reading(images, roles))
+    empty = [cells.name(field) for field in FIELDS[format] if cells.get(field) is None]
     if missing := [name for name in empty if name not in row.fields]:
         raise RowRefused(f"no field {' and '.join(missing)} (fields found: {_list_fields(row)})")
     if empty:
         raise RowRefused(f"{' and '.join(empty)} {'are' if len(empty) > 1 else 'is'} null")
-    weight = row_weight(row, fields)
+    weight = cells.weight()
     if format == "text":
-        return _check_text(_get(row, "text", fields), fields.get("text", "text"))
+        return cells.text("text")
     if format in READY:
-        if format == "tokens":
-            return _read_tokens(lambda field: _get(row, field, fields), weight)
-        return _read_segments(_get(row, "segments", fields), weight)
-    reading = Reading(images, roles)
-    tools = (
-        check_tools(_get(row, "tools", fields), fields.get("tools", "tools")) if "tools" in OPTIONAL[format] else None
-    )
-    arguments = _read_arguments(row, fields) if "chat_template_kwargs" in OPTIONAL[format] else None
+        return _read_tokens(cells.get, weight) if format == "tokens" else _read_segments(cells.get("segments"), weight)
+    optional = OPTIONAL[format]
+    tools = check_tools(cells.get("tools"), cells.name("tools")) if "tools" in optional else None
+    arguments = cells.arguments() if "chat_template_kwargs" in optional else None
 
     def join(prompt: list[Message], answer: list[Message]) -> Conversation:
         messages, num_prompt = [*prompt, *answer], len(prompt)
         _refuse_filled(row, messages, format, fields)
         placed: tuple[Any, ...] = ()
         if images:
-            messages, placed = place_images(messages, *read_column(row.fields, fields, reading), format, reading)
+            column, given = read_column(row.fields, fields, cells.reading)
+            messages, placed = place_images(messages, column, given, format, cells.reading)
         if drop_system:
             num_prompt -= sum(message["role"] in SYSTEM_ROLES for message in messages[:num_prompt])
             messages, placed = leave_out_system(messages, placed)
@@ -374,15 +447,20 @@ def to_conversation(
         for name, shown in (("a tool call", calls), ("tools", tools), ("chat_template_kwargs", arguments)):
             if (found := find_inexpressible(shown)) is not None:
                 raise RowRefused(f"{name} holds {found}, which JSON cannot express")
-        return Conversation(messages, tools, weight, arguments, placed, num_prompt, frozenset(reading.unread))
+        return Conversation(messages, tools, weight, arguments, placed, num_prompt, frozenset(cells.reading.unread))
 
     if format in PAIRS:
         if images or weight != 1:
             raise RowRefused("pairs of answers take no images" if images else "every pair weighs 1: leave out weight")
-        prompt, chosen, rejected = _read_pair(row, format, fields, reading)
+        prompt, chosen, rejected = _read_pair(cells, format)
         return Pair(join(prompt, chosen), join(prompt, rejected))
-    prompt = _read_prompt(row, fields, reading) if format == "prompt" else []
-    return join(prompt, _CONVERTERS[format](row, fields, reading))
+    prompt = cells.below_system(cells.side("prompt", "user")) if format == "prompt" else []
+    return join(prompt, _CONVERTERS[format](cells))
+
+
+def row_weight(row: Row, fields: Mapping[str, str] = NONE) -> float:
+    """What the row's loss is multiplied by. Raises RowRefused."""
+    return Cells(row, fields, Reading()).weight()
 
 
 def _refuse_filled(row: Row, messages: Sequence[Message], format: str, fields: Mapping[str, str]) -> None:
@@ -405,31 +483,6 @@ def _refuse_filled(row: Row, messages: Sequence[Message], format: str, fields: M
                 )
 
 
-def _read_arguments(row: Row, fields: Mapping[str, str]) -> dict[str, Any] | None:
-    """The row's own arguments of the chat template: a mapping, or JSON text of one; a null among them is none."""
-    name = fields.get("chat_template_kwargs", "chat_template_kwargs")
-    value = row.fields.get(name)
-    if isinstance(value, str):
-        value = parse_json(value, name) if value.strip() else None
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise RowRefused(f"{name} must be a mapping of arguments of the chat template, this is {type(value).__name__}")
-    return {key: argument for key, argument in value.items() if argument is not None} or None
-
-
-def row_weight(row: Row, fields: Mapping[str, str] = NONE) -> float:
-    """What the row's loss is multiplied by: its field ``weight``, 1 without. Raises RowRefused."""
-    name = fields.get("weight", "weight")
-    value = row.fields.get(name)
-    if value is None or (isinstance(value, str) and not value.strip()):  # an empty cell of a CSV file
-        return 1.0
-    weight = check_weight(value, name)
-    if weight == 0:
-        raise RowRefused(f"{name} is 0: nothing in this row would be trained, leave it out")
-    return weight
-
-
 def _check_text(value: object, field: str) -> str:
     if not isinstance(value, str):
         raise RowRefused(f"{field} must be a string, this is {type(value).__name__}")
@@ -438,78 +491,24 @@ def _check_text(value: object, field: str) -> str:
     return value
 
 
-def _from_messages(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
-    return check_messages(_get(row, "messages", fields), fields.get("messages", "messages"), fields, reading)
-
-
-def _from_sharegpt(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
-    turns = check_turns(
-        _get(row, "conversations", fields), fields.get("conversations", "conversations"), fields, reading
-    )
-    return _with_system(row, fields, turns)
-
-
-def _from_alpaca(row: Row, fields: Mapping[str, str], _: Reading) -> list[Message]:
-    asked = _check_text(_get(row, "instruction", fields), fields.get("instruction", "instruction"))
-    given = _get(row, "input", fields)
+def _read_alpaca(cells: Cells) -> list[Message]:
+    instruction, given = cells.text("instruction"), cells.get("input")
     if given is not None and not isinstance(given, str):
-        raise RowRefused(f"{fields.get('input', 'input')} must be a string, this is {type(given).__name__}")
-    instruction, has_input = asked, bool(given and given.strip())
-    if has_input:
-        asked = f"{asked}\n{given}"
-    answer = _check_text(_get(row, "output", fields), fields.get("output", "output"))
-    pairs = [*_read_history(_get(row, "history", fields), fields.get("history", "history")), (asked, answer)]
-    turns = _take_turns(pairs)
+        raise RowRefused(f"{cells.name('input')} must be a string, this is {type(given).__name__}")
+    has_input = bool(given and given.strip())
+    last = (f"{instruction}\n{given}" if has_input else instruction, cells.text("output"))
+    turns = _take_turns([*cells.history(), last])
     if has_input:  # for templates that tell them apart; others read the content
         turns[-2] |= {"instruction": instruction, "input": str(given)}
-    return _with_system(row, fields, turns)
+    return cells.below_system(turns)
 
 
-def _read_history(value: Any, field: str) -> list[tuple[str, str]]:
-    """Earlier turns as pairs [asked, answered]."""
-    if value is None or value == "":
-        return []
-    value = parse_json(value, field) if isinstance(value, str) else value
-    if not isinstance(value, list):
-        raise RowRefused(f"{field} must be a list of pairs [asked, answered], this is {type(value).__name__}")
-    for pair in value:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise RowRefused(f"{field} must be a list of pairs [asked, answered] of strings")
-    return [(asked, answered) for asked, answered in value]
+def _read_query(cells: Cells) -> list[Message]:
+    last = cells.text("query"), cells.text("response")
+    return cells.below_system(_take_turns([*cells.history(), last]))
 
 
-def _read_prompt(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
-    """The messages of a prompt, of which nothing is trained."""
-    return _with_system(row, fields, _read_side(row, "prompt", "user", fields, reading))
-
-
-def _from_prompt(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
-    return _read_side(row, "completion", "assistant", fields, reading)
-
-
-def _read_side(row: Row, field: str, role: str, fields: Mapping[str, str], reading: Reading) -> list[Message]:
-    """A field that is a text or a list of messages."""
-    value, name = _get(row, field, fields), fields.get(field, field)
-    if isinstance(value, list):
-        return check_messages(value, name, NONE, reading)
-    return [{"role": role, "content": _check_text(value, name)}]
-
-
-def _from_question(row: Row, fields: Mapping[str, str], _: Reading) -> list[Message]:
-    turns = [
-        {"role": role, "content": _check_text(_get(row, field, fields), fields.get(field, field))}
-        for field, role in (("question", "user"), ("answer", "assistant"))
-    ]
-    return _with_system(row, fields, turns)
-
-
-def _from_query(row: Row, fields: Mapping[str, str], _: Reading) -> list[Message]:
-    last = tuple(_check_text(_get(row, field, fields), fields.get(field, field)) for field in ("query", "response"))
-    pairs = [*_read_history(_get(row, "history", fields), fields.get("history", "history")), last]
-    return _with_system(row, fields, _take_turns(pairs))
-
-
-def _take_turns(pairs: Sequence[tuple[str, ...]]) -> list[Message]:
+def _take_turns(pairs: Sequence[tuple[str, str]]) -> list[Message]:
     """Questions and answers as messages."""
     return [
         {"role": role, "content": text}
@@ -518,44 +517,31 @@ def _take_turns(pairs: Sequence[tuple[str, ...]]) -> list[Message]:
     ]
 
 
-def _with_system(row: Row, fields: Mapping[str, str], turns: list[Message]) -> list[Message]:
-    """The turns below the system prompt that stands in a field of its own, if one does."""
-    name = fields.get("system", "system")
-    system = row.fields.get(name)
-    if system is None or system == "":
-        return turns
-    if not isinstance(system, str):
-        raise RowRefused(f"{name} must be a string, this is {type(system).__name__}")
-    if turns[0]["role"] in ("system", "developer"):
-        raise RowRefused(f"two system prompts: the field {name} and the first turn")
-    return [{"role": "system", "content": system}, *turns]
-
-
-_CONVERTERS: dict[str, Callable[[Row, Mapping[str, str], Reading], list[Message]]] = {
-    "messages": _from_messages,
-    "sharegpt": _from_sharegpt,
-    "alpaca": _from_alpaca,
-    "prompt": _from_prompt,
-    "question": _from_question,
-    "query": _from_query,
+_CONVERTERS: Mapping[str, Callable[[Cells], list[Message]]] = {
+    "messages": lambda row: check_messages(row.get("messages"), row.name("messages"), row.names, row.reading),
+    "sharegpt": lambda row: row.below_system(
+        check_turns(row.get("conversations"), row.name("conversations"), row.names, row.reading)
+    ),
+    "alpaca": _read_alpaca,
+    "prompt": lambda row: row.side("completion", "assistant"),
+    "question": lambda row: row.below_system(_take_turns([(row.text("question"), row.text("answer"))])),
+    "query": _read_query,
 }
 
 
-def _read_pair(
-    row: Row, format: Format, fields: Mapping[str, str], reading: Reading
-) -> tuple[list[Message], list[Message], list[Message]]:
+def _read_pair(cells: Cells, format: Format) -> tuple[list[Message], list[Message], list[Message]]:
     """(prompt, chosen answer, rejected answer) of a row. Raises RowRefused where an answer is empty, both are equal, or
     they have no common prompt.
     """
     names = ("chosen", "rejected") if format == "preference" else ("messages", "rejected_response")
-    chosen, rejected = (_read_answer(row, name, fields, reading) for name in names)
+    chosen, rejected = map(cells.answer, names)
     is_implicit = format == "preference" and not chosen[0]["role"] == rejected[0]["role"] == "assistant"
     if format == "rejected_response":
         asked = [number for number, message in enumerate(chosen) if message["role"] in ("user", "tool")]
         shared = asked[-1] + 1 if asked else 0
         rejected = rejected if rejected[:shared] == chosen[:shared] else chosen[:shared] + rejected
     elif not is_implicit:
-        prompt = _read_asked(row, fields, reading)
+        prompt = _read_asked(cells)
         chosen, rejected, shared = prompt + chosen, prompt + rejected, len(prompt)
     else:
         pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -565,60 +551,46 @@ def _read_pair(
         raise RowRefused(f"{names[0]} and {names[1]} are the same answer: neither is better")
     for name, answer in zip(names, answers, strict=True):
         if not any(message.get("content") or message.get("tool_calls") for message in answer):
-            raise RowRefused(f"the answer of {fields.get(name, name)} is empty")
+            raise RowRefused(f"the answer of {cells.name(name)} is empty")
     if not prompt or any(answer[0]["role"] != "assistant" for answer in answers):
         raise RowRefused(
             f"{names[0]} and {names[1]} have no common prompt: their first messages must be the same, up to an answer "
             "of the assistant in each"
         )
     if is_implicit:
-        _refuse_other_prompt(row, fields, reading, chosen, prompt)
-    return _with_system(row, fields, prompt), *answers
+        _refuse_other_prompt(cells, chosen, prompt)
+    return cells.below_system(prompt), *answers
 
 
-def _read_answer(row: Row, field: str, fields: Mapping[str, str], reading: Reading) -> list[Message]:
-    """An answer as a text or a message, or a list of messages that may begin with the prompt."""
-    value, name = _get(row, field, fields), fields.get(field, field)
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list):
-        return [{"role": "assistant", "content": _check_text(value, name)}]
-    turns = value and isinstance(value[0], dict) and fields.get("from", "from") in value[0]
-    return (check_turns if turns else check_messages)(value, name, fields, reading)
-
-
-def _read_asked(row: Row, fields: Mapping[str, str], reading: Reading) -> list[Message]:
+def _read_asked(cells: Cells) -> list[Message]:
     """The prompt of answers that stand alone."""
-    given = [name for name in PROMPTS if carries(_get(row, name, fields))]
+    given = [name for name in PROMPTS if carries(cells.get(name))]
     if given == ["instruction", "input"]:
-        texts = [_check_text(_get(row, name, fields), fields.get(name, name)) for name in given]
+        texts = list(map(cells.text, given))
         prompt = [{"role": "user", "content": "\n".join(texts), "instruction": texts[0], "input": texts[1]}]
     elif len(given) != 1:
-        names = " and ".join(fields.get(name, name) for name in given) or "none"
+        names = " and ".join(map(cells.name, given)) or "none"
         raise RowRefused(f"the answers need one prompt, and of its fields the row has {names} (data.ignore leaves out)")
     elif given[0] in ("messages", "conversations"):
-        prompt = _read_answer(row, given[0], fields, reading)
+        prompt = cells.answer(given[0])
     else:
-        prompt = _read_side(row, given[0], "user", fields, reading)
-    history = _read_history(_get(row, "history", fields), fields.get("history", "history"))
-    return _take_turns(history) + prompt
+        prompt = cells.side(given[0], "user")
+    return _take_turns(cells.history()) + prompt
 
 
-def _refuse_other_prompt(
-    row: Row, fields: Mapping[str, str], reading: Reading, chosen: list[Message], prompt: list[Message]
-) -> None:
+def _refuse_other_prompt(cells: Cells, chosen: list[Message], prompt: list[Message]) -> None:
     """RowRefused where a field holds another prompt than the one that the answers begin with."""
     for name in (*PROMPTS, "history"):
-        value = _get(row, name, fields)
+        value = cells.get(name)
         if not carries(value):
             continue
         if isinstance(value, list) and name != "history":
-            same = _read_answer(row, name, fields, reading) in (chosen, prompt)
+            same = cells.answer(name) in (chosen, prompt)
         else:
             same = any(value == message["content"] for message in prompt)
         if not same:
             raise RowRefused(
-                f"{fields.get(name, name)} is not the prompt that both answers begin with (data.ignore leaves it out)"
+                f"{cells.name(name)} is not the prompt that both answers begin with (data.ignore leaves it out)"
             )
 
 
