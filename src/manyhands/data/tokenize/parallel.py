@@ -84,16 +84,12 @@ class Job:
     def read(folder: Path) -> Job:
         return TypeAdapter(Job).validate_json((folder / "job.json").read_bytes())
 
-    def segment(self, number: int, batch: int | None = None) -> Path:
-        """Where the rows of a part go, or of one batch of a large one."""
-        return self.folder / "segments" / _name(number, batch)
-
     def segments(self, number: int) -> list[Path]:
         """All that there are of a part, in the order of its rows."""
         return sorted((self.folder / "segments").glob(f"{number:06d}*"))
 
-    def outcome(self, number: int, batch: int | None = None) -> Path:
-        return self.folder / f"outcome-{_name(number, batch)}.json"
+    def outcome(self, name: str) -> Path:
+        return self.folder / f"outcome-{name}.json"
 
     def read_outcome(self, number: int) -> Outcome:
         """What became of all rows of a part."""
@@ -101,10 +97,6 @@ class Job:
         for path in sorted(self.folder.glob(f"outcome-{number:06d}*.json")):
             total.add(Outcome.read(path))
         return total
-
-
-def _name(number: int, batch: int | None) -> str:
-    return f"{number:06d}" if batch is None else f"{number:06d}-{batch:06d}"
 
 
 def plan_job(
@@ -146,10 +138,9 @@ def choose_num_processes(num_bytes: int) -> int:
 def tokenize_parts(job: Job, report: Report) -> list[Outcome]:
     """Writes the segment of every part; returns what became of each. Raises UserError."""
     if job.num_processes == 1:
-        part_tokenizer, notes = _open(job, CHUNK_CHARACTERS_HERE)
-        progress = _Progress(job, report)
+        part_tokenizer, progress = _open(job, CHUNK_CHARACTERS_HERE), _Progress(job, report)
         for number in range(len(job.parts)):
-            _tokenize_part(job, part_tokenizer, notes, number, progress.show)
+            _tokenize(job, part_tokenizer, number, progress.show)
     else:
         _run_processes(job, report)
     return [job.read_outcome(number) for number in range(len(job.parts))]
@@ -170,8 +161,7 @@ class _Progress:
         self._report(f"tokenized {num_tokens / 1e6:.1f} M tokens so far")
 
 
-def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
-    """The ``PartTokenizer`` of a job, and notes for the user on its tokenizer."""
+def _open(job: Job, chunk_characters: int) -> PartTokenizer:
     data, tokenizer = job.data, open_tokenizer(job.model_folder, job.model)
     if getattr(tokenizer, "is_fast", False):
         widen_cache(tokenizer)
@@ -191,7 +181,7 @@ def _open(job: Job, chunk_characters: int) -> tuple[PartTokenizer, list[str]]:
         notes.insert(
             0, "no chat template: prompt and completion are concatenated unchanged (model.chat_template sets one)"
         )
-    return PartTokenizer(data, job.task, tokenizer, job.sources, formats, chunk_characters, images), notes
+    return PartTokenizer(data, job.task, tokenizer, job.sources, formats, chunk_characters, images, notes)
 
 
 @dataclass(frozen=True)
@@ -225,19 +215,17 @@ def cut_batches(part: int, rows: Iterable[Row], batch_characters: int) -> Iterat
         yield RowBatch(part, number, batch, characters)
 
 
-def _tokenize_batch(job: Job, part_tokenizer: PartTokenizer, notes: list[str], batch: RowBatch) -> None:
-    outcome = part_tokenizer.run_rows(batch.rows, job.parts[batch.part][0], job.segment(batch.part, batch.number))
-    outcome.notes = [*notes, *outcome.notes]
-    outcome.write(job.outcome(batch.part, batch.number))
-
-
-def _tokenize_part(
-    job: Job, part_tokenizer: PartTokenizer, notes: list[str], number: int, on_chunk: Callable[[], None] = lambda: None
+def _tokenize(
+    job: Job, part_tokenizer: PartTokenizer, item: int | RowBatch, on_chunk: Callable[[], None] = lambda: None
 ) -> None:
-    source, part = job.parts[number]
-    outcome = part_tokenizer.run(part, source, job.segment(number), on_chunk)
-    outcome.notes = [*notes, *outcome.notes]
-    outcome.write(job.outcome(number))
+    """Writes the segment and the outcome of the part of this number, or of one batch of a large part."""
+    number, name = (item, f"{item:06d}") if isinstance(item, int) else (item.part, f"{item.part:06d}-{item.number:06d}")
+    (source, part), segment = job.parts[number], job.folder / "segments" / name
+    if isinstance(item, int):
+        outcome = part_tokenizer.run(part, source, segment, on_chunk)
+    else:
+        outcome = part_tokenizer.run_rows(item.rows, source, segment)
+    outcome.write(job.outcome(name))
 
 
 def _run_processes(job: Job, report: Report) -> None:
@@ -305,9 +293,9 @@ def main() -> None:
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     job = Job.read(Path(sys.argv[1]))
     try:
-        part_tokenizer, notes = _open(job, CHUNK_CHARACTERS_FORKED)
+        part_tokenizer = _open(job, CHUNK_CHARACTERS_FORKED)
         with _as_user_errors(job.folder):
-            _run_pool(job, part_tokenizer, notes)
+            _run_pool(job, part_tokenizer)
         return
     except UserError as error:
         temporary = job.folder / "error.unfinished"
@@ -325,13 +313,12 @@ def _end_with_stdin() -> None:
     os._exit(EXIT_FAILED)  # the pipe is closed: nobody waits for the tokens
 
 
-def _run_pool(job: Job, part_tokenizer: PartTokenizer, notes: list[str]) -> None:
+def _run_pool(job: Job, part_tokenizer: PartTokenizer) -> None:
     """Tokenizes all parts. Raises UserError, also where a worker was killed."""
     gc.collect()
     gc.freeze()  # a collection would write into every object, and so copy the memory that is shared
-    pool = ProcessPoolExecutor(
-        job.num_processes, multiprocessing.get_context("fork"), _begin, (job, part_tokenizer, notes)
-    )
+    fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(job.num_processes, fork, _begin, (job, part_tokenizer))
     pending: set[Future[None]] = set()
     workers: list[multiprocessing.process.BaseProcess] = []
 
@@ -356,10 +343,10 @@ def _run_pool(job: Job, part_tokenizer: PartTokenizer, notes: list[str]) -> None
             rows = part_tokenizer.read(part, source, outcome.unreadable)
             for batch in cut_batches(number, rows, job.batch_characters):
                 if batch.num_characters > MAX_HANDED_CHARACTERS:
-                    _tokenize_batch(job, part_tokenizer, notes, batch)
+                    _tokenize(job, part_tokenizer, batch)
                 else:
                     submit(batch)
-            outcome.write(job.outcome(number))
+            outcome.write(job.outcome(f"{number:06d}"))
         finish(0)
     except BrokenProcessPool:
         end = time.monotonic() + GRACE_S  # the pool ends the other workers by SIGTERM; its shutdown may hang (gh-94777)
@@ -373,23 +360,19 @@ def _run_pool(job: Job, part_tokenizer: PartTokenizer, notes: list[str]) -> None
     pool.shutdown()
 
 
-_worker: tuple[Job, PartTokenizer, list[str]]
+_worker: tuple[Job, PartTokenizer]
 
 
-def _begin(job: Job, part_tokenizer: PartTokenizer, notes: list[str]) -> None:
+def _begin(job: Job, part_tokenizer: PartTokenizer) -> None:
     """In a forked process, before its first part."""
     global _worker
-    _worker = (job, part_tokenizer, notes)
+    _worker = (job, part_tokenizer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _work(item: int | RowBatch) -> None:
-    job, part_tokenizer, notes = _worker
-    with _as_user_errors(job.folder):
-        if isinstance(item, RowBatch):
-            _tokenize_batch(job, part_tokenizer, notes, item)
-        else:
-            _tokenize_part(job, part_tokenizer, notes, item)
+    with _as_user_errors(_worker[0].folder):
+        _tokenize(*_worker, item)
 
 
 @contextmanager

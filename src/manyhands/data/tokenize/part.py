@@ -6,7 +6,7 @@ What a part gives depends on its rows alone, not on the process, the parts besid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -73,7 +73,8 @@ class PartTokenizer:
     """Tokenizes parts, one after the other, with one tokenizer. ``formats`` are those of the sources, by
     ``choose_format``.
 
-    ``chunk_characters`` are tokenized at once: many keep the tokenizer's threads busy, few bound the memory.
+    ``chunk_characters`` are tokenized at once: many keep the tokenizer's threads busy, few bound the memory. ``notes``:
+    on the tokenizer, for the user.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class PartTokenizer:
         formats: Sequence[Format | None],
         chunk_characters: int,
         images: ImageOpener | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self._data, self._task, self._sources, self._formats = data, task, sources, formats
-        self._chunk_characters = chunk_characters
+        self._chunk_characters, self._images, self._notes = chunk_characters, images, notes
         self._has_template = bool(tokenizer.chat_template)
         self._renderer = Renderer(
             tokenizer,
@@ -97,13 +99,17 @@ class PartTokenizer:
             date=data.date,
             placeholder=None if images is None else images.placeholder,
         )
-        self._images = images
         self._long_text = LongText(tokenizer)
         self._columns = [Columns(source.fields, source.ignore, images is not None) for source in sources]
         self._placeholders = find_placeholders(tokenizer)
         self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
         self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
-        self._largest_id = -1  # of the samples of the rows that are being written
+        self._streams = TEXT if images is None else WITH_IMAGES
+        self._streams += (DOCUMENTS,) if TASKS[task].num_documents > 1 else ()
+        # Of the rows that are being written: their source, and what becomes of them.
+        self._number, self._source = 0, sources[0]
+        self._outcome: Outcome
+        self._writer: SegmentWriter
 
     def run(self, part: FilePart, source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None) -> Outcome:
         """Writes the segment ``folder`` of all rows of a part. Faults of rows are gathered in what is returned."""
@@ -123,18 +129,16 @@ class PartTokenizer:
         self, rows: Iterable[Row], source: int, folder: Path, on_chunk: Callable[[], None] = lambda: None
     ) -> Outcome:
         """Writes the segment ``folder`` of rows of one source."""
-        streams = TEXT if self._images is None else WITH_IMAGES
-        streams = (*streams, DOCUMENTS) if TASKS[self._task].num_documents > 1 else streams
-        outcome, writer = Outcome(), SegmentWriter(folder, streams)
-        self._largest_id = -1
+        self._number, self._source = source, self._sources[source]
+        self._outcome, self._writer = outcome, writer = Outcome(), SegmentWriter(folder, self._streams)
         try:
-            for chunk in self._gather(self._convert(rows, source, outcome, writer)):
+            for chunk in self._gather(self._convert(rows)):
                 documents = [documents_of(item.content) for item in chunk]
                 rendered = iter(self._renderer.render_many([content for each in documents for content in each]))
                 for item, contents in zip(chunk, documents, strict=True):
                     results = [next(rendered) for _ in contents]
                     try:
-                        self._take(item, contents, results, source, outcome, writer)
+                        self._take(item, contents, results)
                     except RowRefused as refused:
                         outcome.refused.add(item.row.file, item.row.line, str(refused))
                 on_chunk()
@@ -142,51 +146,48 @@ class PartTokenizer:
         finally:
             writer.close()
         outcome.num_samples, outcome.num_tokens = writer.num_samples, writer.num_items[TOKENS.name]
-        outcome.largest_id = self._largest_id
-        outcome.notes = self._renderer.notes() + ([] if self._images is None else self._images.notes())
+        outcome.notes = [*self._notes, *self._renderer.notes(), *([] if self._images is None else self._images.notes())]
         return outcome
 
-    def _convert(
-        self, rows: Iterable[Row], source: int, outcome: Outcome, writer: SegmentWriter
-    ) -> Iterator[RowToRender | None]:
+    def _convert(self, rows: Iterable[Row]) -> Iterator[RowToRender | None]:
         """Rows to be rendered in chunks. A long text takes another way, and its place in order: None goes before it."""
-        fields, columns = self._sources[source].fields, self._columns[source]
+        source, columns, outcome = self._source, self._columns[self._number], self._outcome
         unread: set[str] = set()
         left_out: set[str] = set()
         for given in rows:
             row = columns.keep(given, left_out)
             try:
-                format = self._formats[source] or self._tell(row, source, fields)
+                format = self._formats[self._number] or self._tell(row)
                 columns.check(row, format, unread)
                 if format not in outcome.formats:
                     outcome.formats.append(format)
-                weight = row_weight(row, fields) if format == "text" else 1.0
+                weight = row_weight(row, source.fields) if format == "text" else 1.0
                 if weight > MAX_WEIGHT:
                     raise RowRefused(f"a weight is larger than {MAX_WEIGHT:.3g}")
-                if format == "text" and is_long(pieces := row.fields.get(fields.get("text", "text"))):
+                text = row.fields.get(source.fields.get("text", "text")) if format == "text" else None
+                if is_long(text):
                     yield None
-                    self._take_long(row, pieces, weight, source, outcome, writer)
-                else:
-                    content = to_conversation(
-                        row,
-                        format,
-                        fields,
-                        roles=self._sources[source].roles,
-                        drop_system=self._sources[source].drop_system,
-                        images=self._images is not None,
-                    )
-                    if self._images is not None and isinstance(content, Conversation):
-                        content = self._images.open(content, row.file)
-                    if (
-                        self._sources[source].too_long == "drop"
-                        and count_conversation(content) > MAX_CONVERSATION_CHARACTERS
-                    ):
+                    self._take_long(row, text, weight)
+                    continue
+                content = to_conversation(
+                    row,
+                    format,
+                    source.fields,
+                    roles=source.roles,
+                    drop_system=source.drop_system,
+                    images=self._images is not None,
+                )
+                if self._images is not None and isinstance(content, Conversation):
+                    content = self._images.open(content, row.file)
+                if (characters := count_conversation(content)) > MAX_CONVERSATION_CHARACTERS:
+                    if source.too_long == "drop":
                         outcome.num_too_long += 1
                         continue
-                    check_size(content)
-                    if columns.leaves_media:
-                        outcome.num_rows_with_placeholders += find_any(PLACEHOLDERS, content) is not None
-                    yield RowToRender(row, content, weight)
+                    limit = f"at most {MAX_CONVERSATION_CHARACTERS:,} can be tokenized at once; divide it"
+                    raise RowRefused(f"a conversation of {int(characters):,} characters, {limit}")
+                if columns.leaves_media:
+                    outcome.num_rows_with_placeholders += find_any(PLACEHOLDERS, content) is not None
+                yield RowToRender(row, content, weight)
             except RowRefused as refused:
                 outcome.refused.add(row.file, row.line, str(refused))
             except BadImage as bad:
@@ -194,12 +195,12 @@ class PartTokenizer:
                 outcome.bad_images.add(row.file, row.line, str(bad))
         outcome.unread, outcome.left_out = sorted(unread), sorted(left_out)
 
-    def _tell(self, row: Row, source: int, fields: Mapping[str, str]) -> Format:
+    def _tell(self, row: Row) -> Format:
         """The format of one row among others; RowRefused where it has none that can be trained."""
-        key = (source, frozenset(name for name, value in row.fields.items() if value is not None))
+        key = (self._number, frozenset(name for name, value in row.fields.items() if value is not None))
         if key not in self._kinds:
             try:
-                format = detect_format([row], fields, self._task)
+                format = detect_format([row], self._source.fields, self._task)
                 check_format(format, self._task, self._has_template, "")
                 self._kinds[key] = format
             except UserError as error:
@@ -227,21 +228,17 @@ class PartTokenizer:
         item: RowToRender,
         contents: Sequence[Conversation | str | Ready],
         results: Sequence[Rendered | RowRefused],
-        source: int,
-        outcome: Outcome,
-        writer: SegmentWriter,
     ) -> None:
         """Applies the length policy of its source to a rendered row of one document or more, the longest of which
         counts. Raises RowRefused.
         """
-        row, too_long, max_length = item.row, self._sources[source].too_long, self._data.max_length
+        row, outcome, too_long, max_length = item.row, self._outcome, self._source.too_long, self._data.max_length
         documents, images = [], stored_images(item.content)
         for content, result in zip(contents, results, strict=True):
             if isinstance(result, RowRefused):
                 raise result
             # What a template shows besides contents (reasoning, tool calls, definitions of tools) is seen in the ids.
-            if (fault := self._check_placeholders(content, result.ids)) is not None:
-                raise RowRefused(fault)
+            self._check_placeholders(content, result.ids)
             outcome.num_straddling_tokens += result.num_straddling
             weights = result.weights
             if item.weight != 1:
@@ -260,11 +257,14 @@ class PartTokenizer:
                 raise RowRefused(f"no loss token is left of {longest:,} after cutting at {max_length:,}")
             cut = documents[0][TOKENS.name][max_length:]
             if images and self._images is not None and (cut == self._images.token_id).any():
-                raise RowRefused(_describe_long(longest, images, max_length))
+                raise RowRefused(
+                    f"{_describe_long(longest, images)}: cutting at {max_length:,} would leave a part of an image, "
+                    "which cannot be trained"
+                )
             documents = [{name: values[:max_length] for name, values in document.items()} for document in documents]
             outcome.num_truncated += 1
         elif longest > max_length and too_long == "split" and isinstance(item.content, str):
-            self._split(row, [documents[0][TOKENS.name]], item.weight, outcome, writer)
+            self._split(row, [documents[0][TOKENS.name]], item.weight)
             return
         elif longest > max_length and too_long == "drop":
             outcome.num_too_long += 1
@@ -277,36 +277,42 @@ class PartTokenizer:
         if isinstance(item.content, Pair):
             check_pair(documents)
             sample = join_documents(documents)
-        self._append(writer, {**sample, **(to_streams(images) if images else {})}, row.line)
+        self._append({**sample, **(to_streams(images) if images else {})}, row.line)
 
-    def _append(self, writer: SegmentWriter, sample: Sample, line: int, continued: bool = False) -> None:
+    def _append(self, sample: Sample, line: int, continued: bool = False) -> None:
         """Every sample of a run with images has their streams, be they empty."""
         ids, without = sample[TOKENS.name], {} if self._images is None else to_streams([])
         if self._images is not None:
             ids = ids[ids != self._images.token_id]  # features stand in the place of this token's embedding
-        self._largest_id = max(self._largest_id, int(ids.max(initial=-1)))
-        writer.append({**without, **sample}, line, continued)
+        self._outcome.largest_id = max(self._outcome.largest_id, int(ids.max(initial=-1)))
+        self._writer.append({**without, **sample}, line, continued)
 
-    def _check_placeholders(self, content: Conversation | str | Ready, ids: np.ndarray) -> str | None:
-        """What is wrong with the placeholders of a row, in its texts and among its ids; None where nothing is."""
+    def _check_placeholders(self, content: Conversation | str | Ready, ids: np.ndarray) -> None:
+        """RowRefused for what is wrong with the placeholders of a row, in its texts and among its ids."""
         images = stored_images(content)
         if self._images is not None and isinstance(content, Conversation):
             expected, found = sum(image.num_tokens for image in images), int((ids == self._images.token_id).sum())
             if found != expected:
-                return f"{found:,} placeholders for images are in its tokens, and its images take {expected:,}"
-        placeholder = find_any(self._placeholders, content)
-        if placeholder is None and not images:
-            placeholder = self._find_placeholder(ids)
-        return None if placeholder is None else _describe_placeholder(placeholder)
+                raise RowRefused(
+                    f"{found:,} placeholders for images are in its tokens, and its images take {expected:,}"
+                )
+        if (placeholder := find_any(self._placeholders, content)) is not None:
+            raise _refuse_placeholder(placeholder)
+        if not images:
+            self._refuse_ids(ids)
 
-    def _take_long(
-        self, row: Row, pieces: str | Iterable[str], weight: float, source: int, outcome: Outcome, writer: SegmentWriter
-    ) -> None:
+    def _refuse_ids(self, ids: np.ndarray) -> np.ndarray:
+        """The ids themselves; RowRefused where a placeholder is among them."""
+        if self._placeholders and (found := np.isin(self._placeholder_ids, ids)).any():
+            raise _refuse_placeholder(self._placeholders[int(found.argmax())])
+        return ids
+
+    def _take_long(self, row: Row, pieces: str | Iterable[str], weight: float) -> None:
         """A text of which only a window is tokenized at one time: all its tokens are trained."""
-        max_length, too_long = self._data.max_length, self._sources[source].too_long
-        encoded = self._refuse_placeholders(self._long_text.encode(pieces))
+        outcome, max_length, too_long = self._outcome, self._data.max_length, self._source.too_long
+        encoded = map(self._refuse_ids, self._long_text.encode(pieces))
         if too_long == "split":
-            self._split(row, encoded, weight, outcome, writer)
+            self._split(row, encoded, weight)
             return
         kept, num_tokens = [], 0
         for ids in encoded:
@@ -316,44 +322,28 @@ class PartTokenizer:
         if num_tokens < self._data.min_length:
             outcome.num_too_short += 1
         elif num_tokens <= max_length or too_long == "truncate":
-            ids = np.concatenate(kept)[:max_length]
-            self._append(writer, _make_text(ids, weight), row.line)
+            self._append(_make_text(np.concatenate(kept)[:max_length], weight), row.line)
             outcome.num_truncated += num_tokens > max_length
         elif too_long == "drop":
             outcome.num_too_long += 1
         else:
             outcome.longest = max(outcome.longest, num_tokens)
-            outcome.too_long.add(row.file, row.line, f"{num_tokens:,} tokens")
+            outcome.too_long.add(row.file, row.line, _describe_long(num_tokens, ()))
 
-    def _refuse_placeholders(self, stretches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        for ids in stretches:
-            if (placeholder := self._find_placeholder(ids)) is not None:
-                raise RowRefused(_describe_placeholder(placeholder))
-            yield ids
-
-    def _find_placeholder(self, ids: np.ndarray) -> str | None:
-        found = np.isin(self._placeholder_ids, ids) if self._placeholders else np.zeros(1, dtype=np.bool_)
-        return self._placeholders[int(found.argmax())] if found.any() else None
-
-    def _split(
-        self, row: Row, stretches: Iterable[np.ndarray], weight: float, outcome: Outcome, writer: SegmentWriter
-    ) -> None:
+    def _split(self, row: Row, stretches: Iterable[np.ndarray], weight: float) -> None:
         """Blocks share one token: the last target of one is the first input of the next, so no target is lost."""
         max_length, num_blocks = self._data.max_length, 0
         left = np.empty(0, dtype=np.int32)
         for stretch in stretches:
             left = np.concatenate([left, stretch])
             while len(left) > max_length:
-                self._append_block(row, left[:max_length], weight, writer, num_blocks > 0)
+                self._append(_make_text(left[:max_length], weight), row.line, num_blocks > 0)
                 left, num_blocks = left[max_length - 1 :], num_blocks + 1
         if not num_blocks and len(left) < self._data.min_length:
-            outcome.num_too_short += 1
+            self._outcome.num_too_short += 1
             return
-        self._append_block(row, left, weight, writer, num_blocks > 0)
-        outcome.num_split += num_blocks > 0
-
-    def _append_block(self, row: Row, ids: np.ndarray, weight: float, writer: SegmentWriter, continued: bool) -> None:
-        self._append(writer, _make_text(ids, weight), row.line, continued)
+        self._append(_make_text(left, weight), row.line, num_blocks > 0)
+        self._outcome.num_split += num_blocks > 0
 
 
 def stored_images(content: Content) -> list[StoredImage]:
@@ -361,11 +351,10 @@ def stored_images(content: Content) -> list[StoredImage]:
     return [image.stored for image in content.images] if isinstance(content, Conversation) else []
 
 
-def _describe_long(num_tokens: int, images: Sequence[StoredImage], max_length: int | None = None) -> str:
+def _describe_long(num_tokens: int, images: Sequence[StoredImage]) -> str:
     in_images = sum(image.num_tokens for image in images)
     of_images = f", {in_images:,} of them of {len(images):,} image{'s' * (len(images) != 1)}" if images else ""
-    cut = f": cutting at {max_length:,} would leave a part of an image, which cannot be trained" if max_length else ""
-    return f"{num_tokens:,} tokens{of_images}{cut}"
+    return f"{num_tokens:,} tokens{of_images}"
 
 
 def _make_text(ids: np.ndarray, weight: float) -> Sample:
@@ -379,8 +368,8 @@ def find_any(words: Iterable[str], content: Content) -> str | None:
     return next((word for text in texts_of(content) for word in words if word in text), None)
 
 
-def _describe_placeholder(token: str) -> str:
-    return (
+def _refuse_placeholder(token: str) -> RowRefused:
+    return RowRefused(
         f"the text holds {token}, this model's placeholder for an image, a video or a sound, and only text "
         f"can be trained: remove it"
     )
@@ -406,14 +395,6 @@ def check_pair(documents: Sequence[Sample]) -> None:
     begins = [int(document[MASK.name].argmax()) for document in documents]
     if begins[0] != begins[1] or not np.array_equal(one[: begins[0]], other[: begins[0]]):
         raise RowRefused("the chat template writes another prompt before each of the two answers")
-
-
-def check_size(content: Content) -> Content:
-    """The content itself; RowRefused for a conversation that is too long to be tokenized at once."""
-    if (characters := count_conversation(content)) > MAX_CONVERSATION_CHARACTERS:
-        limit = f"at most {MAX_CONVERSATION_CHARACTERS:,} can be tokenized at once; divide it"
-        raise RowRefused(f"a conversation of {int(characters):,} characters, {limit}")
-    return content
 
 
 def count_conversation(content: Content) -> float:
