@@ -19,7 +19,7 @@ import numpy as np
 from manyhands.config.text import nearest_name
 from manyhands.core.errors import UserError, panics_as_errors
 from manyhands.data.chat.spans import Span, SpanFinder
-from manyhands.data.chat.template import ChatTemplate, complete_arguments
+from manyhands.data.chat.template import ChatTemplate, attempt, complete_arguments
 from manyhands.data.chat.turn_ends import PROMPT, compile_any
 from manyhands.data.read.formats import Conversation, Ready, ReadyTokens
 from manyhands.data.read.messages import (
@@ -205,11 +205,11 @@ class Renderer:
             if isinstance(content, Conversation):
                 self._unread |= content.unread
             if isinstance(content, Ready):
-                results[index] = _attempt(self._take_ready, content)
+                results[index] = attempt(self._take_ready, content)
             elif isinstance(content, str):
                 plain[index] = Text(content, (), (), rest=1.0)
             elif self.plain_prompts:
-                plain[index] = _attempt(self._join_prompt, content)
+                plain[index] = attempt(self._join_prompt, content)
             else:
                 chats[index] = content
         rendered: dict[int, Text | RowRefused] = {}
@@ -218,10 +218,13 @@ class Renderer:
                 rendered |= dict.fromkeys(indexes, renderer)
             else:
                 rendered |= zip(indexes, renderer._apply_template([chats[index] for index in indexes]), strict=True)
-        bare = {
+        bos = self.tokenizer.bos_token
+        bare = {  # those that do not begin with the begin-of-text token: a processor adds special tokens to them
             index
             for index, text in rendered.items()
-            if self._placeholder is not None and isinstance(text, Text) and not self._begins(text.text)
+            if self._placeholder is not None
+            and isinstance(text, Text)
+            and (bos is None or not text.text.startswith(bos))
         }
         for special in (True, False):
             group = {index: text for index, text in rendered.items() if (index in bare) == special}
@@ -305,21 +308,14 @@ class Renderer:
         ]
         texts = dict(zip(together, self._template.render_many([seen[index] for index in together]), strict=True))
         return [
-            _attempt(self._read_text, conversation, messages, texts.get(index))
+            attempt(self._locate, conversation, messages, texts.get(index))
             for index, (conversation, messages) in enumerate(zip(conversations, seen, strict=True))
         ]
 
-    def _read_text(
-        self, conversation: Conversation, messages: Sequence[Message], text: str | RowRefused | None
-    ) -> Text:
-        """As ``_locate``, and the images in place of their placeholders."""
-        located = self._locate(conversation, messages, text)
-        if self._placeholder is None:
-            return located
-        return put_images(located, self._placeholder, [image.text for image in conversation.images])
-
     def _locate(self, conversation: Conversation, messages: Sequence[Message], text: str | RowRefused | None) -> Text:
-        """The row as text with its weighted spans; ``text`` is rendered if it is not given. Raises RowRefused."""
+        """The row as text with its weighted spans, and the images in place of their placeholders; ``text`` is rendered
+        if it is not given. Raises RowRefused.
+        """
         try:
             if isinstance(text, RowRefused):
                 raise text
@@ -335,7 +331,10 @@ class Renderer:
         rest = conversation.weight if self._train_on == "all" else 0.0
         turns = [turn for turn, weight in weights.items() if weight != rest]
         spans = self._finder.find(messages, conversation.tools or None, text, turns) if turns else ()
-        return Text(text, spans, tuple(weights[turn] for turn in turns), rest)
+        located = Text(text, spans, tuple(weights[turn] for turn in turns), rest)
+        if self._placeholder is None:
+            return located
+        return put_images(located, self._placeholder, [image.text for image in conversation.images])
 
     def _note_left_out(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
         """Remembers what a row carries that its text does not show. A template may write a content otherwise than it
@@ -402,10 +401,6 @@ class Renderer:
         rest = conversation.weight if self._train_on == "all" else 0.0
         return Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), (weights[1],), rest)
 
-    def _begins(self, text: str) -> bool:
-        """Whether a text begins with the begin-of-text token, so that a processor adds no special tokens to it."""
-        return self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
-
     def _mask(
         self,
         texts: Mapping[int, Text | RowRefused],
@@ -421,7 +416,7 @@ class Renderer:
         kept = {index: text for index, text in texts.items() if isinstance(text, Text)}
         encodings = self._encode([text.text for text in kept.values()], special, offsets)
         for (index, text), encoding in zip(kept.items(), encodings, strict=True):
-            results[index] = encoding if isinstance(encoding, RowRefused) else _attempt(mask, text, encoding)
+            results[index] = encoding if isinstance(encoding, RowRefused) else attempt(mask, text, encoding)
         return results
 
     def _encode(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
@@ -432,14 +427,10 @@ class Renderer:
             return []
         try:
             return self._encode_batch(texts, special, offsets)
-        except Exception:  # one of the texts: which, and why, is told below
-            return [_attempt(self._encode_one, text, special, offsets) for text in texts]
-
-    def _encode_one(self, text: str, special: bool, offsets: bool) -> Any:
-        try:
-            return self._encode_batch([text], special, offsets)[0]
-        except Exception as error:
-            raise RowRefused(f"the tokenizer refuses this text: {error}") from error
+        except Exception as error:  # one of the texts: which?
+            if len(texts) == 1:
+                return [RowRefused(f"the tokenizer refuses this text: {error}")]
+            return [encoding for text in texts for encoding in self._encode([text], special, offsets)]
 
     def _encode_batch(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
         """By the backend where the tokenizer's call adds nothing to it: its dictionaries of lists cost as much
@@ -520,11 +511,3 @@ class Renderer:
             raise RowRefused(f"a weight is larger than {MAX_WEIGHT:.3g}")
         weights = weights if weights.dtype == np.bool_ else weights.astype(np.float32)
         return finish(ids.astype(np.int32), weights, 0)
-
-
-def _attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, or the RowRefused that it raised."""
-    try:
-        return function(*arguments)
-    except RowRefused as refused:
-        return refused

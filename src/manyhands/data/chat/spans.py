@@ -29,7 +29,7 @@ from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.data.chat.template import ChatTemplate
-from manyhands.data.chat.turn_ends import PRIVATE_USE, PROMPT, Ending, Markers, TurnEnds, measure_common
+from manyhands.data.chat.turn_ends import PRIVATE_USE, PROMPT, Markers, TurnEnds, measure_common
 from manyhands.data.read.messages import THINKING, Message, RowRefused, check_shown, fill, visible
 
 MAX_SHAPES = 512
@@ -144,7 +144,7 @@ class SpanFinder:
             notes.append(
                 "the chat template ends only the last turn of a sample: the others do not teach the model to stop"
             )
-        elif self._hides_eos(ending):
+        elif self._eos is not None and self._eos in ending.trailer and self._eos not in ending.marker:
             notes.append(
                 f"turns end with {marker}, by which generation must stop; {self._eos} at a sample's end is not trained"
             )
@@ -153,9 +153,6 @@ class SpanFinder:
             for token in sorted(self._ends_of_calls)
         ]
         return notes
-
-    def _hides_eos(self, ending: Ending) -> bool:
-        return self._eos is not None and self._eos in ending.trailer and self._eos not in ending.marker
 
     def _advise_argument(self) -> str:
         """Which argument makes the template end the last turn, if one does."""
@@ -223,7 +220,7 @@ class SpanFinder:
             through = text if turn == len(messages) - 1 else self._template.try_render(messages[: turn + 1], tools)
             if through is not None and len(through) >= start and text.startswith(through):
                 end = self._find_end_of(through)
-                if end is not None and end >= start and _shows(messages[turn], text[start:end]):
+                if end is not None and end >= start and visible(messages[turn]) in text[start:end]:
                     return start, end + self._ends.measure_next_header(rendered.messages, turn, text[end:])
         if not messages[turn].get("content") and not messages[turn].get("tool_calls"):
             span = self._find_span_by_neighbors(rendered, turn)
@@ -247,11 +244,8 @@ class SpanFinder:
         end = len(through.removesuffix(ending.trailer)) if ending.trailer else len(through)
         if ending.trailer and end == len(through):
             return None
-        return (
-            end
-            if through.endswith(ending.marker, 0, end) or len(self._markers.cut_behind_last(through[:end])) == end
-            else None
-        )
+        closes = through.endswith(ending.marker, 0, end)
+        return end if closes or len(self._markers.cut_behind_last(through[:end])) == end else None
 
     def _find_span_by_slot(self, rendered: RenderedText, turn: int, start: int | None) -> Span:
         message, text = rendered.messages[turn], rendered.text
@@ -285,14 +279,11 @@ class SpanFinder:
 
     def _holds_next(self, rendered: RenderedText, turn: int, private: str, end: int) -> bool:
         """Whether the content of the message behind a turn stands before ``end``."""
-        following = [{**message, "content": private} for message in rendered.messages[turn + 1 : turn + 2]]
-        text = (
-            self._template.try_render(
-                [*rendered.messages[: turn + 1], *following, *rendered.messages[turn + 2 :]], rendered.tools
-            )
-            or ""
-        )
-        return bool(following) and 0 <= text.find(private) < end
+        messages = list(rendered.messages)
+        if turn + 1 == len(messages):
+            return False
+        messages[turn + 1] = {**messages[turn + 1], "content": private}
+        return 0 <= (self._template.try_render(messages, rendered.tools) or "").find(private) < end
 
     def _fill_slot(self, rendered: RenderedText, turn: int, private: str) -> tuple[Message, str, str]:
         """(the turn with its content or its first call's name replaced, the text before, and after the replacement)."""
@@ -377,16 +368,11 @@ class SpanFinder:
 
     def _measure_closing(self, rendered: RenderedText, turn: int, filled: Message, private: str, tail: str) -> int:
         """How many characters of ``tail``, the text behind the slot, belong to the turn."""
-        other = (
-            self._template.try_render(
-                [*rendered.messages[:turn], filled, *self._followers(rendered, turn)], rendered.tools
-            )
-            or ""
-        )
-        behind = other.partition(private)[2]
-        closing = self._ends.cut_closing(tail, behind, turn + 1 == len(rendered.messages))
-        ending = self._ends.find()
-        marker = ending.marker if turn + 1 == len(rendered.messages) else ending.inner
+        ending, is_last = self._ends.find(), turn + 1 == len(rendered.messages)
+        other = [*rendered.messages[:turn], filled, *([PROMPT] if is_last else [])]
+        behind = (self._template.try_render(other, rendered.tools) or "").partition(private)[2]
+        closing = self._ends.cut_closing(tail, behind, is_last)
+        marker = ending.marker if is_last else ending.inner
         if not marker and filled.get("content") != private:  # the slot is a call's name: the rest of the calls follows
             closing = tail[: measure_common(tail, behind)].removesuffix(ending.trailer)
         if not closing and marker:
@@ -394,13 +380,6 @@ class SpanFinder:
         if not closing and marker:
             raise RowRefused(f"no end-of-turn marker follows message {turn + 1}: the model would not learn to stop")
         return len(closing) + self._ends.measure_next_header(rendered.messages, turn, tail[len(closing) :])
-
-    @staticmethod
-    def _followers(rendered: RenderedText, turn: int) -> list[Message]:
-        """What may stand behind a turn in a second rendering: a question if it is the last one, nothing if it is
-        not.
-        """
-        return [PROMPT] if turn + 1 == len(rendered.messages) else []
 
     def _find_span_by_neighbors(self, rendered: RenderedText, turn: int) -> Span | None:
         """The span of a turn between the message before it and the one that follows, the turn itself as it is."""
@@ -412,9 +391,8 @@ class SpanFinder:
         if not text.startswith(head):
             return None
         marker = (ending.marker if is_last else ending.inner).strip()
-        plain = {
-            key: value for key, value in messages[turn].items() if key not in THINKING
-        }  # a last turn alone may show it
+        # a last turn alone may show its thinking
+        plain = {key: value for key, value in messages[turn].items() if key not in THINKING}
         for gap, supplied in self._find_gaps(rendered, turn, [messages[turn], *follows], private):
             begin = len(head) - len(gap)
             if not head.endswith(gap):
@@ -423,30 +401,18 @@ class SpanFinder:
             own, closing = gap[start:], ""
             if messages[turn].get("tool_calls") or messages[turn].get("content"):
                 hidden = [{**plain, "content": ""}] if visible(messages[turn]) not in text else []
-                for turn_alone in (messages[turn], plain, *hidden):
-                    for other, _ in self._find_gaps(
-                        rendered, turn, [turn_alone, *self._followers(rendered, turn)], private
-                    ):
-                        closing = closing or self._ends.cut_closing(
-                            own, other[self._markers.measure_supplied(other, supplied) :], is_last
-                        )
+                other_end = [PROMPT] if is_last else []  # a question behind the last turn, nothing behind others
+                for alone in (messages[turn], plain, *hidden):
+                    for other, _ in self._find_gaps(rendered, turn, [alone, *other_end], private):
+                        rest = other[self._markers.measure_supplied(other, supplied) :]
+                        closing = closing or self._ends.cut_closing(own, rest, is_last)
             if not closing and marker in own:
-                closing = own[
-                    : (
-                        own.rindex(marker)
-                        if visible(messages[turn]) or messages[turn].get("tool_calls")
-                        else own.index(marker)
-                    )
-                ]
-                closing += marker
+                speaks = visible(messages[turn]) or messages[turn].get("tool_calls")
+                closing = own[: own.rindex(marker) if speaks else own.index(marker)] + marker
             if (closing or not marker) and (visible(messages[turn]) in closing or visible(messages[turn]) not in text):
                 end = begin + start + len(closing)
                 return begin + start, end + self._ends.measure_next_header(rendered.messages, turn, text[end:])
         return None
-
-
-def _shows(message: Message, part: str) -> bool:
-    return visible(message) in part
 
 
 def _choose_private(text: str) -> str:

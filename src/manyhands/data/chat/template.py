@@ -65,6 +65,14 @@ class _Limit:
 _limit = _Limit()
 
 
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, or the RowRefused that it raised."""
+    try:
+        return function(*arguments)
+    except RowRefused as refused:
+        return refused
+
+
 @contextmanager
 def limit_cpu(num_conversations: int = 1) -> Iterator[None]:
     """Raises UserError once rendering within it takes too long. Does nothing outside of the main thread."""
@@ -166,6 +174,7 @@ GIVEN = frozenset(
 )
 GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # a statement of transformers'
 SHOWN = "\ue000"  # a code point that belongs to no character
+CALL_ID = "abcdefghi"  # as long as some templates demand
 DATE_STRING = "%d %b %Y"  # how templates write the day that they take as date_string
 
 
@@ -242,13 +251,7 @@ class ChatTemplate:
         except UserError:
             raise
         except Exception:  # one of them: which, and why, is told below
-            return [self._render_or_refuse(messages) for messages in conversations]
-
-    def _render_or_refuse(self, messages: Sequence[Message]) -> str | RowRefused:
-        try:
-            return self.render(messages)
-        except RowRefused as refused:
-            return refused
+            return [attempt(self.render, messages) for messages in conversations]
 
     def prepare(self, message: Message) -> Message:
         """What the template gets to see of a message: nothing of ours, and tool calls in the form in which it shows
@@ -301,22 +304,27 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """``takes_parts`` of this template."""
-        return takes_parts(self._tokenizer, self._arguments)
+        """Whether a content must be a list of parts: templates of models of images and text may show nothing of one
+        that is a text.
+        """
+        messages: list[Message] = [{"role": role, "content": SHOWN} for role in ("user", "assistant")]
+
+        def shows(messages: list[Message]) -> bool:
+            try:
+                return SHOWN in self._tokenizer.apply_chat_template(messages, tokenize=False, **self._arguments)
+            except Exception:  # whatever a template raises: it takes no such messages
+                return False
+
+        return not shows(messages) and shows(in_parts(messages))
 
     @cached_property
     def _thinking_keys(self) -> tuple[str, ...]:
         """The keys under which the template shows an answer's thinking."""
-        call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
-        turns: list[Message] = [
-            {"role": "assistant", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        asked: Message = {"role": "user", "content": "a"}
+        turns: list[Message] = [{"role": "assistant", "content": "a"}, _call_tool("a")]
         return tuple(
             key
             for key in THINKING
-            if any(SHOWN in (self.try_render([asked, {**turn, key: SHOWN}]) or "") for turn in turns)
+            if any(SHOWN in (self.try_render([ASKED, {**turn, key: SHOWN}]) or "") for turn in turns)
         )
 
     @property
@@ -334,14 +342,12 @@ class ChatTemplate:
         """
         faults = {}
         for text_arguments in (False, True):
-            call = {"id": "abcdefghi", "type": "function", "function": {"name": SHOWN, "arguments": {"b": "c"}}}
             for content in ("", None):
-                turn = {
-                    "role": "assistant",
-                    "content": content,
-                    "tool_calls": [_write_arguments(call) if text_arguments else call],
-                }
-                alone, continued = self._show_call(turn)
+                turn = _call_tool(SHOWN, content)
+                if text_arguments:
+                    turn["tool_calls"] = list(map(_write_arguments, turn["tool_calls"]))
+                # the texts of a question and the call, and with the tool's result behind it; "" for what is refused
+                alone, continued = (self.try_render([ASKED, turn, *more]) or "" for more in ([], [_answer_tool("a")]))
                 text = alone or continued
                 if SHOWN in text:  # a form that is taken only from the last message is worse than others, too
                     faults[text_arguments, content] = sum(map(text.count, ("None", "null", "{'b'"))) + (not continued)
@@ -350,40 +356,15 @@ class ChatTemplate:
         text_arguments = bool(forms) and all(as_text for as_text, _ in forms)
         return CallForm(text_arguments, tuple(content for as_text, content in forms if as_text == text_arguments))
 
-    def _show_call(self, turn: Message) -> tuple[str, str]:
-        """The texts of a question and ``turn``, which calls a tool, and with the tool's result behind it; "" for what
-        the template refuses.
-        """
-        asked = {"role": "user", "content": "a"}
-        result = {"role": "tool", "content": "a", "tool_call_id": "abcdefghi"}
-        return self.try_render([asked, turn]) or "", self.try_render([asked, turn, result]) or ""
-
     def leaves_out(self, role: str) -> bool:
         """Whether the template shows nothing of a message of the role ``system``, ``developer`` or ``tool``."""
         if role not in self._left_out:
             told: Message = {"role": role, "content": SHOWN}
-            asked: Message = {"role": "user", "content": "a"}
-            call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
-            calling = self.prepare({"role": "assistant", "content": "", "tool_calls": [call]})
-            behind = [asked, calling, {**told, "tool_call_id": "abcdefghi"}] if role == "tool" else [told, asked]
+            calling = [ASKED, self.prepare(_call_tool("a")), _answer_tool(SHOWN)]
+            behind = calling if role == "tool" else [told, ASKED]
             text = self.try_render(behind)
             self._left_out[role] = text is not None and SHOWN not in text
         return self._left_out[role]
-
-
-def takes_parts(tokenizer: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a content must be a list of parts: templates of models of images and text may show nothing of one that is
-    a text.
-    """
-    messages: list[Message] = [{"role": role, "content": SHOWN} for role in ("user", "assistant")]
-
-    def shows(messages: list[Message]) -> bool:
-        try:
-            return SHOWN in tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-        except Exception:  # whatever a template raises: it takes no such messages
-            return False
-
-    return not shows(messages) and shows(in_parts(messages))
 
 
 def in_parts(messages: Sequence[Message]) -> list[Message]:
@@ -394,6 +375,19 @@ def in_parts(messages: Sequence[Message]) -> list[Message]:
         else message
         for message in messages
     ]
+
+
+ASKED: Message = {"role": "user", "content": "a"}
+
+
+def _call_tool(name: str, content: str | None = "") -> Message:
+    """An assistant's call of a tool."""
+    call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": {"b": "c"}}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _answer_tool(content: str) -> Message:
+    return {"role": "tool", "content": content, "tool_call_id": CALL_ID}
 
 
 def _write_arguments(call: Any) -> Any:
