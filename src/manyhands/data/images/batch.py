@@ -29,7 +29,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from manyhands.data.images.cache import Entries, ImageCache
 from manyhands.data.images.files import DECODING, BadImage, PixelBounds, content_of, decode, name_of, read_bytes
 from manyhands.data.images.open import open_processor
 from manyhands.data.images.places import place_images, read_tower_sizes
-from manyhands.data.images.processor import PROCESSOR_FILES, family_of, processor_digest
+from manyhands.data.images.processor import PROCESSOR_FILES, family_of, processor_digest, update_by_files
 from manyhands.data.store.streams import PACKED_BY, Sample, StoredImage, from_streams
 from manyhands.families.images import PIXELS
 
@@ -250,10 +249,7 @@ def digest_of_pixels(model_folder: str | Path, bounds: PixelBounds) -> str:
     ``processor_digest``, which knows placeholders too.
     """
     digest = hashlib.sha256(FEATURE_LAYOUT + f"{DECODING} {bounds.shrink_above} {bounds.enlarge_below}".encode())
-    for name in PROCESSOR_FILES:
-        path = Path(model_folder) / name
-        digest.update(f"\0{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))
-    digest.update(" ".join(f"{name} {version(name)}" for name in ("transformers", "pillow", "numpy")).encode())
+    update_by_files(digest, Path(model_folder), PROCESSOR_FILES)
     return digest.hexdigest()
 
 

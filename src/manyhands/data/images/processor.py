@@ -38,12 +38,17 @@ def family_of(model_folder: str | Path) -> Family:
 
 def processor_digest(model_folder: str | Path) -> str:
     """64 hex digits of all that decides about pixels and placeholders: the processor's files, backend and versions."""
-    folder, digest = Path(model_folder), hashlib.sha256(f"pil {DECODING}".encode())
-    for name in (*PROCESSOR_FILES, "config.json"):
+    digest = hashlib.sha256(f"pil {DECODING}".encode())
+    update_by_files(digest, Path(model_folder), (*PROCESSOR_FILES, "config.json"))
+    return digest.hexdigest()
+
+
+def update_by_files(digest: Any, folder: Path, names: Iterable[str]) -> None:
+    """Hashes files of a folder, one that is not there as empty, and the versions of the libraries that read them."""
+    for name in names:
         path = folder / name
         digest.update(f"\0{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))
     digest.update(" ".join(f"{name} {version(name)}" for name in ("transformers", "pillow", "numpy")).encode())
-    return digest.hexdigest()
 
 
 class ImageProcessor:

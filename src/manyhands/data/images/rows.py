@@ -30,7 +30,7 @@ from manyhands.data.read.messages import IMAGE_KEYS, Message, Reading, RowRefuse
 MARK = "<image>"
 SYSTEM_ROLES = ("system", "developer")
 OTHER_MARKS = ("<video>", "<audio>")
-LINE_MARK = re.compile(rf"{MARK}\n|\n{MARK}$|{MARK}")
+ANY_MARK, LINE_MARK = re.compile(MARK), re.compile(rf"{MARK}\n|\n{MARK}$|{MARK}")
 MAX_IMAGES = 1000  # of one row
 
 
@@ -193,14 +193,10 @@ def _split_marks(message: Message, column: str) -> Message:
         if part["type"] != "text":
             split.append(dict(part))
             continue
-        for number, text in enumerate((LINE_MARK.split if column == "image" else _split_plainly)(part["text"])):
+        for number, text in enumerate((LINE_MARK if column == "image" else ANY_MARK).split(part["text"])):
             split += [{"type": "image"}] if number else []
             split += [{"type": "text", "text": text}] if text else []
     return {**message, "content": split}
-
-
-def _split_plainly(text: str) -> list[str]:
-    return text.split(MARK)
 
 
 def _put_first(messages: list[Message], count: int) -> list[Message]:

@@ -246,7 +246,8 @@ def _make_converter(field: Any, where: str) -> Converter | None:
     if types.is_map(kind):
         convert_item = _make_converter(kind.item_field, where)
         return lambda value: _convert_fields((str(key), item, convert_item) for key, item in value)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or _is_list_view(kind):
+    lists = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
+    if any(getattr(types, is_kind)(kind) for is_kind in lists):
         convert = _make_converter(kind.value_field, where)
         if convert is None:
             return None
@@ -258,21 +259,11 @@ def _make_converter(field: Any, where: str) -> Converter | None:
     return None
 
 
-def _is_list_view(kind: Any) -> bool:
-    import pyarrow.types as types
-
-    return bool(types.is_list_view(kind) or types.is_large_list_view(kind))
-
-
 def _convert_fields(fields: Iterable[tuple[str, Any, Converter | None]]) -> dict[str, Any]:
     converted = [
         (name, value if convert is None else convert(value)) for name, value, convert in fields if value is not None
     ]
     return keep_unique([(name, value) for name, value in converted if value is not None])
-
-
-def _read_tensor(kind: Any) -> Converter:
-    return lambda value: np.reshape(value, kind.shape).tolist()
 
 
 # Arrow's extension types by name, and what makes their values plain. pyarrow gives the value
@@ -281,6 +272,6 @@ EXTENSIONS: dict[str, Callable[[Any], Converter]] = {
     "arrow.json": lambda kind: lambda value: drop_nulls(parse_value(value)),
     "arrow.uuid": lambda kind: lambda value: str(value if isinstance(value, UUID) else UUID(bytes=value)),
     "arrow.bool8": lambda kind: bool,
-    "arrow.fixed_shape_tensor": _read_tensor,
+    "arrow.fixed_shape_tensor": lambda kind: lambda value: np.reshape(value, kind.shape).tolist(),
     **{f"datasets.features.features.Array{n}DExtensionType": lambda kind: list for n in range(2, 6)},
 }

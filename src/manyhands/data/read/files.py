@@ -189,7 +189,9 @@ def check_file(path: str | Path) -> Path:
 
 
 def _check_text(path: Path, start: bytes) -> None:
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or _looks_like_utf16(start):
+    # Latin letters in UTF-16 have a zero in every other byte; UTF-8 has none at all.
+    has_zeros = len(start) >= 4 and (not any(start[:64:2]) or not any(start[1:64:2]))
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or has_zeros:
         raise UserError("the data file is UTF-16", where=str(path), fix="save it as UTF-8: iconv -f utf-16 -t utf-8")
     for signature, what in SIGNATURES.items():
         if start.startswith(signature):
@@ -199,11 +201,6 @@ def _check_text(path: Path, start: bytes) -> None:
                 why=f"it is {what.split(':')[0]}",
                 fix=what,
             )
-
-
-def _looks_like_utf16(start: bytes) -> bool:
-    """Text in Latin letters has a zero in every other byte there; UTF-8 has none at all."""
-    return len(start) >= 4 and (not any(start[:64:2]) or not any(start[1:64:2]))
 
 
 def unpacked_bytes(path: Path) -> int:

@@ -8,6 +8,7 @@ rows have one order, whatever the number of parts it is read in. What is wrong i
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,7 +204,8 @@ def _list_folder(folder: Path, split: str) -> tuple[Path, ...]:
         raise UserError(
             "the folder holds several kinds of data files", where=str(folder), why=why, fix="name the files in a list"
         )
-    by_split = {split: file for file in files for split in _splits_of(file.relative_to(folder))}
+    words = {file: re.findall(r"[^\W\d_]+", str(file.relative_to(folder)).lower()) for file in files}
+    by_split = {SPLIT_WORDS[word]: file for file in files for word in words[file] if word in SPLIT_WORDS}
     if len(by_split) > 1:
         why = f"such as {', '.join(str(file.relative_to(folder)) for file in by_split.values())}"
         raise UserError(
@@ -227,11 +229,6 @@ def _walk(folder: Path) -> Iterator[Path]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
         yield from (Path(root, name) for name in files if is_new and not name.startswith("."))
-
-
-def _splits_of(path: Path) -> set[str]:
-    words = "".join(letter if letter.isalpha() else " " for letter in str(path).lower()).split()
-    return {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
 
 
 def split_source(source: ResolvedSource, num_parts: int) -> list[FilePart]:
@@ -286,7 +283,8 @@ def count_rows(part: FilePart) -> int:
         num_rows = count_documents(part, findings)
     else:
         num_rows = sum(1 for _ in READERS[part.kind](part, findings))
-    _raise_unreadable(findings, part.file)  # what is not counted would move the bounds of the slice
+    if (error := explain_unreadable(findings, part.file)) is not None:
+        raise error  # what is not counted would move the bounds of the slice
     return num_rows
 
 
@@ -343,14 +341,10 @@ def read_part(part: FilePart, findings: Findings | None = None) -> Iterator[Row]
         if not found.count:
             yield row
     if findings is None:
-        _raise_unreadable(found, part.file)
+        if (error := explain_unreadable(found, part.file)) is not None:
+            raise error
     else:
         findings.extend(found)
-
-
-def _raise_unreadable(findings: Findings, where: str) -> None:
-    if (error := explain_unreadable(findings, where)) is not None:
-        raise error
 
 
 def explain_unreadable(findings: Findings, where: str) -> UserError | None:
@@ -373,7 +367,8 @@ def read_rows(value: ResolvedSource | Source | str | Path) -> Iterator[Row]:
             found_any = True
             if not findings.count:
                 yield row
-    _raise_unreadable(findings, str(files[0]) if len(files) == 1 else source.path)
+    if (error := explain_unreadable(findings, str(files[0]) if len(files) == 1 else source.path)) is not None:
+        raise error
     if not found_any:
         raise UserError(
             "the file holds no rows",
