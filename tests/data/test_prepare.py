@@ -227,8 +227,8 @@ KILLED = """
 import sys, os
 from pathlib import Path
 from manyhands.config.schema import RunConfig
-from manyhands.data.tokenize.part import prepare
-from manyhands.data.store.store import segment
+from manyhands.data.tokenize import prepare
+from manyhands.data.store import segment
 append = segment.SegmentWriter.append
 def slow(self, *arguments):
     append(self, *arguments)
