@@ -9,7 +9,8 @@ import io
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from manyhands.data.store.store import TokenStore
 from manyhands.data.store.streams import TOKENS, Sample, StoredImage, from_streams, split_documents, weights_of
 from manyhands.data.tokenize.cache import UNFINISHED
 from manyhands.data.tokenize.prepare import prepare
-from manyhands.data.tokenize.summary import PreparedData, summarize
+from manyhands.data.tokenize.summary import PreparedData
 from manyhands.data.tokenize.tokenizer import open_tokenizer
 from manyhands.facts.hub import locate_model
 from manyhands.planner.efficiency import lay_out_step
@@ -33,7 +34,6 @@ from manyhands.planner.text import sentence_of
 from manyhands.planner.types import Plan
 from manyhands.preview.contents import (
     Preview,
-    Refused,
     ShownBatch,
     ShownImage,
     ShownSample,
@@ -43,7 +43,7 @@ from manyhands.preview.contents import (
     decode_spans,
     describe_lengths,
 )
-from manyhands.preview.usable import prepare_usable
+from manyhands.preview.usable import Usable, prepare_usable
 
 SHOWN_ELSEWHERE = ("source ", "left out by ")  # notes that the preview has in other words
 PROGRESS = ("token", "the token cache")  # what preparing says beside the notes that the preview has
@@ -67,25 +67,20 @@ def collect(config: RunConfig, *, step: int = 1, max_samples: int | None = 3, re
     try:
         facts = prepare(config, folder, lambda line: report(line) if line.startswith(PROGRESS) else None)
     except UserError as error:
-        return _collect_usable(config, folder, tokenizer, error, step, max_samples, report)
-    sources = resolve_sources(config.data)
-    return _collect(
-        config, folder, tokenizer, facts, TokenStore.open(facts.folder), sources, (), step, max_samples, report
-    )
+        if config.data.max_length < 2:  # no row has a target: nothing could be shown
+            raise
+        with _temporary_folder(config, error) as made:
+            usable = prepare_usable(config, folder, tokenizer, made, report)
+            if not usable.refused:
+                raise  # a cache that cannot be written, ...
+            return _collect(config, folder, tokenizer, usable, step, max_samples, report)
+    usable = Usable(facts, TokenStore.open(facts.folder), resolve_sources(config.data), ())
+    return _collect(config, folder, tokenizer, usable, step, max_samples, report)
 
 
-def _collect_usable(
-    config: RunConfig,
-    folder: Path,
-    tokenizer: Any,
-    error: UserError,
-    step: int,
-    max_samples: int | None,
-    report: Report,
-) -> Preview:
-    """The same where a run would refuse; ``error`` is raised again where it is not the data's fault."""
-    if config.data.max_length < 2:
-        raise error  # no row has a target: nothing could be shown
+@contextmanager
+def _temporary_folder(config: RunConfig, error: UserError) -> Iterator[Path]:
+    """A folder beside the token cache, which goes afterwards; ``error`` is raised where none can be made."""
     cache = Path(config.data.cache).expanduser()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -93,19 +88,7 @@ def _collect_usable(
     except OSError:
         raise error from None
     try:
-        usable = prepare_usable(config, folder, tokenizer, made, report)
-        if not usable.refused:
-            raise error  # a cache that cannot be written, ...
-        faults_alone = Preview(config.name, config.model.name, config.data.max_length, refused=usable.refused)
-        if usable.store is None:
-            return faults_alone
-        try:
-            facts = summarize(usable.store, config.seed, config.batch, config.data.max_length, config.stop)
-        except UserError:  # weights that leave no row
-            return faults_alone
-        return _collect(
-            config, folder, tokenizer, facts, usable.store, usable.sources, usable.refused, step, max_samples, report
-        )
+        yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -114,42 +97,39 @@ def _collect(
     config: RunConfig,
     folder: Path,
     tokenizer: Any,
-    facts: PreparedData,
-    store: TokenStore,
-    sources: Sequence[ResolvedSource],
-    refused: Sequence[Refused],
+    usable: Usable,
     step: int,
     max_samples: int | None,
     report: Report,
 ) -> Preview:
+    facts, store = usable.facts, usable.store
+    if facts is None or store is None:
+        return Preview(config.name, config.model.name, config.data.max_length, refused=usable.refused)
     planned = make_plan(config, folder, facts, report)
-    train, meta = store.train, store.meta
-    batch = None
+    train = store.train
+    batch, efficiency = None, ""
     rows = np.arange(train.num_samples, dtype=np.int64)
     if isinstance(planned, Plan):
         batch, rows = _lay_out(planned, store, config.seed, step)
+        efficiency = next((sentence_of(reason) for reason in planned.why if reason.code == "efficiency"), "")
     shown = rows[:max_samples]
     return Preview(
         config.name,
         config.model.name,
         config.data.max_length,
-        rows=tuple(_decode(tokenizer, store, sources, int(row)) for row in shown),
+        rows=tuple(_decode(tokenizer, store, usable.sources, int(row)) for row in shown),
         num_more_rows=len(rows) - len(shown),
         batch=batch,
         plan_error=planned if isinstance(planned, UserError) else None,
         sources=_count_sources(store),
         lengths=bin_lengths(train.lengths),
         length_words=describe_lengths(train.lengths),
-        efficiency=_explain_efficiency(planned) if isinstance(planned, Plan) else "",
-        num_validation_samples=facts.num_validation_samples,
-        num_validation_tokens=facts.num_validation_tokens,
-        num_repeated=facts.num_repeated,
-        num_truncated=facts.num_truncated,
-        num_split=facts.num_split,
-        left_out={key: dict(counts) for key, counts in facts.left_out.items()},
-        num_dropped=facts.num_dropped,
-        notes=tuple(note.removeprefix("note: ") for note in meta["notes"] if not note.startswith(SHOWN_ELSEWHERE)),
-        refused=tuple(refused),
+        efficiency=efficiency,
+        facts=facts,
+        notes=tuple(
+            note.removeprefix("note: ") for note in store.meta["notes"] if not note.startswith(SHOWN_ELSEWHERE)
+        ),
+        refused=usable.refused,
     )
 
 
@@ -170,11 +150,6 @@ def make_plan(config: RunConfig, folder: Path, facts: PreparedData, report: Repo
         )
     except UserError as error:
         return error
-
-
-def _explain_efficiency(plan: Plan) -> str:
-    """The plan's sentence on it; empty where it could not be measured."""
-    return next((sentence_of(reason) for reason in plan.why if reason.code == "efficiency"), "")
 
 
 def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[ShownBatch, np.ndarray]:
@@ -220,20 +195,17 @@ def _decode(tokenizer: Any, store: TokenStore, sources: Sequence[ResolvedSource]
         spans += [Span(BETWEEN_DOCUMENTS, 0)] if spans else []
         spans += map(shorten, decode_spans(tokenizer, document[TOKENS.name], weights))
     source = sources[int(train.sources[row])]
-    file = source.files[store.file_number(row)]
+    file, here = source.files[store.file_number(row)], Path.cwd()
+    file = file.relative_to(here) if file.is_relative_to(here) else file
     return ShownSample(
         row,
         source.name,
-        f"{_seen_from_here(file)}:{store.line(row)}",
+        f"{file}:{store.line(row)}",
         len(sample[TOKENS.name]),
         int(train.num_loss_tokens[row]),
         tuple(spans),
         show_images(sample),
     )
-
-
-def _seen_from_here(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _count_sources(store: TokenStore) -> tuple[SourceCounts, ...]:
@@ -250,7 +222,6 @@ def _count_sources(store: TokenStore) -> tuple[SourceCounts, ...]:
             int(labels[index]),
             source["num_validation_samples"],
             source["weight"],
-            source["weight"] * source["num_samples"],
             source["weight"] * source["num_tokens"] / all_tokens,
         )
         for index, source in enumerate(described)

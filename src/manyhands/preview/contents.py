@@ -5,8 +5,8 @@ Text from data files is as it is: terminal and page make it printable. Only tabs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +16,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.text import printable
 from manyhands.core.units import count_of
 from manyhands.core.units import describe_counts as describe_by_source
+from manyhands.data.tokenize.summary import PreparedData
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,7 @@ class ShownBatch:
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """``share`` is that of the tokens of an epoch; ``epoch_samples`` are the rows of an epoch, repeated ones counted
-    each time.
-    """
+    """``share`` is that of the tokens of an epoch."""
 
     name: str
     path: str
@@ -81,7 +80,6 @@ class SourceCounts:
     num_loss_tokens: int
     num_validation_samples: int
     weight: float
-    epoch_samples: float
     share: float
 
 
@@ -120,13 +118,7 @@ class Preview:
     lengths: tuple[Bin, ...] = ()
     length_words: str = ""
     efficiency: str = ""
-    num_validation_samples: int = 0
-    num_validation_tokens: int = 0
-    num_repeated: int = 0  # validation samples with the tokens of a training sample
-    num_truncated: int = 0
-    num_split: int = 0
-    left_out: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # samples, by key and source
-    num_dropped: int = 0
+    facts: PreparedData | None = None  # None where no row is left
     notes: tuple[str, ...] = ()
     refused: tuple[Refused, ...] = ()
 
@@ -281,25 +273,25 @@ def describe_counts(preview: Preview) -> Iterator[tuple[str, str]]:
     yield "length", preview.length_words
     if preview.efficiency and preview.batch is not None:
         yield "packing" if preview.batch.packed else "not packed", preview.efficiency
-    held_out = (
-        f"{count_of(preview.num_validation_samples, 'sample')}, {preview.num_validation_tokens:,} tokens"
-        if preview.num_validation_samples
-        else "none"
-    )
-    if preview.num_repeated:
-        held_out += f", {preview.num_repeated:,} of them also in the training set (the same tokens)"
-    elif preview.num_validation_samples:
-        held_out += ", none of them in the training set"
-    yield "validation", held_out
+    facts = preview.facts
+    assert facts is not None, "counted where there are samples"
+    if not facts.num_validation_samples:
+        yield "validation", "none"
+    else:
+        also = "none of them in the training set"
+        if facts.num_repeated:
+            also = f"{facts.num_repeated:,} of them also in the training set (the same tokens)"
+        samples = count_of(facts.num_validation_samples, "sample")
+        yield "validation", f"{samples}, {facts.num_validation_tokens:,} tokens, {also}"
     length = f"data.max_length = {preview.max_length:,} tokens"
-    if preview.num_truncated:
-        yield "cut", f"{count_of(preview.num_truncated, 'sample')} at {length}"
-    if preview.num_split:
-        yield "split", f"{count_of(preview.num_split, 'document')} into samples of {length}"
-    for key, counts in preview.left_out.items():
+    if facts.num_truncated:
+        yield "cut", f"{count_of(facts.num_truncated, 'sample')} at {length}"
+    if facts.num_split:
+        yield "split", f"{count_of(facts.num_split, 'document')} into samples of {length}"
+    for key, counts in facts.left_out.items():
         yield "left out", f"{describe_by_source(counts)}, by {key}"
-    if preview.num_dropped:
-        yield "left out", f"{count_of(preview.num_dropped, 'sample')} beyond max_samples"
+    if facts.num_dropped:
+        yield "left out", f"{count_of(facts.num_dropped, 'sample')} beyond max_samples"
     yield "refused", f"rows of {count_of(preview.num_refused, 'source')}, see below" if preview.refused else "none"
 
 

@@ -35,16 +35,17 @@ from manyhands.data.store.streams import EVERY
 from manyhands.data.tokenize.parallel import CHUNK_CHARACTERS_HERE
 from manyhands.data.tokenize.part import PartTokenizer
 from manyhands.data.tokenize.prepare import finish
-from manyhands.data.tokenize.summary import Outcome
+from manyhands.data.tokenize.summary import Outcome, PreparedData, summarize
 from manyhands.preview.contents import Refused
 
 
 @dataclass(frozen=True)
 class Usable:
-    """``store`` is None where not enough rows are left; ``sources`` are those that ``store.meta["sources"]``
-    describes.
+    """``facts`` and ``store`` are None where not enough rows are left; ``sources`` are those that
+    ``store.meta["sources"]`` describes.
     """
 
+    facts: PreparedData | None
     store: TokenStore | None
     sources: tuple[ResolvedSource, ...]
     refused: tuple[Refused, ...]
@@ -95,14 +96,16 @@ def prepare_usable(
             sources.append(source)
             made.append(outcome.to_meta() | {"samples_of_files": list(files.values())})
     if not any(source.use == "train" for source in sources):
-        return Usable(None, (), tuple(refused))
+        return Usable(None, None, (), tuple(refused))
     join_segments(folder, [path for _, path in segments], [index for index, _ in segments], EVERY)
     try:
         named = {"digest": "usable", "tokens": "", "made": made, "seed": config.seed, "task": config.task}
         finish(sources, data, folder, named)
-        return Usable(TokenStore.open(folder), tuple(sources), tuple(refused))
-    except UserError:  # one row cannot be divided, ...
-        return Usable(None, (), tuple(refused))
+        store = TokenStore.open(folder)
+        facts = summarize(store, config.seed, config.batch, data.max_length, config.stop)
+        return Usable(facts, store, tuple(sources), tuple(refused))
+    except UserError:  # one row cannot be divided, weights that leave no row, ...
+        return Usable(None, None, (), tuple(refused))
 
 
 def _choose_format(
