@@ -17,7 +17,6 @@ every row before anything else looks at it. Knows no tokenizer and no file.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from manyhands.config.sources import IMAGES, LABEL, MEDIA, OPTIONAL, PREFERENCE, REQUIRED, TRAINED
@@ -42,14 +41,6 @@ def carries(value: Any) -> bool:
     return value == value and (bool(value) or isinstance(value, (int, float)))
 
 
-@dataclass(frozen=True)
-class ColumnRule:
-    """Rows of one format with the same columns: those that change the meaning, and the others that are not read."""
-
-    telling: tuple[str, ...]
-    unread: tuple[str, ...]
-
-
 class Columns:
     """The columns of one source. ``fields`` are other names of fields, {ours: the row's}; ``ignore`` names columns to
     leave out. With ``images`` columns of images are read.
@@ -57,7 +48,8 @@ class Columns:
 
     def __init__(self, fields: Mapping[str, str], ignore: Collection[str] = (), images: bool = False) -> None:
         self._fields, self._ignore, self._images = fields, frozenset(ignore), images
-        self._shapes: dict[tuple[str, ...], ColumnRule] = {}
+        # of rows of one format with the same columns: those that change the meaning, the others that are not read
+        self._shapes: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
         self.leaves_media = any(name.strip().casefold() in MEDIA for name in self._ignore)
 
     def keep(self, row: Row, left_out: set[str] | None = None) -> Row:
@@ -77,10 +69,14 @@ class Columns:
         key = (format, *row.fields)
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shape(format, row.fields)
+            read = self._read(format)
+            names = [name for name in row.fields if name not in read]
+            telling = [name for name in names if is_telling(name, format)]
+            shape = telling, [name for name in names if name not in telling]
             if len(self._shapes) < MAX_SHAPES:
                 self._shapes[key] = shape
-        for name in shape.telling:
+        telling, others = shape
+        for name in telling:
             if carries(row.fields[name]):
                 hint = IMAGES_HINT if name.strip().casefold() in IMAGES and format not in WITHOUT_IMAGES else ""
                 raise RowRefused(
@@ -88,7 +84,7 @@ class Columns:
                     f"leaves it out)"
                 )
         ids = row.fields.get(self._fields.get("input_ids", "input_ids")) if format == "tokens" else None
-        for name in shape.unread:
+        for name in others:
             if (fault := _describe_entries(name, row.fields[name], ids)) is not None:
                 raise RowRefused(f"the column {name} {fault}, and would not be used (data.ignore leaves it out)")
             if name not in unread and carries(row.fields[name]) and len(unread) < MAX_NAMES:
@@ -112,12 +108,6 @@ class Columns:
     def _read(self, format: str) -> set[str]:
         more = IMAGES if self._images and format not in WITHOUT_IMAGES else ()
         return {self._fields.get(field, field) for field in (*REQUIRED[format], *OPTIONAL[format], *more)}
-
-    def _shape(self, format: str, names: Collection[str]) -> ColumnRule:
-        read = self._read(format)
-        unread = [name for name in names if name not in read]
-        telling = tuple(name for name in unread if is_telling(name, format))
-        return ColumnRule(telling, tuple(name for name in unread if name not in telling))
 
 
 def is_telling(name: str, format: str | None) -> bool:

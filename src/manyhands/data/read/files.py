@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,15 +22,13 @@ MAX_PLACES = 5  # of one fault
 NOT_UTF8 = "not UTF-8"
 
 
+@dataclass
 class Findings:
-    """Counts faults, and keeps the first 20 different ones with the first places of each, in the order found. Travels
-    between processes as JSON.
-    """
+    """Counts faults, and keeps the first 20 different ones with the first places of each, in the order found."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.faults: dict[str, tuple[int, list[tuple[str, int]]]] = {}  # reason: (rows with it, the first of them)
-        self.stopped = ""  # the place that nothing was read after
+    count: int = 0
+    faults: dict[str, tuple[int, list[tuple[str, int]]]] = field(default_factory=dict)  # reason: (rows with it, where)
+    stopped: str = ""  # the place that nothing was read after
 
     def add(self, file: str, line: int, reason: str, *, stops: bool = False) -> None:
         """``stops``: nothing of the file was read after it."""

@@ -74,21 +74,16 @@ def _fetch_first(datasets: Any, name: str, subset: str | None, asked: dict[str, 
         if not path.is_file():
             stream = datasets.load_dataset(name, subset, **asked, streaming=True).take(num_rows)
             folder.mkdir(parents=True, exist_ok=True)
-            _write_stream(stream.with_format("arrow").iter(batch_size=STREAMED_ROWS), path)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            try:
+                with temporary.open("wb") as file:
+                    write_tables(stream.with_format("arrow").iter(batch_size=STREAMED_ROWS), file)
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
     except Exception:  # no network, or a set that cannot be read so: it is fetched whole, and says what is wrong
         return None
     return path
-
-
-def _write_stream(tables: Iterator[Any], path: Path) -> None:
-    """Writes tables of one schema, that of the first, and gives the file its name at the end."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write_tables(tables, file)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_tables(tables: Iterator[Any], file: BinaryIO) -> int:

@@ -22,7 +22,7 @@ import json
 import os
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -233,9 +233,13 @@ class TokenStore:
 
     def file_number(self, number: int) -> int:
         """Which file of its source, counted from 0, a training sample is from."""
-        place, sources = int(self.train.places[number]), _load(self.folder, "sources")
-        bounds = np.cumsum(self.meta["made"][int(sources[place])]["samples_of_files"])
-        return int(np.searchsorted(bounds, place - int(np.searchsorted(sources, sources[place])), side="right"))
+        return find_file(self.meta["made"], _load(self.folder, "sources"), int(self.train.places[number]))
+
+
+def find_file(made: Sequence[Mapping[str, Any]], sources: np.ndarray, place: int) -> int:
+    """Which file of its source the sample at a place of a store is from. ``made``: what became of each source."""
+    ends = np.cumsum(made[int(sources[place])]["samples_of_files"])
+    return int(np.searchsorted(ends, place - int(np.searchsorted(sources, sources[place])), side="right"))
 
 
 def tables_of(stream: Stream) -> list[str]:

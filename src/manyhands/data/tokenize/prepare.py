@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from manyhands.core.units import count_of, describe_counts
 from manyhands.data.images.files import find_changed
 from manyhands.data.read.sources import ResolvedSource, resolve_sources
 from manyhands.data.store.segment import finish_store, join_segments
-from manyhands.data.store.store import TokenStore
+from manyhands.data.store.store import TokenStore, find_file
 from manyhands.data.store.streams import EVERY, PACKED_BY, TOKENS
 from manyhands.data.tokenize.cache import (
     UNFINISHED,
@@ -176,12 +176,9 @@ def finish(sources: Sequence[ResolvedSource], data: DataSection, folder: Path, m
         | ({"set": source.name} if source.use == "set" else {})
         for index, (source, made) in enumerate(zip(sources, meta["made"], strict=True))
     ]
-    notes = list(dict.fromkeys(note for made in meta["made"] for note in made["notes"]))
-    notes += [line for source in described for line in note_columns(source)]
     totals = {name: sum(made.get(name, 0) for made in meta["made"]) for name in Outcome.COUNTS}
+    notes = dict.fromkeys(note for made in meta["made"] for note in made["notes"])
     num_train = sum(source.use == "train" for source in sources)
-    chosen = num_train > 1 or described[0]["weight"] != 1
-    by_source = [_note_source(source) for source in described[:num_train]] if chosen else []
     finish_store(
         folder,
         division.train,
@@ -194,14 +191,7 @@ def finish(sources: Sequence[ResolvedSource], data: DataSection, folder: Path, m
             "largest_id": max(made["largest_id"] for made in meta["made"]),
             "num_dropped": len(of_samples) - sum(map(len, (division.train, division.validation, division.duplicates))),
             "num_repeated": num_repeated,
-            "notes": [
-                *division.notes,
-                *repeated,
-                *notes,
-                *_note_counts(data.max_length, totals),
-                *note_left_out(described),
-                *by_source,
-            ],
+            "notes": [*division.notes, *repeated, *notes, *_list_notes(data.max_length, described, totals, num_train)],
         },
         EVERY,
     )
@@ -248,10 +238,8 @@ def _place_of(
     sources: Sequence[ResolvedSource], made: Sequence[Mapping[str, Any]], tables: Mapping[str, np.ndarray], sample: int
 ) -> str:
     """``file:line`` of a sample of the store."""
-    source = int(tables["sources"][sample])
-    bounds = np.cumsum(made[source]["samples_of_files"])
-    file = int(np.searchsorted(bounds, sample - int(np.searchsorted(tables["sources"], source)), side="right"))
-    return f"{sources[source].files[file].name}:{tables['lines'][sample]}"
+    file = sources[int(tables["sources"][sample])].files[find_file(made, tables["sources"], sample)]
+    return f"{file.name}:{tables['lines'][sample]}"
 
 
 def refuse_outside_ids(config: RunConfig, model_folder: str | Path, data: PreparedData, num_rows: int) -> None:
@@ -283,12 +271,6 @@ def refuse_outside_ids(config: RunConfig, model_folder: str | Path, data: Prepar
     )
 
 
-def note_columns(source: Mapping[str, Any]) -> list[str]:
-    """Which columns of a source, as ``meta["sources"]`` describes it, have no part in the run."""
-    said = (("are not read", source["unread"]), ("are left out by data.ignore", source["left_out"]))
-    return [f"columns of {source['name']} that {what}: {', '.join(names)}" for what, names in said if names]
-
-
 def _describe(
     source: ResolvedSource, made: Mapping[str, Any], train: np.ndarray, validation: np.ndarray, offsets: np.ndarray
 ) -> dict[str, Any]:
@@ -310,20 +292,16 @@ def _describe(
     return described
 
 
-def note_left_out(sources: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each key that left samples out: how many, of which sources."""
-    return [f"left out by {key}: {describe_counts(counts)}" for key, counts in count_left_out(sources).items()]
-
-
-def _note_source(source: Mapping[str, Any]) -> str:
-    weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
-    return (
-        f"source {source['name']} ({source['format']}): {count_of(source['num_samples'], 'sample')}, "
-        f"{_millions(source['num_tokens'])} tokens{weight}"
-    )
-
-
-def _note_counts(max_length: int, totals: Mapping[str, int]) -> list[str]:
+def _list_notes(
+    max_length: int, sources: Sequence[Mapping[str, Any]], totals: Mapping[str, int], num_train: int
+) -> Iterator[str]:
+    """What a user should know of the samples: columns without a part in the run, what was cut or left out by which key,
+    and the ``num_train`` sources of training where there are several, or weights.
+    """
+    for source in sources:
+        for what, names in (("not read", source["unread"]), ("left out by data.ignore", source["left_out"])):
+            if names:
+                yield f"columns of {source['name']} that are {what}: {', '.join(names)}"
     said = {
         "num_truncated": ("sample", f"cut at {max_length:,} tokens"),
         "num_split": ("document", f"split into samples of at most {max_length:,} tokens"),
@@ -340,7 +318,12 @@ def _note_counts(max_length: int, totals: Mapping[str, int]) -> list[str]:
             "with the spelling of a special token, which the tokenizer takes for the token itself",
         ),
     }
-    return [f"{count_of(totals[name], noun)} {text}" for name, (noun, text) in said.items() if totals[name]]
+    yield from (f"{count_of(totals[name], noun)} {text}" for name, (noun, text) in said.items() if totals[name])
+    yield from (f"left out by {key}: {describe_counts(counts)}" for key, counts in count_left_out(sources).items())
+    for source in sources[:num_train] if num_train > 1 or sources[0]["weight"] != 1 else ():
+        samples, tokens = count_of(source["num_samples"], "sample"), _millions(source["num_tokens"])
+        weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
+        yield f"source {source['name']} ({source['format']}): {samples}, {tokens} tokens{weight}"
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from manyhands.config.data_schema import BatchSection, DataSection
 from manyhands.config.schema import StopSection
@@ -217,20 +217,11 @@ class Outcome:
         }
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(vars(self), default=vars), encoding="utf-8")
+        path.write_bytes(TypeAdapter(Outcome).dump_json(self))
 
     @staticmethod
     def read(path: Path) -> Outcome:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("unreadable", "refused", "too_long", "bad_images"):
-            findings = Findings()
-            findings.count, findings.stopped = values[name]["count"], values[name]["stopped"]
-            findings.faults = {
-                reason: (count, [(file, line) for file, line in places])
-                for reason, (count, places) in values[name]["faults"].items()
-            }
-            values[name] = findings
-        return Outcome(**values)
+        return TypeAdapter(Outcome).validate_json(path.read_bytes())
 
     def add(self, other: Outcome) -> None:
         """Takes in the part that follows."""
