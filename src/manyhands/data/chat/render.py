@@ -27,12 +27,12 @@ from manyhands.data.read.messages import (
     Message,
     RowRefused,
     find_keys,
-    find_texts,
     hides_thinking,
     visible,
     weight_of,
     without_key,
 )
+from manyhands.data.read.text_files import walk
 from manyhands.data.tokenize.tokenizer import without_doubled
 
 TrainOn = Literal["assistant", "last", "all"]
@@ -279,7 +279,7 @@ class Renderer:
         if self._special is None:
             return False
         whole = content if isinstance(content, str) else [content.messages, content.tools]
-        found = {token for text in find_texts(whole) for token in self._special.findall(text)}
+        found = {token for text in walk(whole) if isinstance(text, str) for token in self._special.findall(text)}
         self._spelled |= found
         return bool(found)
 

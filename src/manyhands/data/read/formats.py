@@ -68,7 +68,7 @@ from manyhands.data.read.messages import (
     parse_json,
 )
 from manyhands.data.read.sources import ResolvedSource, read_rows
-from manyhands.data.read.text_files import find_inexpressible
+from manyhands.data.read.text_files import find_inexpressible, walk
 from manyhands.data.store.streams import IGNORED
 
 
@@ -183,23 +183,12 @@ def has_images(row: Row, source: ResolvedSource) -> bool:
     """Whether a row has a column of images, or images among the parts of its messages."""
     names = [source.fields.get(name, name) for name in IMAGES]
     return any(carries(row.fields.get(name)) for name in names if name not in source.ignore) or any(
-        _holds_part(value) for name, value in row.fields.items() if name not in source.ignore
+        PART_IN_TEXT.search(value) is not None
+        if isinstance(value, str)
+        else any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in walk(value))
+        for name, value in row.fields.items()
+        if name not in source.ignore
     )
-
-
-def _holds_part(value: Any) -> bool:
-    if isinstance(value, str):
-        return PART_IN_TEXT.search(value) is not None
-    waiting = [value]  # not by recursion: rows may be nested as deeply as JSON is read
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            if value.get("type") in IMAGE_PARTS:
-                return True
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-    return False
 
 
 def settle_format(

@@ -199,7 +199,10 @@ def _make_message(role: str, content: Any, rest: Message, where: str, reading: R
         for key in ("tool_calls", *THINKING):
             if calls if key == "tool_calls" else rest.get(key):
                 raise RowRefused(f"{where} has {key}, but its role is {role}: only an assistant has them")
-    message: Message = {"role": role, "content": _read_content(content, where, may_be_null=bool(calls))}
+    if not (isinstance(content, (str, list)) or (content is None and calls)):
+        because = " (null is for messages that call tools)" if content is None else ""
+        raise RowRefused(f"the content of {where} must be a string, this is {type(content).__name__}{because}")
+    message: Message = {"role": role, "content": content}
     for key, entry in rest.items():
         if key in THINKING and not isinstance(entry, str):
             raise RowRefused(f"{key} of {where} must be a string, this is {type(entry).__name__}")
@@ -235,13 +238,6 @@ def _read_weight(rest: Message, where: str) -> Message:
 def _quote(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _read_content(content: Any, where: str, *, may_be_null: bool) -> str | list[dict[str, Any]] | None:
-    if isinstance(content, (str, list)) or (content is None and may_be_null):
-        return content
-    because = " (null is for messages that call tools)" if content is None else ""
-    raise RowRefused(f"the content of {where} must be a string, this is {type(content).__name__}{because}")
 
 
 def _join_parts(
@@ -511,16 +507,3 @@ def _list_objects(messages: Sequence[Message], tools: Sequence[Any] | None) -> I
             yield "tools", tool
             if isinstance(tool.get("function"), dict):
                 yield "functions of tools", tool["function"]
-
-
-def find_texts(value: Any) -> Iterator[str]:
-    """Every text in a value, at any depth, but the names of keys."""
-    waiting = [value]  # not by recursion: rows may be nested as deeply as JSON is read
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, (list, tuple)):
-            waiting += value

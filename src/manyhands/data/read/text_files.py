@@ -61,17 +61,27 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def find_inexpressible(value: Any) -> str | None:
-    """The first part of a value that JSON cannot express, such as NaN or a date, as text; None where there is none."""
-    waiting = [value]  # not by recursion: rows may be nested as deeply as JSON is read
+def walk(value: Any) -> Iterator[Any]:
+    """A value and all in it, at any depth, but the names of keys. Not by recursion: rows may be nested as deeply as
+    JSON is read.
+    """
+    waiting = [value]
     while waiting:
         value = waiting.pop()
+        yield value
         if isinstance(value, dict):
             waiting += value.values()
-        elif isinstance(value, list):
+        elif isinstance(value, (list, tuple)):
             waiting += value
-        elif not (value is None or isinstance(value, (str, int)) or (isinstance(value, float) and isfinite(value))):
-            return f"{value!r:.60}"
+
+
+def find_inexpressible(value: Any) -> str | None:
+    """The first part of a value that JSON cannot express, such as NaN or a date, as text; None where there is none."""
+    for part in walk(value):
+        if not (
+            part is None or isinstance(part, (str, int, dict, list)) or (isinstance(part, float) and isfinite(part))
+        ):
+            return f"{part!r:.60}"
     return None
 
 
