@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from manyhands.config.schema import RunConfig
+from manyhands.data.store.store import TokenStore
+from manyhands.data.tokenize.prepare import prepare
+from manyhands.data.tokenize.summary import PreparedData
 
 TEMPLATES = Path(__file__).parent / "templates"
 SPECIAL = [
@@ -90,6 +93,13 @@ def make_config(tmp_path: Path):
         )
 
     return make
+
+
+def run(config: RunConfig, folder: Path) -> tuple[PreparedData, TokenStore, list[str]]:
+    """What a preparation gives, its store, and what it reports."""
+    lines: list[str] = []
+    facts = prepare(config, folder, lines.append)
+    return facts, TokenStore.open(facts.folder), lines
 
 
 @pytest.fixture

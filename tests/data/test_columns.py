@@ -14,19 +14,11 @@ from manyhands.core.errors import UserError
 from manyhands.data.read.columns import Columns, carries
 from manyhands.data.read.files import Row
 from manyhands.data.read.messages import RowRefused
-from manyhands.data.store.store import TokenStore
-from manyhands.data.tokenize.prepare import prepare
 from manyhands.data.tokenize.tokenizer import tokenizer_digest
-from tests.data.conftest import make_tokenizer
+from tests.data.conftest import make_tokenizer, run
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 TURNS = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "b"}]
-
-
-def run(config, folder: Path) -> tuple[Any, TokenStore, list[str]]:
-    lines: list[str] = []
-    facts = prepare(config, folder, lines.append)
-    return facts, TokenStore.open(facts.folder), lines
 
 
 def numbered(fields: dict[str, Any], count: int = 20) -> list[dict[str, Any]]:

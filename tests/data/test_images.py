@@ -373,7 +373,7 @@ def test_a_preview_shows_images_beside_their_tokens(tmp_path: Path, pictures: Pa
     folder = write_tiny_processor(tmp_path / "gemma3", "gemma3")
     good, bad = turns(image(str(pictures / "0.png")), text("?")), turns(image("nowhere.png"), text("?"))
     config = make_config(write_rows([{"messages": good}]), validation_fraction=0)
-    _, store = open_store(config, folder)
+    facts, store = open_store(config, folder)
     from manyhands.data.read.sources import resolve_sources
     from manyhands.data.tokenize.tokenizer import load_tokenizer
 
@@ -382,7 +382,8 @@ def test_a_preview_shows_images_beside_their_tokens(tmp_path: Path, pictures: Pa
     (drawn,) = shown.images
     assert (drawn.width, drawn.height, drawn.num_tokens) == (40, 60, 4)
     assert "<image_soft_token> × 4" in "".join(span.text for span in shown.spans)
-    page = render_page(contents.Preview("run", "model", 64, rows=(shown,), sources=(_counted(),)))
+    counted = contents.SourceCounts("train", "train.jsonl", "messages", 1, 40, 10, 0, 1.0, 1.0)
+    page = render_page(contents.Preview("run", "model", 64, rows=(shown,), sources=(counted,), facts=facts))
     assert f'src="{drawn.thumbnail}"' in page and "0.png · 40 x 60 pixels · 4 tokens" in page
     again = Image.open(io.BytesIO(base64.b64decode(drawn.thumbnail.partition(",")[2])))
     assert again.size == (40, 60)
@@ -391,12 +392,6 @@ def test_a_preview_shows_images_beside_their_tokens(tmp_path: Path, pictures: Pa
     (refused,) = usable.refused
     assert "nowhere.png" in refused.errors[0].details[0]
     assert usable.store is not None and usable.store.train.num_images.tolist() == [1]
-
-
-def _counted() -> Any:
-    from manyhands.preview.contents import SourceCounts
-
-    return SourceCounts("train", "train.jsonl", "messages", 1, 40, 10, 0, 1.0, 1.0, 1.0)
 
 
 def test_the_column_image_under_the_name_of_the_other(

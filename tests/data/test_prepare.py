@@ -20,16 +20,11 @@ from manyhands.data.store.streams import prompt_of
 from manyhands.data.tokenize import prepare as prepare_module
 from manyhands.data.tokenize.cache import UNFINISHED, remove
 from manyhands.data.tokenize.prepare import prepare
+from tests.data.conftest import run
 
 QUESTIONS: list[dict[str, Any]] = [
     {"question": f"what is {n}?", "answer": f"it is {n + 1}" + " indeed" * (n % 5)} for n in range(200)
 ]
-
-
-def run(config, folder: Path) -> tuple[Any, TokenStore, list[str]]:
-    lines: list[str] = []
-    facts = prepare(config, folder, lines.append)
-    return facts, TokenStore.open(facts.folder), lines
 
 
 def decoded(sample_set, folder: Path) -> list[str]:

@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.data.store.store import TokenStore
 from manyhands.data.tokenize import parallel as tokenize_parallel
 from manyhands.data.tokenize.cache import UNFINISHED
 from manyhands.data.tokenize.parallel import MIN_PARALLEL_BYTES, choose_num_processes
 from manyhands.data.tokenize.prepare import prepare
+from manyhands.data.tokenize.summary import PreparedData
 
 NUM_FILES = 5
 WITHOUT_IMPORTS = pytest.mark.usefixtures("forked")
@@ -51,17 +53,24 @@ def read_store(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-@WITHOUT_IMPORTS
-def test_the_store_does_not_depend_on_the_number_of_processes(
-    rows_folder: Path, make_config, model_folder: Path, tmp_path: Path
-) -> None:
+def prepare_by(
+    numbers: Sequence[int], rows: Path, make_config: Callable[..., RunConfig], model: Path, **keys: Any
+) -> tuple[PreparedData, list[str]]:
+    """Prepares the rows by each number of processes, in caches of their own, into equal stores; returns the last facts
+    and what was reported."""
     stores, said = [], []
-    for number in (1, 2, 3):
-        config = make_config(rows_folder, cache=str(tmp_path / f"cache-{number}"))
-        facts = prepare(config, model_folder, said.append, num_processes=number)
+    for number in numbers:
+        config = make_config(rows, cache=str(rows.parent / f"cache-{number}"), **keys)
+        facts = prepare(config, model, said.append, num_processes=number)
         stores.append(read_store(facts.folder))
-    assert stores[0] == stores[1] == stores[2]
-    assert "weights.bin" in stores[0] and any(line.endswith("by 3 processes") for line in said)
+    assert all(store == stores[0] for store in stores)
+    return facts, said
+
+
+@WITHOUT_IMPORTS
+def test_the_store_does_not_depend_on_the_number_of_processes(rows_folder: Path, make_config, model_folder) -> None:
+    facts, said = prepare_by((1, 2, 3), rows_folder, make_config, model_folder)
+    assert (Path(facts.folder) / "weights.bin").is_file() and any(line.endswith("by 3 processes") for line in said)
     assert facts.num_samples + facts.num_validation_samples == 250
 
 
@@ -129,13 +138,6 @@ def wait_for_workers(process: subprocess.Popen, cache: Path) -> list[psutil.Proc
     pytest.fail("no tokens were written")
 
 
-def wait_for_stores(process: subprocess.Popen, cache: Path, number: int) -> None:
-    deadline = time.monotonic() + 280  # many others may want the cores
-    while len(list(cache.glob(f"{UNFINISHED}*/segments"))) < number:
-        assert process.poll() is None and time.monotonic() < deadline, "its tokens were not written beside the others"
-        time.sleep(0.02)
-
-
 def wait_for_end(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
@@ -172,22 +174,6 @@ def test_a_killed_child_is_a_clear_error(victim: int, slow_rows: Path, start, tm
     assert process.returncode == 1 and "UserError: error: a process that tokenizes the data was killed" in told
     wait_for_end(below)
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-@pytest.mark.slow  # test_prepare.py has it with one process each, where the folder is published by the same code
-def test_two_at_once_do_not_disturb_each_other(start, tmp_path: Path) -> None:
-    rows = write_many(tmp_path / "rows", 3000)
-    cache = tmp_path / "cache"
-    first = start(rows)
-    wait_for_stores(first, cache, 1)
-    first.send_signal(signal.SIGSTOP)  # it publishes nothing until the other one writes too
-    second = start(rows)
-    wait_for_stores(second, cache, 2)
-    first.send_signal(signal.SIGCONT)
-    digests = [process.communicate(timeout=200)[0].strip() for process in (first, second)]
-    assert first.returncode == second.returncode == 0 and digests[0] == digests[1]
-    assert [path.name for path in cache.iterdir()] == [digests[0]]
-    assert TokenStore.open(cache / digests[0]).train.num_samples == 12_000 - 240
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.data.read.files import FilePart
 from manyhands.data.read.sources import ResolvedSource
-from manyhands.data.store.store import TokenStore
 from manyhands.data.store.streams import weights_of
 from manyhands.data.tokenize import part as tokenize_module
 from manyhands.data.tokenize.divide import divide_samples
@@ -24,19 +23,13 @@ from manyhands.data.tokenize.long_text import LongText, read_documents
 from manyhands.data.tokenize.prepare import prepare
 from manyhands.data.tokenize.tokenizer import load_tokenizer
 from manyhands.metrics.summary import describe_data
-from tests.data.conftest import make_tokenizer
+from tests.data.conftest import make_tokenizer, run
 
 CHAT = [
     {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"it is {n}"}]}
     for n in range(120)
 ]
 TEXT = [{"text": f"Text number {n}. " * (1 + n % 4)} for n in range(60)]
-
-
-def run(config, folder: Path) -> tuple[Any, TokenStore, list[str]]:
-    lines: list[str] = []
-    facts = prepare(config, folder, lines.append)
-    return facts, TokenStore.open(facts.folder), lines
 
 
 @pytest.fixture
