@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from manyhands.config.checks import check
-from manyhands.config.data_schema import default_cache
+from manyhands.config.schema import default_cache
 from manyhands.core.errors import UserError
 from manyhands.importers.load import config_from_mapping
 from tests.config.builders import config

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy, logsigmoid, relu
 
-from manyhands.config.schema import MethodSection
-from manyhands.config.section_schemas import PreferenceSection
+from manyhands.config.schema import MethodSection, PreferenceSection
 from manyhands.config.tasks import TASKS
 from manyhands.convert.lora import adapted_layers, apply_lora, without_adapters
 from manyhands.data.batch.batches import collate

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from manyhands.config.schema import StopSection
-from manyhands.config.section_schemas import GuardsSection
+from manyhands.config.schema import GuardsSection, StopSection
 from manyhands.training.guards import (
     Diverged,
     DivergenceGuard,

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.config.schema import StopSection
-from manyhands.config.section_schemas import GuardsSection
+from manyhands.config.schema import GuardsSection, StopSection
 from manyhands.core.errors import UserError
 from manyhands.training.guards import StepGuard
 from manyhands.training.loop import Interrupted, Loop, train

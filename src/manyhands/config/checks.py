@@ -11,9 +11,8 @@ from datetime import date as Date
 from math import prod
 from typing import Any
 
-from manyhands.config.data_schema import MOST_PIXELS
 from manyhands.config.keys import table
-from manyhands.config.schema import RunConfig, Source
+from manyhands.config.schema import MOST_PIXELS, RunConfig, Source
 from manyhands.config.sources import check_formats, check_sources, list_sources
 from manyhands.config.tasks import READY, TASKS, name_tasks
 from manyhands.config.text import show

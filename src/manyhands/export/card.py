@@ -17,8 +17,7 @@ from typing import Any, Literal
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from manyhands.config.schema import ModelSection, RunConfig
-from manyhands.config.section_schemas import MethodSection
+from manyhands.config.schema import MethodSection, ModelSection, RunConfig
 from manyhands.config.tasks import TASKS
 from manyhands.core.files import read_json, read_rows
 from manyhands.core.terms import find_metric

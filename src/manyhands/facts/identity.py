@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.data_schema import DataSection
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import DataSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import Progress, hash_files, is_in_hub_cache, read_json, write_json
 from manyhands.core.limits import GIB

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from manyhands.config.section_schemas import PreferenceSection
+from manyhands.config.schema import PreferenceSection
 from manyhands.model.loss import Answers, LossModel, Terms
 
 

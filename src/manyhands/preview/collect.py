@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.config.data_schema import MOST_PIXELS
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import MOST_PIXELS, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.data.images.files import BadImage, PixelBounds, decode, read_bytes
 from manyhands.data.read.sources import ResolvedSource, resolve_sources

@@ -14,8 +14,7 @@ import yaml
 
 from manyhands import __version__
 from manyhands.config.read import RunFileDumper
-from manyhands.config.schema import RunConfig
-from manyhands.config.section_schemas import SubmitSection
+from manyhands.config.schema import RunConfig, SubmitSection
 from manyhands.config.sources import list_sources
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB

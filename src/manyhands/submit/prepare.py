@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.config.data_schema import Section
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import RunConfig, Section
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import write_atomically
 from manyhands.facts.types import HostFacts

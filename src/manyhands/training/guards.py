@@ -22,8 +22,7 @@ from typing import Literal
 
 import torch
 
-from manyhands.config.schema import StopSection
-from manyhands.config.section_schemas import GuardsSection
+from manyhands.config.schema import GuardsSection, StopSection
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.holding import computed_part
 from manyhands.training.types import Evaluation, Hook, StepResult, TrainState

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from manyhands.config.schema import StopSection
-from manyhands.config.section_schemas import GuardsSection
+from manyhands.config.schema import GuardsSection, StopSection
 from manyhands.core.errors import UserError
 from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.training.guards import Replicas, StepGuard, stop_reason

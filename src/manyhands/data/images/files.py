@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.config.data_schema import MOST_PIXELS, DataSection
+from manyhands.config.schema import MOST_PIXELS, DataSection
 from manyhands.core.errors import UserError
 from manyhands.core.remote import RemoteError, fetch
 from manyhands.data.images.rows import ImageRef

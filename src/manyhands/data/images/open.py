@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.data_schema import DataSection
+from manyhands.config.schema import DataSection
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
 from manyhands.data.images.archive import find_image_folder

@@ -32,7 +32,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from manyhands.config.data_schema import Role
+from manyhands.config.schema import Role
 from manyhands.config.sources import MEDIA
 from manyhands.core.files import describe_json_fault
 from manyhands.data.read.text_files import is_encodable, parse_value

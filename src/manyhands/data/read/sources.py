@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from manyhands.config.data_schema import DataSection, Source
+from manyhands.config.schema import DataSection, Source
 from manyhands.config.sources import SplitSlice, parse_split
 from manyhands.core.errors import UserError
 from manyhands.data.read.arrow_files import read_arrow, read_parquet, split_arrow, split_parquet

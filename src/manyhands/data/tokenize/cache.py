@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.config.data_schema import DataSection
-from manyhands.config.schema import ModelSection
+from manyhands.config.schema import DataSection, ModelSection
 from manyhands.core.errors import UserError
 from manyhands.core.files import hash_files, sync
 from manyhands.data.images.files import find_changed

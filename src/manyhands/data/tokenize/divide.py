@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.config.data_schema import DataSection
+from manyhands.config.schema import DataSection
 from manyhands.data.batch.order import HELD_OUT_STREAM, permute
 from manyhands.data.read.sources import ResolvedSource
 

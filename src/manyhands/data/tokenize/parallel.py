@@ -29,8 +29,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from manyhands.config.data_schema import DataSection
-from manyhands.config.schema import ModelSection
+from manyhands.config.schema import DataSection, ModelSection
 from manyhands.config.tasks import TASKS
 from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.machine import count_cores, memory_bytes

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from manyhands.config.data_schema import DataSection
+from manyhands.config.schema import DataSection
 from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
 from manyhands.data.chat.render import Rendered, Renderer

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.config.data_schema import DataSection
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import DataSection, RunConfig
 from manyhands.config.sources import list_sources
 from manyhands.config.tasks import TASKS, name_tasks
 from manyhands.core.errors import UserError

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import TypeAdapter
 
-from manyhands.config.data_schema import BatchSection, DataSection
-from manyhands.config.schema import StopSection
+from manyhands.config.schema import BatchSection, DataSection, StopSection
 from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
 from manyhands.data.batch.order import SampleOrder
