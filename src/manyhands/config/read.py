@@ -165,13 +165,12 @@ def parse_yaml_value(text: str) -> Any:
 def read_run_file(path: Path) -> ParsedFile:
     """Reads a run file. Raises ``UserError`` with line and column of a syntax error."""
     text = _read_text(path)
-    where = str(path)
-    if path.suffix.lower() in (".yaml", ".yml"):
-        data, lines = _read_yaml(text, where)
-    else:
-        is_toml = path.suffix.lower() == ".toml"
-        data = _read_toml(text, where) if is_toml else _read_json(blank_json_comments(text), where)
-        lines = toml_lines(text) if is_toml else json_lines(text)
+    where, kind = str(path), {".toml": "TOML", ".json": "JSON"}.get(path.suffix.lower(), "YAML")
+    try:
+        data, lines = {"YAML": _read_yaml, "TOML": _read_toml, "JSON": _read_json}[kind](text, where)
+    except (RecursionError, ValueError) as error:  # of TOML, where the message holds line and column
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserError(f"the run file is not valid {kind}", where=where, why=why) from None
     if data is None or data == {}:
         raise UserError("the run file is empty", where=where, fix="`manyhands init` writes a commented one")
     if not isinstance(data, dict):
@@ -295,24 +294,15 @@ def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
         raise UserError(
             "the run file contains a character that YAML does not allow", where=at, why=error.reason
         ) from None
-    except RecursionError:
-        raise UserError("the run file is not valid YAML", where=where, why="it is nested too deeply") from None
     _refuse_duplicates(loader.duplicates, where)
     return data, yaml_lines(node)
 
 
-def _read_toml(text: str, where: str) -> Any:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:  # the message holds line and column
-        raise UserError("the run file is not valid TOML", where=where, why=str(error)) from None
-    except RecursionError:
-        raise UserError("the run file is not valid TOML", where=where, why="it is nested too deeply") from None
-    except ValueError as error:  # a number with thousands of digits, an impossible date
-        raise UserError("the run file is not valid TOML", where=where, why=str(error)) from None
+def _read_toml(text: str, where: str) -> tuple[Any, dict[str, int]]:
+    return tomllib.loads(text), toml_lines(text)
 
 
-def _read_json(text: str, where: str) -> Any:
+def _read_json(text: str, where: str) -> tuple[Any, dict[str, int]]:
     duplicates: list[str] = []
 
     def keep_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -323,20 +313,17 @@ def _read_json(text: str, where: str) -> Any:
         duplicates.extend(f"duplicate key `{name}`" for name in dict.fromkeys(names) if names.count(name) > 1)
         return dict(pairs)
 
-    if not text.strip():
-        return None
+    bare = blank_json_comments(text)
+    if not bare.strip():
+        return None, {}
     try:
-        data = json.loads(text, object_pairs_hook=keep_unique)
+        data = json.loads(bare, object_pairs_hook=keep_unique)
     except json.JSONDecodeError as error:
         at = f"{where}, line {error.lineno}, column {error.colno}"
         rows = "a file of rows (JSON lines) is named in data.train" if error.msg == "Extra data" else ""
         raise UserError("the run file is not valid JSON", where=at, why=describe_json_fault(error), fix=rows) from None
-    except RecursionError:
-        raise UserError("the run file is not valid JSON", where=where, why="it is nested too deeply") from None
-    except ValueError as error:
-        raise UserError("the run file is not valid JSON", where=where, why=str(error)) from None
     _refuse_duplicates(duplicates, where)
-    return data
+    return data, json_lines(text)
 
 
 def _refuse_duplicates(duplicates: list[str], where: str) -> None:

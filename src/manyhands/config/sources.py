@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from manyhands.config.keys import SOURCE_LISTS, hint_in_source, source_table, wrong_value
 from manyhands.config.schema import RunConfig, Source
 from manyhands.config.tasks import PAIRS, READY, TASKS, name_tasks
-from manyhands.config.text import nearest_name, show
+from manyhands.config.text import at_line, nearest_name, show
 
 PLACEHOLDER = "placeholder"  # in place of what was wrong, while the rest is checked
 FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")
@@ -65,14 +65,14 @@ def drop_wrong_sources(data: dict[str, Any], origins: Mapping[str, str]) -> list
         value = data.get(name)
         if isinstance(value, dict):
             findings.append(
-                _at(path, origins)
+                at_line(path, origins)
                 + f"`{path}` is a path or a list: write a single source as a list too, `{name}: [{{path: ...}}]`"
             )
             value = data[name] = [value]
         if isinstance(value, (list, tuple)):
             items = [_drop_wrong_item(item, f"{path}[{index}]", origins, findings) for index, item in enumerate(value)]
             if not items:
-                findings.append(_at(path, origins) + f"`{path}` is an empty list: add a path, or remove the key")
+                findings.append(at_line(path, origins) + f"`{path}` is an empty list: add a path, or remove the key")
             data[name] = items or [PLACEHOLDER]
     return findings
 
@@ -82,7 +82,7 @@ def _drop_wrong_item(item: Any, path: str, origins: Mapping[str, str], findings:
         return item
     if not isinstance(item, dict):
         findings.append(
-            _at(path, origins)
+            at_line(path, origins)
             + f"`{path}`: got {show(item)}, allowed: a path, or a source with {', '.join(source_table())}"
         )
         return PLACEHOLDER
@@ -91,10 +91,10 @@ def _drop_wrong_item(item: Any, path: str, origins: Mapping[str, str], findings:
         key = source_table().get(name) if isinstance(name, str) else None
         place = f"{path}.{name}"
         if key is None:
-            findings.append(f"{_at(place, origins)}unknown key `{place}`{hint_in_source(path, str(name))}")
+            findings.append(f"{at_line(place, origins)}unknown key `{place}`{hint_in_source(path, str(name))}")
             del source[name]
         elif isinstance(source[name], bool) and "`true`" not in key.allowed:  # pydantic takes True for 1
-            findings.append(_at(place, origins) + wrong_value(place, key, source.pop(name)))
+            findings.append(at_line(place, origins) + wrong_value(place, key, source.pop(name)))
             if key.required:
                 source[name] = PLACEHOLDER
     return _drop_invalid(source, path, origins, findings)
@@ -109,16 +109,12 @@ def _drop_invalid(source: dict[str, Any], path: str, origins: Mapping[str, str],
         ):
             key, place = source_table()[name], f"{path}.{name}"
             if name in source:
-                findings.append(_at(place, origins) + wrong_value(place, key, source.pop(name)))
+                findings.append(at_line(place, origins) + wrong_value(place, key, source.pop(name)))
             else:
-                findings.append(f"{_at(path, origins)}`{place}` is missing. {key.sentence}")
+                findings.append(f"{at_line(path, origins)}`{place}` is missing. {key.sentence}")
             if key.required:
                 source[name] = PLACEHOLDER
     return source
-
-
-def _at(path: str, origins: Mapping[str, str]) -> str:
-    return f"{origins[path]}: " if path in origins else ""
 
 
 class SourceRules(NamedTuple):

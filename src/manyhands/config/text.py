@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -28,3 +28,8 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 def names(text: str) -> frozenset[str]:
     """The words of ``text``: a set of keys."""
     return frozenset(text.split())
+
+
+def at_line(key: str, origins: Mapping[str, str]) -> str:
+    """Where a key stands, as a finding begins: ``line 3: ``; empty if nobody knows."""
+    return f"{origins[key]}: " if key in origins else ""

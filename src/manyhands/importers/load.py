@@ -21,7 +21,7 @@ from manyhands.config.keys import Key, sections, table, wrong_value
 from manyhands.config.read import NO_TEXT, ParsedFile, parse_yaml_value, read_run_file
 from manyhands.config.schema import RunConfig
 from manyhands.config.sources import drop_wrong_sources, list_paths, list_sources, open_source
-from manyhands.config.text import show
+from manyhands.config.text import at_line, show
 from manyhands.core.errors import UserError
 from manyhands.importers.hints import hint, nearest
 from manyhands.importers.names import find_value
@@ -357,7 +357,7 @@ def _drop_unknown(mapping: dict[str, Any], origins: Mapping[str, str]) -> list[s
         if keys is None:  # `batch:` with nothing below
             keys = mapping[name] = {}
         if not isinstance(keys, dict):
-            findings.append(_prefix(name, origins) + f"`{name}` is a section with keys, got {show(keys)}")
+            findings.append(at_line(name, origins) + f"`{name}` is a section with keys, got {show(keys)}")
             mapping[name] = {}
             continue
         for leaf in list(keys):
@@ -373,13 +373,13 @@ def _list_keys(keys: dict[str, Any], name: str, origins: Mapping[str, str]) -> l
     """An unknown section: each of its keys, and what it is called here."""
     meant = nearest(name)
     findings = [
-        f"{_prefix(name, origins)}unknown section `{name}`"
+        f"{at_line(name, origins)}unknown section `{name}`"
         + (f": did you mean `{meant}`?" if meant in sections() else "")
     ]
     for leaf in keys:
         path, meant_path = f"{name}.{leaf}", f"{meant}.{leaf}"
         instead = f": write `{meant_path}`" if meant_path in table() else hint(path)
-        findings.append(f"{_prefix(path, origins)}unknown key `{path}`{instead}")
+        findings.append(f"{at_line(path, origins)}unknown key `{path}`{instead}")
     return findings
 
 
@@ -387,7 +387,7 @@ def _drop_wrong_key(keys: dict[str, Any], leaf: str, path: str, origins: Mapping
     key = table().get(path) if isinstance(leaf, str) and "." not in leaf else None
     if key is None:
         value = keys.pop(leaf)
-        finding = _prefix(path, origins) + _unknown(path, value)
+        finding = at_line(path, origins) + _unknown(path, value)
         if path in table():  # `batch.samples: 8` at the top
             section, _, inner = path.partition(".")
             finding += f": keys are nested, write `{section}:` and below it `{inner}: {show(value)}`"
@@ -420,11 +420,7 @@ def _drop_invalid(mapping: dict[str, Any], error: ValidationError, origins: Mapp
 
 
 def _wrong_value(path: str, value: Any, origins: Mapping[str, str]) -> str:
-    return _prefix(path, origins) + wrong_value(path, table()[path], value, find_value(path, show(value)))
-
-
-def _prefix(path: str, origins: Mapping[str, str]) -> str:
-    return f"{origins[path]}: " if path in origins else ""
+    return at_line(path, origins) + wrong_value(path, table()[path], value, find_value(path, show(value)))
 
 
 def _unknown(path: str, value: object = None) -> str:
