@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.config.keys import all_keys
 from manyhands.core.errors import UserError
-from tests.keys import cluster, guards, images, kernels, left, model, preferences, rows, template, training, work
+from tests.keys import cluster, guards, images, kernels, left, model, preferences, rows, table, template, training, work
 from tests.keys.lab import Lab, open_lab
 
 EFFECTS: dict[str, Callable[[Lab], None]] = {
@@ -77,31 +77,20 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "batch.samples": rows.batch_samples,
     "batch.loss_tokens": rows.batch_loss_tokens,
     "batch.packs": rows.batch_packs,
-    "batch.micro_samples": rows.micro_samples,
     "batch.micro_tokens": rows.micro_tokens,
-    "batch.accumulation": rows.accumulation,
     "optimizer.name": training.optimizer_name,
     "optimizer.learning_rates": training.learning_rates,
     "optimizer.part_learning_rates": training.part_learning_rates,
-    "optimizer.learning_rate": training.learning_rate,
-    "optimizer.weight_decay": training.weight_decay,
     "optimizer.decay_embeddings": training.decay_embeddings,
     "optimizer.beta1": training.betas("optimizer.beta1"),
     "optimizer.beta2": training.betas("optimizer.beta2"),
     "optimizer.eps": training.eps,
     "optimizer.max_grad_norm": training.max_grad_norm,
-    "schedule.name": training.schedule_name,
-    "schedule.warmup_ratio": training.warmup_ratio,
-    "schedule.warmup_steps": training.warmup_steps,
-    "schedule.decay_ratio": training.decay_ratio,
-    "schedule.min_ratio": training.min_ratio,
     "preference.loss": preferences.loss,
     "preference.beta": preferences.beta,
     "preference.label_smoothing": preferences.label_smoothing,
     "preference.margin": preferences.margin,
     "preference.sft_weight": preferences.sft_weight,
-    "stop.epochs": training.epochs,
-    "stop.max_steps": training.max_steps,
     "stop.max_tokens": training.max_tokens,
     "stop.max_time_s": training.max_time_s,
     "stop.patience": training.patience,
@@ -139,21 +128,13 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "kernels.nf4": kernels.nf4,
     "kernels.deterministic": kernels.deterministic,
     "evaluate.data": left.evaluate_data,
-    "evaluate.every_steps": left.evaluate_every,
-    "evaluate.per_epoch": left.evaluations_per_epoch,
-    "evaluate.at_start": left.at_start,
     "evaluate.max_tokens": left.evaluate_tokens,
     "evaluate.prompts": left.prompts,
     "evaluate.max_new_tokens": left.max_new_tokens,
-    "checkpoint.every_steps": left.checkpoint_every,
     "checkpoint.hours_between_faults": left.hours_between_faults,
-    "checkpoint.per_epoch": left.checkpoints_per_epoch,
-    "checkpoint.every_minutes": left.checkpoint_minutes,
     "checkpoint.asynchronous": left.asynchronous,
     "checkpoint.copy_to": left.copy_to,
-    "checkpoint.keep_last": left.keep_last,
     "checkpoint.keep_best": left.keep_best,
-    "log.every_steps": left.log_every,
     "log.tensorboard": left.tensorboard,
     "log.wandb": left.wandb,
     "log.mlflow": left.mlflow,
@@ -161,6 +142,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "output.dir": left.output_dir,
     "output.dtype": left.output_dtype,
     "output.merge": left.merge,
+    **table.EFFECTS,
     **cluster.EFFECTS,
 }
 

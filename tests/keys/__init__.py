@@ -3,5 +3,5 @@
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"tests.keys.{name}" for name in ("rows", "model", "training", "work", "left", "template", "cluster"))
+    *(f"tests.keys.{name}" for name in ("rows", "model", "training", "work", "left", "template", "cluster", "table"))
 )

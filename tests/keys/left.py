@@ -39,26 +39,6 @@ def output_dir(lab: Lab) -> None:
     assert (runs / "r" / "run.json").exists()
 
 
-def evaluate_every(lab: Lab) -> None:
-    assert lab.run({"evaluate.every_steps": 2}).column("step", "evaluation") == [0, 2, 4, 5]
-    assert lab.run({"evaluate.every_steps": 0.4}).column("step", "evaluation") == [0, 2, 4, 5]
-    assert lab.base.column("step", "evaluation") == [0, 5]
-
-
-def evaluations_per_epoch(lab: Lab) -> None:
-    keys = {"evaluate.every_steps": "auto", "evaluate.per_epoch": 2, "stop.epochs": 2}
-    assert lab.run(keys).column("step", "evaluation") == [0, 3, 5, 8, 10]
-
-
-def checkpoints_per_epoch(lab: Lab) -> None:
-    keys = {"checkpoint.every_steps": "auto", "checkpoint.per_epoch": 1, "checkpoint.keep_last": 9, "stop.epochs": 2}
-    assert lab.run(keys).checkpoints() == [5, 10]
-
-
-def at_start(lab: Lab) -> None:
-    assert lab.run({"evaluate.at_start": False}).column("step", "evaluation") == [5]
-
-
 def evaluate_tokens(lab: Lab) -> None:
     whole, part = (lab.run(keys).rows("evaluation")[0] for keys in ({}, {"evaluate.max_tokens": 200}))
     assert part["num_tokens"] <= 200 < whole["num_tokens"] and part["num_samples"] < whole["num_samples"]
@@ -105,11 +85,6 @@ def max_new_tokens(lab: Lab) -> None:
     assert counts == [1, 6]
 
 
-def checkpoint_every(lab: Lab) -> None:
-    assert lab.run({"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}).checkpoints() == [2, 4, 5]
-    assert lab.base.checkpoints() == [5]
-
-
 def hours_between_faults(lab: Lab) -> None:
     """Where the seconds of a step are known, as they are not in the lab."""
     given = facts(
@@ -118,13 +93,6 @@ def hours_between_faults(lab: Lab) -> None:
     keys = {"method__name": "full", "checkpoint__hours_between_faults": 6.0}
     rare, often = (plan(run_config(**asked), given) for asked in ({"method__name": "full"}, keys))
     assert often.checkpoint_every == pytest.approx(rare.checkpoint_every / 2, rel=0.02)
-
-
-def checkpoint_minutes(lab: Lab) -> None:
-    """Every step takes longer than the time between two."""
-    keys = {"checkpoint.every_minutes": 1e-9, "checkpoint.keep_last": 9}
-    assert lab.run(keys).checkpoints() == [1, 2, 3, 4, 5]
-    assert lab.run({"checkpoint.every_minutes": 600, "checkpoint.keep_last": 9}).checkpoints() == [5]
 
 
 def asynchronous(lab: Lab) -> None:
@@ -174,11 +142,6 @@ def said(rank: LabRank) -> str:
     return rank.terminal.getvalue()  # type: ignore[attr-defined]
 
 
-def keep_last(lab: Lab) -> None:
-    assert lab.run({"checkpoint.every_steps": 1, "checkpoint.keep_last": 3}).checkpoints() == [3, 4, 5]
-    assert lab.run({"checkpoint.every_steps": 1, "checkpoint.keep_last": "all"}).checkpoints() == [1, 2, 3, 4, 5]
-
-
 def keep_best(lab: Lab) -> None:
     """The second step is the best trained one, though the model was better before training: it is kept, and
     exported.
@@ -201,10 +164,6 @@ def keep_best(lab: Lab) -> None:
     assert ran.checkpoints() == [2, 5]
     short = lab.export({"schedule.name": "constant", "stop.max_steps": 2})
     assert all(torch.equal(ran.adapter()[key], tensor) for key, tensor in short.adapter().items())
-
-
-def log_every(lab: Lab) -> None:
-    assert lab.run({"log.every_steps": 2}).column("step") == [2, 4] and lab.base.column("step") == [1, 2, 3, 4, 5]
 
 
 def tensorboard(lab: Lab) -> None:

@@ -213,21 +213,11 @@ def batch_packs(lab: Lab) -> None:
         assert other.losses == pytest.approx(ran.losses, rel=1e-4)
 
 
-def micro_samples(lab: Lab) -> None:
-    ran = lab.run({"data.packing": False, "batch.micro_samples": 2, "stop.max_steps": 1})
-    assert ran.batch()["input_ids"].shape[0] == 2 and ran.column("num_micro_batches") == [4]
-
-
 def micro_tokens(lab: Lab) -> None:
     ran = lab.run({"batch.micro_tokens": 256})
     assert ran.batch()["input_ids"].shape[1] <= 256 < lab.base.batch()["input_ids"].shape[1]
     assert ran.column("num_micro_batches")[0] > lab.base.column("num_micro_batches")[0]
     assert ran.losses == pytest.approx(lab.base.losses, rel=1e-4)  # how it is carried out, not what it is
-
-
-def accumulation(lab: Lab) -> None:
-    ran = lab.run({"data.packing": False, "batch.accumulation": 8, "stop.max_steps": 1})
-    assert ran.column("num_micro_batches") == [8] and ran.batch()["input_ids"].shape[0] == 1
 
 
 def seed(lab: Lab) -> None:

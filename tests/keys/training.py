@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,17 +10,12 @@ import torch
 from manyhands.core.errors import UserError
 from manyhands.training.guards import Diverged
 from tests.keys.lab import NUM_STEPS, Lab
-
-
-def first_difference(lab: Lab, keys: dict[str, Any]) -> int:
-    """The first step, counted from 1, whose loss is not the base run's, bit for bit; 0 if there is none."""
-    pairs = zip(lab.run(keys).losses, lab.base.losses, strict=True)
-    return next((step for step, (one, other) in enumerate(pairs, start=1) if one != other), 0)
+from tests.keys.table import first_difference
 
 
 def optimizer_name(lab: Lab) -> None:
     for name in ("adafactor", "muon"):
-        assert first_difference(lab, {"optimizer.name": name}) == 2
+        assert first_difference(lab, lab.run({"optimizer.name": name})) == 2
     assert set(next(iter(lab.run({"optimizer.name": "muon"}).rank.engine.optimizer.state.values()))) == {
         "momentum_buffer"
     }
@@ -41,7 +35,7 @@ def learning_rates(lab: Lab) -> None:
     assert [row.get(key, 0.0) for row in ran.column("learning_rates") for key in rates] == pytest.approx(
         [peak * (1 - step / NUM_STEPS) for step in range(NUM_STEPS) for peak in rates.values()]
     )
-    assert ran.rates[0] == 1.0 and first_difference(lab, {"optimizer.learning_rates": rates}) == 2
+    assert ran.rates[0] == 1.0 and first_difference(lab, lab.run({"optimizer.learning_rates": rates})) == 2
     with pytest.raises(UserError, match=r"'lora_C' of .* chooses no trained weight"):
         lab.start({"optimizer.learning_rates": {"lora_C": 1.0}})
     with pytest.raises(UserError, match="patterns before it take all"):
@@ -52,15 +46,6 @@ def part_learning_rates(lab: Lab) -> None:
     """A text model has no parts (test_optimizer.py and plan/test_parts.py have the rates of one that does)."""
     with pytest.raises(UserError, match=r"set optimizer\.learning_rate"):
         lab.prepare({"optimizer.part_learning_rates": {"language": 1e-3}})
-
-
-def learning_rate(lab: Lab) -> None:
-    assert first_difference(lab, {"optimizer.learning_rate": 1e-3}) == 2
-    assert lab.run({"optimizer.learning_rate": 1e-3}).column("learning_rate")[0] == 1e-3
-
-
-def weight_decay(lab: Lab) -> None:
-    assert first_difference(lab, {"optimizer.weight_decay": 0.5}) == 2
 
 
 def betas(key: str) -> Any:
@@ -78,7 +63,7 @@ def betas(key: str) -> Any:
 
 def eps(lab: Lab) -> None:
     """An eps far above every gradient leaves next to nothing of an update."""
-    assert first_difference(lab, {"optimizer.eps": 1e3}) == 2
+    assert first_difference(lab, lab.run({"optimizer.eps": 1e3})) == 2
     losses = lab.run(
         {"optimizer.eps": 1e6, "optimizer.max_grad_norm": 0.0, "batch.samples": 40, "stop.epochs": 3}
     ).losses
@@ -90,50 +75,7 @@ def max_grad_norm(lab: Lab) -> None:
     losses = lab.run({"optimizer.max_grad_norm": 1e-15, "batch.samples": 40, "stop.epochs": 3}).losses
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     assert max(lab.base.column("grad_norm")) > 0.5
-    assert first_difference(lab, {"optimizer.max_grad_norm": 0.5}) > 0
-
-
-def schedule_name(lab: Lab) -> None:
-    shapes = {name: lab.run({"schedule.name": name}).rates for name in ("constant", "linear", "cosine", "wsd")}
-    assert shapes["constant"] == pytest.approx([1.0] * 5)
-    assert shapes["linear"] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-    assert shapes["cosine"] == pytest.approx([0.5 + 0.5 * math.cos(math.pi * t / 5) for t in range(5)])
-    assert shapes["wsd"] == pytest.approx([1.0] * 5)  # the last fifth begins at the peak
-    assert first_difference(lab, {"schedule.name": "constant"}) == 3
-
-
-def warmup_ratio(lab: Lab) -> None:
-    assert lab.run({"schedule.warmup_ratio": 0.4, "schedule.name": "constant"}).rates == pytest.approx(
-        [0.5, 1, 1, 1, 1]
-    )
-
-
-def warmup_steps(lab: Lab) -> None:
-    assert lab.run({"schedule.warmup_steps": 4, "schedule.name": "constant"}).rates == pytest.approx(
-        [0.25, 0.5, 0.75, 1, 1]
-    )
-
-
-def decay_ratio(lab: Lab) -> None:
-    assert lab.run({"schedule.name": "wsd", "schedule.decay_ratio": 0.6}).rates == pytest.approx(
-        [1, 1, 1, 2 / 3, 1 / 3]
-    )
-
-
-def min_ratio(lab: Lab) -> None:
-    assert lab.run({"schedule.name": "linear", "schedule.min_ratio": 0.5}).rates == pytest.approx(
-        [1.0, 0.9, 0.8, 0.7, 0.6]
-    )
-
-
-def epochs(lab: Lab) -> None:
-    ran = lab.run({"stop.epochs": 1.4})
-    assert len(ran.losses) == 7 and ran.column("epoch")[-1] == pytest.approx(1.4)
-
-
-def max_steps(lab: Lab) -> None:
-    ran = lab.run({"stop.max_steps": 2})
-    assert len(ran.losses) == 2 and ran.rank.state.stop_reason == "all 2 steps are done"
+    assert first_difference(lab, lab.run({"optimizer.max_grad_norm": 0.5})) > 0
 
 
 def max_tokens(lab: Lab) -> None:
