@@ -38,6 +38,7 @@ FSDP = {"strategy": "fsdp"}
         ({"offload_params": True}, FSDP | {"offload": "all"}),
         ({"offload_params": "false", "activation_checkpointing": False}, FSDP),
         ({"fsdp_activation_checkpointing": True}, FSDP | {"activation_checkpointing": "full"}),
+        ({"mixed_precision_policy": "none"}, FSDP),
         ({"activation_checkpointing_offload": True}, FSDP | {"offload_activations": True}),
     ],
 )  # fmt: skip

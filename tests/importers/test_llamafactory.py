@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from manyhands.config.read import ParsedFile, read_run_file
+from manyhands.config.read import read_run_file
 from manyhands.core.errors import UserError
 from manyhands.importers.llamafactory import run as llamafactory
 from manyhands.importers.llamafactory.templates import CHAT_FORMATS, make_chat_template
@@ -382,22 +380,6 @@ def test_a_format_that_thinks_follows_its_keys(tmp_path: Path) -> None:
     assert last["model.chat_template"] == make_chat_template(chat, last_thought_only=True)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("stage", "kind"), [("sft", "lora"), ("sft", "freeze"), ("pt", "full")])
-def test_every_key_that_the_tool_knows_has_an_outcome_whatever_its_value(stage: str, kind: str, tmp_path: Path) -> None:
-    fixed = {"stage": stage, "finetuning_type": kind, "dataset": "greetings" if stage == "sft" else "essays"}
-    source = read_run_file(write(tmp_path, LORA))
-    for key in sorted(llamafactory.KEYS - {"do_train"}):
-        for value in (True, "x", ["x"], {"x": 1}) if kind == "lora" else (True, "x"):
-            mapping = {**LORA, **fixed, key: value}
-            parsed = ParsedFile(mapping, source.where, {})
-            translation = translate(parsed, llamafactory, ImportContext(folder=tmp_path, gpus=1))
-            assert {outcome.key for outcome in translation.outcomes} >= set(flatten(mapping, llamafactory.OPEN)), (
-                key,
-                value,
-            )
-
-
 PHOTOS = {"dataset": "photos", "template": "qwen2_vl"}
 
 
@@ -493,28 +475,3 @@ def test_a_file_of_the_rewrite_is_refused_by_name(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match="LLaMA-Factory v1, which is not read"):
         load_run(write(tmp_path, file))
-
-
-EXAMPLES = os.environ.get("MANYHANDS_LLAMAFACTORY")
-
-
-@pytest.mark.skipif(not EXAMPLES, reason="MANYHANDS_LLAMAFACTORY names no checkout of LLaMA-Factory")
-def test_every_key_of_every_public_example_has_an_outcome() -> None:
-    root = Path(EXAMPLES or "")
-    tools: Counter[str] = Counter()
-    for path in sorted(root.glob("examples/**/*.yaml")):
-        if path.parent.name == "accelerate" or path.name == "tokens_cfg.yaml":  # no run files
-            continue
-        source = read_run_file(path)
-        importer = recognize(source.mapping)
-        assert importer is not None, path
-        translation = translate(source, importer, ImportContext(folder=path.parent, count_gpus=lambda: 2))
-        outcomes = [outcome.key for outcome in translation.outcomes]
-        assert set(outcomes) >= set(flatten(source.mapping, importer.OPEN)) and len(outcomes) == len(set(outcomes)), (
-            path
-        )
-        assert all(
-            outcome.why for outcome in translation.outcomes if outcome.kind in ("refused", "contradicts", "substituted")
-        )
-        tools[importer.TOOL] += 1
-    assert tools["LLaMA-Factory"] > 50

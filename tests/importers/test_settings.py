@@ -124,6 +124,8 @@ def test_per_gpu_batches_are_multiplied_by_accelerate_s_processes(tmp_path: Path
         ({"distributed_type": "NO", "use_cpu": True}, {"parallel.gpus": 1, "parallel.device": "cpu"}),
         ({"distributed_type": "MULTI_CPU", "num_processes": 2}, {"parallel.device": "cpu"}),
         ({"distributed_type": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {"parallel.compile": True}),
+        ({"distributed_type": "NO", "dynamo_backend": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+         {"parallel.compile": "auto"}),
         ({"distributed_type": "DEEPSPEED"}, {"parallel.reshard_after_forward": False}),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 0.5}},
          {"parallel.strategy": "fsdp", "optimizer.max_grad_norm": 0.5}),

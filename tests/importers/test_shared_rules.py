@@ -16,7 +16,6 @@ from manyhands.config.read import ParsedFile
 from manyhands.importers import preferences, trl
 from manyhands.importers import transformers as hf
 from manyhands.importers.hints import hint
-from manyhands.importers.llamafactory import keys
 from manyhands.importers.load import config_from_mapping
 from manyhands.importers.recognize import recognize, translate
 from manyhands.importers.translation import ImportContext, Translation, flatten
@@ -313,7 +312,6 @@ def test_preferences_without_a_stage_are_not_supervised() -> None:
     unmarked = {key: value for key, value in LF.items() if key != "stage"}
     [found] = read(unmarked, {"pref_beta": 0.1, "pref_loss": "orpo"}).findings()
     assert found.startswith("`pref_beta`: training on preferences")
-    assert keys.OF_PREFERENCES <= preferences.KEYS
     assert not trl.KEYS & preferences.KEYS - preferences.TRL
 
 

@@ -13,6 +13,7 @@ from manyhands.config.read import ParsedFile
 from manyhands.config.text import names, show
 from manyhands.importers.deepspeed import map_deepspeed, map_stage, map_zero
 from manyhands.importers.fsdp import OPTIONS, fsdp_keys, fsdp_options, map_fsdp
+from manyhands.importers.precision import map_dtype
 from manyhands.importers.translation import Translator
 
 TOOL = "accelerate"
@@ -59,19 +60,17 @@ OPEN = frozenset({"megatron_lm_config", "mpirun_config", "fp8_config"})
 
 def translate(t: Translator) -> None:
     """Every key of accelerate's file."""
-    for key in ALREADY & t.values.keys():
-        t.no_op(key)
+    t.no_op(ALREADY & t.values.keys())
     for key, (allowed, why) in OFF.items():
         t.only(key, allowed, why)
     t.only("compute_environment", ("LOCAL_MACHINE",), "training runs on this machine: write LOCAL_MACHINE")
     _map_kind(t)
     _map_processes(t)
     _map_precision(t)
-    if t.has("use_cpu"):
-        if t.flag("use_cpu"):
-            t.map("use_cpu", "parallel.device", "cpu")
-        else:
-            t.no_op("use_cpu", "GPUs are used if there are any")
+    if t.flag("use_cpu"):
+        t.map("use_cpu", "parallel.device", "cpu")
+    elif t.has("use_cpu"):
+        t.no_op("use_cpu", "GPUs are used if there are any")
     backend = "dynamo_backend" if t.has("dynamo_backend") else "dynamo_config.dynamo_backend"
     asked = str(t.get(backend, "no")).lower()
     if asked == "no":
@@ -80,6 +79,8 @@ def translate(t: Translator) -> None:
         t.map(backend, "parallel.compile", True)
     else:
         t.substitute(backend, {"parallel.compile": True}, "the compiler is inductor")
+    if backend == "dynamo_backend":
+        t.no_op("dynamo_config.dynamo_backend", "`dynamo_backend` decides")
     _map_parallelism(t)
     for section in ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config"):
         t.only(section, (None, {}), "a section with keys")
@@ -88,7 +89,6 @@ def translate(t: Translator) -> None:
 def _map_kind(t: Translator) -> None:
     kind = str(t.get("distributed_type", "")).upper()
     options = fsdp_options(t, "fsdp_config")
-    is_zero = kind == "DEEPSPEED"
     if kind == "FSDP":
         t.map("distributed_type", {})
         map_fsdp(t, options)
@@ -105,11 +105,10 @@ def _map_kind(t: Translator) -> None:
     elif kind:
         allowed = "'NO', MULTI_GPU, MULTI_CPU, FSDP or DEEPSPEED"
         t.refuse("distributed_type", f"got {show(t.get('distributed_type'))}, allowed: {allowed}")
-    for key in t.values:
-        if key.startswith("fsdp_config.") and kind != "FSDP" and key in KEYS:
-            t.ignore(key, "accelerate reads it with `distributed_type: FSDP` only")
-        if key.startswith("deepspeed_config.") and not is_zero and key in KEYS:
-            t.ignore(key, "accelerate reads it with `distributed_type: DEEPSPEED` only")
+    for section, reader in (("fsdp_config.", "FSDP"), ("deepspeed_config.", "DEEPSPEED")):
+        for key in t.values.keys() & KEYS if kind != reader else ():
+            if key.startswith(section):
+                t.ignore(key, f"accelerate reads it with `distributed_type: {reader}` only")
 
 
 def _map_deepspeed(t: Translator) -> None:
@@ -177,10 +176,8 @@ def _map_precision(t: Translator) -> None:
         t.only("fp16", (False,), "float16 is not available: write `mixed_precision: bf16`")
     if asked in ("no", "none"):
         t.no_op("mixed_precision", "model.dtype decides")
-    elif asked == "bf16":
-        t.map("mixed_precision", "model.dtype", "bfloat16")
-    elif asked == "fp16":
-        t.substitute("mixed_precision", {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
+    elif asked in ("bf16", "fp16"):
+        map_dtype(t, "mixed_precision", asked)
     elif asked == "fp8":
         t.substitute("mixed_precision", {"model.dtype": "bfloat16", "kernels.linear": "fp8"},
                      "fp8 matmuls by row, another recipe than accelerate's")  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.config.text import names, show
 from manyhands.core.units import count_of
+from manyhands.importers.precision import map_fp16
 from manyhands.importers.trackers import map_trackers
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator, check_product
 from manyhands.optim.registry import OPTIMIZERS, names_in
@@ -114,8 +115,7 @@ SCHEDULES: Mapping[str, str] = {"WarmupLR": "constant", "WarmupDecayLR": "linear
 
 def translate(t: Translator) -> None:
     """Every key of a DeepSpeed file."""
-    for key in ALREADY & t.values.keys():
-        t.no_op(key)
+    t.no_op(ALREADY & t.values.keys())
     for key in MONITORS:  # its project is called deepspeed unless the file names another
         options = t.get(key)
         if isinstance(options, Mapping) and options.get("enabled"):
@@ -137,11 +137,9 @@ def translate(t: Translator) -> None:
     map_batch(t)
     if _is_set(t, "gradient_clipping"):
         t.map("gradient_clipping", "optimizer.max_grad_norm", t.number("gradient_clipping"))
-    if t.has("compile.disable"):
-        t.map("compile.disable", "parallel.compile", not t.flag("compile.disable"))
+    t.map("compile.disable", "parallel.compile", not t.flag("compile.disable"))
     t.only("compile.deepcompile", (False,), "DeepCompile is not available: set it to false")
-    if t.has("compile.enabled"):
-        t.map("compile.enabled", "parallel.compile", t.flag("compile.enabled"))
+    t.map("compile.enabled", "parallel.compile", t.flag("compile.enabled"))
     _map_optimizer(t)
     _map_schedule(t)
 
@@ -330,15 +328,9 @@ def _is_set(t: Translator, key: str) -> bool:
 def _map_precision(t: Translator) -> None:
     for key in ("bf16.enabled", "bfloat16.enabled"):
         if _is_set(t, key):
-            if t.flag(key):
-                t.map(key, "model.dtype", "bfloat16")
-            else:
-                t.no_op(key)
+            t.switch(key, "model.dtype", "bfloat16")
     if _is_set(t, "fp16.enabled"):
-        if t.flag("fp16.enabled"):
-            t.substitute("fp16.enabled", {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
-        else:
-            t.no_op("fp16.enabled")
+        map_fp16(t, "fp16.enabled")
 
 
 def map_batch(t: Translator) -> None:
@@ -352,8 +344,7 @@ def map_batch(t: Translator) -> None:
         number = given.get(key)
         if number is not None and asked is not None and number != asked:
             t.contradict(key, f"{number}, but the run file's {name} is {asked}: write auto")
-    for key in given:
-        t.no_op(key, "the global batch is that of the run; the plan divides it into micro-batches")
+    t.no_op(given, "the global batch is that of the run; the plan divides it into micro-batches")
     sizes = [("samples per GPU", given.get(micro) or t.context.micro), ("GPUs", 0),
              ("accumulation", given.get(steps) or t.context.accumulation)]  # fmt: skip
     if None in (sizes[0][1], sizes[2][1]) or not (micro in given or steps in given or total in given):

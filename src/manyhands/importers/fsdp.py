@@ -5,10 +5,11 @@ Not an importer of its own: an importer hands over which of its keys hold which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from manyhands.config.text import names, show
+from manyhands.importers.precision import DTYPES, map_dtype
 from manyhands.importers.translation import Translator
 
 _WRAP = "every block is a unit"
@@ -74,6 +75,22 @@ def fsdp_options(t: Translator, section: str) -> dict[str, str]:
     return found
 
 
+def read_words(asked: Any) -> list[str]:
+    """The options of a key ``fsdp``: a list, or a text with spaces or commas."""
+    text = " ".join(map(str, asked)) if isinstance(asked, list) else str(asked or "").replace(",", " ")
+    return text.split()
+
+
+def map_words(t: Translator, key: str, words: Collection[str], strategy: str) -> None:
+    """``strategy``, and what else the options of a key ``fsdp`` say."""
+    native: dict[str, Any] = {"parallel.strategy": strategy}
+    if "shard_grad_op" in words:
+        native["parallel.reshard_after_forward"] = False
+    if "offload" in words:
+        native["parallel.offload"] = "all"
+    t.map(key, native)
+
+
 def map_fsdp(t: Translator, options: Mapping[str, str], *, version: int = 1, strategy: str | None = "fsdp") -> None:
     """Gives every option its outcome. ``options``: option (a name of ``OPTIONS``) to the key that holds it.
     ``version``: of FSDP where no option says it. ``strategy``: ``parallel.strategy`` where no option says it; None
@@ -87,24 +104,17 @@ def map_fsdp(t: Translator, options: Mapping[str, str], *, version: int = 1, str
     _map_sharding(t, options, version, strategy)
     for name in ("offload_params", "cpu_offload"):
         if name in options:
-            _switch(t, options[name], {"parallel.offload": "all"})
+            t.switch(options[name], "parallel.offload", "all")
     if "activation_checkpointing" in options:
-        _switch(t, options["activation_checkpointing"], {"parallel.activation_checkpointing": "full"})
+        t.switch(options["activation_checkpointing"], "parallel.activation_checkpointing", "full")
     if "activation_checkpointing_offload" in options:
-        _switch(t, options["activation_checkpointing_offload"], {"parallel.offload_activations": True})
+        t.switch(options["activation_checkpointing_offload"], "parallel.offload_activations")
     if "mixed_precision_policy" in options:
         _map_precision(t, options["mixed_precision_policy"])
     if "ignored_modules" in options:
         t.only(options["ignored_modules"], (None, "None"), "every module is sharded: remove it")
     if "xla" in options:
         t.only(options["xla"], (False,), "XLA is not available: set it to false")
-
-
-def _switch(t: Translator, key: str, native: Mapping[str, Any]) -> None:
-    if t.flag(key):
-        t.map(key, native)
-    else:
-        t.no_op(key)
 
 
 def _map_sharding(t: Translator, options: Mapping[str, str], version: int, strategy: str | None) -> None:
@@ -120,7 +130,7 @@ def _map_sharding(t: Translator, options: Mapping[str, str], version: int, strat
         elif value in ("true", "false"):
             t.ignore(reshard, "FSDP 1 goes by `sharding_strategy`")
         elif version == 1 and named is None:
-            _map_strategy(t, reshard, _strategy(t, reshard))
+            t.map(reshard, STRATEGIES.get(_strategy(t, reshard) or "", {}))
             return
         elif version == 1:
             t.ignore(reshard, "`sharding_strategy` takes precedence")
@@ -130,7 +140,7 @@ def _map_sharding(t: Translator, options: Mapping[str, str], version: int, strat
         if version == 2 and named == "FULL_SHARD":  # what accelerate launch always exports
             t.map(key, "parallel.strategy", "fsdp")
         else:
-            _map_strategy(t, key, named)
+            t.map(key, STRATEGIES[named])
     elif (key is None or not t.has(key)) and strategy is not None:
         t.set_tool_default("parallel.strategy", strategy, "FSDP's default")
 
@@ -146,18 +156,11 @@ def _strategy(t: Translator, key: str) -> str | None:
     return None
 
 
-def _map_strategy(t: Translator, key: str, name: str | None) -> None:
-    if name is not None:
-        t.map(key, STRATEGIES[name])
-
-
 def _map_precision(t: Translator, key: str) -> None:
     asked = str(t.get(key)).lower()
-    if asked in ("bf16", "bfloat16"):
-        t.map(key, "model.dtype", "bfloat16")
-    elif asked in ("fp16", "float16"):
-        t.substitute(key, {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
-    elif asked in ("fp32", "float32"):
-        t.map(key, "model.dtype", "float32")
-    elif asked != "none":
+    if asked in DTYPES:
+        map_dtype(t, key, asked)
+    elif asked == "none":
+        t.no_op(key, "model.dtype decides")
+    else:
         t.refuse(key, f"got {show(t.get(key))}, allowed: bf16, fp16 or fp32")

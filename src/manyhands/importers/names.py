@@ -98,102 +98,64 @@ _SAME = {
     "seed": "random_seed",
 }  # fmt: skip
 
-_PER_GPU = (
-    "in other tools it counts one GPU. Here `batch.samples` is the global batch, over all GPUs and accumulation steps, "
-    "and `batch.micro_samples` (without packing) what one GPU processes at once"
-)
 _SHARDED = "weights, gradients and optimizer states"
-_DEEPSPEED = "here it is `parallel.strategy: zero1`, `zero2` or `zero3`; a DeepSpeed file goes to `--deepspeed FILE`"
 _STRATEGIES = "is not supported: `parallel.strategy` is auto, single, ddp, fsdp or hsdp"
-_EVAL_BATCH = "evaluation uses the micro-batches of training; remove it"
 _FUSED = "fused kernels are used automatically if they pass a self-test, see `manyhands config kernels`"
-_RESUME = "starting the same run again resumes it; `--fresh` begins a new one"
-_NO_PREFERENCE = preferences.NOT_HERE
 _TRACKERS = (
     "metrics are written to metrics.jsonl and, with `log.tensorboard`, to TensorBoard; `log.wandb`, `log.mlflow` and "
     "`log.trackio` name a project of theirs"
 )
-_ATTENTION = "the fastest attention kernel for the GPU is chosen; `kernels.attention: reference` is torch's own"
 _QLORA = "for 4-bit weights set `method.name: qlora`"
 
-_EVALUATED = (
-    "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of "
-    "prompts answered"
-)
-
-# Keys that need a sentence of their own, or have no counterpart.
+# Keys that need a sentence of their own, or have no counterpart: by what is said of them.
 _NOTES = {
-    "max_eval_samples": _EVALUATED,
-    "eval_samples": _EVALUATED,
-    "evaluate.num_samples": _EVALUATED,
-    "evaluate.max_samples": _EVALUATED,
-    "evaluate.limit": _EVALUATED,
-    "batch_size": _PER_GPU,
-    "train_batch_size": _PER_GPU,
-    "micro_batch_size": _PER_GPU,
-    "per_device_train_batch_size": _PER_GPU,
-    "per_device_batch_size": _PER_GPU,
-    "per_device_eval_batch_size": _EVAL_BATCH,
-    "eval_batch_size": _EVAL_BATCH,
-    "adapter": "the method is `method.name: lora` (or qlora, full); `method.adapter` is an adapter to continue from",
-    "load_in_4bit": _QLORA,
-    "quantization_bit": _QLORA,
-    "quant_config": _QLORA,
-    "bnb_4bit_quant_type": f"{_QLORA}, which is NF4",
-    "load_in_8bit": "an 8-bit base model is not supported: use `method.name: lora` (16-bit) or qlora (4-bit)",
-    "fp16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
-    "float16": "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32",
-    **dict.fromkeys((*preferences.KEYS, "rl", "beta"), _NO_PREFERENCE),
-    "data_seed": "order, weights and dropout have one seed, `seed`",
-    "deepspeed": _DEEPSPEED,
-    "zero_stage": _DEEPSPEED,
-    "tensor_parallel_size": f"tensor parallelism {_STRATEGIES}",
-    "pipeline_model_parallel_size": f"pipeline parallelism {_STRATEGIES}",
-    "context_parallel_size": f"context parallelism {_STRATEGIES}",
-    "sequence_parallel_size": f"sequence parallelism {_STRATEGIES}",
-    "cp_size": f"context parallelism {_STRATEGIES}",
-    "report_to": _TRACKERS,
-    "use_wandb": _TRACKERS,
-    "wandb": _TRACKERS,
-    "wandb_project": _TRACKERS,
-    "wandb_entity": _TRACKERS,
-    "wandb_name": f"{_TRACKERS}; the run's name is `name`",
-    "wandb_watch": _TRACKERS,
-    "wandb_log_model": _TRACKERS,
-    "use_swanlab": _TRACKERS,
-    "mlflow_tracking_uri": _TRACKERS,
-    "trackio_project_name": _TRACKERS,
-    "logging_dir": "TensorBoard files are in the run's folder; `log.tensorboard: false` turns them off",
-    "attn_implementation": _ATTENTION,
-    "flash_attention": _ATTENTION,
-    "flash_attn": _ATTENTION,
-    "use_flash_attention_2": _ATTENTION,
-    "sdp_attention": _ATTENTION,
-    "xformers_attention": _ATTENTION,
-    "use_liger_kernel": _FUSED,
-    "liger_fused_linear_cross_entropy": _FUSED,
-    "plugins": f"there are no plugins; {_FUSED}",
-    "hf_use_auth_token": "log in with `hf auth login`; run files contain no secrets",
-    "resume_from_checkpoint": _RESUME,
-    "auto_resume_from_checkpoints": _RESUME,
-    "special_tokens": "special tokens are those of the tokenizer; `model.new_tokens` adds more",
-    "group_by_length": "packing fills micro-batches evenly in any order, see `data.packing`",
-    "dataset_processes": "data is prepared on all cores; remove it",
-    "dataset_num_proc": "data is prepared on all cores; remove it",
-    "device_map": "`parallel.strategy` decides where weights are placed; remove it",
-    "low_cpu_mem_usage": "weights are always read slice by slice; remove it",
-    "model_type": "it is taken from the model's config.json; remove it",
-    "tokenizer_type": "it is taken from the model's folder; remove it",
-    "debug": "remove it: it has no effect here",
-    "strict": "unknown keys are always an error; remove it",
-}  # fmt: skip
+    "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of "
+    "prompts answered": "max_eval_samples eval_samples evaluate.num_samples evaluate.max_samples evaluate.limit",
+    "in other tools it counts one GPU. Here `batch.samples` is the global batch, over all GPUs and accumulation steps, "
+    "and `batch.micro_samples` (without packing) what one GPU processes at once": "batch_size train_batch_size "
+    "micro_batch_size per_device_train_batch_size per_device_batch_size",
+    "evaluation uses the micro-batches of training; remove it": "per_device_eval_batch_size eval_batch_size",
+    "the method is `method.name: lora` (or qlora, full); `method.adapter` is an adapter to continue from": "adapter",
+    _QLORA: "load_in_4bit quantization_bit quant_config",
+    f"{_QLORA}, which is NF4": "bnb_4bit_quant_type",
+    "an 8-bit base model is not supported: use `method.name: lora` (16-bit) or qlora (4-bit)": "load_in_8bit",
+    "float16 is not supported: `model.dtype` is bfloat16 on GPUs that have it, else float32": "fp16 float16",
+    preferences.NOT_HERE: " ".join((*preferences.KEYS, "rl", "beta")),
+    "order, weights and dropout have one seed, `seed`": "data_seed",
+    "here it is `parallel.strategy: zero1`, `zero2` or `zero3`; a DeepSpeed file goes to "
+    "`--deepspeed FILE`": "deepspeed zero_stage",
+    f"tensor parallelism {_STRATEGIES}": "tensor_parallel_size",
+    f"pipeline parallelism {_STRATEGIES}": "pipeline_model_parallel_size",
+    f"context parallelism {_STRATEGIES}": "context_parallel_size cp_size",
+    f"sequence parallelism {_STRATEGIES}": "sequence_parallel_size",
+    _TRACKERS: "report_to use_wandb wandb wandb_project wandb_entity wandb_watch wandb_log_model use_swanlab "
+    "mlflow_tracking_uri trackio_project_name",
+    f"{_TRACKERS}; the run's name is `name`": "wandb_name",
+    "TensorBoard files are in the run's folder; `log.tensorboard: false` turns them off": "logging_dir",
+    "the fastest attention kernel for the GPU is chosen; `kernels.attention: reference` is torch's own": "flash_attn "
+    "attn_implementation flash_attention use_flash_attention_2 sdp_attention xformers_attention",
+    _FUSED: "use_liger_kernel liger_fused_linear_cross_entropy",
+    f"there are no plugins; {_FUSED}": "plugins",
+    "log in with `hf auth login`; run files contain no secrets": "hf_use_auth_token",
+    "starting the same run again resumes it; `--fresh` begins a new one": "resume_from_checkpoint "
+    "auto_resume_from_checkpoints",
+    "special tokens are those of the tokenizer; `model.new_tokens` adds more": "special_tokens",
+    "packing fills micro-batches evenly in any order, see `data.packing`": "group_by_length",
+    "data is prepared on all cores; remove it": "dataset_processes dataset_num_proc",
+    "`parallel.strategy` decides where weights are placed; remove it": "device_map",
+    "weights are always read slice by slice; remove it": "low_cpu_mem_usage",
+    "it is taken from the model's config.json; remove it": "model_type",
+    "it is taken from the model's folder; remove it": "tokenizer_type",
+    "remove it: it has no effect here": "debug",
+    "unknown keys are always an error; remove it": "strict",
+}
 
 # By our key: values of other tools, or everyday words, and what they are here.
 VALUES = MappingProxyType(
     {
         "task": {
-            **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ppo", "grpo"), _NO_PREFERENCE),
-            **dict.fromkeys(("rm", "rl", "rlhf", "reward"), _NO_PREFERENCE),
+            **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ppo", "grpo"), preferences.NOT_HERE),
+            **dict.fromkeys(("rm", "rl", "rlhf", "reward"), preferences.NOT_HERE),
             **dict.fromkeys(("pt", "pretrain", "pretraining", "completion", "clm"), "write cpt for training on text"),
             **dict.fromkeys(("chat", "instruct", "instruction", "finetune"), "write sft for training on conversations"),
         },
@@ -204,7 +166,7 @@ VALUES = MappingProxyType(
             "freeze": "write patterns, with train or freeze",
             "fft": "write full",
             "oft": "OFT is not supported",
-            **dict.fromkeys(("dpo", "kto", "orpo"), _NO_PREFERENCE),
+            **dict.fromkeys(("dpo", "kto", "orpo"), preferences.NOT_HERE),
         },
         "model.dtype": {
             **dict.fromkeys(("bf16", "bfloat"), "write bfloat16"),
@@ -239,7 +201,7 @@ VALUES = MappingProxyType(
 )  # fmt: skip
 
 KEYS = MappingProxyType({name: key for key, names in _SAME.items() for name in names.split()})
-NOTES = MappingProxyType(_NOTES)
+NOTES = MappingProxyType({name: note for note, names in _NOTES.items() for name in names.split()})
 
 
 def find_key(path: str) -> str | None:

@@ -17,8 +17,16 @@ NOT_HERE = (
     "training on preferences, rewards or a teacher (DPO, KTO, ORPO, PPO, GRPO, reward models, distillation) is not "
     "read from another tool's file; a run file of manyhands trains DPO, IPO, CPO, SimPO and ORPO: `task: preference`"
 )
+LLAMAFACTORY = names(
+    """
+    pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma
+    ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters
+    ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type
+    ld_alpha
+    """
+)
 # No tool has one of these keys for supervised fine-tuning. Of TRL 1.15 and of its older versions.
-KEYS = names(
+KEYS = LLAMAFACTORY | names(
     """
     desirable_weight undesirable_weight discopop_tau f_alpha_divergence_coef f_divergence_type loss_weights
     precompute_ref_batch_size precompute_ref_log_probs ref_model ref_model_init_kwargs ref_model_mixup_alpha
@@ -39,9 +47,6 @@ KEYS = names(
     num_sample_generations total_episodes stop_token_id sft_model_path value_model_path rloo_k
     min_density_ratio max_density_ratio prompt_sample_size tpo_alpha tpo_l_gamma
     teacher_model_name_or_path teacher_model_init_kwargs teacher_model_revision seq_kd lmbda
-    pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight
-    ppo_buffer_size ppo_score_norm ppo_target ppo_whiten_rewards ref_model_adapters ref_model_quantization_bit
-    reward_model_quantization_bit
     """
 )
 # In a file of TRL these are as clear: its SFTConfig has none of them, and no other key of that name.

@@ -17,7 +17,7 @@ from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.deepspeed import find_file, map_deepspeed
 from manyhands.importers.names import find_value
-from manyhands.importers.translation import ImportContext, Translator, clean_name
+from manyhands.importers.translation import ImportContext, Translator, split_output
 
 TOOL = "sft-play"
 REFUSES_UNKNOWN = False
@@ -119,8 +119,7 @@ def translate(t: Translator) -> None:
     if t.get("model.revision") == "main":
         t.no_op("model.revision")
     t.map("model.revision", "model.revision")
-    if t.has("model.trust_remote_code"):
-        t.map("model.trust_remote_code", "model.trust_remote_code", t.flag("model.trust_remote_code"))
+    t.map("model.trust_remote_code", "model.trust_remote_code", t.flag("model.trust_remote_code"))
     task = _map_task(t)
     _map_data(t, task)
     _map_method(t)
@@ -178,8 +177,7 @@ def _map_data(t: Translator, task: str) -> None:
     t.no_op("model.max_seq_len", "in cpt `block_size` is the length")
     t.set_tool_default("data.too_long", "split", "sft-play cuts text into blocks")
     t.set_tool_default("data.validation_fraction", 0, "sft-play does not evaluate in cpt")
-    for key in ("data.train_path", "data.val_path", "data.template_path"):
-        t.no_op(key, "in cpt `datasets` are read")
+    t.no_op(("data.train_path", "data.val_path", "data.template_path"), "in cpt `datasets` are read")
     _map_datasets(t, task)
 
 
@@ -298,15 +296,10 @@ def _map_rest(t: Translator) -> None:
     t.ignore("run_name", "the run is named after `train.output_dir`")
     backend = t.get("logging.backend")
     trackers.map_trackers(t, {"logging.backend": [] if backend in (None, "none") else [str(backend)]}, {})
-    if t.has("train.output_dir"):
-        folder, _, name = str(t.get("train.output_dir")).rstrip("/").rpartition("/")
-        t.map("train.output_dir", {"output.dir": folder or ".", "name": clean_name(name)})
+    t.map("train.output_dir", split_output(t.get("train.output_dir")))
     t.only("train.resume_from_checkpoint", ("auto", True, False, "latest"), "a run resumes from its own checkpoint")
     map_deepspeed(t, "train.deepspeed")
-    if t.has("train.generation_max_new_tokens"):
-        t.map(
-            "train.generation_max_new_tokens", "evaluate.max_new_tokens", t.integer("train.generation_max_new_tokens")
-        )
+    t.map("train.generation_max_new_tokens", "evaluate.max_new_tokens", t.integer("train.generation_max_new_tokens"))
     t.only("train.generation_num_beams", (1,), "answers are greedy: write 1")
     t.no_op("train.predict_with_generate", "answers are logged at each evaluation")
     for key in ("train.target_tokens_per_device_step", "train.autoscale_alpha", "train.autoscale_lr"):

@@ -11,6 +11,7 @@ from manyhands.config.text import names, show
 from manyhands.core.units import count_of
 from manyhands.importers.deepspeed import map_stage
 from manyhands.importers.fsdp import map_fsdp
+from manyhands.importers.precision import map_fp16
 from manyhands.importers.translation import Translator, check_product
 
 TOOL = "synth-ai"
@@ -185,8 +186,7 @@ def _count(t: Translator, key: str) -> int | None:
 def _map_batch(t: Translator, gpus: int | None) -> None:
     micro, steps = "hyperparameters.per_device_batch", "hyperparameters.gradient_accumulation_steps"
     total = "hyperparameters.global_batch"
-    if t.has("hyperparameters.batch_size"):
-        t.map("hyperparameters.batch_size", "batch.samples", t.integer("hyperparameters.batch_size"))
+    t.map("hyperparameters.batch_size", "batch.samples", t.integer("hyperparameters.batch_size"))
     t.micro, t.accumulation = t.integer(micro), t.integer(steps)
     if not t.has(micro) and not t.has(steps):
         t.map(total, "batch.samples", t.integer(total))
@@ -251,15 +251,13 @@ def _map_numbers(t: Translator) -> None:
         ("hyperparameters.weight_decay", "optimizer.weight_decay"),
         ("hyperparameters.warmup_ratio", "schedule.warmup_ratio"),
     ):
-        if t.has(key):
-            t.map(key, native, t.number(key))
+        t.map(key, native, t.number(key))
     for key, native in (
         ("hyperparameters.sequence_length", "data.max_length"),
         ("hyperparameters.seed", "seed"),
         ("training.seed", "seed"),
     ):
-        if t.has(key):
-            t.map(key, native, t.integer(key))
+        t.map(key, native, t.integer(key))
 
 
 def _map_parallelism(t: Translator) -> None:
@@ -276,8 +274,7 @@ def _map_parallelism(t: Translator) -> None:
         number = t.integer(stage, 2) or 0
         t.no_op(deepspeed)
         map_stage(t, stage if t.has(stage) else deepspeed, number)
-    for key in (fsdp, deepspeed):
-        t.no_op(key)
+    t.no_op((fsdp, deepspeed))
     for key in (strategy, offload, PARALLEL + "fsdp_activation_checkpointing"):
         if not t.flag(fsdp) or t.flag(deepspeed):
             t.no_op(key, "FSDP is not asked for")
@@ -285,12 +282,8 @@ def _map_parallelism(t: Translator) -> None:
     for key in (PARALLEL + "tensor_parallel_size", PARALLEL + "pipeline_parallel_size",
                 "data.topology.tensor_parallel", "data.topology.pipeline_parallel"):  # fmt: skip
         t.only(key, (1,), "tensor and pipeline parallelism are not available: write 1")
-    if t.flag(PARALLEL + "fp16"):
-        t.substitute(PARALLEL + "fp16", {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
-    t.no_op(PARALLEL + "fp16")
-    if t.flag(PARALLEL + "bf16"):
-        t.map(PARALLEL + "bf16", "model.dtype", "bfloat16")
-    t.no_op(PARALLEL + "bf16")
+    map_fp16(t, PARALLEL + "fp16")
+    t.switch(PARALLEL + "bf16", "model.dtype", "bfloat16")
     for key in (PARALLEL + "activation_checkpointing", PARALLEL + "fsdp_activation_checkpointing"):
         if t.has(key):
             t.map(key, "parallel.activation_checkpointing", "full" if t.flag(key) else "none")
@@ -306,8 +299,7 @@ def _map_validation(t: Translator) -> None:
             t.map(VALIDATION + "enabled", "data.validation_fraction", 0)
         else:
             t.set_tool_default("data.validation_fraction", 0, "without [training.validation] nothing is held out")
-        for key in (steps, kind, VALIDATION + best):
-            t.no_op(key, "validation is not enabled")
+        t.no_op((steps, kind, VALIDATION + best), "validation is not enabled")
         return
     t.no_op(VALIDATION + "enabled", "a part of the data is held out, unless `job.validation_data` names others")
     asked = str(t.get(kind, "steps"))
@@ -322,5 +314,4 @@ def _map_validation(t: Translator) -> None:
         t.no_op(steps)
     else:
         t.refuse(kind, f"got {show(asked)}, allowed: no, steps, epoch")
-    if t.has(VALIDATION + best):
-        t.map(VALIDATION + best, "checkpoint.keep_best", t.flag(VALIDATION + best))
+    t.map(VALIDATION + best, "checkpoint.keep_best", t.flag(VALIDATION + best))

@@ -16,7 +16,8 @@ from typing import Any
 from manyhands.config.text import names, show
 from manyhands.importers import trackers
 from manyhands.importers import transformers as hf
-from manyhands.importers.translation import Translator, clean_name
+from manyhands.importers.precision import map_dtype
+from manyhands.importers.translation import Translator, split_output
 
 TOOL = "TheWorld"
 REFUSES_UNKNOWN = True
@@ -87,10 +88,8 @@ def translate(t: Translator) -> None:
     hf.map_length(t, epochs=3)
     hf.map_batch(t, per_device=4, accumulation=4)
     precision = str(t.get("mixed_precision", "bf16"))
-    if precision == "bf16":
-        t.map("mixed_precision", "model.dtype", "bfloat16")
-    elif precision == "fp16":
-        t.substitute("mixed_precision", {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
+    if precision in ("bf16", "fp16"):
+        map_dtype(t, "mixed_precision", precision)
     elif precision == "no":
         t.no_op("mixed_precision", "model.dtype decides")
     else:
@@ -98,8 +97,7 @@ def translate(t: Translator) -> None:
     if t.has("gradient_checkpointing"):
         asked = "full" if t.flag("gradient_checkpointing") else "none"
         t.map("gradient_checkpointing", "parallel.activation_checkpointing", asked)
-    if t.has("log_to_tensorboard"):
-        t.map("log_to_tensorboard", "log.tensorboard", t.flag("log_to_tensorboard"))
+    t.map("log_to_tensorboard", "log.tensorboard", t.flag("log_to_tensorboard"))
     _map_intervals(t)
     for key, (native, value) in DEFAULTS.items():
         if not t.has(key):
@@ -175,8 +173,7 @@ def _map_data(t: Translator) -> None:
     if t.get("image_folder") is not None:
         t.map("image_folder", "data.image_folder")
     t.set_tool_default("data.validation_fraction", 0, "TheWorld holds nothing out")
-    if t.has("num_samples"):
-        t.map("num_samples", "data.max_samples", t.integer("num_samples"))
+    t.map("num_samples", "data.max_samples", t.integer("num_samples"))
     _map_length(t)
 
 
@@ -212,16 +209,14 @@ def _map_llava(t: Translator) -> None:
 
 
 def _map_length(t: Translator) -> None:
-    if t.has("max_seq_length"):
-        t.map("max_seq_length", "data.max_length", t.integer("max_seq_length"))
+    t.map("max_seq_length", "data.max_length", t.integer("max_seq_length"))
     t.set_tool_default("data.too_long", "drop", "TheWorld leaves longer samples out")
 
 
 def _map_intervals(t: Translator) -> None:
     for key, native in (("save_steps", "checkpoint.every_steps"), ("logging_steps", "log.every_steps"),
                         ("save_total_limit", "checkpoint.keep_last")):  # fmt: skip
-        if t.has(key):
-            t.map(key, native, t.integer(key))
+        t.map(key, native, t.integer(key))
     t.set_tool_default("checkpoint.every_steps", 500, "TheWorld's default")
     if t.flag("do_eval"):
         t.map("do_eval", "evaluate.every_steps", t.integer("eval_steps", 500))
@@ -238,6 +233,4 @@ def _map_intervals(t: Translator) -> None:
             t.no_op(key)
         else:
             t.ignore(key, "nothing is uploaded: `hf upload` takes the run's folder")
-    if t.has("output_dir"):
-        folder, _, name = str(t.get("output_dir")).rstrip("/").rpartition("/")
-        t.map("output_dir", {"output.dir": folder or ".", "name": clean_name(name)})
+    t.map("output_dir", split_output(t.get("output_dir")))

@@ -12,7 +12,8 @@ from typing import Any
 from manyhands.config.text import names, nearest_name, show
 from manyhands.core.units import count_of
 from manyhands.importers.deepspeed import map_deepspeed
-from manyhands.importers.fsdp import fsdp_keys, fsdp_options, map_fsdp
+from manyhands.importers.fsdp import fsdp_keys, fsdp_options, map_fsdp, map_words, read_words
+from manyhands.importers.precision import map_fp16
 from manyhands.importers.trackers import TRACKER_OPTIONS, map_tracker_options, map_trackers
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator
 from manyhands.optim.registry import names_in
@@ -142,6 +143,12 @@ OPEN = frozenset({"lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "accel
                   "liger_kernel_config", "optim_args", "deepspeed", "parallelism_config"})  # fmt: skip
 
 
+ADAM: Mapping[str, str] = {
+    "learning_rate": "learning_rate", "weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2",
+    "adam_epsilon": "eps", "max_grad_norm": "max_grad_norm",
+}  # fmt: skip
+
+
 def note_so(t: Translator, so: Mapping[str, tuple[tuple[Any, ...] | None, str]]) -> None:
     """Keys that change nothing of a run: already so for their values in ``so``, else ignored, with the reason."""
     for key, (values, why) in so.items():
@@ -169,8 +176,10 @@ def map_bystanders(t: Translator) -> None:
     t.only("accelerator_config", () if split else (options,), "`split_batches` is not available: remove it")
     t.only("split_batches", (False,), "a batch counts one GPU: remove it, and write what one GPU gets")
     t.only("dispatch_batches", (False, True), "write true or false")
-    if t.has("full_determinism"):
-        t.map("full_determinism", "kernels.deterministic", t.flag("full_determinism"))
+    t.map("full_determinism", "kernels.deterministic", t.flag("full_determinism"))
+    if t.integer("data_seed") not in (None, t.integer("seed", 42)):
+        t.substitute("data_seed", {}, "order, weights and dropout have one seed: samples are drawn by `seed`")
+    t.no_op("data_seed")
     if t.flag("dataloader_drop_last"):
         t.substitute("dataloader_drop_last", {}, "every sample is trained, also those of an epoch's last, smaller step")
     t.no_op("dataloader_drop_last")
@@ -180,11 +189,8 @@ def map_bystanders(t: Translator) -> None:
         t.map(key, native, t.integer(key))
     map_timeout(t)
     for key in ("use_cpu", "no_cuda"):
-        if t.flag(key):
-            t.map(key, "parallel.device", "cpu")
-        t.no_op(key)
-    if t.has("eval_on_start"):
-        t.map("eval_on_start", "evaluate.at_start", t.flag("eval_on_start"))
+        t.switch(key, "parallel.device", "cpu")
+    t.map("eval_on_start", "evaluate.at_start", t.flag("eval_on_start"))
 
 
 def map_timeout(t: Translator) -> None:
@@ -240,25 +246,17 @@ def map_revision(t: Translator) -> None:
         t.no_op("model_revision")
     else:
         t.map("model_revision", "model.revision")
-    if t.flag("trust_remote_code"):
-        t.map("trust_remote_code", "model.trust_remote_code", True)
-    else:
-        t.no_op("trust_remote_code")
+    t.switch("trust_remote_code", "model.trust_remote_code")
+
+
+def map_adam(t: Translator) -> None:
+    for key, native in ADAM.items():
+        t.map(key, f"optimizer.{native}", t.number(key))
 
 
 def map_optimizer(t: Translator) -> None:
     """Learning rate, AdamW's constants, decay, clipping, which optimizer."""
-    for key, native in (
-        ("learning_rate", "learning_rate"),
-        ("weight_decay", "weight_decay"),
-        ("adam_beta1", "beta1"),
-        ("adam_beta2", "beta2"),
-        ("adam_epsilon", "eps"),
-        ("max_grad_norm", "max_grad_norm"),
-    ):
-        number = t.number(key)
-        if number is not None:
-            t.map(key, f"optimizer.{native}", number)
+    map_adam(t)
     if t.is_null("max_grad_norm"):
         t.set_tool_default("optimizer.max_grad_norm", 0, "`max_grad_norm: null`: transformers does not clip")
     if t.flag("adafactor"):
@@ -381,20 +379,14 @@ def map_length(t: Translator, *, epochs: float) -> None:
         t.map("seed", "seed", t.integer("seed"))
     else:
         t.set_tool_default("seed", 42, f"{t.tool}'s default")
-    if t.integer("data_seed") not in (None, t.integer("seed", 42)):
-        t.substitute("data_seed", {}, "order, weights and dropout have one seed: samples are drawn by `seed`")
-    t.no_op("data_seed")
 
 
 def map_batch(t: Translator, *, per_device: int, accumulation: int = 1, packs: bool = False) -> None:
     """Per-device batch x GPUs x accumulation: samples, or packs of max_length. ``per_device``, ``accumulation``: the
     tool's defaults.
     """
-    micro = t.integer("per_device_train_batch_size", per_device) or per_device
-    steps = t.integer("gradient_accumulation_steps", accumulation) or accumulation
-    for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if (asked := t.integer(key)) is not None and asked < 1:
-            t.refuse(key, f"got {asked}, allowed: a whole number above 0")
+    micro = t.count("per_device_train_batch_size", per_device)
+    steps = t.count("gradient_accumulation_steps", accumulation)
     gpus = t.num_gpus()
     t.micro, t.accumulation = micro, steps
     key = "per_device_train_batch_size"
@@ -434,7 +426,7 @@ def map_precision(t: Translator) -> None:
     if t.flag("fp16") and t.flag("bf16"):
         t.contradict("fp16", f"and {t.place('bf16')} are both true: keep one")
     elif t.flag("fp16"):
-        t.substitute("fp16", {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
+        map_fp16(t, "fp16")
     elif t.has("fp16"):
         t.no_op("fp16")
     if t.flag("bf16"):
@@ -558,24 +550,17 @@ def _map_interval(
 
 def map_sharding(t: Translator) -> None:
     """``fsdp`` (true, or a list or text of options) with ``fsdp_config``; DeepSpeed."""
-    asked = t.get("fsdp")
-    words = " ".join(map(str, asked)).split() if isinstance(asked, list) else str(asked or "").replace(",", " ").split()
+    words = read_words(t.get("fsdp"))
     options = fsdp_options(t, "fsdp_config")
-    if asked is True or words:
-        native: dict[str, Any] = {"parallel.strategy": "hsdp" if "hybrid_shard" in words else "fsdp"}
-        if "shard_grad_op" in words:
-            native["parallel.reshard_after_forward"] = False
-        if "offload" in words:
-            native["parallel.offload"] = "all"
-        t.map("fsdp", native)
+    if words:
+        map_words(t, "fsdp", words, "hsdp" if "hybrid_shard" in words else "fsdp")
         map_fsdp(t, options, version=2)
     else:
         t.no_op("fsdp")
         for key in options.values():
             t.ignore(key, f"{t.tool} reads it with `fsdp` only")
     t.only("fsdp_config", (None, {}), "write its options here, not the path of another file")
-    for key in ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
-        t.no_op(key, "every block is a unit")
+    t.no_op(("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"), "every block is a unit")
     order = t.get("train_sampling_strategy", "random")
     for key in ("group_by_length", "train_sampling_strategy"):
         if order == "group_by_length" if key != "group_by_length" else t.flag(key):
@@ -584,8 +569,7 @@ def map_sharding(t: Translator) -> None:
         t.map("train_sampling_strategy", "data.order", "as_given")
     elif order not in ("random", "group_by_length"):
         t.refuse("train_sampling_strategy", f"{show(order)}: write random or sequential")
-    for key in ("group_by_length", "train_sampling_strategy"):
-        t.no_op(key)
+    t.no_op(("group_by_length", "train_sampling_strategy"))
     t.only("parallelism_config", (None,), "not available: remove it")
     t.only("sharded_ddp", (None, False), "write fsdp: full_shard")
     map_deepspeed(t, "deepspeed")

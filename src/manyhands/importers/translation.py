@@ -220,18 +220,28 @@ class Translator:
 
     def map(self, key: str, native: str | Mapping[str, Any], value: Any = ..., why: str = "") -> None:
         """The key sets ``native``: one key, to ``value`` (its own if not given), or several with their values."""
-        if not self.has(key):
-            return
-        if value is None:  # it could not be read, which is an outcome already
+        if not self.has(key) or value is None:  # None: it could not be read, which is an outcome already
             return
         values = {native: self.get(key) if value is ... else value} if isinstance(native, str) else dict(native)
         self._note(key, "mapped", why, values)
         for name, one in values.items():
             self._set(name, one, key)
 
-    def no_op(self, key: str, why: str = "") -> None:
+    def switch(self, key: str, native: str | Mapping[str, Any], value: Any = True) -> None:
+        """The key sets ``native`` where it is on, and nothing where it is off."""
+        if self.flag(key):
+            self.map(key, native, value)
+        self.no_op(key)
+
+    def map_or_default(self, key: str, native: str, value: Any) -> None:
+        """``native`` is ``value`` in any case: what the key says, or else the tool's default."""
+        self.map(key, native, value)
+        self.set_tool_default(native, value, f"{self.tool}'s default")
+
+    def no_op(self, keys: str | Iterable[str], why: str = "") -> None:
         """True here whatever is written, or without effect on training."""
-        self._note(key, "no_op", why)
+        for key in (keys,) if isinstance(keys, str) else keys:
+            self._note(key, "no_op", why)
 
     def ignore(self, key: str, why: str) -> None:
         """Not acted upon, which is said: trackers, uploads, names that the tool itself ignores."""
@@ -315,17 +325,10 @@ class Translator:
         """
         file = other.where if other.where != self.source.where else None
         for outcome in other.outcomes:
-            self._outcomes[f"{key} > {outcome.key}"] = KeyOutcome(
-                f"{key} > {outcome.key}",
-                outcome.kind,
-                outcome.why,
-                outcome.native,
-                outcome.line,
-                outcome.value,
-                outcome.file or file,
-            )
-            for name, value in outcome.native.items():
-                self._set(name, value, key)
+            name = f"{key} > {outcome.key}"
+            self._outcomes[name] = replace(outcome, key=name, file=outcome.file or file)
+            for native, value in outcome.native.items():
+                self._set(native, value, key)
         for name, why in other.tool_defaults.items():
             self.set_tool_default(name, look_up(other.mapping, name), why)
 
@@ -334,9 +337,7 @@ class Translator:
         refused where it means what a key of the tool does, or is close to one and no key of ``elsewhere`` (other tools'
         keys, which are not misspelt), or where the tool itself refuses unknown keys; else reported.
         """
-        refused = any(
-            outcome.kind in STOPS for outcome in self._outcomes.values()
-        )  # what depends on it was not looked at
+        refused = any(one.kind in STOPS for one in self._outcomes.values())  # what depends on it was not looked at
         for key in self.values:
             if key in self._outcomes:
                 continue
@@ -437,6 +438,12 @@ def _same_meaning(key: str, known: Collection[str]) -> str | None:
 def clean_name(text: str) -> str:
     """A run's name from a file's stem or another tool's name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:100] or "run"
+
+
+def split_output(folder: Any) -> dict[str, str]:
+    """Ours for the folder of one run: its last part is the run's name."""
+    above, _, name = str(folder).rstrip("/").rpartition("/")
+    return {"output.dir": above or ".", "name": clean_name(name)}
 
 
 def flatten(mapping: Mapping[str, Any], open: Collection[str] = (), prefix: str = "") -> dict[str, Any]:

@@ -16,7 +16,8 @@ from manyhands.config.text import names, show
 from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.images import row_has_images, split_projector, takes_images
-from manyhands.importers.translation import Translator, clean_name
+from manyhands.importers.precision import map_dtype
+from manyhands.importers.translation import Translator, split_output
 
 TOOL = "TRL"
 REFUSES_UNKNOWN = True
@@ -88,12 +89,9 @@ def translate(t: Translator) -> None:
         t.map("bf16", "model.dtype", "float32", "without bf16 TRL computes in float32, the dtype of its weights")
     hf.map_intervals(t, save_steps=500, logging_steps=10)
     hf.map_sharding(t)
-    if t.has("activation_offloading"):
-        t.map("activation_offloading", "parallel.offload_activations", t.flag("activation_offloading"))
+    t.map("activation_offloading", "parallel.offload_activations", t.flag("activation_offloading"))
     hf.note_so(t, SO)
-    if t.has("output_dir"):
-        folder, _, name = str(t.get("output_dir")).rstrip("/").rpartition("/")
-        t.map("output_dir", {"output.dir": folder or ".", "name": clean_name(name)})
+    t.map("output_dir", split_output(t.get("output_dir")))
 
 
 def _map_model(t: Translator) -> None:
@@ -101,10 +99,8 @@ def _map_model(t: Translator) -> None:
     hf.map_revision(t)
     for key in ("torch_dtype", "dtype"):
         asked = str(t.get(key, "auto")).removeprefix("torch.")
-        if asked in ("bfloat16", "float32"):
-            t.map(key, "model.dtype", asked)
-        elif asked == "float16":
-            t.substitute(key, {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
+        if asked in ("bfloat16", "float32", "float16"):
+            map_dtype(t, key, asked)
         elif asked != "auto":
             t.refuse(key, f"{show(asked)}: write bfloat16 or float32")
         t.no_op(key)
@@ -149,8 +145,7 @@ def _map_data(t: Translator) -> None:
                 t.no_op(key, "the source's")
         t.map("dataset_name", "data.train", [source])
         _map_test_split(t, source)
-    for key in ("dataset_config", "dataset_train_split"):
-        t.no_op(key)
+    t.no_op(("dataset_config", "dataset_train_split"))
     t.no_op("dataset_test_split", "without `eval_strategy` nothing is evaluated")
     for key in ("streaming", "dataset_streaming"):
         if t.flag(key):
@@ -273,8 +268,7 @@ def _map_loss(t: Translator) -> None:
         t.map("completion_only_loss", "data.train_on", "assistant" if t.flag("completion_only_loss") else "all")
     else:
         _map_loss_by_columns(t)
-    for key in ("assistant_only_loss", "completion_only_loss"):
-        t.no_op(key)
+    t.no_op(("assistant_only_loss", "completion_only_loss"))
 
 
 def _map_loss_by_columns(t: Translator) -> None:
@@ -322,8 +316,7 @@ def _map_method(t: Translator) -> None:
         else:
             t.substitute("load_in_4bit", {}, "NF4 scales are quantized too, which TRL does not do by default")
     t.only("bnb_4bit_quant_type", ("nf4", None) if four else (t.get("bnb_4bit_quant_type"),), "4-bit weights are NF4")
-    for key in ("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant"):
-        t.no_op(key)
+    t.no_op(("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant"))
 
 
 def _map_adapter(t: Translator) -> None:
@@ -345,9 +338,7 @@ def _map_adapter(t: Translator) -> None:
         if not _saved_modules(t):
             t.no_op("lora_modules_to_save", "an empty list: adapters alone are trained")
     for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
-        if t.flag(key):
-            t.map(key, f"method.{native}", True)
-        t.no_op(key)
+        t.switch(key, f"method.{native}")
 
 
 def _saved_modules(t: Translator) -> list[Any]:

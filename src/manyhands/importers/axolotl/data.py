@@ -97,9 +97,7 @@ def map_data(t: Translator) -> None:
     if t.flag("dataset_exact_deduplication"):
         t.map("dataset_exact_deduplication", "data.deduplicate", True, "by token ids; Axolotl compares whole rows")
     for key in ("sample_packing_sequentially", "curriculum_sampling"):
-        if t.flag(key):
-            t.map(key, "data.order", "as_given")
-        t.no_op(key)
+        t.switch(key, "data.order", "as_given")
     t.no_op("dataset_exact_deduplication")
 
 
@@ -204,7 +202,10 @@ class _Entry:
     def _map_path(self) -> None:
         """A hub name, unless it is a file or folder; files of a hub set are its ``data_files``."""
         path, files = self.get("path"), self.get("data_files")
-        files = [files] if isinstance(files, str) else files
+        files = [files] if isinstance(files, str) else files or []
+        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+            self.refuse("data_files", f"got {show(files)}, allowed: the name of a file, or a list of names")
+            files = []
         if not isinstance(path, str):
             self.refuse("path", "it is missing: write a hub name, a file or a folder")
             return
@@ -217,14 +218,14 @@ class _Entry:
             self.t.map(self.key("path"), {}, why=f"the format of {files[0]}")
             self.set("data_files", path=files[0])
         elif _is_local(path, self.t):
-            if files and len(files) > 1:
+            if len(files) > 1:
                 self.refuse("data_files", "write one entry for each file, with the file as its path")
             self.set("path", path=f"{path.rstrip('/')}/{files[0]}" if files else path)
             self.t.map(self.key("data_files"), {}, why="a file of the folder `path`")
         else:
             self.set("path", path=f"hub:{path}")
             if files:
-                self.set("data_files", files=[str(file) for file in files])
+                self.set("data_files", files=files)
         for name, ours in (("name", "subset"), ("revision", "revision")):
             if self.get(name) is not None:
                 self.set(name, **{ours: str(self.get(name))})
@@ -288,7 +289,7 @@ class _Entry:
         asked, kind = self.get("conversation"), str(self.get("type"))
         if asked is None or not kind.startswith(("sharegpt", "alpaca")):
             self.t.no_op(self.key("conversation"), "only `type: sharegpt` reads it" if asked is not None else "")
-        elif kind.startswith("sharegpt") and asked in CONVERSATIONS:
+        elif kind.startswith("sharegpt") and str(asked) in CONVERSATIONS:
             self.t.map(self.key("conversation"), "model.chat_template", CONVERSATIONS[str(asked)])
         elif not kind.startswith("sharegpt"):
             self.refuse("conversation", "write the style as the type: alpaca, alpaca:chat or alpaca:phi")

@@ -155,7 +155,9 @@ _REFUSED = {
     "lisa_n_layers lisa_step_interval lisa_layers_attribute": "LISA is not available",
     "use_eaft eaft_alpha eaft_k": "the EAFT loss is not available: cross-entropy is trained",
     "mora": "MoRA is not available",
-    "hatchery nemo_gym_enabled": "training on another service is not available",
+    "hatchery nemo_gym_enabled nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_config_paths nemo_gym_datasets "
+    "nemo_gym_dir nemo_gym_head_port nemo_gym_max_turns nemo_gym_model_name nemo_gym_multi_turn nemo_gym_run_timeout "
+    "nemo_gym_server_timeout nemo_gym_verify_timeout": "training on another service is not available",
     "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk kd_online_server_base_url kd_online_topk "
     "kd_online_server kd_online_timeout kd_temperature_min": "distillation is not available",
     "grokfast_alpha grokfast_lamb": "Grokfast is not available",
@@ -190,22 +192,15 @@ _REFUSED = {
     "lr_div_factor": "the one-cycle schedule is not available",
     "fp32_norms fp32_norm_classes": "norms compute in float32 as the model has it: remove it",
     "deepcompile": "DeepSpeed is not available",
-    "nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_config_paths nemo_gym_datasets nemo_gym_dir nemo_gym_head_port "
-    "nemo_gym_max_turns nemo_gym_model_name nemo_gym_multi_turn nemo_gym_run_timeout nemo_gym_server_timeout "
-    "nemo_gym_verify_timeout": "training on another service is not available",
 }
 # Refused where they are on: not null, false, 0 or empty.
 REFUSED = MappingProxyType({key: why for keys, why in _REFUSED.items() for key in keys.split()})
 
-# Keys of one method that do nothing where the method is off: the key that turns it on.
+# Keys of one method that do nothing where the method is off: the key that turns it on, the first one of its line above.
+_SWITCHES = names("relora jagged_restart_steps lisa_n_layers use_eaft scaling_softmax use_pose")
 PART_OF = MappingProxyType(
     {
-        **dict.fromkeys(names("relora_prune_ratio relora_prune_method relora_cpu_offload"), "relora"),
-        **dict.fromkeys(names("jagged_restart_warmup_steps jagged_restart_anneal_steps"), "jagged_restart_steps"),
-        **dict.fromkeys(names("lisa_step_interval lisa_layers_attribute"), "lisa_n_layers"),
-        **dict.fromkeys(names("eaft_alpha eaft_k"), "use_eaft"),
-        **dict.fromkeys(names("scaling_softmax_factor scaling_softmax_bias"), "scaling_softmax"),
-        **dict.fromkeys(names("pose_split_on_token_ids pose_max_context_len pose_num_chunks"), "use_pose"),
+        **{key: switch for switch, *inner in map(str.split, _REFUSED) if switch in _SWITCHES for key in inner},
         **dict.fromkeys(names("expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes "
                               "expert_parallel_token_capacity expert_parallel_backend "
                               "expert_parallel_fallback_on_unsupported"), "expert_parallel_size"),
@@ -224,14 +219,14 @@ PLUGINS = MappingProxyType(
         "kernels": _EXPERTS,
         "expert_parallel": _EXPERTS,
         "densemixer": _EXPERTS,
-        "diffusion": _REFUSED["diffusion"],
-        "llm_compressor": "training for sparse weights is not available",
-        "kd": "distillation is not available",
-        "grokfast": "Grokfast is not available",
-        "spectrum": "Spectrum is not available: name the weights in `unfrozen_parameters`",
-        "mora": "MoRA is not available",
-        "hatchery": "training on another service is not available",
-        "nemo_gym": "training on another service is not available",
+        "diffusion": REFUSED["diffusion"],
+        "llm_compressor": REFUSED["llmcompressor"],
+        "kd": REFUSED["kd_trainer"],
+        "grokfast": REFUSED["grokfast_alpha"],
+        "spectrum": REFUSED["spectrum_top_fraction"],
+        "mora": REFUSED["mora"],
+        "hatchery": REFUSED["hatchery"],
+        "nemo_gym": REFUSED["hatchery"],
     }
 )
 

@@ -42,8 +42,7 @@ def map_model(t: Translator) -> None:
         t.map("trust_remote_code", "model.trust_remote_code", True)
     if t.flag("reinit_weights"):
         t.map("reinit_weights", "model.init", "random")
-    for key in ("trust_remote_code", "reinit_weights", "model_type"):
-        t.no_op(key)
+    t.no_op(("trust_remote_code", "reinit_weights", "model_type"))
     settings = t.get("model_config", {})
     if not isinstance(settings, dict) or settings.keys() - set(_OF_EXPERTS):
         t.refuse("model_config", "settings of the model cannot be changed here: change its config.json")
@@ -107,11 +106,12 @@ def _map_full(t: Translator) -> None:
     why = "no `adapter`: all weights are trained"
     if not any(key.startswith("fsdp") and t.has(key) for key in t.values) and not t.has("deepspeed"):
         why += "; the trained weights are kept in float32, in Axolotl without FSDP in bfloat16"
-    patterns = t.get("unfrozen_parameters")
-    if patterns is None:
+    if not t.has("unfrozen_parameters"):
         t.set_tool_default("method.name", "full", why)
         return
-    patterns = [patterns] if isinstance(patterns, str) else patterns
+    patterns = _listed(t, "unfrozen_parameters")
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        t.refuse("unfrozen_parameters", f"got {show(patterns)}, allowed: a list of patterns of names")
     if t.has("processor_type"):
         refuse_tower(t, patterns)
         patterns = split_unfrozen(t)[0]  # the projector is one of method.parts

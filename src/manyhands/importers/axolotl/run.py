@@ -17,10 +17,11 @@ from manyhands.importers import transformers as hf
 from manyhands.importers.axolotl import keys
 from manyhands.importers.axolotl.data import limit_stream, map_data
 from manyhands.importers.axolotl.model import map_images, map_method, map_model
-from manyhands.importers.fsdp import fsdp_options, map_fsdp
+from manyhands.importers.fsdp import fsdp_options, map_fsdp, map_words, read_words
 from manyhands.importers.names import find_key
+from manyhands.importers.precision import map_dtype, map_fp16
 from manyhands.importers.transformers import choose_optimizer, map_neftune
-from manyhands.importers.translation import UNKNOWN_GPUS, Translator, clean_name
+from manyhands.importers.translation import UNKNOWN_GPUS, Translator, split_output
 from manyhands.optim.registry import names_in
 
 TOOL = "Axolotl"
@@ -29,7 +30,6 @@ MARKS = frozenset({"base_model", "sequence_len", "sample_packing", "lora_target_
 KEYS, OPEN = keys.KEYS, keys.OPEN
 
 LIKENESS = 0.8  # of a misspelt key to the one that is meant
-EPOCHS_UNBOUNDED = 1_000_000  # `max_steps` alone ends a run
 KEPT_CHECKPOINTS = 4
 
 
@@ -40,6 +40,7 @@ def translate(t: Translator) -> None:
             t.ignore(key, "Axolotl has no such key and ignores it")
     if _is_out_of_scope(t):
         return
+    t.aliases = {"num_train_epochs": "num_epochs"}
     _check_shapes(t)
     map_model(t)
     map_method(t)
@@ -49,7 +50,7 @@ def translate(t: Translator) -> None:
     limit_stream(t)
     _map_optimizer(t)
     _map_schedule(t)
-    _map_length(t)
+    hf.map_length(t, epochs=1)
     _map_precision(t)
     _map_sharding(t)
     _map_intervals(t)
@@ -96,8 +97,7 @@ def _map_batch(t: Translator) -> None:
     """
     if t.flag("use_ray") and t.integer("ray_num_workers"):
         t.set_gpus(int(t.integer("ray_num_workers") or 1))
-    for key in ("use_ray", "ray_num_workers"):
-        t.no_op(key, "the number of GPUs that the batch is counted for")
+    t.no_op(("use_ray", "ray_num_workers"), "the number of GPUs that the batch is counted for")
     _count_mesh(t)
     packs, older = t.flag("sample_packing"), "max_packed_sequence_len"
     if t.integer(older) and t.integer(older) == t.integer("sequence_len"):
@@ -122,8 +122,7 @@ def _map_batch(t: Translator) -> None:
         for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
             t.map(key, native, micro * gpus * accumulation, sum_)
         t.set_tool_default(native, micro * gpus * accumulation, f"Axolotl's default: {sum_}")
-    for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
-        t.no_op(key)
+    t.no_op(("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
 
 
 def _accumulation(t: Translator) -> int | None:
@@ -148,17 +147,7 @@ def _accumulation(t: Translator) -> int | None:
 def _map_optimizer(t: Translator) -> None:
     if not t.has("learning_rate"):
         t.refuse("learning_rate", "it is missing: Axolotl has no default")
-    for key, native, why in (
-        ("learning_rate", "learning_rate", ""),
-        ("weight_decay", "weight_decay", ""),
-        ("adam_beta1", "beta1", ""),
-        ("adam_beta2", "beta2", ""),
-        ("adam_epsilon", "eps", ""),
-        ("max_grad_norm", "max_grad_norm", ""),
-    ):
-        number = t.number(key)
-        if number is not None:
-            t.map(key, f"optimizer.{native}", number, why)
+    hf.map_adam(t)
     if t.number("weight_decay") and not t.has("adapter"):
         t.map("weight_decay", "optimizer.decay_embeddings", True)
     choose_optimizer(t, "optimizer", names_in("transformers", "axolotl"), "adamw_torch_fused")
@@ -183,14 +172,12 @@ def _map_schedule(t: Translator) -> None:
     _map_warmup(t, has_none=kind == "constant")
     low, flat = t.number("cosine_min_lr_ratio"), t.number("cosine_constant_lr_ratio")
     if kind != "cosine":
-        for key in ("cosine_min_lr_ratio", "cosine_constant_lr_ratio"):
-            t.no_op(key, f"`lr_scheduler` is {kind}")
+        t.no_op(("cosine_min_lr_ratio", "cosine_constant_lr_ratio"), f"`lr_scheduler` is {kind}")
     elif low and flat:
         t.refuse("cosine_constant_lr_ratio", "a constant rate before the end of a cosine is not available: set it to 0")
     elif low:
         t.map("cosine_min_lr_ratio", "schedule.min_ratio", low, "the rate does not fall at all" if low == 1 else "")
-    for key in ("cosine_min_lr_ratio", "cosine_constant_lr_ratio"):
-        t.no_op(key)
+    t.no_op(("cosine_min_lr_ratio", "cosine_constant_lr_ratio"))
     if low and kind == "cosine":  # Axolotl's own schedule
         t.no_op("lr_scheduler_kwargs", "`cosine_min_lr_ratio` takes precedence")
     else:
@@ -203,8 +190,7 @@ def _map_schedule(t: Translator) -> None:
 def _map_warmup(t: Translator, *, has_none: bool) -> None:
     steps, ratio, limit = t.number("warmup_steps"), t.number("warmup_ratio"), _step_limit(t)
     if has_none:
-        for key in ("warmup_steps", "warmup_ratio"):
-            t.no_op(key, "transformers' `constant` has no warm-up; `constant_with_warmup` has")
+        t.no_op(("warmup_steps", "warmup_ratio"), "transformers' `constant` has no warm-up; `constant_with_warmup` has")
         t.set_tool_default("schedule.warmup_steps", 0, "transformers' `constant` has no warm-up")
     elif steps and ratio:
         t.contradict("warmup_ratio", f"{t.place('warmup_steps')} is set too: keep one")
@@ -225,33 +211,13 @@ def _map_warmup(t: Translator, *, has_none: bool) -> None:
     else:
         why = "Axolotl's default, which ends at 100 steps: write `warmup_steps: 100` for a run of more than 3,333"
         t.set_tool_default("schedule.warmup_ratio", 0.03, why)
-    for key in ("warmup_steps", "warmup_ratio"):
-        t.no_op(key)
+    t.no_op(("warmup_steps", "warmup_ratio"))
 
 
 def _axolotl_warmup(steps: float) -> int:
     """Whole steps as Axolotl counts them: rounded down, and two in place of one."""
     whole = int(steps)
     return 2 if whole == 1 else whole
-
-
-def _map_length(t: Translator) -> None:
-    """Epochs, steps, seed. ``max_steps`` alone ends a run that has it, as in transformers' Trainer."""
-    limit, epochs = _step_limit(t), t.number("num_epochs")
-    if limit:
-        t.map("max_steps", "stop.max_steps", limit)
-        t.no_op("num_epochs", "`max_steps` takes precedence")
-        t.set_tool_default("stop.epochs", EPOCHS_UNBOUNDED, "`max_steps` alone ends the run")
-    elif epochs is not None:
-        t.map("num_epochs", "stop.epochs", epochs)
-    else:
-        t.set_tool_default("stop.epochs", 1, "Axolotl's default")
-    t.no_op("max_steps")
-    seed = t.integer("seed")
-    if seed is not None:
-        t.map("seed", "seed", seed)
-    else:
-        t.set_tool_default("seed", 42, "Axolotl's default")
 
 
 def _step_limit(t: Translator) -> int | None:
@@ -315,8 +281,7 @@ def _map_interval(
         t.set_tool_default(per_epoch, default, "Axolotl's default")
     else:
         t.set_tool_default(every, 0, "Axolotl's default: no evaluations during the run")
-    for key in (steps_key, per_epoch_key, strategy_key):
-        t.no_op(key)
+    t.no_op((steps_key, per_epoch_key, strategy_key))
 
 
 def _map_best(t: Translator) -> None:
@@ -343,18 +308,12 @@ def _share(t: Translator, steps_key: str, per_epoch_key: str) -> float | None:
 
 
 def _map_output(t: Translator) -> None:
-    asked = str(t.get("output_dir", "./model-out")).rstrip("/")
-    folder, _, name = asked.rpartition("/")
-    native = {"output.dir": folder or ".", "name": clean_name(name)}
-    if t.has("output_dir"):
-        t.map("output_dir", native)
-    else:
-        for key, value in native.items():
-            t.set_tool_default(key, value, "Axolotl's default")
+    native = split_output(t.get("output_dir", "./model-out"))
+    t.map("output_dir", native)
+    for key, value in native.items():
+        t.set_tool_default(key, value, "Axolotl's default")
     _map_trackers(t)
-    if t.flag("merge_lora"):
-        t.map("merge_lora", "output.merge", True)
-    t.no_op("merge_lora")
+    t.switch("merge_lora", "output.merge")
 
 
 def _map_trackers(t: Translator) -> None:
@@ -407,10 +366,8 @@ def _map_rest(t: Translator) -> None:
     options = t.get("accelerator_config")
     if isinstance(options, dict) and options.get("split_batches"):
         t.refuse("accelerator_config", "`split_batches` is not available: remove it")
-    for key in keys.ALREADY & t.values.keys():
-        t.no_op(key)
-    for key in keys.ONLY_WITH_RL & t.values.keys():
-        t.no_op(key, "only for other kinds of training")
+    t.no_op(keys.ALREADY & t.values.keys())
+    t.no_op(keys.ONLY_WITH_RL & t.values.keys(), "only for other kinds of training")
     off: tuple[object, ...] = (None, False, 0, "", "false", [], {})
     for key in keys.IGNORED.keys() & t.values.keys():
         if t.get(key) in off:
@@ -429,8 +386,7 @@ def _map_rest(t: Translator) -> None:
             t.no_op(key, f"`{parent}` is not set")
         else:
             t.refuse(key, keys.REFUSED[key])
-    for key in keys.OUT_OF_SCOPE.keys() & t.values.keys():
-        t.no_op(key)
+    t.no_op(keys.OUT_OF_SCOPE.keys() & t.values.keys())
 
 
 def _map_plugins(t: Translator) -> None:
@@ -456,8 +412,7 @@ def _count_mesh(t: Translator) -> None:
     if shard > 1 and replicate > 1:
         t.map("dp_replicate_size", "parallel.strategy", "hsdp")
         t.map("dp_shard_size", "parallel.shard_degree", shard)
-    for key in ("dp_shard_size", "dp_replicate_size"):
-        t.no_op(key, "the GPUs of the run" if shard * replicate > 1 else "")
+    t.no_op(("dp_shard_size", "dp_replicate_size"), "the GPUs of the run" if shard * replicate > 1 else "")
 
 
 def _map_precision(t: Translator) -> None:
@@ -471,18 +426,17 @@ def _map_precision(t: Translator) -> None:
     elif bf16 == "auto":
         t.no_op("bf16", "`model.dtype` is auto: bfloat16 where the GPU has it")
         if t.flag("fp16"):  # then Axolotl turns bf16 off
-            t.substitute("fp16", {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
+            map_fp16(t, "fp16")
     elif bf16 not in (False, "false"):
         t.refuse("bf16", f"got {show(bf16)}, allowed: auto, true or false")
     elif others:
-        t.substitute(others[0], {"model.dtype": "bfloat16"}, "float16 is not available: bfloat16")
+        map_dtype(t, others[0], "fp16")
     else:
         t.map("bf16", "model.dtype", "float32")
     if t.flag("fp8"):
         t.substitute("fp8", {"kernels.linear": "fp8"}, "another recipe than torchao's, which is checked before step 1")
     t.no_op("fp8_enable_fsdp_float8_all_gather", "weights are gathered in bfloat16" if t.flag("fp8") else "")
-    for key in ("bf16", "bfloat16", "fp16", "float16", "fp8"):
-        t.no_op(key)
+    t.no_op(("bf16", "bfloat16", "fp16", "float16", "fp8"))
     _map_checkpointing(t)
     if t.has("torch_compile"):
         if t.get("torch_compile") == "auto":
@@ -510,8 +464,7 @@ def _map_checkpointing(t: Translator) -> None:
         if not t.get("gradient_checkpointing"):
             t.contradict("activation_offloading", "Axolotl also needs `gradient_checkpointing: true`")
         _map_offload(t, "activation_offloading", offload)
-    for key in ("gradient_checkpointing", "selective_checkpointing", "activation_offloading"):
-        t.no_op(key)
+    t.no_op(("gradient_checkpointing", "selective_checkpointing", "activation_offloading"))
 
 
 def _map_offload(t: Translator, key: str, how: Any) -> None:
@@ -524,20 +477,14 @@ def _map_offload(t: Translator, key: str, how: Any) -> None:
 
 
 def _map_sharding(t: Translator) -> None:
-    words = t.get("fsdp", [])
-    words = " ".join(map(str, words)).split() if isinstance(words, list) else str(words).replace(",", " ").split()
+    words = read_words(t.get("fsdp"))
     configured = [key for key in t.values if key.startswith("fsdp_config.") and t.has(key)]
     if (words or configured) and t.has("deepspeed"):
         t.contradict("deepspeed", f"{t.place('fsdp' if words else configured[0])} asks for FSDP: keep one")
     if words or configured:
         hybrid = "hybrid_shard" in words or t.mapping.get("parallel", {}).get("shard_degree")
         strategy = "ddp" if "no_shard" in words else "hsdp" if hybrid else "fsdp"
-        native: dict[str, Any] = {"parallel.strategy": strategy}
-        if "shard_grad_op" in words:
-            native["parallel.reshard_after_forward"] = False
-        if "offload" in words:
-            native["parallel.offload"] = "all"
-        t.map("fsdp" if words else configured[0], native)
+        map_words(t, "fsdp" if words else configured[0], words, strategy)
     t.no_op("fsdp")
     options = {name: key for name, key in fsdp_options(t, "fsdp_config").items() if name in keys.FSDP}
     map_fsdp(t, options, version=t.integer("fsdp_version", 1) or 1, strategy=None)

@@ -43,6 +43,8 @@ SPEAKERS = MappingProxyType(
 )
 ROLES = MappingProxyType({"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool",
                           "system_tag": "system"})  # fmt: skip
+ELSEWHERE = MappingProxyType({"ms_hub_url": "ModelScope", "om_hub_url": "Modelers", "script_url": "a Python script",
+                              "cloud_file_name": "a cloud bucket"})  # fmt: skip
 LINES = "LLaMA-Factory takes each line of a .txt file as a text; here texts are separated by blank lines"
 
 
@@ -158,7 +160,7 @@ def make_sources(t: Translator, key: str, info: DatasetInfo, wanted: Wanted) -> 
             if not isinstance(entry, Mapping):
                 raise _Refused(f"{info.place(name)}: got {show(entry)}, allowed: a mapping such as "
                                f'{{"file_name": "rows.json"}}')  # fmt: skip
-            sources.items.append(_make_source(t, name, entry, info, wanted, sources))
+            sources.items.append(_Entry(name, entry, info).translate(t, wanted, sources))
         except _Refused as refused:
             t.refuse(key, str(refused))
             return None
@@ -173,143 +175,145 @@ def _unknown_name(name: str, info: DatasetInfo) -> str:
     return f"{info.where} has no data set {show(name)}: {meant}{', '.join(listed[:20])}{more}"
 
 
-def _make_source(
-    t: Translator, name: str, entry: Mapping[str, Any], info: DatasetInfo, wanted: Wanted, sources: Sources
-) -> dict[str, Any]:
-    for key in entry:
-        near = nearest_name(key, ENTRY_KEYS)
-        if key not in ENTRY_KEYS and near:
-            raise _Refused(f"{info.place(f'{name}.{key}')}: LLaMA-Factory has no such key: did you mean `{near}`?")
-    columns = _read_table(entry, "columns", (*COLUMNS, *OTHER_COLUMNS), COLUMNS, name, info)
-    tags = _read_table(entry, "tags", tuple(TAGS), TAGS, name, info)
-    _refuse_kinds(entry, columns, name, info)
-    source: dict[str, Any] = {"name": name, **_locate(entry, name, info)}
-    if wanted.is_text and columns["images"]:
-        raise _Refused(f"{info.place(f'{name}.columns.images')}: stage pt trains text alone here: write stage sft")
-    if wanted.is_text:
-        form, read = "text", _read_text(entry, columns, name, info)
-        if source["path"].endswith(".txt"):
-            sources.differences.append(LINES)
-    else:
-        form, read = _read_turns(entry, columns, tags, name, info)
-        sources.has_tools |= bool(columns["tools"])
-        if columns["images"]:
-            sources.has_images, read = True, {**read, "images": columns["images"]}
-    source["format"] = form
-    if form in WITH_ROLES and (roles := _read_roles(tags, name, info)):
-        source["roles"] = roles
-    renamed = {ours: theirs for ours, theirs in read.items() if theirs and theirs != ours}
-    if renamed:
-        source["fields"] = renamed
-    unread = _find_unread(t, form, read, source["path"])
-    if unread:
-        source["ignore"] = unread
-    return source | _limit(entry, wanted, name, info, source)
+class _Entry:
+    """One data set of the list: its keys as a source of ours."""
 
+    def __init__(self, name: str, entry: Mapping[str, Any], info: DatasetInfo) -> None:
+        self.name, self.entry, self.info = name, entry, info
+        for key in entry:
+            near = nearest_name(key, ENTRY_KEYS)
+            if key not in ENTRY_KEYS and near:
+                raise self.refusal(key, f"LLaMA-Factory has no such key: did you mean `{near}`?")
+        self.columns = self._read_table("columns", (*COLUMNS, *OTHER_COLUMNS), COLUMNS)
+        self.tags = self._read_table("tags", tuple(TAGS), TAGS)
 
-def _read_table(
-    entry: Mapping[str, Any], key: str, known: Sequence[str], defaults: Mapping[str, str], name: str, info: DatasetInfo
-) -> dict[str, str | None]:
-    """``columns`` or ``tags``: the defaults if there is none, else only what it says."""
-    given = entry.get(key)
-    if given is None:
-        return {one: defaults.get(one) for one in known}
-    if not isinstance(given, Mapping):
-        raise _Refused(f"{info.place(f'{name}.{key}')}: got {show(given)}, allowed: a mapping of names")
-    for one in given:
-        if one not in known:
-            near = nearest_name(str(one), known)
-            fix = f"did you mean `{near}`?" if near else f"it knows {', '.join(known)}"
-            raise _Refused(f"{info.place(f'{name}.{key}.{one}')}: LLaMA-Factory has no such key: {fix}")
-    return {one: given.get(one) for one in known}
+    def refusal(self, key: str, why: str) -> _Refused:
+        """``key``: of this entry; "" is the entry itself."""
+        return _Refused(f"{self.info.place(f'{self.name}.{key}' if key else self.name)}: {why}")
 
+    def _read_table(self, key: str, known: Sequence[str], defaults: Mapping[str, str]) -> dict[str, str | None]:
+        """``columns`` or ``tags``: the defaults if there is none, else only what it says."""
+        given = self.entry.get(key)
+        if given is None:
+            return {one: defaults.get(one) for one in known}
+        if not isinstance(given, Mapping):
+            raise self.refusal(key, f"got {show(given)}, allowed: a mapping of names")
+        for one in given:
+            if one not in known:
+                near = nearest_name(str(one), known)
+                fix = f"did you mean `{near}`?" if near else f"it knows {', '.join(known)}"
+                raise self.refusal(f"{key}.{one}", f"LLaMA-Factory has no such key: {fix}")
+        return {one: given.get(one) for one in known}
 
-def _refuse_kinds(entry: Mapping[str, Any], columns: Mapping[str, str | None], name: str, info: DatasetInfo) -> None:
-    if entry.get("ranking") or any(columns.get(one) for one in PREFERENCES):
-        key = "ranking" if entry.get("ranking") else "columns"
-        raise _Refused(f"{info.place(f'{name}.{key}')}: data of preferences (DPO, KTO, rewards) cannot be trained "
-                       "here: choose a data set of conversations")  # fmt: skip
-    media = [one for one in MEDIA if columns.get(one)]
-    if media:
-        raise _Refused(f"{info.place(f'{name}.columns.{media[0]}')}: these rows come with {' and '.join(media)}, and "
-                       "only text and images can be trained: choose a data set of these")  # fmt: skip
+    def translate(self, t: Translator, wanted: Wanted, sources: Sources) -> dict[str, Any]:
+        columns = self.columns
+        self._refuse_kinds()
+        source: dict[str, Any] = {"name": self.name, **self._locate()}
+        if wanted.is_text and columns["images"]:
+            raise self.refusal("columns.images", "stage pt trains text alone here: write stage sft")
+        if wanted.is_text:
+            form, read = "text", self._read_text()
+            if source["path"].endswith(".txt"):
+                sources.differences.append(LINES)
+        else:
+            form, read = self._read_turns()
+            sources.has_tools |= bool(columns["tools"])
+            if columns["images"]:
+                sources.has_images, read = True, {**read, "images": columns["images"]}
+        source["format"] = form
+        if form in WITH_ROLES and (roles := self._read_roles()):
+            source["roles"] = roles
+        if renamed := {ours: theirs for ours, theirs in read.items() if theirs and theirs != ours}:
+            source["fields"] = renamed
+        if unread := _find_unread(t, form, read, source["path"]):
+            source["ignore"] = unread
+        return source | self._limit(wanted, str(source.get("split", "train")))
 
+    def _refuse_kinds(self) -> None:
+        if self.entry.get("ranking") or any(self.columns.get(one) for one in PREFERENCES):
+            key = "ranking" if self.entry.get("ranking") else "columns"
+            raise self.refusal(key, "data of preferences (DPO, KTO, rewards) cannot be trained here: choose a data set "
+                               "of conversations")  # fmt: skip
+        if media := [one for one in MEDIA if self.columns.get(one)]:
+            raise self.refusal(f"columns.{media[0]}", f"these rows come with {' and '.join(media)}, and only text and "
+                               "images can be trained: choose a data set of these")  # fmt: skip
 
-def _locate(entry: Mapping[str, Any], name: str, info: DatasetInfo) -> dict[str, Any]:
-    """Path, subset and split, in LLaMA-Factory's order of precedence."""
-    if entry.get("hf_hub_url"):
-        found: dict[str, Any] = {"path": f"hub:{entry['hf_hub_url']}"}
-        if entry.get("folder"):
-            found["files"] = [f"{str(entry['folder']).strip('/')}/**"]
-        return found | {key: str(entry[key]) for key in ("subset", "split") if entry.get(key) not in (None, "train")}
-    for key, what in (
-        ("ms_hub_url", "ModelScope"),
-        ("om_hub_url", "Modelers"),
-        ("script_url", "a Python script"),
-        ("cloud_file_name", "a cloud bucket"),
-    ):
-        if entry.get(key):
-            raise _Refused(f"{info.place(f'{name}.{key}')}: rows are not read from {what}: download them, and name the "
-                           "file as file_name, or a set on the Hugging Face hub as hf_hub_url")  # fmt: skip
-    file = entry.get("file_name")
-    if not isinstance(file, str) or not file:
-        raise _Refused(f"{info.place(name)}: it names neither file_name nor hf_hub_url")
-    return {"path": f"hub:{info.repo}", "files": [file]} if info.repo else {"path": os.path.join(info.folder, file)}
+    def _locate(self) -> dict[str, Any]:
+        """Path, subset and split, in LLaMA-Factory's order of precedence."""
+        entry = self.entry
+        if entry.get("hf_hub_url"):
+            found: dict[str, Any] = {"path": f"hub:{entry['hf_hub_url']}"}
+            if entry.get("folder"):
+                found["files"] = [f"{str(entry['folder']).strip('/')}/**"]
+            return found | {
+                key: str(entry[key]) for key in ("subset", "split") if entry.get(key) not in (None, "train")
+            }
+        for key, what in ELSEWHERE.items():
+            if entry.get(key):
+                raise self.refusal(key, f"rows are not read from {what}: download them, and name the file as "
+                                   "file_name, or a set on the Hugging Face hub as hf_hub_url")  # fmt: skip
+        file, repo = entry.get("file_name"), self.info.repo
+        if not isinstance(file, str) or not file:
+            raise self.refusal("", "it names neither file_name nor hf_hub_url")
+        return {"path": f"hub:{repo}", "files": [file]} if repo else {"path": os.path.join(self.info.folder, file)}
 
+    def _read_text(self) -> dict[str, str | None]:
+        """Stage pt: the text is the column ``prompt``, and ``query`` below it."""
+        prompt = self.columns["prompt"]
+        if self.entry.get("formatting", "alpaca") != "alpaca" or self.columns["query"] or not prompt:
+            raise self.refusal("", "stage pt reads the first question of a conversation as its text: name the column "
+                               'of the text alone, as "columns": {"prompt": "text"}')  # fmt: skip
+        return {"text": prompt}
 
-def _read_text(
-    entry: Mapping[str, Any], columns: Mapping[str, str | None], name: str, info: DatasetInfo
-) -> dict[str, str | None]:
-    """Stage pt: the text is the column ``prompt``, and ``query`` below it."""
-    if entry.get("formatting", "alpaca") != "alpaca" or columns["query"] or not columns["prompt"]:
-        raise _Refused(f"{info.place(name)}: stage pt reads the first question of a conversation as its text: name the "
-                       'column of the text alone, as "columns": {"prompt": "text"}')  # fmt: skip
-    return {"text": columns["prompt"]}
+    def _read_turns(self) -> tuple[str, dict[str, str | None]]:
+        """The format, and the column of each of its fields."""
+        form, columns, tags = self.entry.get("formatting", "alpaca"), self.columns, self.tags
+        if form == "alpaca":
+            if columns["tools"]:
+                raise self.refusal("columns.tools", "tools are read with conversations (sharegpt) only")
+            question = columns["prompt"] or columns["query"]
+            if not question or not columns["response"]:
+                missing = "response" if question else "prompt"
+                raise self.refusal("columns", f"it names no `{missing}`: a question and an answer are needed")
+            given = columns["query"] if columns["prompt"] else None
+            fields = {"instruction": question, "input": given, "output": columns["response"]}
+            return "alpaca", fields | {one: columns[one] for one in ("system", "history")}
+        if form not in ("sharegpt", "openai"):
+            raise self.refusal("formatting", f"got {show(form)}, allowed: alpaca, sharegpt, openai")
+        if not columns["messages"]:
+            raise self.refusal("columns", "it names no `messages`, the column of the conversation")
+        if form == "openai" and tags["role_tag"] != "from" and not columns["system"]:
+            fields = {"messages": columns["messages"], "role": tags["role_tag"], "content": tags["content_tag"]}
+            return "messages", fields | {"tools": columns["tools"]}
+        fields = {"conversations": columns["messages"], "from": tags["role_tag"], "value": tags["content_tag"]}
+        return "sharegpt", fields | {one: columns[one] for one in ("system", "tools")}
 
+    def _read_roles(self) -> dict[str, str]:
+        """Roles by those names of ``tags`` that are not known here."""
+        roles = {}
+        for tag, names in SPEAKERS.items():
+            given = self.tags.get(tag)
+            if given is None or given in names:
+                continue
+            if tag not in ROLES:
+                said = f"{show(given)} is not known here: the rows must say {' or '.join(names)}"
+                raise self.refusal(f"tags.{tag}", said)
+            roles[given] = ROLES[tag]
+        return roles
 
-def _read_turns(
-    entry: Mapping[str, Any],
-    columns: Mapping[str, str | None],
-    tags: Mapping[str, str | None],
-    name: str,
-    info: DatasetInfo,
-) -> tuple[str, dict[str, str | None]]:
-    """The format, and the column of each of its fields."""
-    form = entry.get("formatting", "alpaca")
-    if form == "alpaca":
-        if columns["tools"]:
-            raise _Refused(f"{info.place(f'{name}.columns.tools')}: tools are read with conversations (sharegpt) only")
-        question = columns["prompt"] or columns["query"]
-        if not question or not columns["response"]:
-            missing = "response" if question else "prompt"
-            raise _Refused(f"{info.place(f'{name}.columns')}: it names no `{missing}`: a question and an answer are "
-                           "needed")  # fmt: skip
-        given = columns["query"] if columns["prompt"] else None
-        fields = {"instruction": question, "input": given, "output": columns["response"]}
-        return "alpaca", fields | {one: columns[one] for one in ("system", "history")}
-    if form not in ("sharegpt", "openai"):
-        raise _Refused(f"{info.place(f'{name}.formatting')}: got {show(form)}, allowed: alpaca, sharegpt, openai")
-    if not columns["messages"]:
-        raise _Refused(f"{info.place(f'{name}.columns')}: it names no `messages`, the column of the conversation")
-    if form == "openai" and tags["role_tag"] != "from" and not columns["system"]:
-        fields = {"messages": columns["messages"], "role": tags["role_tag"], "content": tags["content_tag"]}
-        return "messages", fields | {"tools": columns["tools"]}
-    fields = {"conversations": columns["messages"], "from": tags["role_tag"], "value": tags["content_tag"]}
-    return "sharegpt", fields | {one: columns[one] for one in ("system", "tools")}
-
-
-def _read_roles(tags: Mapping[str, str | None], name: str, info: DatasetInfo) -> dict[str, str]:
-    """Roles by those names of ``tags`` that are not known here."""
-    roles = {}
-    for tag, names in SPEAKERS.items():
-        given = tags.get(tag)
-        if given is None or given in names:
-            continue
-        if tag not in ROLES:
-            raise _Refused(f"{info.place(f'{name}.tags.{tag}')}: {show(given)} is not known here: the rows must say "
-                           f"{' or '.join(names)}")  # fmt: skip
-        roles[given] = ROLES[tag]
-    return roles
+    def _limit(self, wanted: Wanted, split: str) -> dict[str, Any]:
+        """``num_samples`` draws rows, ``max_samples`` takes the first ones."""
+        number = self.entry.get("num_samples")
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise self.refusal("num_samples", f"got {show(number)}, allowed: a number of rows")
+        if number is not None:
+            return {"max_samples": min(number, wanted.limit or number)}
+        if wanted.limit is None:
+            return {}
+        if "[" in split or "+" in split:
+            raise self.refusal("split", f"{split} chooses rows, and max_samples takes the first {wanted.limit:,} of "
+                               "them: write one of the two")  # fmt: skip
+        return {"split": f"{split}[:{wanted.limit}]"}
 
 
 def _find_unread(t: Translator, form: str, read: Mapping[str, str | None], path: str) -> list[str]:
@@ -319,21 +323,3 @@ def _find_unread(t: Translator, form: str, read: Mapping[str, str | None], path:
     if known is not None and form != "text":
         unread |= set(IMAGES) - set(read.values())
     return sorted(name for name in unread if known is None or name in known)
-
-
-def _limit(
-    entry: Mapping[str, Any], wanted: Wanted, name: str, info: DatasetInfo, source: Mapping[str, Any]
-) -> dict[str, Any]:
-    """``num_samples`` draws rows, ``max_samples`` takes the first ones."""
-    number = entry.get("num_samples")
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-        raise _Refused(f"{info.place(f'{name}.num_samples')}: got {show(number)}, allowed: a number of rows")
-    if number is not None:
-        return {"max_samples": min(number, wanted.limit or number)}
-    if wanted.limit is None:
-        return {}
-    split = str(source.get("split", "train"))
-    if "[" in split or "+" in split:
-        raise _Refused(f"{info.place(f'{name}.split')}: {split} chooses rows, and max_samples takes the first "
-                       f"{wanted.limit:,} of them: write one of the two")  # fmt: skip
-    return {"split": f"{split}[:{wanted.limit}]"}

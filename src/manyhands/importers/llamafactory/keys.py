@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.text import names
+from manyhands.importers import preferences
 
 TOOL = "LLaMA-Factory"
 MARKS = names("template stage finetuning_type cutoff_len dataset_dir infer_backend export_dir")
@@ -30,68 +31,50 @@ OF_LORA = names(
     """
 )
 OF_FREEZE = names("freeze_trainable_layers freeze_trainable_modules freeze_extra_modules")
-# What is not here: the switch, what it is, and the keys that only it reads.
+# What is not here, by the switch, ...
 FEATURES = MappingProxyType(
     {
-        "use_galore": (
-            "GaLore",
-            names("galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise"),
-        ),
-        "use_apollo": (
-            "APOLLO",
-            names(
-                """
-                apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type
-                apollo_scale_type apollo_layerwise apollo_scale_front
-                """
-            ),
-        ),
-        "use_badam": (
-            "BAdam",
-            names(
-                """
-                badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio
-                badam_mask_mode badam_verbose
-                """
-            ),
-        ),
-        "use_adam_mini": ("Adam-mini", names("")),
-        "use_llama_pro": ("LLaMA-Pro (new blocks between the others)", names("")),
-        "use_dft_loss": ("the DFT loss", names("")),
-        "use_asft_loss": ("the ASFT loss", names("asft_alpha")),
-        "use_eaft_loss": ("the EAFT loss", names("eaft_alpha")),
-        "pissa_init": ("PiSSA", names("pissa_iter pissa_convert")),
-        "mixture_of_depths": ("a mixture of depths", names("")),
-        "shift_attn": ("shifted short attention (LongLoRA)", names("")),
-        "rope_scaling": ("RoPE scaling other than that of the model's config.json", names("")),
-        "moe_aux_loss_coef": ("a router's auxiliary loss", names("")),
-        "quantization_device_map": ("a device map", names("")),
-        "use_mca": ("Megatron", names("")),
-        "use_megatron_bridge": (
-            "Megatron",
-            names(
-                """
-                recompute_granularity recompute_method recompute_num_layers account_for_embedding_in_pipeline_split
-                account_for_loss_in_pipeline_split bias_activation_fusion apply_rope_fusion masked_softmax_fusion
-                cross_entropy_loss_fusion moe_grouped_gemm moe_token_dispatcher_type calculate_per_token_loss
-                use_distributed_optimizer overlap_param_gather overlap_grad_reduce use_packed_sequences
-                mixed_precision export_hf_on_finish extra_config sequence_parallel
-                """
-            ),
-        ),
-        "megatron_pretrained_checkpoint": ("a checkpoint of Megatron", names("")),
-        "use_hyper_parallel": ("HyperParallel", names("hyper_parallel_args hyper_parallel_cp_size")),
-        "use_kt": (
-            "KTransformers",
-            names(
-                """
-                kt_cpu_activation kt_weight_path kt_non_expert_weight_path kt_expert_checkpoint_path
-                kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size kt_config
-                """
-            ),
-        ),
+        "use_galore": "GaLore",
+        "use_apollo": "APOLLO",
+        "use_badam": "BAdam",
+        "use_adam_mini": "Adam-mini",
+        "use_llama_pro": "LLaMA-Pro (new blocks between the others)",
+        "use_dft_loss": "the DFT loss",
+        "use_asft_loss": "the ASFT loss",
+        "use_eaft_loss": "the EAFT loss",
+        "pissa_init": "PiSSA",
+        "mixture_of_depths": "a mixture of depths",
+        "shift_attn": "shifted short attention (LongLoRA)",
+        "rope_scaling": "RoPE scaling other than that of the model's config.json",
+        "moe_aux_loss_coef": "a router's auxiliary loss",
+        "quantization_device_map": "a device map",
+        "use_mca": "Megatron",
+        "use_megatron_bridge": "Megatron",
+        "megatron_pretrained_checkpoint": "a checkpoint of Megatron",
+        "use_hyper_parallel": "HyperParallel",
+        "use_kt": "KTransformers",
     }
 )
+# ... and the keys that only one of them reads.
+_READ_BY = {
+    "use_galore": "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise",
+    "use_apollo": "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "
+    "apollo_scale_type apollo_layerwise apollo_scale_front",
+    "use_badam": "badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio "
+    "badam_mask_mode badam_verbose",
+    "use_asft_loss": "asft_alpha",
+    "use_eaft_loss": "eaft_alpha",
+    "pissa_init": "pissa_iter pissa_convert",
+    "use_megatron_bridge": "recompute_granularity recompute_method recompute_num_layers mixed_precision "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split bias_activation_fusion "
+    "apply_rope_fusion masked_softmax_fusion cross_entropy_loss_fusion moe_grouped_gemm moe_token_dispatcher_type "
+    "calculate_per_token_loss use_distributed_optimizer overlap_param_gather overlap_grad_reduce use_packed_sequences "
+    "export_hf_on_finish extra_config sequence_parallel",
+    "use_hyper_parallel": "hyper_parallel_args hyper_parallel_cp_size",
+    "use_kt": "kt_cpu_activation kt_weight_path kt_non_expert_weight_path kt_expert_checkpoint_path "
+    "kt_use_lora_experts kt_lora_expert_num kt_lora_expert_intermediate_size kt_config",
+}
+READ_BY = MappingProxyType({key: switch for switch, inner in _READ_BY.items() for key in inner.split()})
 OFT = names("module_dropout oft_rank oft_block_size oft_target")
 DEGREES = names(
     """
@@ -125,14 +108,6 @@ _SWANLAB = names(
 )
 _MEDIA = names("video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate")
 _FUSED = names("flash_attn use_unsloth use_unsloth_gc enable_liger_kernel use_v1_kernels")
-OF_PREFERENCES = names(
-    """
-    pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma
-    ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards ref_model ref_model_adapters
-    ref_model_quantization_bit reward_model reward_model_adapters reward_model_quantization_bit reward_model_type
-    ld_alpha
-    """
-)
 # As in transformers.py: values that are so here (None: all), and why any other one changes nothing.
 SO: Mapping[str, tuple[tuple[Any, ...] | None, str]] = MappingProxyType(
     {
@@ -188,11 +163,11 @@ ALL = (
     | OF_FREEZE
     | frozenset({"loraplus_lr_ratio"})
     | frozenset(FEATURES)
-    | frozenset(key for _, inner in FEATURES.values() for key in inner)
+    | READ_BY.keys()
     | DEGREES
     | TOKENS
     | SO.keys()
-    | OF_PREFERENCES
+    | preferences.LLAMAFACTORY
     | frozenset({"use_swanlab"})
     | IMAGES
     | frozenset(IGNORED)

@@ -18,7 +18,7 @@ from manyhands.importers.images import PROJECTOR_IS_KEPT, TOWER_ADAPTERS, split_
 from manyhands.importers.llamafactory import keys
 from manyhands.importers.llamafactory.data import DatasetInfo, Sources, Wanted, make_sources, read_info, split_names
 from manyhands.importers.llamafactory.templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
-from manyhands.importers.translation import Translator, clean_name
+from manyhands.importers.translation import Translator, split_output
 
 TOOL = keys.TOOL
 REFUSES_UNKNOWN = True
@@ -59,9 +59,7 @@ def translate(t: Translator) -> None:
     _map_training(t, packs)
     _refuse_features(t)
     _note_bystanders(t)
-    if t.has("output_dir"):  # its last part is the run's name
-        folder, _, name = str(t.get("output_dir")).rstrip("/").rpartition("/")
-        t.map("output_dir", {"output.dir": folder or ".", "name": clean_name(name)})
+    t.map("output_dir", split_output(t.get("output_dir")))
 
 
 def _refuse_other_tasks(t: Translator) -> bool:
@@ -118,6 +116,7 @@ def _map_data(t: Translator, is_text: bool) -> Sources | None:
     _map_held_out(t)
     if t.flag("eval_on_each_dataset"):
         t.ignore("eval_on_each_dataset", "validation data sets are measured together")
+    t.no_op("eval_on_each_dataset")
     for key, fix in (("streaming", "rows are read completely: set it to false"),
                      ("interleave_probs", "data sets are joined and shuffled: remove it")):  # fmt: skip
         t.only(key, (None, False), fix)
@@ -183,8 +182,7 @@ def _map_template(t: Translator, is_text: bool, sources: Sources | None) -> None
         system = None
     changing = ("default_system", "enable_thinking", "preserve_thinking", "tool_format")
     if is_text:
-        for key in ("template", *changing):
-            t.no_op(key, "texts have no chat template")
+        t.no_op(("template", *changing), "texts have no chat template")
         return
     if name is None:
         for key in changing:
@@ -227,10 +225,9 @@ def _map_training(t: Translator, packs: bool) -> None:
     elif ratio:
         names = ["lora_B", *(["lora_magnitude_vector"] if t.flag("use_dora") else [])]
         t.map("loraplus_lr_ratio", "optimizer.learning_rates", dict.fromkeys(names, rate * ratio), "LoRA+")
+    t.no_op("loraplus_lr_ratio")
     t.no_op("loraplus_lr_embedding", "embeddings have no adapters")
-    if t.flag("use_muon"):
-        t.map("use_muon", "optimizer.name", "muon")
-    t.no_op("use_muon")
+    t.switch("use_muon", "optimizer.name", "muon")
     hf.map_schedule(t, default="linear")
     hf.map_length(t, epochs=3)
     if t.has("ray_num_workers"):
@@ -251,21 +248,19 @@ def _map_training(t: Translator, packs: bool) -> None:
         t.map("early_stopping_steps", "stop.patience", t.count("early_stopping_steps", 1))
     if t.flag("fp8"):
         t.substitute("fp8", {"kernels.linear": "fp8"}, "linear layers are computed in fp8 by a recipe of our own")
-    if t.flag("disable_shuffling"):
-        t.map("disable_shuffling", "data.order", "as_given")
-    t.no_op("disable_shuffling")
+    t.switch("disable_shuffling", "data.order", "as_given")
 
 
 def _refuse_features(t: Translator) -> None:
     """Methods and engines that are not here: refused where they are switched on, and their other keys then ignored."""
-    for switch, (what, inner) in keys.FEATURES.items():
+    for switch, what in keys.FEATURES.items():
         is_on = t.get(switch) not in (None, False, "false", "False", 0)
         if is_on:
             t.refuse(switch, f"{what} is not available: remove it")
         else:
             t.no_op(switch)
-        for key in inner & t.values.keys():
-            t.no_op(key, f"only {switch} reads it")
+    for key, switch in keys.READ_BY.items():
+        t.no_op(key, f"only {switch} reads it")
     for key in keys.DEGREES & t.values.keys():
         t.only(key, (1, None), f"{key.removesuffix('_size').replace('_', ' ')} is not available: set it to 1")
     for key in keys.TOKENS & t.values.keys():
@@ -280,7 +275,7 @@ def _refuse_features(t: Translator) -> None:
 def _note_bystanders(t: Translator) -> None:
     hf.map_bystanders(t)
     hf.note_so(t, keys.SO)
-    for key in keys.OF_PREFERENCES & t.values.keys():
+    for key in preferences.LLAMAFACTORY & t.values.keys():
         t.ignore(key, "only preferences and rewards are trained by it, and `stage` is another")
     trackers.map_trackers(t, {"use_swanlab": ["swanlab"] * t.flag("use_swanlab")}, {})
     for key, why in keys.IGNORED.items():
@@ -297,10 +292,7 @@ def _map_model(t: Translator) -> None:
         t.refuse("model_name_or_path", "it is missing: write a hub name or a folder")
     t.map("model_name_or_path", "model.name")
     hf.map_revision(t)
-    if t.flag("train_from_scratch"):
-        t.map("train_from_scratch", "model.init", "random")
-    else:
-        t.no_op("train_from_scratch")
+    t.switch("train_from_scratch", "model.init", "random")
     special = [token.strip() for token in str(t.get("add_special_tokens", "")).split(",") if token.strip()]
     plain = [token.strip() for token in str(t.get("add_tokens", "")).split(",") if token.strip()]
     if special and not plain:
@@ -332,8 +324,7 @@ def _map_method(t: Translator) -> None:
     else:
         t.map("finetuning_type", "method.name", "patterns")
         _map_freeze(t)
-    for key in ("finetuning_type", "quantization_bit"):
-        t.no_op(key)
+    t.no_op(("finetuning_type", "quantization_bit"))
     if t.flag("pure_bf16") and kind == "lora":
         why = "the base is bfloat16, adapters are kept in float32"
         t.substitute("pure_bf16", {"model.dtype": "bfloat16"}, why)
@@ -360,8 +351,7 @@ def _map_lora(t: Translator, bits: int | None) -> None:
         t.map("finetuning_type", "method.name", "lora")
     t.set_tool_default("method.name", "lora", f"{keys.TOOL}'s default")
     if bits is None:
-        for key in ("quantization_method", "quantization_type"):
-            t.no_op(key, "only quantization_bit reads it")
+        t.no_op(("quantization_method", "quantization_type"), "only quantization_bit reads it")
     t.only("quantization_method", ("bnb", "bitsandbytes") if bits else (t.get("quantization_method"),),
            "weights are quantized by bitsandbytes' NF4 only: write bnb")  # fmt: skip
     t.only("quantization_type", ("nf4",) if bits == 4 else (t.get("quantization_type"),), "4-bit weights are NF4: "
@@ -387,12 +377,12 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     targets = split_names(t.get("lora_target", "all"))
     _map_or_set_default(t, "lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets)
     for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
-        if t.flag(key):
-            t.map(key, f"method.{native}", True)
-        t.no_op(key)
+        t.switch(key, f"method.{native}")
     if t.has("additional_target"):
         saved, _ = split_projector(split_names(t.get("additional_target")))
         t.map("additional_target", "method.modules_to_save", saved or None)  # the projector is one of method.parts
+        if not split_names(t.get("additional_target")):
+            t.no_op("additional_target", "an empty list: adapters alone are trained")
     elif t.flag("resize_vocab"):
         why = f"{keys.TOOL} trains embeddings and head with resize_vocab"
         t.map("resize_vocab", "method.modules_to_save", ["embed_tokens", "lm_head"], why)
@@ -418,8 +408,7 @@ def _map_adapter(t: Translator) -> None:
         t.map("adapter_folder", "method.adapter", folder)
     dropout = t.number("lora_dropout", 0) or 0
     _map_or_set_default(t, "lora_dropout", "method.dropout", dropout)
-    for key in keys.OF_LORA & t.values.keys():
-        t.no_op(key, "the adapter that is trained on has its own")
+    t.no_op(keys.OF_LORA & t.values.keys(), "the adapter that is trained on has its own")
 
 
 def _map_freeze(t: Translator) -> None:
@@ -459,8 +448,7 @@ def _map_images(t: Translator, info: DatasetInfo | None, has_images: bool) -> No
 
 
 def _note_no_images(t: Translator) -> None:
-    for key in ("media_dir", *PIXELS, *CROPS):
-        t.no_op(key, "no data set has images")
+    t.no_op(("media_dir", *PIXELS, *CROPS), "no data set has images")
     for key in ("freeze_vision_tower", "freeze_multi_modal_projector"):
         if t.has(key) and not t.flag(key):
             t.ignore(key, "no data set has images: what they pass through is left as it is")
