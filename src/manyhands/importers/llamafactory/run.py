@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from manyhands.config.text import nearest_name, show
 from manyhands.importers import preferences, trackers
@@ -365,7 +364,7 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     t.no_op("adapter_folder", "only adapter_name_or_path reads it")
     t.no_op("create_new_adapter")
     rank = t.count("lora_rank", 8)
-    _map_or_set_default(t, "lora_rank", "method.rank", rank)
+    t.map_or_default("lora_rank", "method.rank", rank)
     alpha = t.number("lora_alpha")
     if alpha:
         t.map("lora_alpha", "method.alpha", alpha)
@@ -373,9 +372,9 @@ def _map_lora(t: Translator, bits: int | None) -> None:
         t.no_op("lora_alpha")
         t.set_tool_default("method.alpha", 2 * rank, f"{keys.TOOL}'s default: twice the rank")
     dropout = t.number("lora_dropout", 0) or 0
-    _map_or_set_default(t, "lora_dropout", "method.dropout", dropout)
+    t.map_or_default("lora_dropout", "method.dropout", dropout)
     targets = split_names(t.get("lora_target", "all"))
-    _map_or_set_default(t, "lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets)
+    t.map_or_default("lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets)
     for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
         t.switch(key, f"method.{native}")
     if t.has("additional_target"):
@@ -386,11 +385,6 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     elif t.flag("resize_vocab"):
         why = f"{keys.TOOL} trains embeddings and head with resize_vocab"
         t.map("resize_vocab", "method.modules_to_save", ["embed_tokens", "lm_head"], why)
-
-
-def _map_or_set_default(t: Translator, key: str, native: str, value: Any) -> None:
-    t.map(key, native, value)
-    t.set_tool_default(native, value, f"{keys.TOOL}'s default")
 
 
 def _map_adapter(t: Translator) -> None:
@@ -407,7 +401,7 @@ def _map_adapter(t: Translator) -> None:
         t.map("adapter_name_or_path", "method.adapter", folder)
         t.map("adapter_folder", "method.adapter", folder)
     dropout = t.number("lora_dropout", 0) or 0
-    _map_or_set_default(t, "lora_dropout", "method.dropout", dropout)
+    t.map_or_default("lora_dropout", "method.dropout", dropout)
     t.no_op(keys.OF_LORA & t.values.keys(), "the adapter that is trained on has its own")
 
 
@@ -439,9 +433,7 @@ def _map_images(t: Translator, info: DatasetInfo | None, has_images: bool) -> No
         t.set_tool_default("data.image_folder", info.folder, f"{keys.TOOL} looks for images in dataset_dir")
     t.no_op("media_dir")
     for key, (native, default) in PIXELS.items():
-        if t.has(key):
-            t.map(key, native, t.count(key, default))
-        t.set_tool_default(native, default, f"{keys.TOOL}'s default")
+        t.map_or_default(key, native, t.count(key, default))
     for key, why in CROPS.items():
         t.only(key, (False, None), why)
     _map_parts(t)
