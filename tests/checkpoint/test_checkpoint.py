@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -21,11 +22,13 @@ from manyhands.checkpoint import (
     prune,
     read_manifest,
     save_checkpoint,
+    shard_writer,
 )
 from manyhands.checkpoint import load as load_module
 from manyhands.checkpoint import save as save_module
 from manyhands.checkpoint.load import check_files, find_sound
-from manyhands.checkpoint.manifest import TRAIN_STATE, FileEntry, Manifest, checkpoint_folder, set_aside
+from manyhands.checkpoint.manifest import TRAIN_STATE, FileEntry, Manifest, checkpoint_folder, hash_file, set_aside
+from manyhands.core import files as core_files
 from manyhands.core.errors import UserError
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -270,11 +273,26 @@ def test_where_no_checkpoint_is_sound_nothing_is_touched(tmp_path: Path) -> None
     assert "to start over: there is no earlier checkpoint" in caught.value.fix
 
 
+@pytest.mark.parametrize("sizes", [(), (1,), (31,), (32,), (33,), (5, 27), (20, 50, 26), (96, 1)])
+def test_a_written_file_has_the_digest_that_its_check_computes(
+    sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_writer, "PIECE_BYTES", 32)
+    monkeypatch.setattr(shard_writer, "CHUNK_BYTES", 12)
+    monkeypatch.setattr(core_files, "PIECE_BYTES", 32)
+    path = tmp_path / "shard"
+    parts = [os.urandom(size) for size in sizes]
+    pieces = [b"".join(parts)[start : start + 32] for start in range(0, max(1, sum(sizes)), 32)]
+    expected = hashlib.sha256(b"".join(hashlib.sha256(piece).digest() for piece in pieces)).hexdigest()
+    assert shard_writer.write_file(str(path), parts) == hash_file(path).model_dump()
+    assert hash_file(path).sha256 == expected and path.read_bytes() == b"".join(parts)
+
+
 def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path: Path) -> None:
     save(tmp_path, 2)
     save(tmp_path, 4)
     file = tmp_path / "step-000004" / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 1}))
     with pytest.raises(UserError, match="manifest cannot be read"):
         find_sound(tmp_path, print)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 4]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manyhands.checkpoint import load_checkpoint, save_checkpoint
-from manyhands.checkpoint.manifest import CHUNK_BYTES, hash_file
+from manyhands.checkpoint.manifest import hash_file
 from manyhands.core import progress
 from manyhands.export import verify_process
 from manyhands.export.adapter import export_adapter
@@ -62,10 +62,10 @@ def test_saving_and_loading_a_checkpoint(tmp_path: Path) -> None:
     assert save >= num_tensors and load >= num_tensors
 
 
-def test_hashing_a_large_file(tmp_path: Path) -> None:
+def test_hashing_a_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(bytes(3 * CHUNK_BYTES + 1))
-    assert advances(lambda: hash_file(path)) >= 4
+    path.write_bytes(bytes(1000))
+    assert advances(lambda: hash_file(path)) >= 1
 
 
 def test_exporting(tmp_path: Path) -> None:

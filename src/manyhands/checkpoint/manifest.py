@@ -8,7 +8,6 @@ Knows no tensors.
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import re
 import shutil
@@ -19,13 +18,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from manyhands.core.errors import DAMAGED, EXIT_FAILED, UserError
-from manyhands.core.files import write_json
+from manyhands.core.files import hash_in_pieces, write_json
 from manyhands.core.progress import advance
 from manyhands.core.remote import RemoteFolder
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
-CHUNK_BYTES = 2**22
 PARTIAL = ".tmp"  # being written, or being deleted
 REPLACED = ".old"  # the same step saved again; complete, but a newer one takes its place
 SET_ASIDE = ".damaged"  # does not count, and is kept
@@ -38,6 +36,8 @@ class _FrozenModel(BaseModel):
 
 
 class FileEntry(_FrozenModel):
+    """``sha256``: of the digests of the file's 64 MiB pieces (``hash_in_pieces``), which threads check side by side."""
+
     bytes: int
     sha256: str
 
@@ -52,7 +52,7 @@ class TensorEntry(_FrozenModel):
 class Manifest(_FrozenModel):
     """``extra`` is the caller's own JSON, of a run ``launch.resume_rules.describe_run``; nothing here reads it."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     world_size: int  # of the ranks that saved; any other number can load
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
@@ -60,13 +60,8 @@ class Manifest(_FrozenModel):
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size in bytes and SHA-256 of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            advance()
-        return FileEntry(bytes=file.tell(), sha256=digest.hexdigest())
+    """Size in bytes and digest of a file. Raises OSError."""
+    return FileEntry(bytes=path.stat().st_size, sha256=hash_in_pieces([path], lambda _: advance())[path])
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -110,7 +105,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_hashes(folder: Path, manifest: Manifest, part: int = 0, num_parts: int = 1) -> None:
-    """Compares the SHA-256 of every ``num_parts``-th file from ``part`` on, so that ranks share the reading."""
+    """Compares the digest of every ``num_parts``-th file from ``part`` on, so that ranks share the reading."""
     for name in sorted(manifest.files)[part::num_parts]:
         try:
             digest = hash_file(folder / name).sha256

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 CHUNK_BYTES = 2**23  # between two reports of progress
+PIECE_BYTES = 2**26  # hashed by itself, as in ``core.files.hash_in_pieces``
 NICENESS = 5  # data workers and the training come first
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -29,27 +30,32 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def write_file(
     path: str, parts: Iterable[Any], written: Callable[[int], object] = lambda num_bytes: None
 ) -> dict[str, Any]:
-    """Writes ``parts`` (whatever has a buffer) one after the other; returns size in bytes and SHA-256 once they are on
-    the disk. OSError names the file. ``written`` hears of each chunk's bytes.
+    """Write ``parts`` (whatever has a buffer) one after the other; return size in bytes and the SHA-256 of the digests
+    of 64 MiB pieces once they are on the disk. OSError names the file. ``written`` is called with each chunk's bytes.
     """
-    digest, size = hashlib.sha256(), 0
+    whole, piece, size = hashlib.sha256(), hashlib.sha256(), 0
     try:
         with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
             for part in parts:
                 view = memoryview(part).cast("B")
-                for start in range(0, len(view), CHUNK_BYTES):
-                    chunk = view[start : start + CHUNK_BYTES]
-                    hashed = hasher.submit(digest.update, chunk)  # releases the GIL, as writing does
+                while view:
+                    chunk = view[: min(CHUNK_BYTES, PIECE_BYTES - size % PIECE_BYTES)]
+                    hashed = hasher.submit(piece.update, chunk)  # releases the GIL, as writing does
                     try:
                         _write_all(file, chunk)
                     finally:
                         hashed.result()
-                    size += len(chunk)
+                    view, size = view[len(chunk) :], size + len(chunk)
+                    if size % PIECE_BYTES == 0:
+                        whole.update(piece.digest())
+                        piece = hashlib.sha256()
                     written(len(chunk))
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), path) from error
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    if size % PIECE_BYTES or not size:
+        whole.update(piece.digest())
+    return {"bytes": size, "sha256": whole.hexdigest()}
 
 
 def _write_all(file: Any, chunk: memoryview) -> None:

@@ -327,13 +327,15 @@ def hash_files(paths: Sequence[Path], progress: Progress = lambda num_bytes: Non
     return {path: digest.hex() for path, digest in zip(paths, digests, strict=True)}
 
 
-def hash_in_pieces(paths: Sequence[Path]) -> dict[Path, str]:
-    """For each file the SHA-256, in hex, of the digests of its 64 MiB pieces, so that all cores share a large file."""
+def hash_in_pieces(paths: Sequence[Path], progress: Progress = lambda num_bytes: None) -> dict[Path, str]:
+    """For each file the SHA-256, in hex, of the digests of its 64 MiB pieces, so that all cores share a large file.
+    ``progress`` is called with the bytes hashed so far. Raises OSError.
+    """
     pieces = [
         (path, start, PIECE_BYTES) for path in paths for start in range(0, max(1, path.stat().st_size), PIECE_BYTES)
     ]
     sums = {path: hashlib.sha256() for path in paths}
-    for (path, _, _), digest in zip(pieces, _hash_stretches(pieces), strict=True):
+    for (path, _, _), digest in zip(pieces, _hash_stretches(pieces, progress), strict=True):
         sums[path].update(digest)
     return {path: whole.hexdigest() for path, whole in sums.items()}
 
