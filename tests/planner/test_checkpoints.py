@@ -59,7 +59,7 @@ def test_the_plan_says_the_interval_its_cost_and_what_a_fault_costs() -> None:
     assert made.checkpoint_every * made.time.step_s == pytest.approx(interval_s, rel=0.01)
     text = spacing(made)
     assert text.startswith(f"every {made.checkpoint_every} steps, 4 min; each takes 0.28 s, 0.13% of the time; ")
-    assert "a fault, assumed each 24 h, costs 3 min of work and 3 min to restart: 99.4" in text
+    assert "a fault, assumed each 24 h, costs 3 min of work and 75 s to restart: 99.55%" in text
 
 
 def test_no_checkpoint_is_begun_before_the_last_one_exists() -> None:
