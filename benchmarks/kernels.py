@@ -31,8 +31,8 @@ from manyhands.config.schema import MethodSection
 from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.lora import apply_lora
 from manyhands.families import known_modules
-from manyhands.kernels.attention.dense import DenseAttention
-from manyhands.kernels.attention.flash4 import PackedAttention, choose_packed
+from manyhands.kernels.attention.flash4 import choose_packed
+from manyhands.kernels.backend import Backend
 from manyhands.kernels.loss import choose_backend, chunk_rows, linear_cross_entropy
 from manyhands.kernels.matmul import has_mixed_mm
 from manyhands.model import attention
@@ -152,12 +152,12 @@ def pack_step(shape: str, tokens: int, device: torch.device, name: str, window: 
     """Attention alone, through the function that the models call; the gradient of the queries."""
     size, _, heads, groups, _ = SHAPES[shape]
     dim, dtype = size // heads, torch.bfloat16
-    packs = PackedAttention("varlen")
+    packs = Backend("varlen")
     if name == "flash4":
         packs = choose_packed(device, dtype, heads, groups, dim, window)
         if packs.name != name:
             raise RuntimeError(packs.reason)
-    kernels = AttentionKernels(DenseAttention(""), packs, heads, groups, dim, dtype)
+    kernels = AttentionKernels(Backend(""), packs, heads, groups, dim, dtype)
     lengths = tail_of_lengths(tokens)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     torch.manual_seed(0)

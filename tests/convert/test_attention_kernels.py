@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, MistralConfig
 
 from manyhands.kernels.attention import flash4
-from manyhands.kernels.attention.dense import DenseAttention
-from manyhands.kernels.attention.flash4 import PackedAttention, bind
+from manyhands.kernels.attention.flash4 import bind
 from manyhands.kernels.attention.reference import attend_reference
+from manyhands.kernels.backend import Backend
 from manyhands.model import attention
 from manyhands.model.attention import (
     VARLEN,
@@ -26,8 +26,8 @@ from manyhands.model.attention import (
 from tests.kernels.flash4_stub import interface
 
 HEADS, GROUPS, DIM = 4, 2, 16
-NONE, VARLEN_PACKS = DenseAttention(""), PackedAttention("varlen", "a reason")
-FLASH_ROWS, FLASH_PACKS = DenseAttention("flash"), PackedAttention("flash4")
+NONE, VARLEN_PACKS = Backend(""), Backend("varlen", "a reason")
+FLASH_ROWS, FLASH_PACKS = Backend("flash"), Backend("flash4")
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +61,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def use(
-    rows: DenseAttention, packs: PackedAttention, dtype: torch.dtype = torch.float32, heads: int = HEADS
-) -> AttentionKernels:
+def use(rows: Backend, packs: Backend, dtype: torch.dtype = torch.float32, heads: int = HEADS) -> AttentionKernels:
     calls = bind(interface())
     assert not isinstance(calls, str)
     flash4._calls = calls
@@ -110,8 +108,8 @@ def attend(
 )
 def test_each_batch_takes_its_kernel_and_is_right(
     ran: list[str],
-    rows: DenseAttention,
-    packs: PackedAttention,
+    rows: Backend,
+    packs: Backend,
     lengths: list[int],
     row_length: int | None,
     window: int | None,
@@ -169,14 +167,14 @@ def test_a_cpu_keeps_varlen_and_says_why(one_length: bool) -> None:
 
 def test_flash4_comes_first_for_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = []
-    found = [FLASH_PACKS, PackedAttention("varlen", "flash-attn-4 is not installed")]
+    found = [FLASH_PACKS, Backend("varlen", "flash-attn-4 is not installed")]
 
-    def choose_packed(*arguments: Any) -> PackedAttention:
+    def choose_packed(*arguments: Any) -> Backend:
         windows.append(arguments[-1])
         return found.pop(0)
 
     monkeypatch.setattr(attention, "choose_packed", choose_packed)
-    monkeypatch.setattr(attention, "choose_dense", lambda *_: DenseAttention("cudnn"))
+    monkeypatch.setattr(attention, "choose_dense", lambda *_: Backend("cudnn"))
     config = MistralConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, sliding_window=128)
     said = [
         choose_attention_kernels(config, torch.device("cpu"), torch.bfloat16, one_length=True).describe()

@@ -33,7 +33,6 @@ from manyhands.kernels.grouped import gradients_in_one_launch, group_gradients, 
 from manyhands.model.attention import register_attention
 from manyhands.model.checks import check_loss, check_packing
 from manyhands.model.loss import LossModel
-from manyhands.model.probe import Single
 from manyhands.model.weights import StackedRows, stacked_layers, stored_form
 from tests.support.building import load_model
 from tests.support.experts import expert_model
@@ -100,8 +99,8 @@ def test_packed_documents_are_as_if_alone(model_type: str) -> None:
     stack_experts(model)
     register_attention()
     loss_model = LossModel(model)
-    assert check_loss(Single(loss_model), loss_model, CPU) < 1e-4
-    assert check_packing(Single(loss_model), loss_model, CPU) < 1e-3
+    assert check_loss(loss_model, loss_model, CPU) < 1e-4
+    assert check_packing(loss_model, loss_model, CPU) < 1e-3
 
 
 def write(folder: Path, model_type: str, **options: Any) -> Path:

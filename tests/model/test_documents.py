@@ -17,7 +17,6 @@ from manyhands.model import loss as loss_module
 from manyhands.model.checks import check_batches, pack_documents, pad_documents
 from manyhands.model.documents import DocumentRope
 from manyhands.model.loss import LossModel
-from manyhands.model.probe import Single
 from tests.support.ropes import BOUND, ROPE_CASES, ROPES, rope_fields
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
@@ -84,12 +83,12 @@ def test_the_check_finds_a_batch_that_changes_frequencies(
     family: str, kind: str, packing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = LossModel(make_model(family, kind, "float32"))
-    check_batches(Single(sound), sound, CPU, packing=packing, longest=100)
+    check_batches(sound, sound, CPU, packing=packing, longest=100)
     monkeypatch.setattr(loss_module, "follow_documents", lambda model: [])
     plain = LossModel(make_model(family, kind, "float32"))
-    check_batches(Single(plain), plain, CPU, packing=packing, longest=BOUND)  # no document is longer
+    check_batches(plain, plain, CPU, packing=packing, longest=BOUND)  # no document is longer
     with pytest.raises(UserError, match="logits depend on") as refused:
-        check_batches(Single(plain), plain, CPU, packing=packing, longest=BOUND + 1)
+        check_batches(plain, plain, CPU, packing=packing, longest=BOUND + 1)
     assert f"data.max_length={BOUND}" in refused.value.fix
 
 
@@ -136,7 +135,7 @@ def test_statistics_and_states_of_batches_are_refused_by_name(
     layer.down_proj = change(layer.down_proj)
     loss_model = LossModel(model).train()
     with pytest.raises(UserError, match=f"logits depend on {on_what} in LlamaForCausalLM") as refused:
-        check_batches(Single(loss_model), loss_model, CPU, packing=packing)
+        check_batches(loss_model, loss_model, CPU, packing=packing)
     assert bool(state) == any(f"model.layers.1.mlp.down_proj.{state}" in line for line in refused.value.details)
     assert loss_model.training
 
@@ -151,7 +150,7 @@ def test_dropout_of_adapters_is_no_state() -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter)
     loss_model = LossModel(model).train()
-    check_batches(Single(loss_model), loss_model, CPU, packing=True)
+    check_batches(loss_model, loss_model, CPU, packing=True)
     assert all(module.training for module in loss_model.modules())
 
 

@@ -16,7 +16,6 @@ from manyhands.convert.lora import adapted_layers
 from manyhands.core.errors import UserError
 from manyhands.model.checks import check_loss, check_packing, check_padding
 from manyhands.model.loss import LossModel
-from manyhands.model.probe import Single
 from manyhands.model.structure import find_blocks, left_out
 from manyhands.model.weights import quantized_layers
 from tests.support.building import load_model, on_meta
@@ -90,9 +89,9 @@ def test_a_multimodal_model_is_loaded_without_its_tower(tmp_path: Path, method: 
 @pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
 def test_text_of_a_multimodal_model_is_packed_as_if_alone(tmp_path: Path, attention: str) -> None:
     loss_model = LossModel(load(write_tiny_multimodal(tmp_path), attention=attention).train())
-    assert check_loss(Single(loss_model), loss_model, CPU) < 1e-5
-    assert check_packing(Single(loss_model), loss_model, CPU) < 1e-5
-    assert check_padding(Single(loss_model), loss_model, CPU) < 1e-5
+    assert check_loss(loss_model, loss_model, CPU) < 1e-5
+    assert check_packing(loss_model, loss_model, CPU) < 1e-5
+    assert check_padding(loss_model, loss_model, CPU) < 1e-5
 
 
 def test_blocks_of_a_whole_multimodal_model_are_the_texts(tmp_path: Path) -> None:

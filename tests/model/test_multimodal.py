@@ -19,8 +19,8 @@ from manyhands.families import find, measured_types
 from manyhands.model.checks import check_packing, pack_documents
 from manyhands.model.load import build_meta
 from manyhands.model.loss import IGNORED, LossModel
-from manyhands.model.probe import Single, probe
-from manyhands.model.structure import LeftOut, auto_class_of, find_blocks, is_left_out, leave_out_towers, left_out
+from manyhands.model.probe import probe
+from manyhands.model.structure import LeftOut, auto_class_of, find_blocks, inside, leave_out_towers, left_out
 from manyhands.model.weights import quantized_layers
 from tests.model.test_load_families import CPU, assert_loaded_alike, load
 from tests.support.building import on_meta
@@ -55,13 +55,11 @@ def test_text_is_loaded_without_towers_and_its_loss_is_the_familys_own(tmp_path:
     )
     assert type(model) is type(whole) and any("are not loaded" in line and "(tower)" in line for line in said)
     assert find(family).towers[0] in left_out(model)
-    assert is_left_out(find(family).projectors[0], left_out(model))
+    assert inside(find(family).projectors[0], left_out(model))
     assert_loaded_alike(model, whole)
     names, parts = {name for name, _ in whole.named_parameters()}, left_out(model)
     assert (
-        {name for name, _ in model.named_parameters()}
-        == {name for name in names if not is_left_out(name, parts)}
-        != names
+        {name for name, _ in model.named_parameters()} == {name for name in names if not inside(name, parts)} != names
     )
     facts = read_model_facts(folder, family, "pretrained")
     assert list(find_blocks(model)) == [f"{facts.decoder}.layers.{index}" for index in range(3)]
@@ -106,9 +104,9 @@ def test_packs_of_the_loaded_model_are_as_if_alone_or_refused(tmp_path: Path, fa
     loss_model = LossModel(load(write_tiny_multimodal(tmp_path, family=family), attention=attention).train())
     if family in LEAK:
         with pytest.raises(UserError, match="see each other"):
-            check_packing(Single(loss_model), loss_model, CPU)
+            check_packing(loss_model, loss_model, CPU)
     else:
-        assert check_packing(Single(loss_model), loss_model, CPU) < 1e-5
+        assert check_packing(loss_model, loss_model, CPU) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl", "gemma4", "qwen3_5", "paligemma"])

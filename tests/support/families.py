@@ -21,7 +21,6 @@ from manyhands.families import measured_types
 from manyhands.model.attention import IMPLEMENTATIONS, plain_attention, register_attention
 from manyhands.model.checks import check_loss, check_packing, check_padding, pack_documents
 from manyhands.model.loss import IGNORED, LossModel
-from manyhands.model.probe import Single
 from tests.support import equality_page
 from tests.support.tiny import tiny_model
 
@@ -71,7 +70,7 @@ def measure(family: str, attention: str | None = None) -> Row:
     gap_packed, gap_padded = (
         _gap(expected, _gradients(model, loss_model(batch)["lm"][0])) for batch in (packed, _pad(documents))
     )
-    single, cpu = Single(loss_model), torch.device("cpu")
+    single, cpu = loss_model, torch.device("cpu")
     check_loss(single, loss_model, cpu)
     check_padding(single, loss_model, cpu)
     try:

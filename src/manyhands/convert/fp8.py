@@ -151,8 +151,7 @@ def store_in_fp8(model: nn.Module) -> list[str]:
     stored = []
     for name, linear in block_linears(model).items():
         if has_features(*sides_of(linear)):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, hold(linear, StoredFp8Linear))
+            model.set_submodule(name, hold(linear, StoredFp8Linear))
             stored.append(name)
     return stored
 
@@ -169,8 +168,7 @@ def use_fp8(model: nn.Module) -> tuple[list[str], list[str]]:
             left.append(name)
             continue
         if not isinstance(linear, Fp8Linear):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, hold(linear, Fp8Linear))
+            model.set_submodule(name, hold(linear, Fp8Linear))
         swapped.append(name)
     if not swapped:
         raise UserError(

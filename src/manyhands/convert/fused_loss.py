@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.convert.protocol import BaseConverter, Context, TrainedModel
+from manyhands.convert.protocol import BaseConverter, TrainedModel
 from manyhands.core.errors import UserError
 from manyhands.model.loss import LossModel
 
@@ -15,16 +15,13 @@ from manyhands.model.loss import LossModel
 class FusedLoss(BaseConverter):
     """Whether the head can be fused is known after the first forward pass, which compares logits."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.loss_model: LossModel | None = None
+    loss_model: LossModel
 
     def on_loss(self, loss_model: LossModel) -> None:
         self.loss_model = loss_model
         loss_model.fuse_head()
 
     def before_first_step(self, model: nn.Module, trained: TrainedModel, batch: Mapping[str, Any]) -> None:
-        assert self.loss_model is not None
         if self.context.config.kernels.loss == "fused" and self.loss_model.why_chunked:
             raise UserError(
                 "the loss cannot be fused",

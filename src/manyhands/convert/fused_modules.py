@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.convert.protocol import BaseConverter, Context
+from manyhands.convert.protocol import BaseConverter
 from manyhands.core.errors import UserError
 from manyhands.core.units import count_of
 from manyhands.families import KnownModule, known_modules
@@ -71,10 +71,8 @@ def fuse_modules(model: nn.Module, known: Mapping[str, KnownModule]) -> FuseRepo
         if reason:
             report.left[name] = reason
             continue
-        parent, _, child = name.rpartition(".")
         form: Any = FusedAttention if known[kind].kind == "attention" else FusedMlp
-        fused = form(module, known[kind])
-        setattr(model.get_submodule(parent), child, fused)
+        model.set_submodule(name, form(module, known[kind]))
         report.fused[name] = kind
     return report
 
@@ -302,21 +300,11 @@ def _activation_name(mlp: Any, known: KnownModule) -> str:
 class FusedModules(BaseConverter):
     """What is fused, and what is left and why, is in the log."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.report: FuseReport | None = None
-
     def on_meta(self, model: nn.Module) -> None:
-        self.report = fuse_modules(model, known_modules())
+        report = fuse_modules(model, known_modules())
         adapters = self.context.config.method.trains_adapters
-        if adapters and self.context.config.kernels.lora == "fused" and not self.report.fused:
+        if adapters and self.context.config.kernels.lora == "fused" and not report.fused:
             raise UserError(
-                "no adapted module can be fused",
-                where="kernels.lora",
-                why=str(self.report),
-                fix="set kernels.lora: auto",
+                "no adapted module can be fused", where="kernels.lora", why=str(report), fix="set kernels.lora: auto"
             )
-
-    def describe(self) -> Sequence[str]:
-        what = "adapters" if self.context.config.method.trains_adapters else "linear"
-        return () if self.report is None else (f"{what}: {self.report}",)
+        self.lines.append(f"{'adapters' if adapters else 'linear'}: {report}")

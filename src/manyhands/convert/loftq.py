@@ -9,7 +9,7 @@ what is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from manyhands.config.schema import RunConfig
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.nf4 import Nf4Linear
-from manyhands.convert.protocol import BaseConverter, Context
+from manyhands.convert.protocol import BaseConverter
 from manyhands.core.collective_errors import this_rank
 from manyhands.core.holding import fill_from, gather
 from manyhands.core.progress import advance
@@ -163,24 +163,16 @@ def _receive(layer: Any, own: torch.Tensor | None, source: int, device: torch.de
 class LoftQ(BaseConverter):
     """The first values of LoRA's A and B, for a run that begins; a resumed one has them in its checkpoint."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.share: float | None = None
-
     def after_load(self, model: Any) -> None:
         context = self.context
         if context.resumes:
             return
-        self.share = initialize_with_loftq(model, context.plan, context.config, context.device)
+        share = initialize_with_loftq(model, context.plan, context.config, context.device)
         if context.device.type == "cuda":  # what training takes is measured from here
             torch.cuda.empty_cache()
-
-    def describe(self) -> Sequence[str]:
-        if self.share is None:
-            return ()
-        rank = self.context.config.method.rank
-        return (
-            f"adapters: LoftQ, rank {rank}: {self.share:.0%} of the squared quantization error of NF4 is made up for",
+        rank = context.config.method.rank
+        self.lines += (
+            f"adapters: LoftQ, rank {rank}: {share:.0%} of the squared quantization error of NF4 is made up for",
             "adapters: the adapter belongs to the weights in 4 bits; beside those in 16 bits, which have no such error,"
             " it would be wrong",
         )

@@ -26,14 +26,14 @@ from manyhands.config.schema import MethodSection
 from manyhands.convert.grouped import Grouped
 from manyhands.convert.new_tokens import add_token_rows, fill_token_rows
 from manyhands.convert.protocol import BaseConverter
-from manyhands.convert.trainable import find_modules_to_save, inside, train_fully
+from manyhands.convert.trainable import find_modules_to_save, train_fully
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, full_shape, is_full, local
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator
 from manyhands.kernels.grouped import grouped_matmul
 from manyhands.model.loss import LossModel
-from manyhands.model.structure import block_linears, find_blocks
+from manyhands.model.structure import block_linears, find_blocks, inside
 from manyhands.model.weights import QuantizedLayer
 
 MIN_REACH = 0.9  # share of the blocks' matrix elements that all-linear must adapt
@@ -161,11 +161,8 @@ def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: It
     train_fully(model, saved)
     add_token_rows(model, token_ids)
     for name in targets:
-        parent, _, child = name.rpartition(".")
-        kind: Any = type(candidates[name])
-        adapted = lora_class(kind)(candidates[name], method)
-        adapted.train(candidates[name].training)
-        setattr(model.get_submodule(parent), child, adapted)
+        adapted = lora_class(type(candidates[name]))(candidates[name], method)
+        model.set_submodule(name, adapted.train(candidates[name].training))
     if not any(parameter.is_meta for parameter in model.parameters()):
         initialize_adapters(model, seed)
         fill_token_rows(model)

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.convert.grouped import hold
-from manyhands.convert.protocol import BaseConverter, Context
+from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.stored_nf4 import find_quantized, take_stored
 from manyhands.core.errors import UserError
 from manyhands.core.holding import gather, gather_parts, local, local_slices
@@ -337,8 +337,7 @@ def quantize_blocks(model: nn.Module, double_quant: bool = True, names: Collecti
     bitsandbytes()
     linears = {name: x for name, x in block_linears(model).items() if names is None or name in names}
     for name, linear in linears.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, hold(linear, Nf4Linear, double_quant))
+        model.set_submodule(name, hold(linear, Nf4Linear, double_quant))
     return list(linears)
 
 
@@ -355,19 +354,13 @@ def round_to_nf4(model: nn.Module, double_quant: bool = True) -> None:
 class Nf4Blocks(BaseConverter):
     """Weights of the blocks' linear layers in NF4, and what dequantizes them in this process."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.backend: Backend | None = None
-
     def on_meta(self, model: nn.Module) -> None:
         context = self.context
         names = None if context.plan.stored_nf4 is None else find_quantized(model, context.plan.model_folder)
         quantize_blocks(model, context.method.double_quant, names)
         if context.config.kernels.nf4 == "reference":
-            self.backend = Backend("bitsandbytes", "as configured")
+            backend = Backend("bitsandbytes", "as configured")
         else:
-            self.backend = kernels_nf4.choose_backend(context.device, context.dtype)
-        kernels_nf4.use(self.backend, context.dtype)
-
-    def describe(self) -> Sequence[str]:
-        return () if self.backend is None else (f"nf4: weights dequantized by {kernels_nf4.describe(self.backend)}",)
+            backend = kernels_nf4.choose_backend(context.device, context.dtype)
+        kernels_nf4.use(backend, context.dtype)
+        self.lines.append(f"nf4: weights dequantized by {kernels_nf4.describe(backend)}")

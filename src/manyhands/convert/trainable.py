@@ -19,7 +19,7 @@ from manyhands.config.patterns import EMBEDDING_NAMES, HEAD_NAMES, expand, match
 from manyhands.config.schema import MethodSection
 from manyhands.convert.protocol import BaseConverter
 from manyhands.core.errors import UserError
-from manyhands.model.structure import find_blocks, text_parameters
+from manyhands.model.structure import find_blocks, inside, text_parameters, with_class
 from manyhands.model.weights import quantized_layers
 
 
@@ -157,11 +157,6 @@ def _find_by_role(model: Any, pattern: str) -> list[str]:
     return [name for name, one in model.named_modules() if one is module]
 
 
-def inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether ``name`` is one of ``modules`` or a part of one."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
 def train_fully(model: nn.Module, names: Collection[str]) -> None:
     """Make the parameters of the modules ``names`` trained masters, in float32 (float64 if they are).
 
@@ -178,11 +173,15 @@ def train_fully(model: nn.Module, names: Collection[str]) -> None:
 
 
 def train_parameters(model: nn.Module, wanted: Collection[int], *, cast: bool = True) -> None:
-    """Make the parameters of these ids trained masters. With ``cast`` the module that holds them casts them at
-    each use.
+    """Make the parameters of these ids trained masters. With ``cast`` a module that casts them at each use takes the
+    place of the one that holds them.
     """
     masters: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    casting: dict[nn.Module, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module in casting:  # under a second name
+            model.set_submodule(name, casting[module])
+            continue
         own = {key: p for key, p in module._parameters.items() if p is not None and id(p) in wanted}
         for key, parameter in own.items():
             dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -192,9 +191,11 @@ def train_parameters(model: nn.Module, wanted: Collection[int], *, cast: bool = 
         # another class would also be one that transformers has no rules for.
         casts = cast and not isinstance(module, CastsItsMasters | PreTrainedModel)
         if own and casts:
-            kind = type(module)
-            dtype = next(iter(own.values())).dtype
-            module.__class__ = type(f"Trained{kind.__name__}", (CastsItsMasters, kind), {"compute_dtype": dtype})
+            kind: Any = type(module)
+            fields = {"compute_dtype": next(iter(own.values())).dtype}
+            trained = type(f"Trained{kind.__name__}", (CastsItsMasters, kind), fields)
+            casting[module] = with_class(module, trained)
+            model.set_submodule(name, casting[module])
 
 
 def fully_trained_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -22,7 +22,7 @@ from manyhands.core.limits import ZERO_BUCKET, ZERO_LIVE, ZERO_PREFETCH
 from manyhands.core.world import World
 from manyhands.engine.deepspeed_compat import copy_masters, drop_gradients, gradient_parts, open_deepspeed, quiet
 from manyhands.engine.native import RankEngine, tensor_norms
-from manyhands.engine.zero_partitions import load_fragments, register_fragments, save_fragments
+from manyhands.engine.zero_partitions import gather_rows, load_fragments, register_fragments
 from manyhands.model.loss import LossModel, Terms
 from manyhands.model.structure import find_blocks, hugging_face_model
 from manyhands.planner.layout import Layout
@@ -91,24 +91,15 @@ class ZeroEngine(RankEngine):
         drop_gradients(self._inner.optimizer)
         self._norm = None
 
-    def save(
-        self,
-        folder: Path,
-        state: dict[str, Any],
-        *,
-        manifest_extra: dict[str, Any] | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
-        """Saves masters, optimizer states and ``state`` in the format of every other layout. Collective."""
-        save_fragments(
-            folder, self.model, self.optimizer, state, self.world, manifest_extra=manifest_extra, progress=progress
-        )
+    def _saved(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Masters and states by rows: the format of every other layout."""
+        return gather_rows(self.model, self.optimizer)
 
     def load(
         self, folder: Path, *, is_checked: bool = False, report: Callable[[str], None] = lambda text: None
     ) -> dict[str, Any]:
         """Loads a checkpoint of any layout; returns the saved state. Collective."""
-        state = load_fragments(folder, self.model, self._inner.optimizer, self.world, is_checked=is_checked)
+        state = load_fragments(folder, self.model, self._inner.optimizer, is_checked=is_checked)
         copy_masters(self._inner.optimizer)
         return state
 

@@ -94,6 +94,22 @@ class RankEngine:
         dist.all_gather(parts, tensor.contiguous())
         return parts
 
+    def save(
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        *,
+        manifest_extra: dict[str, Any] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Saves trained parameters, optimizer states and ``state`` as the checkpoint ``folder``. Collective."""
+        ranks = {"rank": self.world.rank, "world_size": self.world.world_size}
+        save_checkpoint(folder, *self._saved(), state, **ranks, progress=progress, manifest_extra=manifest_extra)
+
+    def _saved(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model and the optimizer whose tensors a checkpoint holds. Collective."""
+        return self.model, self.optimizer
+
     def _free_gathered(self) -> None:
         """After a forward pass that no backward pass follows."""
 
@@ -258,26 +274,6 @@ class NativeEngine(RankEngine):
         self._norm, self._is_reduced = None, False
         if self._norms is not None:
             self._norms.forget()
-
-    def save(
-        self,
-        folder: Path,
-        state: dict[str, Any],
-        *,
-        manifest_extra: dict[str, Any] | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
-        """Saves trained parameters, optimizer states and ``state`` as the checkpoint ``folder``. Collective."""
-        save_checkpoint(
-            folder,
-            self.model,
-            self.optimizer,
-            state,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            progress=progress,
-            manifest_extra=manifest_extra,
-        )
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """What ``save`` saves, sharing memory with the model and the optimizer: the next ``step`` changes it."""

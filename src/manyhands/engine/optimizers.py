@@ -7,7 +7,7 @@ been. Full and sharded parameters alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -174,7 +174,7 @@ def split_parameters(members: Sequence[Sequence[torch.Tensor]], chunk_bytes: int
     """
     chunks: list[Chunk] = []
     room = 0
-    for index, parameter in _enumerate(members):
+    for index, parameter in ((index, each) for index, parameters in enumerate(members) for each in parameters):
         part = local(parameter)
         size = part.numel() * part.element_size()
         if not chunks or size > room:
@@ -183,12 +183,6 @@ def split_parameters(members: Sequence[Sequence[torch.Tensor]], chunk_bytes: int
         chunks[-1][index].append(parameter)
         room -= size
     return chunks or [[[] for _ in members]]
-
-
-def _enumerate(members: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
-    for index, parameters in enumerate(members):
-        for parameter in parameters:
-            yield index, parameter
 
 
 def _arrays(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ pieces out of whichever rows they lie in. Nothing of DeepSpeed's own checkpoints
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,13 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.checkpoint.load import open_checkpoint
-from manyhands.checkpoint.save import save_checkpoint
 from manyhands.checkpoint.shards import ShardReader
 from manyhands.checkpoint.tensors import MODEL, OPTIMIZER, STEP
 from manyhands.core.collective_errors import run_on_all_ranks
 from manyhands.core.holding import Holding, RowShards, full_shape, register
 from manyhands.core.progress import advance
-from manyhands.core.world import World
 from manyhands.engine.deepspeed_compat import fragment, is_master_sharded, is_sharded_weight, masters
 
 STATES = ("exp_avg", "exp_avg_sq")  # AdamW's, of the parameter's shape
@@ -120,17 +118,8 @@ def find_step(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def save_fragments(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    world: World,
-    *,
-    manifest_extra: dict[str, Any] | None,
-    progress: Callable[[int, int], None],
-) -> None:
-    """Writes masters and optimizer states as ``save_checkpoint`` does. Collective."""
+def gather_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[StagedModel, torch.optim.Optimizer]:
+    """This rank's rows of masters and optimizer states, as ``save_checkpoint`` takes them. Collective."""
     rows, step = RowShards(), find_step(optimizer)
     staged: dict[str, nn.Parameter] = {}
     states: dict[torch.Tensor, dict[str, Any]] = {}
@@ -142,22 +131,11 @@ def save_fragments(
             states[copy] |= {key: rows.cut(gather_fragments(parameter, shape, key, optimizer)) for key in STATES}
     holder = torch.optim.AdamW(list(staged.values()))
     holder.state.update(states)
-    save_checkpoint(
-        folder,
-        StagedModel(staged),
-        holder,
-        state,
-        rank=world.rank,
-        world_size=world.world_size,
-        manifest_extra=manifest_extra,
-        progress=progress,
-    )
+    return StagedModel(staged), holder
 
 
 @torch.no_grad()
-def load_fragments(
-    folder: Path, model: nn.Module, zero: Any, world: World, *, is_checked: bool = False
-) -> dict[str, Any]:
+def load_fragments(folder: Path, model: nn.Module, zero: Any, *, is_checked: bool = False) -> dict[str, Any]:
     """Reads what any layout has saved into masters and optimizer states, each rank its own pieces; returns the saved
     state. Collective.
     """

@@ -23,7 +23,7 @@ from manyhands.convert.adapter import (
 )
 from manyhands.convert.lora import adapted_layers
 from manyhands.convert.new_tokens import token_indices
-from manyhands.convert.trainable import fully_trained_modules, inside
+from manyhands.convert.trainable import fully_trained_modules
 from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.files import write_atomically, write_json
 from manyhands.core.holding import reshard
@@ -41,7 +41,7 @@ from manyhands.facts.adapter import (
     WEIGHTS,
     nf4_options,
 )
-from manyhands.model.structure import left_out, text_modules
+from manyhands.model.structure import inside, left_out, text_modules
 from manyhands.model.weights import quantized_layers, stacked_layers
 
 

@@ -24,8 +24,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.limits import MAX_BLOCK_SCORES
-from manyhands.kernels.attention.dense import DenseAttention, attend_dense, choose_dense
-from manyhands.kernels.attention.flash4 import PackedAttention, attend_flash4, choose_packed
+from manyhands.kernels.attention.dense import attend_dense, choose_dense
+from manyhands.kernels.attention.flash4 import attend_flash4, choose_packed
+from manyhands.kernels.backend import Backend
 
 VARLEN, BLOCKWISE = "manyhands_varlen", "manyhands_blockwise"
 TAKES_GROUPS = (
@@ -49,8 +50,8 @@ class AttentionKernels:
     with.
     """
 
-    rows: DenseAttention
-    packs: PackedAttention
+    rows: Backend  # its name is empty where packs' kernel computes rows too
+    packs: Backend
     num_heads: int
     num_groups: int
     dim: int
@@ -129,7 +130,7 @@ def choose_attention_kernels(
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     packs = choose_packed(device, dtype, heads, groups, dim, getattr(text, "sliding_window", None))
     tries_rows = one_length and packs.name != "flash4"
-    rows = choose_dense(device, dtype, heads, groups, dim) if tries_rows else DenseAttention("")
+    rows = choose_dense(device, dtype, heads, groups, dim) if tries_rows else Backend("")
     _kernels = AttentionKernels(rows, packs, heads, groups, dim, dtype)
     return _kernels
 

@@ -377,21 +377,17 @@ def _training_without_dropout(loss_model: LossModel) -> Iterator[None]:
         loss_model.eval()
 
 
-class eager_evaluation:
+@contextmanager
+def eager_evaluation(loss_model: LossModel) -> Iterator[None]:
     """Evaluation mode, no compilation, as the probes' shapes are not those of training, and cross-entropy alone: the
     probes lack what further terms read.
     """
-
-    def __init__(self, module: LossModel) -> None:
-        self.module, self.was_training, self.terms = module, module.training, module.terms
-        self.stance = torch.compiler.set_stance("force_eager")
-
-    def __enter__(self) -> None:
-        self.stance.__enter__()
-        self.module.eval()
-        self.module.terms = (LANGUAGE_MODEL,)
-
-    def __exit__(self, *exception: object) -> None:
-        self.module.terms = self.terms
-        self.module.train(self.was_training)
-        self.stance.__exit__(*exception)
+    was_training, terms = loss_model.training, loss_model.terms
+    with torch.compiler.set_stance("force_eager"):
+        loss_model.eval()
+        loss_model.terms = (LANGUAGE_MODEL,)
+        try:
+            yield
+        finally:
+            loss_model.terms = terms
+            loss_model.train(was_training)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +35,6 @@ WINDOWS = ("sliding_window", "attention_chunk_size")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
-class Single:
-    """A loss model of one process, as the checks call it."""
-
-    def __init__(self, loss_model: LossModel) -> None:
-        self._loss_model = loss_model
-
-    def forward(
-        self, batch: Mapping[str, Any], *, metrics: bool = False
-    ) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
-        return self._loss_model(batch, metrics=metrics)
-
-    def logits(self, batch: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor:
-        return self._loss_model.logits(batch, rows)
-
-
 def probe(config: Any, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """The verdict on a transformers configuration: ``{"trains": bool, "packs": bool, "reason": str}``.
 
@@ -71,10 +55,9 @@ def _try(config: Any, trust_remote_code: bool) -> dict[str, Any]:
     ways = ("sdpa", BLOCKWISE) if plain_attention(config) == "sdpa" else (BLOCKWISE,)
     try:
         loss_model = LossModel(_build(config, ways[0], trust_remote_code))
-        single = Single(loss_model)
-        check_loss(single, loss_model, CPU)
-        check_padding(single, loss_model, CPU)
-        check_batches(single, loss_model, CPU, packing=False)
+        check_loss(loss_model, loss_model, CPU)
+        check_padding(loss_model, loss_model, CPU)
+        check_batches(loss_model, loss_model, CPU, packing=False)
     except UserError as error:
         return {"trains": False, "packs": False, "reason": _sentence(error)}
     try:
@@ -82,8 +65,8 @@ def _try(config: Any, trust_remote_code: bool) -> dict[str, Any]:
             loss_model.model.set_attn_implementation(implementation)
             if loss_model.model.config._attn_implementation != implementation:  # transformers only warns
                 raise RuntimeError(f"attention of {type(loss_model.model).__name__} cannot be replaced")
-            check_packing(single, loss_model, CPU)
-            check_batches(single, loss_model, CPU, packing=True)
+            check_packing(loss_model, loss_model, CPU)
+            check_batches(loss_model, loss_model, CPU, packing=True)
     except UserError as error:
         return {"trains": True, "packs": False, "reason": _sentence(error)}
     except RuntimeError as error:  # our attention functions fail closed

@@ -35,7 +35,7 @@ from manyhands.core.progress import advance
 from manyhands.facts.model import STORED_DTYPES
 from manyhands.facts.safetensors import DTYPE_BITS, find_weight_files, read_header
 from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
-from manyhands.model.structure import is_left_out, left_out
+from manyhands.model.structure import inside, left_out
 
 OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # once saved, now computed
 
@@ -132,7 +132,7 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
         if name not in wanted and stored.name in wanted:  # already as the model has it
             name, pattern = stored.name, None
         if name not in wanted:
-            if is_left_out(name, towers) or any(rule.search(name) for rule in ignored):
+            if inside(name, towers) or any(rule.search(name) for rule in ignored):
                 untouched.append(stored)
             else:
                 unexpected.append(stored.name)

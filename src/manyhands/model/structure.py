@@ -106,6 +106,13 @@ def find_tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
+def with_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """A module of class ``kind`` that shares all else with ``module``: parameters, buffers, children, hooks, mode."""
+    new = kind.__new__(kind)
+    vars(new).update(vars(module))
+    return new
+
+
 def set_attention(model: Any, implementation: str) -> None:
     """Let the text of ``model`` compute attention so; towers keep theirs, which knows no documents."""
     config = model.config
@@ -205,6 +212,6 @@ def left_out(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, LeftOut)]
 
 
-def is_left_out(name: str, parts: Iterable[str]) -> bool:
-    """Whether a tensor's name is that of one of ``parts``, or of something within it."""
-    return any(name == part or name.startswith(f"{part}.") for part in parts)
+def inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether ``name`` is that of one of ``modules``, or of something within it."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)

@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from manyhands.model.structure import with_class
+
 TOWER = "manyhands_flash_tower"
 HALF = (torch.bfloat16, torch.float16)
 DENSE = 256  # patches of an image, or of a window of it, from which images of one size are computed as rows
@@ -117,6 +119,6 @@ def multiply_patches(patches: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 def embed_by_matmul(tower: nn.Module) -> None:
     """Let the convolution of ``tower`` over patches be a ``PatchConvolution``; parameters and names stay."""
-    for module in tower.modules():
+    for name, module in list(tower.named_modules()):
         if type(module) is nn.Conv3d:
-            module.__class__ = PatchConvolution
+            tower.set_submodule(name, with_class(module, PatchConvolution))

@@ -9,8 +9,6 @@ import torch
 from manyhands.kernels.adamw.reference import Update, update_reference
 from manyhands.kernels.backend import Backend, beyond_bound, triton_or
 
-BACKENDS = ("triton", "eager")
-
 
 @cache
 def choose_backend(device: torch.device) -> Backend:
@@ -21,7 +19,7 @@ def choose_backend(device: torch.device) -> Backend:
 
 
 def find_update(backend: str) -> Update:
-    """The function that updates a part, by one of ``BACKENDS``."""
+    """The function that updates a part, by ``triton`` or ``eager``."""
     if backend == "triton":
         from manyhands.kernels.adamw.triton import update_triton
 

@@ -10,23 +10,15 @@ Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from manyhands.kernels.attention.reference import ALLOWED, error_ratio
+from manyhands.kernels.backend import Backend
 
 ORDER = ("cudnn", "flash")
 PROBE_ROWS, PROBE_LENGTH = 2, 200
-
-
-@dataclass(frozen=True)
-class DenseAttention:
-    """Which kernel runs, and why not a faster one; ``name`` is empty where none does."""
-
-    name: str
-    reason: str = ""
 
 
 def attend_dense(
@@ -49,14 +41,14 @@ def attend_dense(
 
 
 @cache
-def choose_dense(device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int) -> DenseAttention:
+def choose_dense(device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int) -> Backend:
     """The first of ``ORDER`` that runs here and whose output and gradients are as near to float32 as the
-    reference's are.
+    reference's are; its name is empty where none does.
     """
     if device.type != "cuda":
-        return DenseAttention("", f"the device is {device.type}")
+        return Backend("", f"the device is {device.type}")
     if dtype not in (torch.bfloat16, torch.float16):
-        return DenseAttention("", f"{str(dtype).removeprefix('torch.')} is computed by torch's own attention")
+        return Backend("", f"{str(dtype).removeprefix('torch.')} is computed by torch's own attention")
     reasons = []
     for name in ORDER:
         if name == "cudnn" and torch.are_deterministic_algorithms_enabled():
@@ -68,9 +60,9 @@ def choose_dense(device: torch.device, dtype: torch.dtype, num_heads: int, num_g
             reasons.append(f"{name} does not run here: {str(error).splitlines()[0][:120]}")
             continue
         if worst <= ALLOWED:
-            return DenseAttention(name, "; ".join(reasons))
+            return Backend(name, "; ".join(reasons))
         reasons.append(f"{name} deviates by {worst:.1f} times the reference's error")
-    return DenseAttention("", "; ".join(reasons))
+    return Backend("", "; ".join(reasons))
 
 
 def compare(name: str, device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int) -> float:

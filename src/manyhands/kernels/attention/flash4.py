@@ -19,13 +19,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from manyhands.core.machine import GpuArchitecture
 from manyhands.kernels.attention.reference import ALLOWED, error_ratio
-from manyhands.kernels.backend import architecture_of
+from manyhands.kernels.backend import Backend, architecture_of
 
 PROBE_LENGTHS = (
     130,
@@ -38,14 +38,6 @@ PROBE_LENGTHS = (
     0,
 )  # packs end with empty documents where the number of bounds is rounded up
 PROBE_WINDOW = 33
-
-
-@dataclass(frozen=True)
-class PackedAttention:
-    """Which kernel computes packs, and why not the faster one. ``varlen`` is torch's own."""
-
-    name: Literal["flash4", "varlen"]
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,9 +76,9 @@ def attend_flash4(
 @lru_cache
 def choose_packed(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int, window: int | None = None
-) -> PackedAttention:
-    """FlashAttention 4 where it is installed, the device can and the self-test passes; else torch's varlen, with the
-    reason.
+) -> Backend:
+    """FlashAttention 4 where it is installed, the device can and the self-test passes; else torch's own ``varlen``,
+    with the reason.
 
     ``window``: of the model's sliding layers, if it has some; then both kinds of layers are tested. Takes some 6 s for
     the import and 5 s of compilation for each kind, on devices that can and where the package is installed; else
@@ -94,7 +86,7 @@ def choose_packed(
     """
     obstacle = find_obstacle(device.type, dtype, architecture_of(device))
     reason = obstacle or try_flash4(device, dtype, num_heads, num_groups, dim, with_window=bool(window))
-    return PackedAttention("varlen", reason) if reason else PackedAttention("flash4")
+    return Backend("varlen", reason) if reason else Backend("flash4")
 
 
 def find_obstacle(device_type: str, dtype: torch.dtype, architecture: GpuArchitecture | None) -> str:

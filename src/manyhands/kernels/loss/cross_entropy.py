@@ -57,8 +57,9 @@ def linear_cross_entropy(
     ``hidden`` (m, e) and ``weight`` (v, e) of one dtype; ``labels`` (m) int64, a negative one counts nothing;
     ``weights`` (m) float32. Both results are 0-d: the sum in float32 (float64 for float64), the hits int64, counted
     only with ``metrics``. m may be 0: the sum is then a zero that depends on both arguments. ``max_logits`` bounds a
-    chunk, ``backend`` is one of ``BACKENDS``; None takes ``choose_backend``'s. ``by_row`` gives each row's loss (m) in
-    place of the sum, for a frozen ``weight``: the gradient of a trained one needs to know what each row will weigh.
+    chunk, ``backend`` is triton, compile or eager, None what ``choose_backend`` takes. ``by_row`` gives each row's
+    loss (m) in place of the sum, for a frozen ``weight``: the gradient of a trained one needs to know what each row
+    will weigh.
 
     ``weight`` must be whole: the parameter that ``fully_shard`` has gathered is, since a unit's forward pass sees plain
     tensors; it is not kept for the backward pass, so its unit may free it. A sharded head (DTensor) raises

@@ -10,8 +10,6 @@ import torch
 from manyhands.kernels.backend import Backend, beyond_bound, triton_or
 from manyhands.kernels.loss.reference import softmax_part, softmax_rows
 
-BACKENDS = ("triton", "compile", "eager")
-
 
 @cache
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
