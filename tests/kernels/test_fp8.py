@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from manyhands.kernels.backend import architecture_of
-from manyhands.kernels.fp8 import fp8_linears, fp8_mlp, ops, quantize_weights, reference, select
+from manyhands.kernels.fp8 import ops, reference, select
+from manyhands.kernels.fp8.linear import fp8_linears, fp8_mlp, quantize_weights
 from manyhands.kernels.lora import Layer
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from manyhands.bench.rows import count_gpus, start_processes
 from manyhands.facts.gpu_kinds import save_calibration
-from manyhands.kernels.fp8 import has_scaled_mm
+from manyhands.kernels.fp8.select import has_scaled_mm
 
 LIMIT_S = 120
 WARM_S, TIMED_S = 0.4, 1.0

@@ -27,19 +27,17 @@ from manyhands.convert.grouped import Grouped, hold, sides_of
 from manyhands.convert.protocol import BaseConverter, Finding, TrainedModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import is_full, local
-from manyhands.kernels.fp8 import (
-    ALIGNMENT,
+from manyhands.kernels.fp8.linear import (
     QuantizedWeights,
     count_quantized_bytes,
     dequantize_rows,
-    describe,
     fp8_linears,
-    has_features,
-    has_scaled_mm,
     quantize_weights,
     stored_linear,
 )
-from manyhands.kernels.fp8.ops import quantize_stacked
+from manyhands.kernels.fp8.ops import has_features, quantize_stacked
+from manyhands.kernels.fp8.reference import ALIGNMENT
+from manyhands.kernels.fp8.select import describe, has_scaled_mm
 from manyhands.kernels.lora import Layer
 from manyhands.model.structure import block_linears, find_blocks
 from manyhands.model.weights import Storage

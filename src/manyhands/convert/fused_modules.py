@@ -64,8 +64,9 @@ def fuse_modules(model: nn.Module, known: Mapping[str, KnownModule]) -> FuseRepo
     its own, parameters besides its factors (DoRA) or hooks, and where the family is not known.
     """
     report = FuseReport()
-    holders = [(name, module) for name, module in model.named_modules() if any(map(_can_fuse, module.children()))]
-    for name, module in holders:
+    for name, module in list(model.named_modules()):
+        if not any(_is_adapted(child) or _has_fp8(child) for child in module.children()):
+            continue
         kind = type(module).__name__
         reason = _why_not(module, known.get(kind))
         if reason:
@@ -230,10 +231,6 @@ def _take_over(new: nn.Module, original: nn.Module) -> None:
 def _is_adapted(module: nn.Module) -> bool:
     factors = (getattr(module, factor, None) for factor in LORA_AB)
     return getattr(module, "adapts", True) and all(isinstance(factor, nn.Module) for factor in factors)
-
-
-def _can_fuse(module: nn.Module) -> bool:
-    return _is_adapted(module) or _has_fp8(module)
 
 
 def _has_fp8(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from manyhands.core.collective_errors import this_rank
 from manyhands.core.holding import fill_from, gather
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator
-from manyhands.kernels.nf4 import dequantize
+from manyhands.kernels.nf4.select import dequantize
 from manyhands.model.load import draw_weights, match_checkpoint
 from manyhands.model.source import read_converted, read_stored
 from manyhands.planner.types import Plan

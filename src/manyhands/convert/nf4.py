@@ -39,11 +39,10 @@ from manyhands.convert.stored_nf4 import find_quantized, take_stored
 from manyhands.core.errors import UserError
 from manyhands.core.holding import gather, gather_parts, local, local_slices
 from manyhands.facts.stored_nf4 import StoredNf4
-from manyhands.kernels import nf4 as kernels_nf4
 from manyhands.kernels.backend import Backend
 from manyhands.kernels.lora import Matmuls
 from manyhands.kernels.matmul import low_rank_linear, sum_of_matmuls
-from manyhands.kernels.nf4 import (
+from manyhands.kernels.nf4.reference import (
     BLOCK_VALUES,
     CODE_BYTES,
     FLOAT_STATISTICS_BYTES,
@@ -51,10 +50,10 @@ from manyhands.kernels.nf4 import (
     ROW_VALUES,
     STATISTICS_BYTES,
     count_rows,
-    dequantize,
     is_double,
     kernel_dtype,
 )
+from manyhands.kernels.nf4.select import choose_backend, dequantize, describe, use
 from manyhands.kernels.operators import operator
 from manyhands.model.structure import block_linears
 from manyhands.model.weights import Storage
@@ -361,6 +360,6 @@ class Nf4Blocks(BaseConverter):
         if context.config.kernels.nf4 == "reference":
             backend = Backend("bitsandbytes", "as configured")
         else:
-            backend = kernels_nf4.choose_backend(context.device, context.dtype)
-        kernels_nf4.use(backend, context.dtype)
-        self.lines.append(f"nf4: weights dequantized by {kernels_nf4.describe(backend)}")
+            backend = choose_backend(context.device, context.dtype)
+        use(backend, context.dtype)
+        self.lines.append(f"nf4: weights dequantized by {describe(backend)}")

@@ -17,7 +17,7 @@ from torch import nn
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local, local_slices
 from manyhands.facts.stored_nf4 import StoredNf4
-from manyhands.kernels.nf4 import CODE_BYTES, ROW_BLOCKS, dynamic_code, levels
+from manyhands.kernels.nf4.reference import CODE_BYTES, ROW_BLOCKS, dynamic_code, levels
 from manyhands.model.load import loaded_tensors
 from manyhands.model.source import open_weights, read_checkpoint
 from manyhands.model.structure import block_linears

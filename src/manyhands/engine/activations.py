@@ -69,20 +69,21 @@ def checkpoint_blocks(model: nn.Module, modes: Sequence[Checkpointing], *, compi
             # The instance's own ``forward``: the only place between FSDP2's hooks and the block's operations.
             block.forward = functools.partial(_checkpoint_in_training, block, block.forward, contexts)
         elif mode != "none":
-            options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-            block.gradient_checkpointing = True
-            block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)
+            _recompute(block, contexts)
 
 
 def checkpoint_towers(model: nn.Module, mode: Checkpointing) -> None:
     """The same for the repeated layers of trained vision towers, which are not compiled. A frozen one keeps nothing."""
-    contexts = CONTEXTS.get(mode)
-    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-    blocks: list[Any] = list(find_tower_blocks(model).values()) if mode != "none" else []
-    for block in blocks:
+    for block in find_tower_blocks(model).values() if mode != "none" else ():
         if any(parameter.requires_grad for parameter in block.parameters()):
-            block.gradient_checkpointing = True
-            block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)
+            _recompute(block, CONTEXTS.get(mode))
+
+
+def _recompute(block: Any, contexts: Any) -> None:
+    """By transformers' own door to checkpointing."""
+    options = {} if contexts is None else {"context_fn": contexts}
+    block.gradient_checkpointing = True
+    block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)
 
 
 def selective_contexts() -> Any:

@@ -283,7 +283,7 @@ class _LoraMlp(torch.autograd.Function):
         active = activate(g, ctx.activation)
         for_a_down = split_a(dlow_down, active * u, (down,))
         du = dh * active
-        dg = _activate_back(dh * u, g, ctx.activation)
+        dg = activate_back(dh * u, g, ctx.activation)
         dx, dlow, for_b = _backward(low, (gate, up), (dg, du), ctx.needs_input_grad[0])
         for_a = split_a(dlow, x, (gate, up))
         return dx, None, None, *_flat_gradients(ctx.forms, for_a + for_a_down, for_b + for_b_down)
@@ -295,7 +295,7 @@ def activate(g: Tensor, activation: str) -> Tensor:
     return F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def _activate_back(gradient: Tensor, g: Tensor, activation: str) -> Tensor:
+def activate_back(gradient: Tensor, g: Tensor, activation: str) -> Tensor:
     """gradient * act'(g), computed in float32 for half precision"""
     if activation == "silu":
         return torch.ops.aten.silu_backward(gradient, g)

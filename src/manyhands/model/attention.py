@@ -27,6 +27,7 @@ from manyhands.core.limits import MAX_BLOCK_SCORES
 from manyhands.kernels.attention.dense import attend_dense, choose_dense
 from manyhands.kernels.attention.flash4 import attend_flash4, choose_packed
 from manyhands.kernels.backend import Backend
+from manyhands.kernels.matmul import sum_dtype
 
 VARLEN, BLOCKWISE = "manyhands_varlen", "manyhands_blockwise"
 TAKES_GROUPS = (
@@ -346,9 +347,7 @@ def _attend_block(
     scores = torch.einsum("qgrd,kgd->grqk", query, key) * scaling
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
-    scores = scores.to(torch.float64 if scores.dtype == torch.float64 else torch.float32).masked_fill(
-        hidden, -torch.inf
-    )
+    scores = scores.to(sum_dtype(scores.dtype)).masked_fill(hidden, -torch.inf)
     return torch.einsum("grqk,kgd->qgrd", scores.softmax(-1).to(value.dtype), value)
 
 

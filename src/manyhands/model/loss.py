@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.data.batch.collate import NOISE_KEY, TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
+from manyhands.kernels.matmul import sum_dtype
 from manyhands.model.attention import attention_kwargs, count_positions
 from manyhands.model.documents import Documents, follow_documents
 from manyhands.model.multimodal import BY_OWN_FORWARD, Images
@@ -164,7 +166,7 @@ class LossModel(nn.Module):
         weight = num_loss_tokens if weights is None else weights.sum(dtype=torch.float64)
         if rows.numel() == 0:
             logits = self.logits_of(hidden[:1])
-            zero = logits.sum(dtype=_sum_dtype(logits)) * 0
+            zero = logits.sum(dtype=sum_dtype(logits.dtype)) * 0
             return {"lm": (zero, weight)} | ({"correct": (num_loss_tokens.clone(), num_loss_tokens)} if metrics else {})
         hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
         head = self._checked_head(hidden)
@@ -273,17 +275,7 @@ class LossModel(nn.Module):
         self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, metrics: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of (weighted) cross-entropies over (m, e), (m,) and (m,), and the number of arg max hits."""
-        num_rows = chunk_rows(self.model.config.get_text_config().vocab_size)
-        chunks = hidden.split(num_rows)
-        no_weights: tuple[torch.Tensor | None, ...] = (None,) * len(chunks)
-        weight_chunks = no_weights if weights is None else weights.split(num_rows)
-        recompute = torch.is_grad_enabled() and len(chunks) > 1  # one chunk of logits is held in any case
-        sums = []
-        for arguments in zip(chunks, labels.split(num_rows), weight_chunks, strict=True):
-            if recompute:
-                sums.append(checkpoint(self._loss, *arguments, metrics, use_reentrant=False, preserve_rng_state=False))
-            else:
-                sums.append(self._loss(*arguments, metrics))
+        sums = self._by_chunks(partial(self._loss, metrics=metrics), hidden, labels, weights)
         losses, hits = zip(*sums, strict=True)
         return torch.stack(losses).sum(), torch.stack(hits).sum()
 
@@ -292,23 +284,27 @@ class LossModel(nn.Module):
 
         def compute_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             logits = self.logits_of(hidden)
-            return F.cross_entropy(logits.to(_sum_dtype(logits)), labels, reduction="none")
+            return F.cross_entropy(logits.to(sum_dtype(logits.dtype)), labels, reduction="none")
 
-        compute: Callable[..., torch.Tensor] = compute_chunk
+        return torch.cat(self._by_chunks(compute_chunk, hidden, labels))
+
+    def _by_chunks(self, compute: Callable[..., Any], hidden: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
+        """What ``compute`` makes of each chunk of rows, recomputed in the backward pass; of one chunk the logits are
+        held in any case.
+        """
         num_rows = chunk_rows(self.model.config.get_text_config().vocab_size)
-        chunks = list(zip(hidden.split(num_rows), labels.split(num_rows), strict=True))
-        if not torch.is_grad_enabled() or len(chunks) == 1:
-            return torch.cat([compute(*chunk) for chunk in chunks])
-        return torch.cat(
-            [checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-        )
+        chunks = hidden.split(num_rows)
+        columns = [(None,) * len(chunks) if other is None else other.split(num_rows) for other in others]
+        if torch.is_grad_enabled() and len(chunks) > 1:
+            compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+        return [compute(*arguments) for arguments in zip(chunks, *columns, strict=True)]
 
     def _loss(
         self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, metrics: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.logits_of(hidden)
         hits = (logits.detach().argmax(-1) == labels).sum() if metrics else labels.new_zeros(())
-        logits = logits.to(_sum_dtype(logits))
+        logits = logits.to(sum_dtype(logits.dtype))
         if weights is None:
             return F.cross_entropy(logits, labels, reduction="sum"), hits
         losses = F.cross_entropy(logits, labels, reduction="none")  # (m,)
@@ -327,10 +323,6 @@ def chunk_rows(vocab_size: int) -> int:
     starve.
     """
     return max(MIN_CHUNK_TOKENS, MAX_CHUNK_LOGITS // vocab_size)
-
-
-def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 class _HeadInput(BaseModelOutputWithPast):

@@ -33,36 +33,28 @@ def resize_embeddings(model: Any, num_tokens: int) -> None:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
 
 
-def read_resized(stored: Any, slices: tuple[slice, ...], new: NewTokens) -> torch.Tensor:
-    """This rank's part of a matrix with more rows than the file's: ``slices`` of the resized one.
-
-    ``stored`` is a safetensors slice. Rows of tokens that the tokenizer did not know, and rows that the file has not,
-    are the mean of the rows before the first new token: a token that is like every other, whose logit is no outlier
-    (Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Summed in float64, in one order on every
-    rank.
-    """
-    num_stored = stored.get_shape()[0]
-    begin, end = slices[0].start, slices[0].stop
-    part = stored[(slice(min(begin, num_stored), min(end, num_stored)), *slices[1:])]
-    new_rows = sorted(
-        {token for token in new.fresh_ids if begin <= token < end} | set(range(max(begin, num_stored), end))
-    )
-    if new_rows:
-        mean = _mean_row(stored, slices[1:], min((num_stored, *new.fresh_ids))).to(part.dtype)
-        part = torch.cat([part, mean.expand(end - begin - len(part), *mean.shape)])
-        part[torch.tensor(new_rows) - begin] = mean
-    return part
-
-
 @dataclass(frozen=True)
 class Resized:
-    """A file's matrix with the rows of new tokens, sliced like the file."""
+    """A file's matrix with the rows of new tokens, sliced like the file.
+
+    Rows of tokens that the tokenizer did not know, and rows that the file has not, are the mean of the rows before the
+    first new token: a token that is like every other, whose logit is no outlier (Hewitt 2021,
+    https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Summed in float64, in one order on every rank.
+    """
 
     stored: Any  # a safetensors slice
     new: NewTokens
 
     def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
-        return read_resized(self.stored, slices, self.new)
+        num_stored, fresh_ids = self.stored.get_shape()[0], self.new.fresh_ids
+        begin, end = slices[0].start, slices[0].stop
+        part = self.stored[(slice(min(begin, num_stored), min(end, num_stored)), *slices[1:])]
+        new_rows = {token for token in fresh_ids if begin <= token < end} | set(range(max(begin, num_stored), end))
+        if new_rows:
+            mean = _mean_row(self.stored, slices[1:], min((num_stored, *fresh_ids))).to(part.dtype)
+            part = torch.cat([part, mean.expand(end - begin - len(part), *mean.shape)])
+            part[torch.tensor(sorted(new_rows)) - begin] = mean
+        return part
 
 
 def _mean_row(stored: Any, columns: tuple[slice, ...], num_rows: int) -> torch.Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from manyhands.kernels.lora import activate, activate_back
+
 Tensor = torch.Tensor
 E4M3 = torch.float8_e4m3fn
 SCALE_OF_MAX = 1.0 / 448.0
@@ -36,7 +38,7 @@ def transpose_reference(parts: list[Tensor], factors: Tensor, invert: bool) -> T
 
 
 def gated_reference(g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    h = (_activate(g.float(), activation) * u.float()).to(g.dtype)
+    h = (activate(g.float(), activation) * u.float()).to(g.dtype)
     return h, *rows_reference([h])
 
 
@@ -44,18 +46,10 @@ def gated_backward_reference(
     dh: Tensor, g: Tensor, u: Tensor, factors: Tensor, activation: str, with_h: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide, gate, up = dh.float(), g.float(), u.float()
-    active = _activate(gate, activation)
-    if activation == "silu":
-        dg = torch.ops.aten.silu_backward(wide * up, gate)
-    else:
-        dg = torch.ops.aten.gelu_backward(wide * up, gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    d = torch.cat([dg, wide * active], 1).to(g.dtype)
+    active = activate(gate, activation)
+    d = torch.cat([activate_back(wide * up, gate, activation), wide * active], 1).to(g.dtype)
     h = (active * up).to(g.dtype) if with_h else g.new_empty((0, g.shape[1]))
     return d, h, *rows_reference([d], factors)
-
-
-def _activate(g: Tensor, activation: str) -> Tensor:
-    return F.silu(g) if activation == "silu" else F.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def matmul_reference(
