@@ -1,13 +1,11 @@
-"""Adapters against PEFT, the oracle; targets; refusals."""
+"""Adapters: where they start, targets, refusals. Against PEFT: test_lora_peft.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from manyhands.config.schema import MethodSection
 from manyhands.convert.adapter import adapter_state
@@ -22,27 +20,6 @@ IDS = torch.arange(40)[None] % 256
 
 def method(**keys: Any) -> MethodSection:
     return MethodSection(**({"name": "lora", "rank": 4, "alpha": 8.0} | keys))
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_logits_and_file_names_are_peft_s(tmp_path: Path, family: str) -> None:
-    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-
-    ours, theirs = tiny_model(family), tiny_model(family)
-    apply_lora(ours, method(), seed=0)
-    load_adapter_state(ours, random_adapter(ours))
-    peft_model = get_peft_model(
-        theirs, LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    peft_model.save_pretrained(tmp_path)
-    written = load_file(tmp_path / "adapter_model.safetensors")
-    state = adapter_state(ours)
-    assert {name: t.shape for name, t in state.items()} == {name: t.shape for name, t in written.items()}
-    set_peft_model_state_dict(peft_model, {name: t.clone() for name, t in state.items()})
-    with torch.no_grad():
-        ours_logits, their_logits = ours(IDS, use_cache=False).logits, peft_model(IDS, use_cache=False).logits
-        assert not torch.allclose(ours_logits, tiny_model(family)(IDS, use_cache=False).logits, atol=0.1)
-    torch.testing.assert_close(ours_logits, their_logits, rtol=1e-6, atol=1e-6)
 
 
 def test_training_starts_at_the_base_model_and_draws_a_from_the_name() -> None:
@@ -107,15 +84,6 @@ def test_dropout_acts_in_training_only() -> None:
         evaluated = [model.eval()(IDS).logits for _ in range(2)]
         trained = [model.train()(IDS).logits for _ in range(2)]
     assert torch.equal(*evaluated) and not torch.equal(*trained)
-
-
-def test_computes_in_the_inputs_dtype_with_float32_gradients() -> None:
-    model = tiny_model("llama", "bfloat16")
-    apply_lora(model, method(), seed=0)
-    logits = model(IDS).logits
-    logits.sum().backward()
-    assert logits.dtype == torch.bfloat16
-    assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_a_state_that_does_not_fit_is_refused_by_name() -> None:

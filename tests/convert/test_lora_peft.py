@@ -26,6 +26,8 @@ IDS = torch.tensor([[5, 258, 17, 256, 3, 40, 258, 9]])
 TOKENS = (256, 258)
 
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "plain": ("llama", {}, ()),
+    "plain, tied": ("gemma3", {}, ()),
     "rslora": ("llama", {"rslora": True}, ()),
     "dora": ("llama", {"dora": True}, ()),
     "dora with biases": ("starcoder2", {"dora": True, "rslora": True}, ()),

@@ -13,7 +13,7 @@ from manyhands.kernels.adamw import FusedAdamW
 from manyhands.planner.types import Plan
 from manyhands.training.optimizer import make_optimizer
 from manyhands.training.step import StepWork, TermWeight, compute_gradients
-from tests.support.layouts import Documents, build, count_loss_tokens, pack
+from tests.support.layouts import Documents, build, count_loss_tokens, documents_of, pack
 
 
 def train(
@@ -31,8 +31,7 @@ def train(
     make = partial(FusedAdamW, backend="eager", seed=config.seed, first_index=first_index, **streamed)
     engine.optimizer = optimizer = make_optimizer(engine.model, config.optimizer, learning_rate, make_adamw=make)
     start = 0 if resume is None else int(engine.load(resume)["step"])
-    rank, world_size = engine.world.rank, engine.world.world_size
-    mine = [[document for r in range(rank, len(micro), world_size) for document in micro[r]] for micro in layout]
+    mine = [documents_of(engine.world, micro) for micro in layout]
     weight = sum(count_loss_tokens(documents) for micro in layout for documents in micro)
     losses, norms, gradients = [], [], []
     optimizer.register_step_pre_hook(
@@ -41,7 +40,7 @@ def train(
     for step in range(start, start + num_steps):
         weights = {"lm": TermWeight(weight, 0)}
         work = StepWork(step, 0.0, 0, 0, 0, len(mine), weights, [pack(documents) for documents in mine])
-        sums = compute_gradients(engine, work, seed=0, rank=rank)
+        sums = compute_gradients(engine, work, seed=0, rank=engine.world.rank)
         engine.step(learning_rate, max_norm=1.0)
         losses.append(float(engine.all_reduce_sum(sums.terms["lm"])) / weight)
         norms.append(sums.grad_norm.item())

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
-from manyhands.engine.native import NativeEngine
 from manyhands.engine.optimizers import StreamedOptimizer
 from manyhands.export.model import export_model
 from manyhands.model.structure import find_blocks
 from manyhands.planner.types import Plan
 from manyhands.training.optimizer import make_optimizer
 from tests.support.adapters import load_adapter_state
-from tests.support.layouts import Documents, build, count_loss_tokens, pack, random_adapter
+from tests.support.layouts import Documents, build, count_loss_tokens, documents_of, pack, random_adapter
 
 CLIP = 1.0
 LEARNING_RATE = 1e-2
@@ -48,7 +47,7 @@ def run_steps(
     engine.optimizer = optimizer
     if resume is not None:
         engine.load(resume)
-    results = [_step(engine, layout) for _ in range(num_steps)]
+    results = [take_step(engine, layout) for _ in range(num_steps)]
     if save is not None:
         engine.save(save, {})
     if export is not None:
@@ -63,14 +62,12 @@ def run_steps(
     return results
 
 
-def _step(engine: NativeEngine, layout: Sequence[Sequence[Documents]]) -> tuple[float, float]:
-    rank, world_size = engine.world.rank, engine.world.world_size
+def take_step(engine: Any, layout: Sequence[Sequence[Documents]]) -> tuple[float, float]:
+    """Loss and gradient norm of one step."""
     num_loss_tokens = sum(count_loss_tokens(documents) for micro in layout for documents in micro)
     loss_sum = torch.zeros((), dtype=torch.float64)
     for index, micro in enumerate(layout):
-        loss = engine.forward(pack([document for r in range(rank, len(micro), world_size) for document in micro[r]]))[
-            "lm"
-        ][0]
+        loss = engine.forward(pack(documents_of(engine.world, micro)))["lm"][0]
         engine.backward(loss / num_loss_tokens, last=index == len(layout) - 1)
         loss_sum += loss.detach()
     norm = engine.gradient_norm()
@@ -83,9 +80,7 @@ def count_reductions(plan: Plan, config: RunConfig, layout: Sequence[Sequence[Do
     engine = build(plan, config)
     with mock.patch.object(dist, REDUCE, wraps=getattr(dist, REDUCE)) as reduced:
         for index, micro in enumerate(layout):
-            mine = [
-                document for r in range(dist.get_rank(), len(micro), dist.get_world_size()) for document in micro[r]
-            ]
+            mine = documents_of(engine.world, micro)
             engine.backward(engine.forward(pack(mine))["lm"][0], last=index == len(layout) - 1)
     optimizer = make_optimizer(engine.model, config.optimizer, 1e-2)
     optimizer.step()

@@ -19,12 +19,10 @@ from manyhands.core.world import World
 from manyhands.engine.apply import apply
 from manyhands.export.model import export_model
 from manyhands.planner.types import Plan
+from tests.engine.strategy_ranks import CLIP, LEARNING_RATE, take_step
 from tests.support.building import on_meta
-from tests.support.layouts import Documents, count_loss_tokens, pack
+from tests.support.layouts import Documents, documents_of, pack
 from tests.support.plans import change_plan
-
-CLIP = 1.0
-LEARNING_RATE = 1e-2
 
 
 def run_steps(
@@ -64,27 +62,13 @@ def _run_steps(
     engine.make_optimizer(plan, config)
     if resume is not None:
         assert engine.load(resume) == {"step": 2}
-    results = [_step(engine, layout) for _ in range(num_steps)]
+    results = [take_step(engine, layout) for _ in range(num_steps)]
     if save is not None:
         engine.save(save, {"step": num_steps})
     if export is not None:
         merge, source = config.method.name != "full", Path(plan.model_folder)
         export_model(export, engine.model, source, "float32", rank=rank, merge=merge)
     return results
-
-
-def _step(engine: Any, layout: Sequence[Sequence[Documents]]) -> tuple[float, float]:
-    rank, world_size = engine.world.rank, engine.world.world_size
-    num_loss_tokens = sum(count_loss_tokens(documents) for micro in layout for documents in micro)
-    loss_sum = torch.zeros((), dtype=torch.float64)
-    for index, micro in enumerate(layout):
-        mine = [document for r in range(rank, len(micro), world_size) for document in micro[r]]
-        loss = engine.forward(pack(mine))["lm"][0]
-        engine.backward(loss / num_loss_tokens, last=index == len(layout) - 1)
-        loss_sum += loss.detach()
-    norm = engine.gradient_norm()
-    engine.step(LEARNING_RATE, max_norm=CLIP)
-    return float(engine.all_reduce_sum(loss_sum)) / num_loss_tokens, float(norm)
 
 
 def run_dropped(plan: Plan, config: RunConfig, layout: Sequence[Sequence[Documents]]) -> list[float]:
@@ -97,8 +81,9 @@ def run_dropped(plan: Plan, config: RunConfig, layout: Sequence[Sequence[Documen
 
     def step(factor: float = 1.0) -> float:
         for index, micro in enumerate(layout):
-            mine = [document for r in range(world.rank, len(micro), world.world_size) for document in micro[r]]
-            engine.backward(engine.forward(pack(mine))["lm"][0] * factor, last=index == len(layout) - 1)
+            engine.backward(
+                engine.forward(pack(documents_of(world, micro)))["lm"][0] * factor, last=index == len(layout) - 1
+            )
         return float(engine.gradient_norm())
 
     found: list[float] = []

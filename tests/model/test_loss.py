@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,9 +74,10 @@ def test_sums_are_float32_and_rows_given_ahead_change_nothing() -> None:
     assert half.dtype == torch.float32 and half.item() == pytest.approx(loss_sum.item(), rel=5e-2)
 
 
-def test_a_batch_without_targets_gives_a_zero_that_reaches_every_parameter() -> None:
-    model = LossModel(tiny_model("qwen3"))
-    terms = model(make_batch(trained=0.0), metrics=True)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_batch_without_targets_gives_a_zero_that_reaches_every_parameter(weighted: bool) -> None:
+    model, batch = LossModel(tiny_model("qwen3")), make_batch(trained=0.0)
+    terms = model(weigh(batch) if weighted else batch, metrics=True)
     loss_sum, num_loss_tokens = terms["lm"]
     loss_sum.backward()
     assert loss_sum.item() == 0 and num_loss_tokens.item() == 0 and terms["correct"][0].item() == 0
@@ -117,22 +119,11 @@ def test_right_padding_changes_nothing(family: str) -> None:
     assert model(padded)["lm"][0].item() == pytest.approx(model(short)["lm"][0].item(), rel=1e-12)
 
 
-class Alone:
-    """The simplest engine there is."""
-
-    def __init__(self, model: LossModel) -> None:
-        self.model = model
-        self.logits: Any = model.logits
-
-    def forward(self, batch: Any, *, metrics: bool = False) -> Any:
-        return self.model(batch, metrics=metrics)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_checks_pass_on_a_sound_model_and_leave_it_in_training_mode(dtype: str) -> None:
     model = LossModel(tiny_model("gemma3", dtype, final_logit_softcapping=20.0)).train()
-    assert check_loss(Alone(model), model, CPU) < 1e-2
-    assert check_packing(Alone(model), model, CPU) < 5e-2
+    assert check_loss(model, model, CPU) < 1e-2
+    assert check_packing(model, model, CPU) < 5e-2
     assert model.training and model.model.training
 
 
@@ -141,7 +132,7 @@ def test_weights_that_are_no_numbers_are_named() -> None:
     with torch.no_grad():
         model.model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = float("nan")
     with pytest.raises(UserError, match="weights give no numbers") as refused:
-        check_loss(Alone(model), model, CPU)
+        check_loss(model, model, CPU)
     assert refused.value.details == ("model.layers.1.mlp.up_proj.weight",) and "family" not in str(refused.value)
 
 
@@ -165,23 +156,24 @@ def test_an_encoder_is_named_as_one(implementation: str) -> None:
     )
     model = LossModel(BertLMHeadModel(config).train())
     with pytest.raises(UserError, match="BertLMHeadModel is an encoder"):
-        check_loss(Alone(model), model, CPU)
-        check_padding(Alone(model), model, CPU)
+        check_loss(model, model, CPU)
+        check_padding(model, model, CPU)
 
 
 def test_a_leak_between_documents_is_refused() -> None:
     model = LossModel(tiny_model("llama"))
-    leaky = Alone(model)
-    leaky.logits = lambda batch: model.logits({"input_ids": batch["input_ids"]})  # all documents as one
+    leaky = SimpleNamespace(logits=lambda batch: model.logits({"input_ids": batch["input_ids"]}))  # documents as one
     with pytest.raises(UserError, match="see each other"):
         check_packing(leaky, model, CPU)
 
 
 def test_positions_that_run_on_are_refused() -> None:
     model = LossModel(tiny_model("llama", rope_theta=10.0))
-    shifted = Alone(model)  # no document sees another, but each is rotated by where it lies: here by another base
     other = LossModel(tiny_model("llama", rope_theta=100.0))
-    shifted.logits = lambda batch: (other if len(batch.get("cu_seq_lens", ())) > 2 else model).logits(batch)
+    # no document sees another, but each is rotated by where it lies: here by another base
+    shifted = SimpleNamespace(
+        logits=lambda batch: (other if len(batch.get("cu_seq_lens", ())) > 2 else model).logits(batch)
+    )
     with pytest.raises(UserError, match="differ from those alone"):
         check_packing(shifted, model, CPU)
 
@@ -190,7 +182,7 @@ def test_a_head_that_is_not_the_models_own_is_refused(monkeypatch: pytest.Monkey
     model = LossModel(tiny_model("gemma3", final_logit_softcapping=2.0))
     monkeypatch.setattr(LossModel, "logits_of", lambda self, hidden: self.model.lm_head(hidden))  # forgets the cap
     with pytest.raises(UserError, match="does not follow"):
-        check_loss(Alone(model), model, CPU)
+        check_loss(model, model, CPU)
 
 
 def test_a_head_may_read_attributes_of_its_base() -> None:
@@ -202,8 +194,8 @@ def test_a_head_may_read_attributes_of_its_base() -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = FalconH1Config(**sizes, **mamba, **heads, lm_head_multiplier=0.5)
     model = LossModel(AutoModelForCausalLM.from_config(config)).train()
-    assert check_loss(Alone(model), model, CPU) < 1e-5
-    check_batches(Alone(model), model, CPU, packing=False)
+    assert check_loss(model, model, CPU) < 1e-5
+    check_batches(model, model, CPU, packing=False)
 
 
 @pytest.mark.parametrize("error", [AttributeError("no such part"), NotImplementedError("this path"), KeyError("name")])
@@ -215,7 +207,7 @@ def test_an_error_of_the_models_own_code_is_said_with_its_place(error: Exception
 
     model.model.model.layers[1].mlp.forward = fail
     with pytest.raises(UserError, match="LlamaForCausalLM cannot be computed") as refused, foreign_errors(model):
-        check_loss(Alone(model), model, CPU)
+        check_loss(model, model, CPU)
     assert type(error).__name__ in refused.value.why and "test_loss.py, line" in refused.value.where
     with pytest.raises(torch.OutOfMemoryError), foreign_errors(model):  # a smaller micro-batch may fit
         raise torch.OutOfMemoryError("full")
@@ -287,11 +279,3 @@ def test_a_row_of_weight_two_is_the_row_twice() -> None:
     heavy = model(batch | {"loss_weights": weights})["lm"]
     twice = model({name: torch.cat([tensor, tensor[1:]]) for name, tensor in batch.items()})["lm"]
     assert heavy[0].item() == pytest.approx(twice[0].item(), rel=1e-12) and heavy[1] == twice[1]
-
-
-def test_a_batch_without_targets_has_no_weight_and_reaches_every_parameter() -> None:
-    model = LossModel(tiny_model("llama"))
-    loss_sum, weight = model(weigh(make_batch(trained=0.0)))["lm"]
-    loss_sum.backward()
-    assert loss_sum.item() == 0 and weight.item() == 0
-    assert all(p.grad is not None for p in model.parameters())

@@ -63,6 +63,11 @@ def pack(documents: Documents) -> dict[str, Any]:
     return batch
 
 
+def documents_of(world: World, micro: Sequence[Documents]) -> Documents:
+    """Those of this rank, where a micro-batch is given for more ranks than there are."""
+    return [document for r in range(world.rank, len(micro), world.world_size) for document in micro[r]]
+
+
 def count_loss_tokens(documents: Documents) -> float:
     """Trained tokens, or the sum of their weights."""
     return sum(sum(trained[1:]) for _, trained in documents)
@@ -87,13 +92,12 @@ def measure(plan: Plan, config: RunConfig, layout: Sequence[Sequence[Documents]]
     load_adapter_state(
         engine.model, random_adapter(engine.model, start=True)
     )  # with B = 0 the gradient of A would be zero
-    rank, world_size = engine.world.rank, engine.world.world_size
     num_loss_tokens = sum(count_loss_tokens(documents) for micro in layout for documents in micro)
     probe = pack(layout[0][0])
     before = engine.logits(probe)
     loss_sum = torch.zeros((), dtype=torch.float64)
     for index, micro in enumerate(layout):
-        terms = engine.forward(pack([document for r in range(rank, len(micro), world_size) for document in micro[r]]))
+        terms = engine.forward(pack(documents_of(engine.world, micro)))
         engine.backward(terms["lm"][0] / num_loss_tokens, last=index == len(layout) - 1)
         loss_sum += terms["lm"][0].detach()
     gradients = {}
