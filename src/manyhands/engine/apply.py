@@ -103,6 +103,10 @@ def apply(
 def make_sharded_engine(loss_model: LossModel, world: World, mesh: DeviceMesh, layout: Layout) -> NativeEngine:
     """Of shards that are there; of one rank's in host memory, what FSDP2 does not overlap there (``host_shards``)."""
     overlaps = layout.prefetches_blocks and host_shards.PREFETCH
+    memory = GradientMemory() if layout.sums_are_gradients else None
+    for module in loss_model.modules() if memory is not None else ():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(memory)
     return NativeEngine(
         loss_model,
         world,
@@ -110,17 +114,8 @@ def make_sharded_engine(loss_model: LossModel, world: World, mesh: DeviceMesh, l
         reduce_every=layout.reduce_every,
         prefetch=BlockPrefetch([*find_blocks(loss_model.model).values()], world.device) if overlaps else None,
         norms=GradientNorms(loss_model) if overlaps and mesh.size() == 1 else None,
-        memory=keep_gradients_by_activations(loss_model) if layout.sums_are_gradients else None,
+        memory=memory,
     )
-
-
-def keep_gradients_by_activations(loss_model: LossModel) -> GradientMemory:
-    """What decides where the gradients of every unit are allocated from now on."""
-    memory = GradientMemory()
-    for module in loss_model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(memory)
-    return memory
 
 
 def check_trained(loss_model: LossModel, layout: Layout) -> None:

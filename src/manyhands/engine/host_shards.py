@@ -53,7 +53,7 @@ class BlockPrefetch:
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """ImportContext a backward pass: the last block's weights come while the head's gradient is computed."""
+        """Around a backward pass: the last block's weights come while the head's gradient is computed."""
         self._in_backward = True
         try:
             self._fetch_backward(len(self._blocks) - 1)

@@ -37,21 +37,12 @@ SHARD = "shard"  # the axis of a mesh along which parameters and gradients are c
 class RankEngine:
     """What engines share: the model, its optimizer, logits, and collectives over all ranks."""
 
+    optimizer: torch.optim.Optimizer  # not there before ``make_optimizer``
+
     def __init__(self, loss_model: LossModel, world: World) -> None:
         self.model: nn.Module = loss_model.model
         self.loss_model = loss_model
         self.world = world
-        self._optimizer: torch.optim.Optimizer | None = None
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """What ``make_optimizer`` has made."""
-        assert self._optimizer is not None, "make_optimizer comes first"
-        return self._optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
 
     @torch.no_grad()
     def logits(self, batch: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -221,7 +212,10 @@ class NativeEngine(RankEngine):
             self._copy.accumulates = not last
         elif self._replica is not None:
             if last:
-                prepare_reducer(self._replica)
+                # Whatever the forward pass was. DDP itself decides there (``no_sync`` has to be around both); PyTorch
+                # Lightning prepares the reducer between the two as well (``prepare_for_backward`` in
+                # lightning/pytorch/overrides/distributed.py).
+                self._replica.reducer.prepare_for_backward([])  # no parameter is unused
         elif isinstance(self.loss_model, FSDPModule):
             reduces = last or self._shard_group is None or self._reduce_every
             if self._shard_group is not None and not self._reduce_every:
@@ -349,12 +343,3 @@ def clip_gradients(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor, ma
         optimizer.gradient_factor = factor.to(torch.float32)
     else:
         torch._foreach_mul_(parts, factor.to(parts[0]))  # which may lie in host memory
-
-
-def prepare_reducer(replica: DistributedDataParallel) -> None:
-    """The next backward pass reduces gradients, whatever the forward pass was.
-
-    DDP itself decides in the forward pass (``no_sync`` has to be around both); PyTorch Lightning prepares the reducer
-    between the two as well (``lightning/pytorch/overrides/distributed.py: prepare_for_backward``).
-    """
-    replica.reducer.prepare_for_backward([])  # no parameter is unused

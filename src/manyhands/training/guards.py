@@ -121,13 +121,23 @@ class StepGuard:
             state.losses_before = [*state.losses_before, result.loss][-self.guards.spike_window :]
             state.skipped_in_a_row = 0
             return False
-        action = self.guards.nonfinite if fault == "nonfinite" else self.guards.spike
-        what = self._describe(state, result, fault)
-        kept = self.keep(result, fault, action)
+        action: str = self.guards.nonfinite if fault == "nonfinite" else self.guards.spike
+        if fault == "nonfinite":
+            what = f"step {result.step} gave loss {result.loss:.4g} and gradient norm {result.grad_norm:.4g}"
+        else:
+            before = state.losses_before
+            what = f"the loss jumped to {result.loss:.4g} at step {result.step}; "
+            what += f"the median of {len(before)} before was {statistics.median(before):.4g}"
+        kept, most = self.keep(result, fault, action), self.guards.max_in_a_row
         if action == "skip":
-            self._skip(state, result, what)
+            state.skipped_in_a_row += 1
+            state.num_skipped += 1
+            if state.skipped_in_a_row > most:
+                raise _give_up(what, f"{most} steps in a row were skipped before", result)
         elif action == "rollback":
-            self._roll_back(state, result, what)
+            if state.num_rollbacks >= most:
+                raise _give_up(what, f"the run was rolled back {state.num_rollbacks} times before", result)
+            raise RollBack(range(max(0, result.step - self.guards.leave_out), result.step), what)
         elif action == "stop":
             raise explain_nonfinite(result, kept)
         shown = f"; its samples: {kept}" if kept else ""
@@ -144,27 +154,6 @@ class StepGuard:
         if self.guards.spike != "off" and is_spike(result.loss, state.losses_before, self.guards.spike_mads):
             return "spike"
         return None
-
-    def _describe(self, state: TrainState, result: StepResult, fault: Fault) -> str:
-        if fault == "nonfinite":
-            return f"step {result.step} gave loss {result.loss:.4g} and gradient norm {result.grad_norm:.4g}"
-        middle = statistics.median(state.losses_before)
-        num = len(state.losses_before)
-        return (
-            f"the loss jumped to {result.loss:.4g} at step {result.step}; the median of {num} before was {middle:.4g}"
-        )
-
-    def _skip(self, state: TrainState, result: StepResult, what: str) -> None:
-        state.skipped_in_a_row += 1
-        state.num_skipped += 1
-        if state.skipped_in_a_row > self.guards.max_in_a_row:
-            raise _give_up(what, f"{self.guards.max_in_a_row} steps in a row were skipped before", result)
-
-    def _roll_back(self, state: TrainState, result: StepResult, what: str) -> None:
-        if state.num_rollbacks >= self.guards.max_in_a_row:
-            raise _give_up(what, f"the run was rolled back {state.num_rollbacks} times before", result)
-        last = result.step - 1
-        raise RollBack(range(max(0, last - self.guards.leave_out + 1), last + 1), what)
 
 
 def _give_up(what: str, why: str, result: StepResult) -> Diverged:

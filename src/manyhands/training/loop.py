@@ -88,7 +88,11 @@ def train(loop: Loop) -> TrainState:
         state.tokens += work.num_tokens
         state.loss_tokens += work.num_loss_tokens
         state.elapsed_s = max(report.elapsed_s for report in reports)
-        _pass_reports(loop.hooks, reports)
+        start = 0
+        for hook in loop.hooks:  # each gets what it has reported on every rank
+            if num := hook.num_local_values:
+                hook.on_gathered([report.of_hooks[start : start + num] for report in reports])
+                start += num
         for hook in loop.hooks:
             hook.after_step(state, result)
         pause = time.monotonic()
@@ -174,15 +178,6 @@ def _gather_reports(
         return _RankReport(own_sums, own_weights, values[num], *clocks, fingerprints, of_hooks)
 
     return wait
-
-
-def _pass_reports(hooks: Sequence[Hook], reports: list[_RankReport]) -> None:
-    """To each hook what it has reported on every rank."""
-    start = 0
-    for hook in hooks:
-        if hook.num_local_values:
-            hook.on_gathered([report.of_hooks[start : start + hook.num_local_values] for report in reports])
-            start += hook.num_local_values
 
 
 def _make_result(loop: Loop, work: StepWork, reports: list[_RankReport], seconds: float) -> StepResult:
