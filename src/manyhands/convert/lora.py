@@ -161,7 +161,8 @@ def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: It
     train_fully(model, saved)
     add_token_rows(model, token_ids)
     for name in targets:
-        adapted = lora_class(type(candidates[name]))(candidates[name], method)
+        kind: Any = type(candidates[name])
+        adapted = lora_class(kind)(candidates[name], method)
         model.set_submodule(name, adapted.train(candidates[name].training))
     if not any(parameter.is_meta for parameter in model.parameters()):
         initialize_adapters(model, seed)

@@ -104,8 +104,8 @@ def make_sharded_engine(loss_model: LossModel, world: World, mesh: DeviceMesh, l
     """Of shards that are there; of one rank's in host memory, what FSDP2 does not overlap there (``host_shards``)."""
     overlaps = layout.prefetches_blocks and host_shards.PREFETCH
     memory = GradientMemory() if layout.sums_are_gradients else None
-    for module in loss_model.modules() if memory is not None else ():
-        if isinstance(module, FSDPModule):
+    for module in loss_model.modules():
+        if memory is not None and isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(memory)
     return NativeEngine(
         loss_model,

@@ -94,8 +94,17 @@ class RankEngine:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Saves trained parameters, optimizer states and ``state`` as the checkpoint ``folder``. Collective."""
-        ranks = {"rank": self.world.rank, "world_size": self.world.world_size}
-        save_checkpoint(folder, *self._saved(), state, **ranks, progress=progress, manifest_extra=manifest_extra)
+        model, optimizer = self._saved()
+        save_checkpoint(
+            folder,
+            model,
+            optimizer,
+            state,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            progress=progress,
+            manifest_extra=manifest_extra,
+        )
 
     def _saved(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model and the optimizer whose tensors a checkpoint holds. Collective."""
