@@ -154,6 +154,7 @@ def test_the_fresh_process_answers_by_its_exit_code(written: Path, tmp_path: Pat
         verify_in_fresh_process(tmp_path / "adapter", written / "adapter.json")
     assert caught.value.exit_code == 1
     assert "a weights file is missing" in caught.value.details[0]
+    assert caught.value.fix.startswith("do not use this folder")
 
 
 @pytest.mark.parametrize("multiplies_bfloat16", [False, True])

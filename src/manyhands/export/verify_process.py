@@ -88,14 +88,14 @@ def _parse_error(lines: list[str], folder: Path) -> UserError:
     named = {
         name: line.strip().removeprefix(f"{name}: ")
         for line in lines
-        for name in ("where", "why", "do")
+        for name in ("where", "why", "fix")
         if line.startswith(f"  {name}: ")
     }
     return UserError(
         lines[0].removeprefix("error: "),
         where=named.get("where", str(folder)),
         why=named.get("why", ""),
-        fix=named.get("do", ""),
+        fix=named.get("fix", ""),
         details=[line.removeprefix("  - ") for line in lines if line.startswith("  - ")],
         exit_code=EXIT_FAILED,
     )
