@@ -73,24 +73,17 @@ class StagesCheckpoints(Protocol):
         ...
 
 
-class Stop(Protocol):
-    """Whether the process was asked to end, and by which signal (0: by none)."""
+class Stop:
+    """Whether the process was asked to end, and by which signal (0: by none); never, where it receives no signals."""
 
-    number: int
-
-    def __call__(self) -> bool: ...
-
-    @property
-    def exit_code(self) -> int: ...
-
-
-class NeverStop:
-    """The stop of a process that receives no signals."""
-
-    number, exit_code = 0, EXIT_INTERRUPTED
+    number = 0
 
     def __call__(self) -> bool:
-        return False
+        return bool(self.number)
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number if self.number else EXIT_INTERRUPTED
 
 
 class Process:
@@ -106,7 +99,7 @@ class Process:
         self.is_first = is_first
         self.terminal: TextIO = terminal or sys.stdout
         self.log: TextIO | None = None  # this rank's own, where the terminal is another
-        self.stop: Stop = NeverStop()
+        self.stop = Stop()
         self.stop_by_file, self.look_again_at = False, 0.0
         self.stage, self.step = "start", 0
 

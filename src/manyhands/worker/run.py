@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.core.collective_errors import run_on_all_ranks
-from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, OUT_OF_MEMORY, PeerError, UserError
+from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, PeerError, UserError
 from manyhands.launch.run.folder import RunFolder
 from manyhands.planner.types import MemoryFound
 from manyhands.training.loop import Interrupted
@@ -116,7 +116,7 @@ def end_interrupted(session: Session, folder: RunFolder) -> int:
         run_on_all_ranks(lambda: None)  # srun --kill-on-bad-exit ends all ranks with the first that leaves
     if is_final:
         return 0
-    return session.stop.exit_code if number else EXIT_INTERRUPTED
+    return session.stop.exit_code
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ from manyhands.launch.run.folder import RunFolder
 from manyhands.launch.run.lock import FolderLock
 from manyhands.planner.types import Plan
 from manyhands.training.types import Hook
-from manyhands.worker.rank import Process
+from manyhands.worker.rank import Process, Stop
 
 DEFAULT_TIMEOUT_S = 600.0  # until the run file is known
 HOST_STAGES = (
@@ -189,7 +189,7 @@ class Session(Process):
 GRACE_S = 20.0  # below the 30 s after which torch's agent kills, so that the last checkpoint is our own doing
 
 
-class StopSignal:
+class StopSignal(Stop):
     """Set by the first SIGINT or SIGTERM; and by SIGUSR1, SLURM's notice, where that is blocked: then saving may take
     as long as it does.
 
@@ -213,13 +213,6 @@ class StopSignal:
         threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
         if signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             threading.Thread(target=self._await_notice, name="save-signal", daemon=True).start()
-
-    def __call__(self) -> bool:
-        return bool(self.number)
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.number
 
     def _remember(self, number: int, frame: object) -> None:
         self.number = number

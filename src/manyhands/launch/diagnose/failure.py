@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from manyhands.core.errors import (
     DISK_FULL,
@@ -53,19 +53,6 @@ _CONSEQUENCE = re.compile(
 )
 ENDED_BY_OTHERS = 5  # the last tier: nobody's cause
 _CODES_OF_OTHERS = (-signal.SIGTERM, -signal.SIGINT, EXIT_INTERRUPTED, EXIT_TERMINATED)
-
-
-class RankExit(Protocol):
-    """What torch's agent reports about a failed rank."""
-
-    @property
-    def exitcode(self) -> int: ...  # negative: the signal
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def timestamp(self) -> int: ...  # whole seconds since the epoch
 
 
 def write_failure(folder: RunFolder, rank: int, stage: str, error: BaseException, *, world_size: int = 2) -> None:
@@ -269,12 +256,12 @@ class FoundCause:
 
 
 def find_cause(
-    folder: RunFolder, exits: Mapping[int, RankExit] = MappingProxyType({}), ended_by_us: Collection[int] = ()
+    folder: RunFolder, exits: Mapping[int, Any] = MappingProxyType({}), ended_by_us: Collection[int] = ()
 ) -> FoundCause:
     """The cause of a failed launch, as one error to show.
 
-    ``exits``: failed ranks as the agent saw them (``ChildFailedError.failures``). ``ended_by_us``: pids the watch has
-    killed, which are nobody's cause.
+    ``exits``: failed ranks as the agent saw them (``ChildFailedError.failures``): exitcode (negative: the signal), pid
+    and timestamp (whole seconds). ``ended_by_us``: pids the watch has killed, which are nobody's cause.
     """
     if not folder.path.exists():
         return FoundCause(0, time.time(), folder.explain_gone())
@@ -307,7 +294,7 @@ def log_tail(folder: RunFolder, rank: int, num_lines: int = TAIL_LINES) -> str:
     return _indent("\n".join(lines), num_lines)
 
 
-def _tier_of_exit(exited: RankExit, ended_by_us: Collection[int]) -> int:
+def _tier_of_exit(exited: Any, ended_by_us: Collection[int]) -> int:
     """0: a cause, as a failure elsewhere ends a rank only by ``_CODES_OF_OTHERS``; 2: an exit without a
     report; 3: perhaps a consequence (torch aborts when a collective breaks off), but nearer to the cause than a rank
     that reports so; 5: ended by others.
