@@ -127,9 +127,10 @@ def rebuild(row: dict[str, Any], calibration: dict[str, Any] | None) -> Measured
     known = bool(families.find(model.model_type).known_modules) and (
         given["num_adapter_parameters"] > 0 or given["fp8_blocks"]
     )
+    mesh = {axis: size for axis, size in layout["mesh"].items() if axis != "expert"}  # of rows before 2026-11-28
     estimate = EstimateInput(
         model=model,
-        layout=Layout(**layout | {"mesh": Mesh(**layout["mesh"])}),
+        layout=Layout(**layout | {"mesh": Mesh(**mesh)}),
         partially_trained=TrainedWeights(**trained) if trained else None,
         **{"fuses_modules": known} | given,
     )

@@ -22,7 +22,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16", "reshard_after_forward": False}
 def test_a_mesh_numbers_ranks_with_the_last_axis_fastest() -> None:
     mesh = Mesh(replicate=2, shard=3, context=2)
     assert (mesh.world_size, mesh.data_parallel_degree, mesh.num_shards) == (12, 6, 6)
-    assert mesh.coordinates(9) == {"replicate": 1, "shard": 1, "context": 1, "expert": 0, "tensor": 0}
+    assert mesh.coordinates(9) == {"replicate": 1, "shard": 1, "context": 1, "tensor": 0}
     assert [mesh.data_rank(rank) for rank in range(12)] == [rank // 2 for rank in range(12)]
     with pytest.raises(ValueError, match="shard: 0 is below 1"):
         Mesh(shard=0)

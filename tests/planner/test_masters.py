@@ -65,7 +65,7 @@ def test_what_is_offloaded_is_counted_on_the_host_and_gradients_stay_as_narrow()
     made = plan(run_config(**keys), the_facts)
     assert (made.layout.wrapper, made.layout.compute_copy) == ("fully_shard", "none")
     # pinned memory comes in powers of 2: 117 million values of an MLP's weight take 256 MiB in place of 224
-    rows = [(32, out * into) for out, into in model.block_linear_shapes.values()]
+    rows = [(32, shape.size) for shape in model.block_linear_shapes.values()]
     rows.append((2, model.vocab_size * model.hidden_size))
     rounded = sum(count * 2 ** (2 * size - 1).bit_length() for count, size in rows)
     expected = {"weights": rounded, "gradients": rounded, "optimizer": 2 * rounded}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manyhands.facts.types import LinearShape
 from manyhands.planner.memory import terms as memory
 from tests.planner.examples import llama_8b
 from tests.support.plans import change_input, make_input
@@ -40,6 +41,11 @@ def test_scales_in_float32_take_four_bytes_and_need_no_room_beside():
 
 
 def test_an_odd_weight_fills_its_last_row():
-    shapes = {"q_proj": (100, 100)}  # 10,000 values: one row
-    model = llama_8b().model_copy(update={"block_linear_shapes": shapes, "num_block_parameters": 10_000})
+    shapes = {"q_proj": LinearShape(100, 100)}  # 10,000 values: one row
+    model = llama_8b().model_copy(
+        update={
+            "block_linear_shapes": shapes,
+            "num_block_parameters": 10_000,
+        }
+    )
     assert change_input(QLORA, model=model).frozen_block_bytes == 8192 + 264

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.facts.gpu_kinds import describe_host, parse_gpus
+from manyhands.facts.types import LinearShape
 from manyhands.planner.search import plan
 from manyhands.planner.text import describe_briefly
 from manyhands.planner.types import PlannedData, method_of
@@ -53,6 +54,15 @@ def test_full_training_and_its_cost():
     made = plan(config, found)
     assert "full fine-tuning, all 8.03 B parameters trained" in shown["model"]
     assert shown["time"].endswith(f", costs {made.time.gpu_hours * 2.5:,.2f}")
+
+
+def test_of_stacks_it_says_what_a_token_uses():
+    model = llama_8b()
+    gate = model.block_linear_shapes["mlp.gate_proj"]
+    stack = LinearShape(*gate[:2], groups=8, active=2)
+    mixture = model.model_copy(update={"block_linear_shapes": model.block_linear_shapes | {"mlp.gate_proj": stack}})
+    assert mixture.num_active_parameters == model.num_parameters - 32 * gate.size * 6 // 8
+    assert "of 8.1 B (6.62 B active) trained" in lines(run_config(), facts(mixture, gpus=1))["model"]
 
 
 def test_on_a_cpu_the_time_is_not_guessed():

@@ -33,7 +33,7 @@ def with_converters(plan: Plan, config: RunConfig) -> Plan:
         plan.layout.device,
         plan.attention,
         has_towers=text_part(model_config) is not model_config,
-        has_experts=bool(num_experts(text := text_part(model_config))) and not why_no_experts(text),
+        has_groups=bool(num_experts(text := text_part(model_config))) and not why_no_experts(text),
         has_new_tokens=plan.new_tokens is not None,
         continues_adapter=plan.adapter is not None,
     )

@@ -19,7 +19,7 @@ from manyhands.facts.model_config import read_config
 from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_header, read_headers
 from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
 from manyhands.facts.towers import read_tower
-from manyhands.facts.types import ModelFacts, NewTokens, Nf4Facts, StoredDtype, TowerFacts
+from manyhands.facts.types import LinearShape, ModelFacts, NewTokens, Nf4Facts, StoredDtype, TowerFacts
 
 STORED_DTYPES: dict[str, StoredDtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 HEAD, EMBEDDINGS = "lm_head.weight", ".embed_tokens.weight"
@@ -45,7 +45,6 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     """
     outer, config = read_config(folder)
     is_multimodal = config is not outer
-    block = families.block_shapes(families.find(config), config, config["num_hidden_layers"] - 1)
     num_tower_parameters, tower, stored, stored_nf4 = 0, None, _config_dtype(outer), None
     shapes, decoder = parameter_shapes(config), "model.language_model" if is_multimodal else "model"
     groups = families.expert_groups(families.find(config), config)
@@ -65,20 +64,24 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
             match[2].removesuffix(".weight"): n for name, n in stacks.items() if (match := BLOCK_TENSOR.search(name))
         }
         stored = _stored_dtype(tensors, folder)
-        block = _largest_block(tensors) or block
         stored_nf4 = _describe_nf4(in_nf4, folder)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     elif is_multimodal and any(folder.glob("*.safetensors")):
         num_tower_parameters, tower = _read_towers(outer, _read_tensors(folder, outer)[0])
     num_heads, num_kv_heads = families.num_heads(config)
-    num_chosen = families.experts_per_token(config) if groups else 0
+    blocks = _blocks(shapes)
+    block = max(blocks.values(), key=lambda block: sum(map(math.prod, block.values())), default={})
+    block = block or families.block_shapes(families.find(config), config, config["num_hidden_layers"] - 1)
+    active = families.experts_per_token(config)
+    linears = {index: _linear_shapes(found, groups, active) for index, found in blocks.items()} if groups else {}
+    largest = _linear_shapes(block, groups, active)
     return ModelFacts(
         name=name,
         folder=str(folder),
         model_type=config["model_type"],
         decoder=decoder,
         hidden_size=config["hidden_size"],
-        intermediate_size=_active_width(block, groups, num_chosen) or config["intermediate_size"],
+        intermediate_size=_active_width(largest) or config["intermediate_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -96,12 +99,9 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_tower_parameters=num_tower_parameters,
         tower=tower,
         num_block_parameters=sum(map(math.prod, block.values())),
-        num_in_blocks=bool(groups)
-        * sum(math.prod(shape) for name, shape in shapes.items() if BLOCK_TENSOR.search(name)),
-        block_linear_shapes=_linear_shapes(block, groups),
-        num_experts=groups,
-        experts_per_token=num_chosen,
-        num_active_parameters=_count_active(shapes, groups, num_chosen),
+        num_in_blocks=sum(math.prod(shape) for found in blocks.values() for shape in found.values()) if groups else 0,
+        block_linear_shapes=largest,
+        other_linear_shapes={index: found for index, found in linears.items() if found != largest},
         block_norm_elements=norm_elements(block, config),
         head_norm_elements=norm_elements([name for name in block if _norm_of(name) in HEAD_NORMS], config),
         norms_mlp_output=any(_norm_of(name) in MLP_OUTPUT_NORMS for name in block),
@@ -122,33 +122,33 @@ def _read_towers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader])
     return sum(map(math.prod, around.values())), read_tower(config, around)
 
 
-def _linear_shapes(block: Mapping[str, tuple[int, ...]], groups: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Shapes by their names within each block, by its index."""
+    blocks: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        if match := BLOCK_TENSOR.search(name):
+            blocks.setdefault(int(match[1]), {})[match[2]] = shape
+    return {index: blocks[index] for index in sorted(blocks)}
+
+
+def _linear_shapes(
+    block: Mapping[str, tuple[int, ...]], groups: Mapping[str, int], active: int
+) -> dict[str, LinearShape]:
     """Without routers, which give a value for each expert, or one for a shared one."""
     parents = {(name.rpartition(".experts.")[0], size) for name, num in groups.items() for size in (1, num)}
     return {
-        name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in block.items()
+        name: LinearShape(shape[0], shape[1], groups[name], active) if name in groups else LinearShape(*shape)
+        for name, shape in ((name.removesuffix(".weight"), shape) for name, shape in block.items())
         if len(shape) == 2
-        and not _is_norm(name)
+        and not _is_norm(f"{name}.weight")
         and not any(name.startswith(f"{parent}.") and shape[0] == size for parent, size in parents)
     }
 
 
-def _count_active(shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, int], num_chosen: int) -> int:
-    count = 0
-    for name, shape in shapes.items():
-        match = BLOCK_TENSOR.search(name)
-        num_groups = groups.get(match[2].removesuffix(".weight"), 0) if match else 0
-        count += math.prod(shape) * num_chosen // num_groups if num_groups else math.prod(shape)
-    return count if groups else 0
-
-
-def _active_width(block: Mapping[str, tuple[int, ...]], groups: Mapping[str, int], num_chosen: int) -> int:
+def _active_width(linears: Mapping[str, LinearShape]) -> int:
     """The inner size of the MLPs that a token passes through, its experts and a shared one; 0 without experts."""
-    routed = sum(num_chosen * block[f"{name}.weight"][1] for name in groups if name.endswith("down_proj"))
-    shared = (
-        shape[1] for name, shape in block.items() if "shared" in name and re.search(r"(down_proj|output_linear)", name)
-    )
+    routed = sum(s.active * s.into for name, s in linears.items() if s.groups > 1 and name.endswith("down_proj"))
+    shared = (s.into for name, s in linears.items() if "shared" in name and re.search(r"down_proj|output_linear", name))
     return routed and routed + sum(shared)
 
 
@@ -276,14 +276,3 @@ def _stored_dtype(tensors: Mapping[str, TensorHeader], folder: Path) -> StoredDt
             fix="use the model's version that is not quantized",
         )
     return STORED_DTYPES[most]
-
-
-def _largest_block(tensors: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
-    """Shapes within the block with the most parameters, the first of equal ones; empty where no name shows a block."""
-    blocks: dict[int, dict[str, tuple[int, ...]]] = {}
-    for name, tensor in tensors.items():
-        if match := BLOCK_TENSOR.search(name):
-            blocks.setdefault(int(match[1]), {})[match[2]] = tensor.shape
-    return max(
-        (blocks[index] for index in sorted(blocks)), key=lambda block: sum(map(math.prod, block.values())), default={}
-    )

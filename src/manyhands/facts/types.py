@@ -4,7 +4,8 @@ torch.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +17,39 @@ StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 class Fact(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LinearShape(NamedTuple):
+    """A linear layer, or a stack of ``groups`` alike of which a token passes through ``active``; dense: one of one.
+
+    Every term of memory and time that depends on a block's weights asks this description, so that a kind of layer that
+    holds more than a token uses needs no term of its own.
+    """
+
+    out: int  # of all groups together
+    into: int
+    groups: int = 1
+    active: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements that are held."""
+        return self.out * self.into
+
+    @property
+    def active_out(self) -> int:
+        """Outputs that are computed for a token."""
+        return self.out // self.groups * self.active
+
+    @property
+    def active_size(self) -> int:
+        """Elements that a token is multiplied with."""
+        return self.active_out * self.into
+
+    @property
+    def adapter_size(self) -> int:
+        """Elements of an adapter of rank 1 on each group."""
+        return self.out + self.into * self.groups
 
 
 class Nf4Facts(Fact):
@@ -36,7 +70,7 @@ class TowerFacts(Fact):
     num_layers: int
     num_heads: int
     num_block_parameters: int  # of one block
-    block_linear_shapes: dict[str, tuple[int, int]]  # (out, in) of the linear layers of one block
+    block_linear_shapes: dict[str, LinearShape]  # of one block
     patches_per_unit: int
     unit_values: int  # numbers that the pixels of a unit are
     tokens_per_unit: float  # placeholders in the text
@@ -52,7 +86,7 @@ class ModelFacts(Fact):
     """Dimensions of a decoder, from its config.json and the headers of its safetensors files.
 
     ``num_parameters`` counts each tied tensor once, and of a multimodal model the text decoder alone.
-    ``block_linear_shapes`` are the (out, in) shapes of the linear layers of ONE block, by their name within the block
+    ``block_linear_shapes`` describes the linear layers of ONE block, by their name within the block
     (``self_attn.q_proj``).
     """
 
@@ -80,10 +114,8 @@ class ModelFacts(Fact):
     tower: TowerFacts | None = None  # what images pass through, if the model has it
     num_block_parameters: int  # of one block, the largest
     num_in_blocks: int = 0  # of all blocks; 0: each has as many
-    block_linear_shapes: dict[str, tuple[int, int]]
-    num_experts: dict[str, int] = {}  # of the linear layers of one block, those that are stacks: of how many experts
-    experts_per_token: int = 0
-    num_active_parameters: int = 0  # that a token passes through, of a mixture of experts
+    block_linear_shapes: dict[str, LinearShape]  # of the same block
+    other_linear_shapes: dict[int, dict[str, LinearShape]] = {}  # of blocks without stacks where others have some
     block_norm_elements: int  # elements a token that the norms of one block read: hidden_size for each
     head_norm_elements: int = 0  # of these, what norms of queries and keys read
     norms_mlp_output: bool = False  # before it is added to the residual stream
@@ -92,18 +124,33 @@ class ModelFacts(Fact):
     packs: bool = True  # whether samples of one pack train as if each was alone
     packing_reason: str = ""  # how that is known, or why not
 
-    @property
-    def active_linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """``block_linear_shapes`` as one token passes through them: of a stack the outputs of its experts alone."""
-        return {
-            name: (out // self.num_experts[name] * self.experts_per_token if name in self.num_experts else out, into)
-            for name, (out, into) in self.block_linear_shapes.items()
-        }
+    def linears_of(self, index: int) -> dict[str, LinearShape]:
+        """The linear layers of a block."""
+        return self.other_linear_shapes.get(index, self.block_linear_shapes)
 
-    def adapter_parameters(self, name: str) -> int:
-        """Of an adapter of rank 1 on a linear layer of a block, or on each of a stack."""
-        out, into = self.block_linear_shapes[name]
-        return out + into * self.num_experts.get(name, 1)
+    @property
+    def num_in_all_blocks(self) -> int:
+        return self.num_in_blocks or self.num_layers * self.num_block_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that a token passes through: all of a dense model."""
+        return self.num_parameters - self.sum_linears(lambda shape: shape.size - shape.active_size)
+
+    def sum_linears(self, measure: Callable[[LinearShape], int]) -> int:
+        """The sum of ``measure`` over the linear layers of all blocks."""
+        others = self.other_linear_shapes.values()
+        blocks = [(self.num_layers - len(others), self.block_linear_shapes), *((1, linears) for linears in others)]
+        return sum(number * sum(map(measure, linears.values())) for number, linears in blocks)
+
+    @property
+    def has_groups(self) -> bool:
+        return any(shape.groups > 1 for shape in self.block_linear_shapes.values())
+
+    @property
+    def rows_per_token(self) -> int:
+        """Copies of a token that are sorted by group; 0 without stacks."""
+        return max((shape.active for shape in self.block_linear_shapes.values() if shape.groups > 1), default=0)
 
 
 class DataFacts(Fact):

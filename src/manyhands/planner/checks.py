@@ -43,9 +43,9 @@ def _warn_of_rank(config: RunConfig, model: ModelFacts) -> tuple[Reason, ...]:
         return ()
     patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
     narrow = [
-        [name.rpartition(".")[2], min(shape)]
+        [name.rpartition(".")[2], min(shape.out, shape.into)]
         for name, shape in model.block_linear_shapes.items()
-        if method.rank >= min(shape)
+        if method.rank >= min(shape.out, shape.into)
         and any(matches(f"{model.decoder}.layers.0.{name}", pattern) for pattern in patterns)
     ]
     return (reason("high_rank", rank=method.rank, layers=narrow),) if narrow else ()

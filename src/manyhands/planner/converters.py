@@ -17,7 +17,7 @@ class Case:
     device: Device
     attention: str
     has_towers: bool = False
-    has_experts: bool = False
+    has_groups: bool = False
     has_new_tokens: bool = False
     continues_adapter: bool = False  # the run starts from the values of an adapter
 
@@ -57,7 +57,7 @@ class ConverterSpec:
 # In the order in which they change the model.
 CONVERTERS = {
     "parts": ConverterSpec("manyhands.convert.parts:ModalityParts", lambda case: case.has_towers),
-    "experts": ConverterSpec("manyhands.convert.experts:Experts", lambda case: case.has_experts),
+    "experts": ConverterSpec("manyhands.convert.experts:Experts", lambda case: case.has_groups),
     "nf4": ConverterSpec("manyhands.convert.nf4:Nf4Blocks", lambda case: case.method.name == "qlora"),
     "fp8_weights": ConverterSpec(
         "manyhands.convert.fp8:Fp8Weights",

@@ -2,7 +2,7 @@
 executed by ``engine/apply.py``, which derives nothing again. Plain frozen values; knows no torch and no model.
 
 A *rank* is one process of the run. A *data-parallel rank* is a group of ranks that trains samples of its own: the ranks
-that differ in no coordinate of the mesh but those of ``context``, ``expert`` and ``tensor``.
+that differ in no coordinate of the mesh but those of ``context`` and ``tensor``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Mesh:
     replicate: int = 1  # copies of the model
     shard: int = 1  # data-parallel ranks that hold one copy together
     context: int = 1  # ranks that divide the tokens of a sample; they hold one copy together too
-    expert: int = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:

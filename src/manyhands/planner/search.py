@@ -154,6 +154,7 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
         attention=decisions.attention,
         num_parameters=estimate_input.num_parameters,
         num_trained=estimate_input.num_trained,
+        num_active=facts.model.num_active_parameters if facts.model.has_groups else 0,
         data=PlannedData(
             samples=facts.data.num_samples,
             tokens=facts.data.num_tokens,
@@ -297,7 +298,7 @@ def _converters(config: RunConfig, facts: Facts, decisions: Decisions) -> tuple[
         decisions.device,
         decisions.attention,
         has_towers=facts.model.is_multimodal,
-        has_experts=bool(facts.model.num_experts),
+        has_groups=facts.model.has_groups,
         has_new_tokens=facts.new_tokens is not None,
         continues_adapter=facts.adapter is not None,
     )

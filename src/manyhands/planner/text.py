@@ -619,10 +619,11 @@ def _brief_model(config: RunConfig, method: MethodSection, plan: Plan) -> str:
     text = f"{PurePath(config.model.name).name}, {METHODS[method.name]}"
     if method.name in ("lora", "qlora"):
         text += f" rank {method.rank}"
+    active = f" ({_short(plan.num_active)} active)" if plan.num_active else ""
     if plan.num_trained == plan.num_parameters:
-        return f"{text}, all {_short(plan.num_parameters)} parameters trained"
+        return f"{text}, all {_short(plan.num_parameters)} parameters{active} trained"
     share = plan.num_trained / max(1, plan.num_parameters)
-    return f"{text}, {_short(plan.num_trained)} of {_short(plan.num_parameters)} trained ({share:.2%})"
+    return f"{text}, {_short(plan.num_trained)} of {_short(plan.num_parameters)}{active} trained ({share:.2%})"
 
 
 def _short(number: int) -> str:

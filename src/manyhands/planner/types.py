@@ -172,6 +172,7 @@ class Plan(FrozenModel):
 
     num_parameters: int = 0  # of the model with its adapters
     num_trained: int = 0
+    num_active: int = 0  # of the model's, those that a token passes through, where that is not all
     data: PlannedData = PlannedData()
 
     packing: bool

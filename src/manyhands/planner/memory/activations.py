@@ -36,10 +36,9 @@ def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
     What is computed again of it: ``T (k - c H)`` if all but its input, which is kept (k of ``block_bytes_per_token``),
     ``T (k - l)`` if selective, and ``T (k - c H - a)`` if all but input and attention. The gradients of its result and
     of the residual stream, ``2 T c H``. And of the MLP, the widest part, gradients of the product, gate and up in turn:
-    ``3 T c I``, of which compiled code puts one where the product was; with experts also those of a token's rows, ``2 c
-    H`` each. Beside adapters in fp8 also fp8 values of gate's
-    and up's gradients, of the result's and of the input, ``T (2 I + 2 H)``: measured, 4.6 GiB of 131,072 tokens of an
-    8B model.
+    ``3 T c I``, of which compiled code puts one where the product was; of stacks also those of a token's rows, ``2 c
+    H`` each. Beside adapters in fp8 also fp8 values of gate's and up's gradients, of the result's and of the input,
+    ``T (2 I + 2 H)``: measured, 4.6 GiB of 131,072 tokens of an 8B model.
     """
     m, c = s.model, s.compute_bytes
     again = {
@@ -48,7 +47,7 @@ def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
         "except_attention": block_bytes_per_token(s) - c * m.hidden_size - attention_bytes_per_token(s),
         "full": block_bytes_per_token(s) - c * m.hidden_size,
     }
-    inner = (2 if s.layout.compile else 3) * c * m.intermediate_size + 2 * c * m.experts_per_token * m.hidden_size
+    inner = (2 if s.layout.compile else 3) * c * m.intermediate_size + 2 * c * m.rows_per_token * m.hidden_size
     in_fp8 = 2 * (m.intermediate_size + m.hidden_size) if s.fp8_blocks and s.num_adapter_parameters else 0
     return s.layout.full_micro_tokens * (again[mode] + 2 * c * m.hidden_size + inner + in_fp8)
 
@@ -74,7 +73,7 @@ def linear_bytes_per_token(s: EstimateInput) -> int:
     unless a norm reads it first), ``c q + 4 heads``, and adapters' inner results.
     """
     m, c = s.model, s.compute_bytes
-    outputs = sum(out for out, _ in m.active_linear_shapes.values())
+    outputs = sum(shape.active_out for shape in m.block_linear_shapes.values())
     if s.layout.compile and not m.norms_mlp_output:
         outputs -= m.hidden_size
     inner = c * s.adapter_rank * len(m.block_linear_shapes) if s.num_adapter_parameters else 0
@@ -123,7 +122,7 @@ def block_bytes_per_token(s: EstimateInput) -> int:
                                     adapters are fused: their function makes the product again, and keeps keys and
                                     values once more as they were copied, 2 c k
     of a frozen model               neither inputs of linear layers nor the MLP's product: gradients pass through alone
-    rows sorted by expert           2 c H for each expert of a token: its input and its result
+    rows sorted by group of stacks  2 c H for each group of a token: its input and its result
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
     ==============================  ===================================================================================
     """
@@ -136,7 +135,7 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     as_kernel_has_them = for_documents + 2 * c * k * eager_fused
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
     mlp = c * m.intermediate_size * (2 if eager_fused else 3 if s.layout.compile else 4)
-    mlp += 2 * c * m.experts_per_token * m.hidden_size
+    mlp += 2 * c * m.rows_per_token * m.hidden_size
     merged = c * max(0, q + k - m.head_norm_elements) if s.merges_queries else 0
     if s.freezes_text:
         return norms + attention + merged + mlp - c * m.intermediate_size
@@ -164,9 +163,9 @@ def adapter_bytes_per_token(s: EstimateInput) -> int:
     """
     if not s.num_adapter_parameters:
         return 0
-    shapes, c = s.model.active_linear_shapes.values(), s.compute_bytes
-    dropped = sum(into for _, into in shapes) * (c + 1) if s.adapter_dropout else 0
-    scaled = sum(out for out, _ in shapes) * c * (1 + s.adapter_dropout) if s.adapter_dora else 0
+    shapes, c = s.model.block_linear_shapes.values(), s.compute_bytes
+    dropped = sum(shape.into for shape in shapes) * (c + 1) if s.adapter_dropout else 0
+    scaled = sum(shape.active_out for shape in shapes) * c * (1 + s.adapter_dropout) if s.adapter_dora else 0
     return c * s.adapter_rank * len(shapes) + dropped + scaled
 
 

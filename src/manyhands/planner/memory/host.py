@@ -50,7 +50,7 @@ def pinned(s: EstimateInput, value_bytes: int) -> float:
     """
     if s.nf4_blocks or s.fp8_weights:
         return PINNED
-    sizes = [out * into for out, into in s.model.block_linear_shapes.values()] * s.model.num_layers
+    sizes = [shape.size for shape in s.model.block_linear_shapes.values()] * s.model.num_layers
     sizes += [s.head_elements] * (1 if s.model.tied_embeddings else 2)
     shards = [max(1, size // s.num_shards) * value_bytes for size in sizes]
     return sum(2 ** math.ceil(math.log2(size)) for size in shards) / sum(shards)
@@ -80,9 +80,7 @@ def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
     elif s.layout.offload == "optimizer" and s.streams_update:
         kept["optimizer"] = min(terms["optimizer"], UPDATE_SLICES_ON_DEVICE * UPDATE_SLICE * 2 * s.master_bytes)
     elif s.layout.offload == "optimizer":
-        largest = (
-            max(s.head_elements, *(out * into for out, into in s.model.block_linear_shapes.values())) * s.master_bytes
-        )
+        largest = max(s.head_elements, *(shape.size for shape in s.model.block_linear_shapes.values())) * s.master_bytes
         parameters = max(1, s.num_trained * s.master_bytes // s.num_shards)
         chunk = max(STATE_CHUNK_BYTES, min(largest // s.num_shards, parameters))
         kept["optimizer"] = min(terms["optimizer"], STATE_CHUNKS_ON_DEVICE * chunk * terms["optimizer"] // parameters)

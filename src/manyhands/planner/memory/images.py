@@ -126,7 +126,7 @@ def kept_bytes_per_patch(s: EstimateInput, tower: TowerFacts, mode: Checkpointin
     if mode == "except_attention":
         return 2 * c * h + 4 * tower.num_heads
     if mode == "selective":
-        return c * (2 * h + sum(out for out, _ in tower.block_linear_shapes.values())) + 4 * tower.num_heads
+        return c * (2 * h + sum(shape.out for shape in tower.block_linear_shapes.values())) + 4 * tower.num_heads
     return c * (8 * h + (4 if matrices > 2 else 2) * inner) + 4 * tower.num_heads
 
 

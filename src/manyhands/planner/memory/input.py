@@ -201,7 +201,7 @@ class EstimateInput:
     def num_root_parameters(self) -> int:
         """R = P - L B: what is in no block."""
         m = self.model
-        return m.num_parameters - (m.num_in_blocks or m.num_layers * m.num_block_parameters)
+        return m.num_parameters - m.num_in_all_blocks
 
     @property
     def frozen_block_bytes(self) -> int:
@@ -211,19 +211,29 @@ class EstimateInput:
         4/64 for a scale that is not quantized, in whole rows. In fp8 alone a byte a value and 4 a row.
         """
         if self.fp8_weights:
-            fits = [shape for shape in self.model.block_linear_shapes.values() if not any(x % 16 for x in shape)]
-            in_fp8 = sum(map(math.prod, fits))
+            fits = [s for s in self.model.block_linear_shapes.values() if s.out % 16 == s.into % 16 == 0]
+            in_fp8 = sum(shape.size for shape in fits)
             others = (self.model.num_block_parameters - in_fp8) * self.frozen_bytes
-            return others + in_fp8 + 4 * sum(out for out, _ in fits)
+            return others + in_fp8 + 4 * sum(shape.out for shape in fits)
         if not self.nf4_blocks:
             return self.model.num_block_parameters * self.frozen_bytes
         stored = self.model.stored_nf4
         shapes = self.model.block_linear_shapes
         in_4_bits = shapes if stored is None else [name for name in shapes if name in stored.linears]
-        sizes = [math.prod(shapes[name]) for name in in_4_bits]
+        sizes = [shapes[name].size for name in in_4_bits]
         row_bytes = NF4_CODE_BYTES + (NF4_STATISTICS_BYTES if self.nf4_double else NF4_FLOAT_STATISTICS_BYTES)
         in_nf4 = sum(math.ceil(size / NF4_ROW_VALUES) for size in sizes) * row_bytes
         return (self.model.num_block_parameters - sum(sizes)) * self.frozen_bytes + in_nf4
+
+    @property
+    def frozen_blocks_bytes(self) -> int:
+        """Of all blocks: those of one, by the share of parameters where blocks differ."""
+        return self.frozen_block_bytes * self.model.num_in_all_blocks // self.model.num_block_parameters
+
+    @property
+    def num_in_linears(self) -> int:
+        """Elements of the linear layers of all blocks."""
+        return self.model.sum_linears(lambda shape: shape.size)
 
     @property
     def head_elements(self) -> int:
@@ -300,7 +310,7 @@ def count_text(config: RunConfig, model: ModelFacts, parts: Mapping[str, str]) -
         return trained
     if parts["language"] == "frozen":
         return TrainedWeights(0, 0, 0)
-    blocks = model.num_in_blocks or model.num_layers * model.num_block_parameters
+    blocks = model.num_in_all_blocks
     return TrainedWeights(blocks, model.num_block_parameters, model.num_parameters - blocks)
 
 
@@ -317,7 +327,7 @@ def _any(names: Iterable[str], patterns: Iterable[str]) -> bool:
 
 
 def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: NewTokens | None = None) -> int:
-    """``r (in + out)`` for each adapted layer of each block, and each expert, with DoRA ``out`` more; 0 where
+    """``r (in + out)`` for each adapted layer of each block, and each group of a stack, with DoRA ``out`` more; 0 where
     everything is trained.
 
     And what is fully trained (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair
@@ -330,19 +340,19 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
     patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
     adapted = whole = 0
     for index in range(model.num_layers):
-        for name, (out, into) in model.block_linear_shapes.items():
+        for name, shape in model.linears_of(index).items():
             full_name = f"{model.decoder}.layers.{index}.{name}"
             if _is_saved(full_name, method.modules_to_save):
-                whole += out * into
+                whole += shape.size
             elif any(matches(full_name, pattern) for pattern in patterns):
-                if method.dora and name in model.num_experts:
+                if method.dora and shape.groups > 1:
                     raise UserError(
                         "DoRA cannot adapt experts",
                         where="method.dora",
                         why="no adapter format has magnitudes for the weights of experts, so nothing could open it",
                         fix="set method.dora=false, or name other layers in method.target_modules, such as q_proj",
                     )
-                adapted += method.rank * model.adapter_parameters(name) + out * method.dora
+                adapted += method.rank * shape.adapter_size + shape.out * method.dora
     if not adapted:
         raise UserError(
             f"no layer matches method.target_modules: {', '.join(patterns)}",

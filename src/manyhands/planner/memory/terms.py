@@ -124,7 +124,7 @@ def weights(s: EstimateInput) -> int:
         ) // s.weight_shards
     if s.trains_everything:
         return s.model.num_parameters * s.held_bytes // s.weight_shards
-    frozen = s.num_root_parameters * s.frozen_bytes + s.model.num_layers * s.frozen_block_bytes
+    frozen = s.num_root_parameters * s.frozen_bytes + s.frozen_blocks_bytes
     return (frozen + s.num_adapter_parameters * s.master_bytes) // s.weight_shards + quantized_weights(s)
 
 
@@ -134,7 +134,7 @@ def quantized_weights(s: EstimateInput) -> int:
     """
     if not s.fp8_blocks or s.fp8_weights or s.trains_everything or s.num_shards > 1 or s.layout.offload == "all":
         return 0
-    return 2 * s.model.num_layers * sum(out * into for out, into in s.model.block_linear_shapes.values())
+    return 2 * s.num_in_linears
 
 
 def state_bytes(s: EstimateInput) -> int:
@@ -144,7 +144,7 @@ def state_bytes(s: EstimateInput) -> int:
         s.num_root_parameters if s.trains_everything else s.partially_trained.num_in_root if s.partially_trained else 0
     )
     matrices = 1 if model.tied_embeddings else 2
-    sides = model.num_layers * sum(out + into for out, into in linears) + matrices * (
+    sides = model.num_layers * sum(shape.out + shape.into for shape in linears) + matrices * (
         model.vocab_size + model.hidden_size
     )
     if s.num_adapter_parameters:  # a factor of rank r has one side for each r elements, and r more
@@ -196,7 +196,7 @@ def fetched(s: EstimateInput) -> int:
     if s.num_shards == 1:
         everything = s.trains_everything
         held, used = (s.master_bytes, s.compute_bytes) if everything else (s.frozen_bytes, s.frozen_bytes)
-        largest = max(out * into for out, into in s.model.block_linear_shapes.values())
+        largest = max(shape.size for shape in s.model.block_linear_shapes.values())
         return largest * (held + used + (used if s.is_cast else 0))
     block = s.model.num_block_parameters * s.master_bytes if s.trains_everything else s.frozen_block_bytes
     return min(BLOCKS_IN_FLIGHT, s.model.num_layers) * block // s.num_shards
@@ -223,10 +223,10 @@ def dequantized(s: EstimateInput) -> int:
     are quantized. In fp8 quantized values.
     """
     if s.fp8_blocks and not quantized_weights(s):  # fp8 values of gate and up, for y or for dX
-        return sum(sorted(out * into for out, into in s.model.block_linear_shapes.values())[-2:])
+        return sum(sorted(shape.size for shape in s.model.block_linear_shapes.values())[-2:])
     if not s.nf4_blocks:
         return 0
-    largest = max(out * into for out, into in s.model.block_linear_shapes.values())
+    largest = max(shape.size for shape in s.model.block_linear_shapes.values())
     return largest * s.compute_bytes + 5 * largest // 64 * s.nf4_double
 
 

@@ -213,7 +213,7 @@ def model_flops(clock: Clock, asked: EstimateInput) -> float:
     attention's; nothing for what is computed again.
     """
     work, model = clock.work(asked), asked.model
-    linears = sum(out * into for out, into in model.active_linear_shapes.values()) * model.num_layers
+    linears = model.sum_linears(lambda shape: shape.active_size)
     weights = linears + model.vocab_size * model.hidden_size
     tokens = sum(micro.count * micro.tokens for micro in work.micros)
     pairs = sum(micro.count * micro.pairs for micro in work.micros)

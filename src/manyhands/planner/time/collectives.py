@@ -70,7 +70,7 @@ def whole_bytes(e: EstimateInput) -> int:
     """Of all weights as they are gathered."""
     if e.trains_everything:
         return e.model.num_parameters * e.compute_bytes
-    return e.num_root_parameters * e.frozen_bytes + e.model.num_layers * e.frozen_block_bytes
+    return e.num_root_parameters * e.frozen_bytes + e.frozen_blocks_bytes
 
 
 def communication(s: TimeInput, compute: float) -> float:

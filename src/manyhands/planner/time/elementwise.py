@@ -15,9 +15,9 @@ def moved_values(e: EstimateInput, *, backward: bool) -> float:
     """Read and written for a token in one block's forward or backward pass."""
     moved = _compiled(e, backward=backward) if e.layout.compile else _one_by_one(e, backward=backward)
     if e.fp8_blocks:  # fp8 values of each layer's input, or of its result's gradient
-        moved += 1.5 * sum(out if backward else into for out, into in e.model.active_linear_shapes.values())
+        moved += 1.5 * sum(s.active_out if backward else s.into for s in e.model.block_linear_shapes.values())
         if backward and e.trains_everything:  # both sides of dW are transposed: a byte read, one written
-            moved += 2 / e.compute_bytes * sum(out + into for out, into in e.model.active_linear_shapes.values())
+            moved += 2 / e.compute_bytes * sum(s.active_out + s.into for s in e.model.block_linear_shapes.values())
     return moved
 
 

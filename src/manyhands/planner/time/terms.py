@@ -102,7 +102,8 @@ def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
     """
     e, fp8 = s.estimate, s.estimate.fp8_blocks
     total = 0.0
-    for out, into in e.model.active_linear_shapes.values():
+    for shape in e.model.block_linear_shapes.values():
+        out, into = shape.active_out, shape.into
         if not backward:
             total += matmul_s(s, tokens, out, into, fp8=fp8)
             continue
@@ -116,7 +117,7 @@ def trained_share(e: EstimateInput) -> float:
     """Of the blocks' weights, those whose gradient is computed."""
     if e.partially_trained is None:
         return 1.0
-    return e.partially_trained.num_in_blocks / max(1, e.model.num_layers * e.model.num_block_parameters)
+    return e.partially_trained.num_in_blocks / max(1, e.model.num_in_all_blocks)
 
 
 def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
@@ -129,7 +130,8 @@ def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
         return 0.0
     share = min(1.0, e.num_adapter_parameters / max(1, full_adapter_parameters(e)))
     moved = 0.0
-    for out, into in e.model.active_linear_shapes.values():
+    for shape in e.model.block_linear_shapes.values():
+        out, into = shape.active_out, shape.into
         moved += (2 * out + 3 * into) if backward else (into + 2 * out)
         moved += 0 if e.fuses_modules else 3 * out
         moved += into * (1.5 if e.adapter_dropout else 0.0) + out * (2 if e.adapter_dora else 0)
@@ -138,8 +140,7 @@ def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
 
 def full_adapter_parameters(e: EstimateInput) -> int:
     """Of adapters on all linear layers of the blocks."""
-    sides = sum(map(e.model.adapter_parameters, e.model.block_linear_shapes))
-    return e.model.num_layers * e.adapter_rank * sides
+    return e.adapter_rank * e.model.sum_linears(lambda shape: shape.adapter_size)
 
 
 def matmuls(s: TimeInput, micro: MicroBatchGroup) -> float:
@@ -217,11 +218,9 @@ def dequantization(s: TimeInput) -> float:
     e = s.estimate
     passes = 2 + sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
     if e.nf4_blocks:
-        values = sum(out * into for out, into in e.model.block_linear_shapes.values())
-        return passes * e.model.num_layers * values * (0.5 + e.compute_bytes) / s.rates.memory
+        return passes * e.num_in_linears * (0.5 + e.compute_bytes) / s.rates.memory
     if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized again in each pass
-        values = sum(out * into for out, into in e.model.block_linear_shapes.values())
-        return passes * e.model.num_layers * values * (e.compute_bytes + 1) / s.rates.memory
+        return passes * e.num_in_linears * (e.compute_bytes + 1) / s.rates.memory
     return 0.0
 
 
@@ -254,7 +253,7 @@ def optimizer(s: TimeInput) -> float:
     by_kernel = spec.kernel_s if e.layout.device == "cuda" else 0.0
     seconds = trained * (moved / s.rates.memory + by_kernel)
     if spec.matrix_flops is not None:
-        flops = sum(spec.matrix_flops(*sides) for sides in e.model.block_linear_shapes.values()) * e.model.num_layers
+        flops = sum(spec.matrix_flops(s.out, s.into) for s in e.model.block_linear_shapes.values()) * e.model.num_layers
         seconds += flops / s.rates.matmul / max(1, e.num_shards)
     if e.streams_update:  # gradients for their norm, then all that is on the host, in and out at the same time
         on_host = (1 if overlaps(s) else 2) * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
@@ -304,7 +303,7 @@ def towers_s(s: TimeInput) -> float:
     tower, ranks = images.tower, e.layout.data_parallel_degree
     units = s.work.num_samples / ranks * images.mean_units
     patches = units * tower.patches_per_unit
-    weights = sum(out * into for out, into in tower.block_linear_shapes.values())
+    weights = sum(shape.size for shape in tower.block_linear_shapes.values())
     padded = -(-tower.hidden_size // tower.num_heads // HEAD_WIDTH) * HEAD_WIDTH * tower.num_heads
     inner, _ = mlp_of(tower)
     layers = tower.num_layers
