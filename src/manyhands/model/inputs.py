@@ -24,7 +24,7 @@ from manyhands.model.checks import Probed
 from manyhands.model.features import KeptFeatures, digest_of_weights
 from manyhands.model.image_checks import ProbeImages, check_images
 from manyhands.model.loss import LossModel
-from manyhands.planner.efficiency import pack_tile
+from manyhands.planner.time.clock import pack_tile
 from manyhands.planner.types import Plan
 
 
@@ -116,7 +116,7 @@ def _shape_packs(plan: Plan, lengths: Sequence[np.ndarray], shape: BatchShape) -
     """
     if not plan.packing:
         return shape
-    tile = pack_tile(plan)
+    tile = pack_tile(plan.layout)
     pack_tokens = plan.layout.pack_tokens  # where all samples have one length
     if not plan.layout.compile and pack_tokens is None:
         return replace(shape, tile=tile)

@@ -15,6 +15,7 @@ from manyhands import families
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
+from manyhands.core.units import describe_ranks
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS, name_those
 from manyhands.planner.batch import has_one_length
@@ -68,8 +69,7 @@ class Decisions:
 
     @property
     def ranks(self) -> str:
-        one, many = ("GPU", "GPUs") if self.device == "cuda" else ("process", "processes")
-        return f"{self.world_size} {one if self.world_size == 1 else many}"
+        return describe_ranks(self.device, self.world_size)
 
 
 def resolve_auto(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Reason, ...]]:
@@ -382,7 +382,7 @@ def choose_data_workers(config: RunConfig, facts: Facts, device: Device) -> tupl
         workers = min(wanted, max(1, facts.host.num_cores // max(1, len(facts.host.gpus)) - 2))
         values = {"samples_per_s": float(f"{workers / seconds:.2g}"), "wanted": wanted, "cores": facts.host.num_cores}
         return workers, reason("data_workers", workers=workers, asked=False, source="images", **values)
-    tokens_per_s = mean / (COLLATE_SAMPLE_S + mean * COLLATE_TOKEN_S)
+    tokens_per_s = collate_rate(facts.data)
     spare = max(0, facts.host.num_cores // max(1, len(facts.host.gpus)) - 2)
     needed = 0 if tokens_per_s >= ENOUGH_TOKENS_PER_S else math.ceil(ENOUGH_TOKENS_PER_S / tokens_per_s)
     wanted = min(MAX_AUTO_WORKERS, needed)
@@ -391,6 +391,12 @@ def choose_data_workers(config: RunConfig, facts: Facts, device: Device) -> tupl
     about = int(float(f"{tokens_per_s:.2g}"))
     values = {"tokens_per_s": about, "wanted": wanted, "cores": facts.host.num_cores}
     return workers, reason("data_workers", workers=workers, asked=False, source="gpu", **values)
+
+
+def collate_rate(data: DataFacts) -> float:
+    """Tokens/s that one thread collates."""
+    mean = max(1.0, data.mean_length)
+    return mean / (COLLATE_SAMPLE_S + mean * COLLATE_TOKEN_S)
 
 
 def check_optimizer(config: RunConfig, device: Device, compute: ComputeDtype) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from manyhands.data.batch.pack import (
-    TILE_TOKENS,
     StepLayout,
     lay_out_packed,
     lay_out_unpacked,
@@ -24,7 +23,7 @@ from manyhands.data.store.store import SampleSet
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.planner.batch import ceil_div, constant_pack_tokens
 from manyhands.planner.layout import Layout, change, mesh_of
-from manyhands.planner.time.clock import lay_out
+from manyhands.planner.time.clock import lay_out, pack_tile
 from manyhands.planner.time.work import sample_steps
 from manyhands.planner.types import Plan, reason
 
@@ -103,13 +102,6 @@ def _fill(order: np.ndarray, lengths: np.ndarray, layout: Layout) -> np.ndarray:
     return np.array(chosen or [int(order[0])], dtype=np.int64)
 
 
-def pack_tile(plan: Plan) -> int:
-    """Packs are padded to multiples of so many tokens: whole tiles on a GPU and where blocks are compiled, else not at
-    all.
-    """
-    return TILE_TOKENS if plan.layout.compile or plan.layout.device == "cuda" else 1
-
-
 def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
     """(tokens of samples over tokens that are computed, steps laid out); None where the facts hold no whole step.
 
@@ -122,7 +114,7 @@ def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
     layouts = [lay_out_step(plan, samples, lengths) for samples in steps]
     if plan.layout.micro_tokens is not None:
         return packing_efficiency(
-            layouts, lengths, pack_tile(plan), plan.layout.pack_tokens if plan.layout.compile else None
+            layouts, lengths, pack_tile(plan.layout), plan.layout.pack_tokens if plan.layout.compile else None
         ), len(steps)
     useful = paid = 0
     for micro in (micro for layout in layouts for micro in layout.micro_batches):
@@ -147,7 +139,7 @@ def with_efficiency(plan: Plan, facts: Facts) -> Plan:
         "share": share,
         "steps": num_steps,
         "packed": layout.micro_tokens is not None,
-        "padded": pack_tile(plan) > 1 or layout.pack_tokens is not None,
+        "padded": pack_tile(plan.layout) > 1 or layout.pack_tokens is not None,
         "ranks": layout.data_parallel_degree,
     }
     if share < GOOD_SHARE:

@@ -18,7 +18,7 @@ from manyhands.data.batch.pack import TILE_TOKENS, StepLayout, lay_out_packed, l
 from manyhands.facts.gpu_kinds import kind_of_all
 from manyhands.facts.types import DataFacts, Facts, GpuKind
 from manyhands.planner.batch import ceil_div
-from manyhands.planner.choices import COLLATE_SAMPLE_S, COLLATE_TOKEN_S, Decisions
+from manyhands.planner.choices import Decisions, collate_rate
 from manyhands.planner.layout import Layout
 from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.steps import Steps
@@ -92,8 +92,7 @@ class Clock:
         lengths = np.array(self.data.first_lengths, dtype=np.int64)
         laid_out = [lay_out(layout, samples, lengths) for samples in steps]
         parts = [[[lengths[part] for part in micro] for micro in step.micro_batches] for step in laid_out]
-        tile = TILE_TOKENS if layout.compile or layout.device == "cuda" else 1
-        return work_of_lengths(parts, layout, window, tile)
+        return work_of_lengths(parts, layout, window, pack_tile(layout))
 
 
 def lay_out(layout: Layout, samples: np.ndarray, lengths: np.ndarray, more: np.ndarray | None = None) -> StepLayout:
@@ -107,10 +106,11 @@ def lay_out(layout: Layout, samples: np.ndarray, lengths: np.ndarray, more: np.n
     return lay_out_unpacked(samples, layout.data_parallel_degree, layout.micro_samples, layout.accumulation)
 
 
-def collate_rate(data: DataFacts) -> float:
-    """Tokens/s of one thread, as ``choices.choose_data_workers`` counts them."""
-    mean = max(1.0, data.mean_length)
-    return mean / (COLLATE_SAMPLE_S + mean * COLLATE_TOKEN_S)
+def pack_tile(layout: Layout) -> int:
+    """Packs are padded to multiples of so many tokens: whole tiles on a GPU and where blocks are compiled, else not at
+    all.
+    """
+    return TILE_TOKENS if layout.compile or layout.device == "cuda" else 1
 
 
 def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int, batch: dict[str, Any]) -> Clock:
