@@ -62,7 +62,7 @@ def test_of_stacks_it_says_what_a_token_uses():
     stack = LinearShape(*gate[:2], groups=8, active=2)
     mixture = model.model_copy(update={"block_linear_shapes": model.block_linear_shapes | {"mlp.gate_proj": stack}})
     assert mixture.num_active_parameters == model.num_parameters - 32 * gate.size * 6 // 8
-    assert "of 8.1 B (6.62 B active) trained" in lines(run_config(), facts(mixture, gpus=1))["model"]
+    assert "of 8.09 B (6.62 B active) trained" in lines(run_config(), facts(mixture, gpus=1))["model"]
 
 
 def test_on_a_cpu_the_time_is_not_guessed():
