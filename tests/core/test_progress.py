@@ -17,7 +17,8 @@ from manyhands.core import progress
 from manyhands.export import verify_process
 from manyhands.export.adapter import export_adapter
 from manyhands.export.model import export_model
-from manyhands.infer.generate import generate
+from manyhands.infer.decode import complete
+from manyhands.infer.settings import GenerationSettings
 from manyhands.model.load import match_checkpoint, read_weights
 from tests.export.tiny import METHOD, adapt, make_model, save_source
 from tests.support.zygote import forking
@@ -83,7 +84,8 @@ def test_answering_a_prompt() -> None:
         def decode(self, ids: list[int], **options: object) -> str:
             return " ".join(map(str, ids))
 
-    assert advances(lambda: generate(make_model(), Tokenizer(), [1, 2, 3], 7, ())) >= 7
+    settings = GenerationSettings(max_new_tokens=7)
+    assert advances(lambda: complete(make_model(), Tokenizer(), [[1, 2, 3]], settings, ())) >= 7
 
 
 def verify_by(monkeypatch: pytest.MonkeyPatch, command: list[str], stop: Callable[[], bool]) -> tuple[str, str] | None:

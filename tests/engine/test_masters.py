@@ -18,7 +18,8 @@ from manyhands.checkpoint.save import save_checkpoint
 from manyhands.engine import apply as surgery
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.native import NativeEngine
-from manyhands.infer.generate import generate
+from manyhands.infer.decode import complete
+from manyhands.infer.settings import GenerationSettings
 from manyhands.kernels.adamw import FusedAdamW
 from manyhands.model.structure import find_blocks
 from manyhands.training.optimizer import make_optimizer
@@ -205,7 +206,8 @@ def test_generation_computes_with_the_copy(folders: dict[str, str]) -> None:
 
     dtypes = set()
     engine.model.lm_head.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
-    answers = [generate(model, Spelled(), [5, 9, 200, 31], 8, [0]) for model in (engine.model, plain)]
+    settings = GenerationSettings(max_new_tokens=8)
+    answers = [complete(model, Spelled(), [[5, 9, 200, 31]], settings, [0])[0].text for model in (engine.model, plain)]
     assert answers[0] == answers[1] and dtypes == {torch.bfloat16}
     assert {p.dtype for p in engine.model.parameters()} == {torch.float32}
 

@@ -208,7 +208,8 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     first = AnswerFile(tmp_path / "a.jsonl", {"model": 1}, 2)
     with pytest.raises(UserError, match="another process is writing"):
         AnswerFile(tmp_path / "a.jsonl", {"model": 1}, 2)
-    first.add([(1, {"answer": "é"}), (0, {"answer": "b"})])
+    first.add(1, {"answer": "é"})
+    first.add(0, {"answer": "b"})
     first.finish([{"prompt": "p", "answer": "known"}, {"prompt": "q"}])
     assert read(tmp_path / "a.jsonl") == [
         {"prompt": "p", "reference": "known", "answer": "b"},
@@ -235,7 +236,7 @@ def test_a_folder_is_no_file_of_answers(tmp_path: Path) -> None:
 def test_other_fields_of_a_row_come_back_whatever_they_hold(tmp_path: Path) -> None:
     row = {"prompt": "a", "note": "half \ud83d of a pair", "name": "é\u2028"}
     file = AnswerFile(tmp_path / "a.jsonl", {"seed": 1}, 1)
-    file.add([(0, {"answer": "b"})])
+    file.add(0, {"answer": "b"})
     file.finish([row])
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_bytes().split(b"\n") if line] == [
         row | {"answer": "b"}

@@ -24,7 +24,7 @@ from manyhands.infer.compare import (
     to_json,
     write_files,
 )
-from manyhands.infer.evaluate import _open_evaluator, last_turn, sum_losses
+from manyhands.infer.evaluate import Evaluator, last_turn, sum_losses
 from manyhands.infer.load import find_parts, open_answerer
 from manyhands.infer.replicas import DeviceSlot, Placement
 from manyhands.infer.settings import GenerationSettings
@@ -143,10 +143,8 @@ def test_the_number_of_copies_changes_no_bit(place: Path, tmp_path: Path) -> Non
 def test_the_batch_size_that_is_asked_for_bounds_the_answers(place: Path, tmp_path: Path) -> None:
     data = write_data(tmp_path / "rows.jsonl", ["one", "two", "three", "four"])
     found = compare(place / "base", data=data, metrics=["loss"], with_base=False)
-    evaluator = _open_evaluator(
-        DeviceSlot(), find_parts(place / "base"), found.data, SETTINGS, Placement(batch_size=3), 1
-    )
-    assert evaluator.capacity.max_rows == 3
+    given: dict[str, Any] = dict(found=find_parts(place / "base"), data=found.data, settings=SETTINGS, num_replicas=1)
+    assert Evaluator(DeviceSlot(), placement=Placement(batch_size=3), **given).capacity.max_rows == 3
 
 
 def test_a_divided_model_gives_the_same_sums(place: Path, tmp_path: Path) -> None:

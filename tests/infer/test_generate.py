@@ -13,8 +13,10 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
-from manyhands.infer.generate import end_of_turn, end_token_ids, generate, greedy
+from manyhands.infer.decode import complete
+from manyhands.infer.generate import end_of_turn, end_token_ids, greedy
 from manyhands.infer.sample_prompts import SamplePrompt, SamplePrompts
+from manyhands.infer.settings import GenerationSettings
 from tests.export.tiny import make_model, make_tokenizer
 
 
@@ -40,7 +42,7 @@ def test_ranks_that_see_a_tie_differently_take_the_same_token() -> None:
 def test_cached_generation_equals_whole_forwards_and_leaves_the_model_as_it_was() -> None:
     model, tokenizer = make_model().train(), make_tokenizer()
     model.set_attn_implementation("eager")
-    text = generate(model, tokenizer, [8, 9, 10], 12, {2})
+    text = complete(model, tokenizer, [[8, 9, 10]], GenerationSettings(max_new_tokens=12), {2})[0].text
     assert model.training and model.config._attn_implementation == "eager"
     model.eval()
     ids = greedy(lambda ids: model(input_ids=ids, use_cache=False).logits[:, -1], [8, 9, 10], 12, {2})
@@ -52,10 +54,8 @@ def test_an_end_token_is_not_part_of_the_answer() -> None:
     model, tokenizer = make_model(), make_tokenizer()
     ids = greedy(lambda ids: model(input_ids=ids, use_cache=False).logits[:, -1], [8, 9, 10], 5, set())
     end = next(i for i in range(1, 5) if ids[i] not in ids[:i])
-    assert (
-        generate(model, tokenizer, [8, 9, 10], 12, {ids[end]})
-        == tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
-    )
+    answer = complete(model, tokenizer, [[8, 9, 10]], GenerationSettings(max_new_tokens=12), {ids[end]})[0]
+    assert answer.ids == tuple(ids[:end]) and answer.text == tokenizer.decode(ids[:end]).strip()
 
 
 @pytest.mark.parametrize(

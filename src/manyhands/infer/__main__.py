@@ -15,9 +15,11 @@ from typing import Any
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError, explain_foreign
 from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely, printable
-from manyhands.infer.prompts import PromptOptions
 from manyhands.infer.settings import GenerationSettings
 from manyhands.launch.run.folder import describe_earlier_result
+
+Fields = Mapping[str, Any]
+NO_FIELDS: Fields = {}
 
 
 def generate(
@@ -26,30 +28,22 @@ def generate(
     input: str | None = None,
     output: str | None = None,
     base: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
-    placement: Mapping[str, Any] | None = None,
+    settings: Fields = NO_FIELDS,
+    options: Fields = NO_FIELDS,
+    placement: Fields = NO_FIELDS,
     overwrite: bool = False,
     images: Sequence[str] = (),
 ) -> int:
-    asked, added = GenerationSettings.from_json(settings or {}), _read_options(options)
+    from manyhands.infer.batch import answer_file, open_placed
+    from manyhands.infer.prompts import PromptOptions, messages_of
+    from manyhands.infer.replicas import Placement
+
+    asked, added = GenerationSettings.from_json(settings), PromptOptions.from_json(options)
     if input is not None and output is not None:
-        from manyhands.infer.batch import Placement, answer_file
-
-        answer_file(
-            Path(folder),
-            Path(input),
-            Path(output),
-            asked,
-            base=base,
-            options=added,
-            placement=Placement(**(placement or {})),
-            overwrite=overwrite,
-        )
+        where = Placement(**placement)
+        files = Path(folder), Path(input), Path(output)
+        answer_file(*files, asked, base=base, options=added, placement=where, overwrite=overwrite)
         return 0
-    from manyhands.infer.batch import open_placed
-    from manyhands.infer.prompts import messages_of
-
     answerer = open_placed(Path(folder), base)
     content = [*({"type": "image", "image": place} for place in images), {"type": "text", "text": prompt or ""}]
     row = {"messages": [{"role": "user", "content": content}]} if images else {"prompt": prompt or ""}
@@ -58,53 +52,28 @@ def generate(
     return 0
 
 
-def chat(
-    folder: str,
-    base: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> int:
+def chat(folder: str, base: str | None = None, settings: Fields = NO_FIELDS, options: Fields = NO_FIELDS) -> int:
     from manyhands.infer.batch import open_placed
     from manyhands.infer.chat import chat as hold_chat
+    from manyhands.infer.prompts import PromptOptions
 
-    hold_chat(open_placed(Path(folder), base), GenerationSettings.from_json(settings or {}), _read_options(options))
+    hold_chat(open_placed(Path(folder), base), GenerationSettings.from_json(settings), PromptOptions.from_json(options))
     return 0
 
 
-def _read_options(values: Mapping[str, Any] | None) -> PromptOptions:
-    values = values or {}
-    return PromptOptions(values.get("system"), tuple(values.get("tools") or ()))
-
-
-def serve(
-    folder: str,
-    base: str | None = None,
-    port: int = 8000,
-    name: str | None = None,
-    engine: str = "auto",
-    settings: Mapping[str, Any] | None = None,
-    placement: Mapping[str, Any] | None = None,
-) -> int:
+def serve(folder: str, settings: Fields = NO_FIELDS, placement: Fields = NO_FIELDS, **chosen: Any) -> int:
     from manyhands.infer.replicas import Placement
     from manyhands.infer.serve import serve as serve_model
 
-    return serve_model(
-        Path(folder),
-        base=base,
-        port=port,
-        name=name,
-        engine=engine,
-        settings=GenerationSettings.from_json(settings or {}),
-        placement=Placement(**(placement or {})),
-    )
+    asked = GenerationSettings.from_json(settings)
+    return serve_model(Path(folder), settings=asked, placement=Placement(**placement), **chosen)
 
 
 def evaluate(
     folder: str,
     data: str | None = None,
-    metrics: Sequence[str] = (),
-    settings: Mapping[str, Any] | None = None,
-    placement: Mapping[str, Any] | None = None,
+    settings: Fields = NO_FIELDS,
+    placement: Fields = NO_FIELDS,
     output: str | None = None,
     as_json: bool = False,
     **chosen: Any,
@@ -112,14 +81,8 @@ def evaluate(
     from manyhands.infer import compare
     from manyhands.infer.replicas import Placement
 
-    found = compare.compare(
-        Path(folder),
-        data=data,
-        metrics=metrics,
-        settings=GenerationSettings.from_json(settings or {}),
-        placement=Placement(**(placement or {})),
-        **chosen,
-    )
+    asked, where = GenerationSettings.from_json(settings), Placement(**placement)
+    found = compare.compare(Path(folder), data=data, settings=asked, placement=where, **chosen)
     is_run = (Path(folder) / "run.json").is_file()
     target = Path(output) if output is not None else compare.output_folder(Path(folder), data) if is_run else None
     try:
@@ -130,17 +93,10 @@ def evaluate(
     return 0
 
 
-def harness(
-    folder: str,
-    tasks: Sequence[str],
-    base: str | None = None,
-    output: str | None = None,
-    as_json: bool = False,
-    **chosen: Any,
-) -> int:
+def harness(folder: str, tasks: Sequence[str], output: str | None = None, as_json: bool = False, **chosen: Any) -> int:
     from manyhands.infer.harness import describe, run_tasks
 
-    results = run_tasks(Path(folder), tasks, base=base, **chosen)
+    results = run_tasks(Path(folder), tasks, **chosen)
     try:
         if output is not None:
             Path(output).mkdir(parents=True, exist_ok=True)
@@ -168,24 +124,19 @@ def main(argv: list[str]) -> int:
         if note := describe_earlier_result(Path(request["folder"])):
             print(printable(note), file=sys.stderr)
         return VERBS[verb](**request)
-    except RowRefused as refused:
-        print(UserError(str(refused)), file=sys.stderr)
-        return UserError("").exit_code
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        if (denied := explain_refused(error, Path.cwd())) is None:
-            raise
-        print(denied, file=sys.stderr)
-        return denied.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BaseException as error:
-        if (foreign := explain_foreign(error)) is None:
+        if isinstance(error, RowRefused):
+            shown: UserError | None = UserError(str(error))
+        elif isinstance(error, UserError):
+            shown = error
+        else:
+            shown = explain_refused(error, Path.cwd()) if isinstance(error, OSError) else explain_foreign(error)
+        if shown is None:
             raise
-        print(foreign, file=sys.stderr)
-        return foreign.exit_code
+        print(shown, file=sys.stderr)
+        return shown.exit_code
 
 
 if __name__ == "__main__":

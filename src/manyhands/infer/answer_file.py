@@ -39,7 +39,7 @@ class AnswerFile:
                 fix="choose another --output, or add --overwrite",
             )
         self.output, self.partial = output, output.with_name(output.name + ".partial")
-        self._places: dict[int, int] = {}  # prompt -> offset of its line
+        self._lines: dict[int, bytes] = {}  # by prompt
         self._num_prompts = num_prompts
         self._header: dict[str, Any] = {"identity": dict(identity), "num_prompts": num_prompts}
         try:
@@ -76,7 +76,7 @@ class AnswerFile:
             if number == 0 and value is not None:
                 self._compare(value)
             elif value is not None and value.get("number") in range(self._num_prompts):
-                self._places[value["number"]] = end
+                self._lines[value["number"]] = line
             else:
                 break
             end += len(line)
@@ -85,7 +85,7 @@ class AnswerFile:
             self._write(self._header)
 
     def _compare(self, header: Mapping[str, Any]) -> None:
-        before, now = header.get("identity"), self._header["identity"]
+        now, before = self._header["identity"], header.get("identity")
         before = before if isinstance(before, dict) else {}
         changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
         if changed or header.get("num_prompts") != self._num_prompts:
@@ -100,23 +100,21 @@ class AnswerFile:
     @property
     def answered(self) -> set[int]:
         """Numbers of the prompts that have their answer."""
-        return set(self._places)
+        return set(self._lines)
 
-    def add(self, answers: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
-        """Adds answers, each a mapping of fields, and hands them to the system: a kill loses none of them."""
-        for number, answer in answers:
-            self._file.seek(0, os.SEEK_END)
-            self._places[number] = self._file.tell()
-            self._write({"number": number, **answer})
+    def add(self, number: int, answer: Mapping[str, Any]) -> None:
+        """Adds the fields of an answer and hands them to the system: a kill does not lose it."""
+        self._lines[number] = self._write({"number": number, **answer})
 
-    def _write(self, value: Mapping[str, Any]) -> None:
-        self._file.write(_write_line(value).encode())
+    def _write(self, value: Mapping[str, Any]) -> bytes:
+        line = _write_line(value).encode()
+        self._file.write(line)
         self._file.flush()
+        return line
 
     def read(self, number: int) -> dict[str, Any]:
         """The fields of a prompt's answer."""
-        self._file.seek(self._places[number])
-        answer = json.loads(self._file.readline())
+        answer = json.loads(self._lines[number])
         del answer["number"]
         return answer
 
@@ -125,7 +123,7 @@ class AnswerFile:
 
         A row's own field of an answer's name is kept as ``reference``.
         """
-        if missing := self._num_prompts - len(self._places):
+        if missing := self._num_prompts - len(self._lines):
             raise ValueError(f"{missing} prompts have no answer yet")
         temporary = self.output.with_name(f".{self.output.name}.{os.getpid()}.tmp")
         try:

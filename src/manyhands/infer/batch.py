@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +101,29 @@ def answer_file(
     try:
         answered = answers.answered
         waiting = [prompt for prompt in prompts if prompt.number not in answered]
-        report(_describe(len(prompts), len(answered), slots))
-        progress = _AnswerRate(len(prompts), len(answered), report)
+        where = f"on {describe_slot(slots[0])}" if len(slots) == 1 else f"{len(slots)} copies of the model"
+        if len(slots) > 1 and slots[0].gpus:
+            where += f" on {len(slots) * len(slots[0].gpus)} GPUs"
+        already = f", {len(answered):,} of them answered already" if answered else ""
+        report(f"{count_of(len(prompts), 'prompt')}{already}, {where}")
+        start = shown = time.monotonic()
+        new = tokens = 0
+
+        def describe_rate() -> str:
+            seconds = max(time.monotonic() - start, 1e-9)
+            return f"{new / seconds:.1f} answers/s, {tokens / seconds:,.0f} tokens/s"
 
         def take(result: list[tuple[int, Completion]]) -> None:
-            answers.add((number, _fields(answer, len(prompts[number].ids))) for number, answer in result)
-            progress.add(result)
+            nonlocal new, tokens, shown
+            for number, answer in result:
+                tokens += len(answer.ids)
+                fields = {"answer": answer.text, "finish_reason": answer.finish_reason}
+                counts = {"prompt_tokens": len(prompts[number].ids), "answer_tokens": len(answer.ids)}
+                answers.add(number, fields | counts)
+            new += len(result)
+            if time.monotonic() - shown >= REPORT_EVERY_S:
+                shown = time.monotonic()
+                report(f"{len(answered) + new:,} of {len(prompts):,} answered, {describe_rate()}")
 
         if waiting:
             queue = PromptQueue(waiting, settings.max_new_tokens, len(slots))
@@ -121,19 +138,10 @@ def answer_file(
                 fix=f"put them back as they were, or delete {answers.partial.name} to answer the new ones",
             )
         answers.finish(row for _, row in read_rows(prompts_file))
-        progress.finish(output)
+        report(f"{count_of(len(prompts), 'answer')} in {output}" + (f", {describe_rate()} with loading" if new else ""))
     finally:
         answers.close()
     return len(prompts)
-
-
-def _fields(answer: Completion, num_prompt_tokens: int) -> dict[str, Any]:
-    return {
-        "answer": answer.text,
-        "finish_reason": answer.finish_reason,
-        "prompt_tokens": num_prompt_tokens,
-        "answer_tokens": len(answer.ids),
-    }
 
 
 def read_max_tokens(found: ModelLocation, settings: GenerationSettings) -> int | None:
@@ -183,42 +191,3 @@ def identify(
         **settings.to_json(),
         "stop": list(settings.stop),
     }
-
-
-class _AnswerRate:
-    """Lines on standard error: answers so far, answers and tokens a second."""
-
-    def __init__(self, total: int, done: int, report: Report) -> None:
-        self._total, self._done, self._report = total, done, report
-        self._new, self._tokens = 0, 0
-        self._start = self._shown = time.monotonic()
-
-    def add(self, result: Sequence[tuple[int, Completion]]) -> None:
-        if not self._new:
-            self._start = min(self._start, time.monotonic())
-        self._new += len(result)
-        self._tokens += sum(len(answer.ids) for _, answer in result)
-        now = time.monotonic()
-        if now - self._shown >= REPORT_EVERY_S:
-            self._shown = now
-            self._report(f"{self._done + self._new:,} of {self._total:,} answered, {self._rate(now)}")
-
-    def _rate(self, now: float) -> str:
-        seconds = max(now - self._start, 1e-9)
-        return f"{self._new / seconds:.1f} answers/s, {self._tokens / seconds:,.0f} tokens/s"
-
-    def finish(self, output: Path) -> None:
-        rate = f", {self._rate(time.monotonic())} with loading" if self._new else ""
-        self._report(f"{count_of(self._total, 'answer')} in {output}{rate}")
-
-
-def _describe(num_prompts: int, num_answered: int, slots: Sequence[DeviceSlot]) -> str:
-    where = describe_slot(slots[0]) if len(slots) == 1 else f"{len(slots)} copies of the model"
-    if len(slots) > 1 and slots[0].gpus:
-        where += f" on {len(slots) * len(slots[0].gpus)} GPUs"
-    already = f", {num_answered:,} of them answered already" if num_answered else ""
-    return (
-        f"{count_of(num_prompts, 'prompt')}{already}, on {where}"
-        if len(slots) == 1
-        else f"{count_of(num_prompts, 'prompt')}{already}, {where}"
-    )

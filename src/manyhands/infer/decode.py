@@ -116,8 +116,8 @@ def complete(
     causal: Any = model
     if len({len(prompt) for prompt in prompts}) > 1 and not can_pad(causal.config):
         raise ValueError("prompts of unequal lengths in a batch of a model for which padding is not exact")
-    batch = _Batch(tokenizer, prompts, settings, frozenset(end_ids), numbers, on_text, causal.device)
-    batch.on_token = on_token
+    keys = range(len(prompts)) if numbers is None else numbers
+    batch = _Batch(tokenizer, prompts, settings, frozenset(end_ids), keys, on_text, on_token, causal.device)
     from transformers import GenerationConfig
 
     ends = sorted(end_ids)
@@ -143,11 +143,13 @@ class _Batch:
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings,
         end_ids: frozenset[int],
-        numbers: Sequence[int] | None,
+        numbers: Sequence[int],
         on_text: OnText | None,
+        on_token: Callable[[], object] | None,
         device: torch.device,
     ) -> None:
-        self._tokenizer, self._settings, self._end_ids, self._on_text = tokenizer, settings, end_ids, on_text
+        self._tokenizer, self._settings, self._end_ids = tokenizer, settings, end_ids
+        self._on_text, self._on_token = on_text, on_token
         longest = max(map(len, prompts))
         self.ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         self.mask = torch.zeros_like(self.ids)
@@ -159,11 +161,9 @@ class _Batch:
         self.rows = [
             _Row(number, stream=TextStream(tokenizer) if follows_text else None) for number in range(len(prompts))
         ]
-        keys = list(numbers) if numbers is not None else list(range(len(prompts)))
-        self._draws = None if settings.is_greedy else _draw(settings, keys).to(device)
+        self._draws = None if settings.is_greedy else _draw(settings, numbers).to(device)
         self._seen: torch.Tensor | None = None  # bool (rows, vocabulary): tokens of the prompt and the answer
         self._active = list(self.rows)
-        self.on_token: Callable[[], object] | None = None
 
     def decode(
         self,
@@ -190,8 +190,8 @@ class _Batch:
             tokens = self._choose(logits, step)
             self._take(tokens.tolist())
             advance()
-            if self.on_token is not None:
-                self.on_token()
+            if self._on_token is not None:
+                self._on_token()
             if all(row.done for row in self._active):
                 break
             input_ids = torch.cat([input_ids, tokens[:, None]], dim=1)

@@ -35,15 +35,15 @@ from manyhands.data.store.streams import (
     split_documents,
     weights_of,
 )
-from manyhands.infer.batch import load_at
+from manyhands.infer.batch import open_replica
 from manyhands.infer.decode import Completion
 from manyhands.infer.images import PromptImages, image_token_of, refuse_images
-from manyhands.infer.load import Answerer, ModelLocation
+from manyhands.infer.load import ModelLocation, open_found_tokenizer
 from manyhands.infer.prompts import PromptTokens
 from manyhands.infer.replicas import ALL_GPUS, DeviceSlot, Placement, count_weight_bytes, run_tasks
 from manyhands.infer.settings import GenerationSettings
-from manyhands.infer.text_metrics import LOSS_METRICS, Extractor, check_metrics, make_extractor, score
-from manyhands.infer.worker import PromptQueue, Worker
+from manyhands.infer.text_metrics import LOSS_METRICS, TEXT_METRICS, check_metrics, make_extractor, score
+from manyhands.infer.worker import BatchCapacity, PromptQueue
 from manyhands.model.loss import LossModel
 
 BATCH_TOKENS = 8192  # of a forward pass, padding included
@@ -114,14 +114,45 @@ def measure(
     begin, metrics = time.monotonic(), check_metrics(metrics, extract)
     settings = settings or GenerationSettings()
     samples = data.open()
-    scores = Scores()
     slots = placement.slots(count_weight_bytes(found.weights))
-    make = functools.partial(
-        _open_evaluator, found=found, data=data, settings=settings, placement=placement, num_replicas=len(slots)
-    )
-    cut = _TaskCutter(samples, data, metrics, settings, len(slots), image_token_of(found.weights))
-    if not cut.num_tasks_known:
-        raise _nothing_to_measure(data)
+    has_losses = any(metric in LOSS_METRICS for metric in metrics)
+    has_texts = any(metric in TEXT_METRICS for metric in metrics)
+    if has_losses and any(stream.name == DOCUMENTS.name for stream in samples.streams):
+        raise UserError(
+            "the loss of a pair of answers is measured by the evaluations of its run",
+            where=data.name,
+            why="this command has the cross-entropy of single answers alone",
+            fix="read the run's report, or compare texts with the chosen answers: --metrics rougeL",
+        )
+    numbers = data.choose(samples)
+    groups = list(group_by_length(samples.lengths, numbers)) if has_losses else []
+    turns: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for number in map(int, numbers[: data.limit] if has_texts else ()):
+        turn = last_turn(split_documents(samples.sample(number), samples.streams)[0])
+        if turn is not None:
+            turns[number] = turn
+    if has_texts and not turns:
+        raise UserError(
+            "no sample has a prompt to answer",
+            where=data.name,
+            why="all tokens of the samples are trained, as those of a text",
+            fix=f"choose from {', '.join(LOSS_METRICS)}",
+        )
+    if not groups and not turns:
+        raise UserError("there is no sample with loss tokens", where=data.name, fix="give other data: --data FILE")
+    image_token = image_token_of(found.weights)
+    prompts = [
+        PromptTokens(number, tuple(prompt.tolist()), images_of(samples.sample(number), prompt, image_token))
+        for number, (prompt, _) in turns.items()
+    ]
+    queue, waiting = PromptQueue(prompts, settings.max_new_tokens, len(slots)), list(enumerate(groups))[::-1]
+
+    def next_task(capacity: BatchCapacity) -> tuple[str, Any] | None:
+        if waiting:
+            return "loss", waiting.pop()
+        batch = queue.take(capacity)
+        return None if batch is None else ("answers", batch)
+
     sums: dict[int, list[float]] = {}
     answers: dict[int, Completion] = {}
 
@@ -129,54 +160,37 @@ def measure(
         kind, value = result
         if kind == "loss":
             sums.update([value])
-            report(f"loss: {len(sums):,} of {len(cut.groups):,} batches")
+            report(f"loss: {len(sums):,} of {len(groups):,} batches")
         else:
             answers.update(value)
-            report(f"answers: {len(answers):,} of {cut.num_prompts:,}")
+            report(f"answers: {len(answers):,} of {len(prompts):,}")
 
-    run_tasks(slots, make, cut.take, take)
+    given: dict[str, Any] = dict(found=found, settings=settings, placement=placement, num_replicas=len(slots))
+    run_tasks(slots, functools.partial(Evaluator, data=data, **given), next_task, take)
+    scores = Scores(num_samples=len(numbers) if sums else len(answers))
+    values: dict[str, float] = {}
     if sums:  # in the order of the batches, so that the number of copies does not change a bit
-        total = np.sum([sums[number] for number in sorted(sums)], axis=0)
-        _fill_losses(scores, metrics, total.tolist())
-        scores.num_samples = len(cut.numbers)
+        loss, weight, correct, num_labels = np.sum([sums[number] for number in sorted(sums)], axis=0).tolist()
+        means = {LANGUAGE_MODEL.name: loss / weight, "correct": correct / num_labels}
+        values = {"loss": means[LANGUAGE_MODEL.name]}
+        values |= {metric.name: metric.figure(means[metric.of]) for metric in LANGUAGE_MODEL.metrics}
+        scores.num_loss_tokens = int(num_labels)
     if answers:
-        _fill_texts(scores, metrics, cut, answers, open_texts(found), make_extractor(extract) if extract else None)
-    scores.values = {name: scores.values[name] for name in metrics}
+        decode, extractor = open_texts(found), make_extractor(extract) if extract else None
+        for number in sorted(answers):
+            prompt, expected = map(decode, turns[number])
+            answer = answers[number]
+            judged = score(answer.text, expected, metrics, extractor)
+            scores.answers.append(ScoredAnswer(prompt, expected, answer.text, answer.finish_reason, judged))
+        for name in scores.answers[0].scores:
+            values[name] = sum(one.scores[name] for one in scores.answers) / len(scores.answers)
+    scores.values = {name: values[name] for name in metrics}
     scores.seconds = time.monotonic() - begin
     return scores
 
 
-def _fill_losses(scores: Scores, metrics: Sequence[str], total: Sequence[float]) -> None:
-    loss, weight, correct, num_labels = total
-    means = {LANGUAGE_MODEL.name: loss / weight, "correct": correct / num_labels}
-    figures = {metric.name: metric.figure(means[metric.of]) for metric in LANGUAGE_MODEL.metrics}
-    values = {"loss": means[LANGUAGE_MODEL.name]} | figures
-    scores.values |= {name: value for name, value in values.items() if name in metrics}
-    scores.num_loss_tokens = int(num_labels)
-
-
-def _fill_texts(
-    scores: Scores,
-    metrics: Sequence[str],
-    cut: _TaskCutter,
-    answers: dict[int, Completion],
-    decode: Callable[[Any], str],
-    extractor: Extractor | None,
-) -> None:
-    for number in sorted(answers):
-        prompt, reference = cut.turns[number]
-        answer, expected = answers[number], decode(reference)
-        judged = score(answer.text, expected, metrics, extractor)
-        scores.answers.append(ScoredAnswer(decode(prompt), expected, answer.text, answer.finish_reason, judged))
-    for name in scores.answers[0].scores:
-        scores.values[name] = sum(one.scores[name] for one in scores.answers) / len(scores.answers)
-    scores.num_samples = scores.num_samples or len(scores.answers)
-
-
 def open_texts(found: ModelLocation) -> Callable[[Any], str]:
     """Tokens to the text that a person reads: without special tokens."""
-    from manyhands.infer.load import open_found_tokenizer
-
     tokenizer = open_found_tokenizer(found)
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True).strip()
 
@@ -199,89 +213,30 @@ def images_of(sample: Sample, prompt: np.ndarray, token_id: int) -> tuple[Stored
     return found[: int((ends <= int((prompt == token_id).sum())).sum())]
 
 
-class _TaskCutter:
-    """Tasks of both kinds: (``loss``, number of the batch, samples) and (``answer``, prompts)."""
-
-    def __init__(
-        self,
-        samples: SampleSet,
-        data: EvaluationData,
-        metrics: Sequence[str],
-        settings: GenerationSettings,
-        num_replicas: int,
-        image_token: int,
-    ) -> None:
-        losses, texts = any(m in LOSS_METRICS for m in metrics), any(m not in LOSS_METRICS for m in metrics)
-        if losses and any(stream.name == DOCUMENTS.name for stream in samples.streams):
-            raise UserError(
-                "the loss of a pair of answers is measured by the evaluations of its run",
-                where=data.name,
-                why="this command has the cross-entropy of single answers alone",
-                fix="read the run's report, or compare texts with the chosen answers: --metrics rougeL",
-            )
-        self.numbers = data.choose(samples)
-        self.groups = list(group_by_length(samples.lengths, self.numbers)) if losses else []
-        self._waiting = list(enumerate(self.groups))[::-1]
-        chosen = self.numbers if data.limit is None else self.numbers[: data.limit]
-        firsts = ((int(n), split_documents(samples.sample(int(n)), samples.streams)[0]) for n in chosen)
-        turns = {number: last_turn(first) for number, first in firsts} if texts else {}
-        self.turns = {n: turn for n, turn in turns.items() if turn is not None}
-        if texts and not self.turns:
-            raise UserError(
-                "no sample has a prompt to answer",
-                where=data.name,
-                why="all tokens of the samples are trained, as those of a text",
-                fix=f"choose from {', '.join(LOSS_METRICS)}",
-            )
-        prompts = [
-            PromptTokens(n, tuple(prompt.tolist()), images_of(samples.sample(n), prompt, image_token))
-            for n, (prompt, _) in self.turns.items()
-        ]
-        self.num_prompts = len(prompts)
-        self._queue = PromptQueue(prompts, settings.max_new_tokens, num_replicas)
-        self.num_tasks_known = len(self.groups) + len(prompts)
-
-    def take(self, capacity: Any) -> tuple[Any, ...] | None:
-        if self._waiting:
-            number, group = self._waiting.pop()
-            return ("loss", number, group)
-        batch = self._queue.take(capacity)
-        return None if batch is None else ("answer", batch)
-
-
 class Evaluator:
     """A copy of the model that measures batches of samples and answers prompts."""
 
     def __init__(
         self,
-        answerer: Answerer,
+        slot: DeviceSlot,
+        *,
+        found: ModelLocation,
         data: EvaluationData,
         settings: GenerationSettings,
-        max_rows: int | None = None,
-        num_replicas: int = 1,
+        placement: Placement,
+        num_replicas: int,
     ) -> None:
-        self._answerer, self._samples = answerer, data.open()
-        self._worker = Worker(answerer, settings, max_rows=max_rows, num_processes=num_replicas)
+        self._worker, self._samples = open_replica(slot, found, settings, placement, num_replicas), data.open()
         self.capacity = self._worker.capacity
 
-    def run(self, task: tuple[Any, ...]) -> tuple[str, Any]:
-        if task[0] == "answer":
-            return "answer", self._worker.run(task[1])
-        _, number, samples = task
-        return "loss", (number, sum_losses(self._answerer.model, self._samples, samples, self._answerer.images))
-
-
-def _open_evaluator(
-    slot: DeviceSlot,
-    found: ModelLocation,
-    data: EvaluationData,
-    settings: GenerationSettings,
-    placement: Placement,
-    num_replicas: int,
-) -> Evaluator:
-    return Evaluator(
-        load_at(slot, found, placement), data, settings, placement.batch_size, 1 if slot.gpus else num_replicas
-    )
+    def run(self, task: tuple[str, Any]) -> tuple[str, Any]:
+        """Tasks are (``loss``, (number of the batch, samples)) and (``answers``, prompts)."""
+        kind, value = task
+        if kind == "answers":
+            return kind, self._worker.run(value)
+        number, samples = value
+        answerer = self._worker.answerer
+        return kind, (number, sum_losses(answerer.model, self._samples, samples, answerer.images))
 
 
 @torch.no_grad()
@@ -327,7 +282,3 @@ def group_by_length(lengths: np.ndarray, numbers: np.ndarray, max_tokens: int = 
         size = max(1, max_tokens // max(1, int(lengths[ordered[start]])))
         yield ordered[start : start + size]
         start += size
-
-
-def _nothing_to_measure(data: EvaluationData) -> UserError:
-    return UserError("there is no sample with loss tokens", where=data.name, fix="give other data: --data FILE")

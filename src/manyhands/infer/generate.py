@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from manyhands.data.chat.template import ChatTemplate
-from manyhands.infer.decode import complete
-from manyhands.infer.settings import GenerationSettings
 
 SENTINEL = "\ue000"  # private use: in no template and in no content
 
@@ -45,16 +42,6 @@ def greedy(
         new.append(int(token))
         ids = torch.cat([ids, token], dim=1)
     return new
-
-
-def generate(
-    model: nn.Module, tokenizer: Any, prompt_ids: Sequence[int], max_new_tokens: int, end_ids: Collection[int]
-) -> str:
-    """Greedy answer of an unsharded Hugging Face model; the text alone. Several at once, and sampling:
-    ``decode.complete``.
-    """
-    settings = GenerationSettings(max_new_tokens=max_new_tokens)
-    return complete(model, tokenizer, [prompt_ids], settings, end_ids)[0].text
 
 
 def end_token_ids(

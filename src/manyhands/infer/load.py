@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ class Answerer:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     images: PromptImages | None = None  # of a model that takes them
 
+    @property
+    def num_positions(self) -> int | None:
+        """Tokens of the model's context, where its configuration bounds them."""
+        model: Any = self.model
+        return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
     def answer(self, messages: Sequence[dict[str, Any]], max_new_tokens: int) -> str:
         """Greedy answer to a conversation; a model without a chat template continues the last message's text."""
         return self.answer_all([messages], GenerationSettings(max_new_tokens=max_new_tokens))[0].text
@@ -76,8 +83,7 @@ class Answerer:
         return [found[number] for number in range(len(prompts))]
 
     def _fit(self, longest: int, settings: GenerationSettings, shorten: bool) -> GenerationSettings:
-        model: Any = self.model
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        positions = self.num_positions
         if positions is None or longest + settings.max_new_tokens <= positions:
             return settings
         if shorten and longest < positions:
@@ -234,13 +240,23 @@ def load_model(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    placing: dict[str, Any] = {}
     if device_map is not None:
-        refuse_missing_accelerate()
+        if find_spec("accelerate") is None:
+            raise UserError(
+                "layers cannot be divided over GPUs without accelerate",
+                where="--device-map",
+                why="transformers places layers by that library, which is not installed",
+                fix="pip install accelerate",
+            )
+        placing["device_map"] = device_map
+        if gpus and not isinstance(device_map, dict):
+            placing["max_memory"] = {gpu: int(LAYERS_SHARE * torch.cuda.mem_get_info(gpu)[0]) for gpu in gpus}
     model: Any = auto_class_of(found.weights).from_pretrained(
         found.weights,
         dtype=torch.float32 if device == "cpu" else "auto",
         attn_implementation="sdpa",
-        **_placing(device_map, gpus),
+        **placing,
     )
     if getattr(model, "is_quantized", False):  # in NF4: adapters of ours compute beside plain weights
         model = model.dequantize()
@@ -250,29 +266,6 @@ def load_model(
     if found.adapter is not None:
         put_adapter(model, found.adapter)
     return (model if device_map is not None else model.to(device)).eval()
-
-
-def _placing(device_map: DeviceMap | None, gpus: Sequence[int]) -> dict[str, Any]:
-    if device_map is None:
-        return {}
-    if isinstance(device_map, dict) or not gpus:
-        return {"device_map": device_map}
-    return {
-        "device_map": device_map,
-        "max_memory": {gpu: int(LAYERS_SHARE * torch.cuda.mem_get_info(gpu)[0]) for gpu in gpus},
-    }
-
-
-def refuse_missing_accelerate() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("accelerate") is None:
-        raise UserError(
-            "layers cannot be divided over GPUs without accelerate",
-            where="--device-map",
-            why="transformers places layers by that library, which is not installed",
-            fix="pip install accelerate",
-        )
 
 
 def put_adapter(model: nn.Module, adapter: Path) -> None:

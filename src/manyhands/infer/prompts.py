@@ -42,6 +42,10 @@ class PromptOptions:
     system: str | None = None
     tools: tuple[Any, ...] = ()
 
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> PromptOptions:
+        return PromptOptions(values.get("system"), tuple(values.get("tools") or ()))
+
 
 NOTHING_ADDED = PromptOptions()
 

@@ -14,16 +14,15 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import read_json
 from manyhands.core.machine import count_cores
 
-READY, DONE, FAILED = "ready", "done", "failed"
 WEIGHTS_SHARE = 0.75  # of a GPU's free memory for weights; the rest is for the cache
 
 
@@ -62,11 +61,13 @@ class Replica(Protocol):
 
 
 Open = Callable[[DeviceSlot], Replica]
-NextTask = Callable[[Any], Any]
 
 
 def run_tasks(
-    slots: Sequence[DeviceSlot], open_replica: Open, next_task: NextTask, on_result: Callable[[Any], object]
+    slots: Sequence[DeviceSlot],
+    open_replica: Open,
+    next_task: Callable[[Any], Any],
+    on_result: Callable[[Any], object],
 ) -> None:
     """Does all tasks: ``next_task(capacity)`` cuts one for a free copy (None: no more), ``on_result`` takes the result.
 
@@ -77,87 +78,80 @@ def run_tasks(
         while (task := next_task(copy.capacity)) is not None:
             on_result(copy.run(task))
         return
-    with _started(slots, open_replica) as processes:
-        open_pipes = {process.pipe: process for process in processes}
-        while open_pipes:
-            for ready in connection.wait([*open_pipes, *(p.process.sentinel for p in open_pipes.values())]):
-                process = open_pipes.get(ready)  # type: ignore[call-overload]
-                if process is None:
-                    process = next((p for p in open_pipes.values() if p.process.sentinel == ready), None)
-                    if process is None or process.pipe.poll():
-                        continue  # it is done with, or has still said something
-                kind, value = process.receive()
-                if kind == READY:
-                    process.capacity = value
-                else:
-                    on_result(value)
-                task = next_task(process.capacity)
+    with _start(slots, open_replica) as started:
+        working = dict(started)
+        while working:
+            for ready in connection.wait(
+                [end for pipe, process in working.items() for end in (pipe, process.sentinel)]
+            ):
+                pipe = next((p for p, process in working.items() if ready in (p, process.sentinel)), None)
+                if pipe is None or (ready is not pipe and pipe.poll()):
+                    continue  # its process is done with, or has left a message
+                try:
+                    message = pipe.recv()
+                except (EOFError, ConnectionError):
+                    _raise_ended(working[pipe], slots[[*started].index(pipe)])
+                if isinstance(message, BaseException):
+                    raise message
+                capacity, results = message
+                for result in results:
+                    on_result(result)
+                task = next_task(capacity)
                 if task is None:
-                    del open_pipes[process.pipe]
-                process.pipe.send(task)
+                    del working[pipe]
+                pipe.send(task)
 
 
-@dataclass
-class _Process:
-    process: Any
-    pipe: Any
-    slot: DeviceSlot
-    capacity: Any = field(default=None)
-
-    def receive(self) -> tuple[str, Any]:
-        try:
-            kind, value = self.pipe.recv()
-        except (EOFError, ConnectionError):
-            self.process.join(10)
-            code = self.process.exitcode
-            by = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with {code}"
-            raise UserError(
-                f"the process of {describe_slot(self.slot)} has ended {by}",
-                why="most likely the machine ran out of memory" if by.endswith("SIGKILL") else "",
-                fix="answers so far are kept: the same command continues",
-                exit_code=EXIT_FAILED,
-            ) from None
-        if kind == FAILED:
-            raise value if isinstance(value, UserError) else RuntimeError(f"in a process of its own:\n{value}")
-        return kind, value
+def _raise_ended(process: Any, slot: DeviceSlot) -> NoReturn:
+    process.join(10)
+    code = process.exitcode
+    by = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with {code}"
+    raise UserError(
+        f"the process of {describe_slot(slot)} has ended {by}",
+        why="most likely the machine ran out of memory" if by.endswith("SIGKILL") else "",
+        fix="answers so far are kept: the same command continues",
+        exit_code=EXIT_FAILED,
+    ) from None
 
 
 @contextmanager
-def _started(slots: Sequence[DeviceSlot], open_replica: Open) -> Iterator[list[_Process]]:
+def _start(slots: Sequence[DeviceSlot], open_replica: Open) -> Iterator[dict[Any, Any]]:
+    """Processes by their pipes, in the order of the slots; ended with the context, whatever ends that."""
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    processes: list[_Process] = []
+    started: dict[Any, Any] = {}
     try:
         for slot in slots:
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, slot, open_replica))  # vLLM starts more
             process.start()
             theirs.close()
-            processes.append(_Process(process, ours, slot))
-        yield processes
-        for one in processes:
-            one.process.join(30)
+            started[ours] = process
+        yield started
+        for process in started.values():
+            process.join(30)
     finally:
-        for one in processes:
-            one.process.terminate()
-        for one in processes:
-            one.process.join(10)
-            one.process.kill()
-            one.pipe.close()
+        for process in started.values():
+            process.terminate()
+        for pipe, process in started.items():
+            process.join(10)
+            process.kill()
+            pipe.close()
 
 
 def _work(pipe: Any, slot: DeviceSlot, open_replica: Open) -> None:
+    """Sends (capacity, results), at first without a result, or the error that ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends this process
     try:
         copy = open_replica(slot)
-        pipe.send((READY, copy.capacity))
+        pipe.send((copy.capacity, []))
         while (task := pipe.recv()) is not None:
-            pipe.send((DONE, copy.run(task)))
+            pipe.send((copy.capacity, [copy.run(task)]))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the caller is gone
     except UserError as error:
-        pipe.send((FAILED, error))
+        pipe.send(error)
     except BaseException:
-        pipe.send((FAILED, traceback.format_exc()))
+        pipe.send(RuntimeError(f"in a process of its own:\n{traceback.format_exc()}"))
 
 
 def describe_slot(slot: DeviceSlot) -> str:

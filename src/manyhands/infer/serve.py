@@ -196,10 +196,9 @@ class Readers:
         self._answerers = answerer, dataclasses.replace(answerer, tokenizer=copy.deepcopy(answerer.tokenizer))
         self._threads = [ThreadPoolExecutor(1, f"requests-{kind}") for kind in ("short", "long")]
         self._num_waiting = [0, 0]
-        positions = count_positions(answerer)
         self.max_bytes = MAX_BODY_BYTES
-        if positions is not None:
-            self.max_bytes = min(MAX_BODY_BYTES, positions * MAX_TOKEN_BYTES + ROOM_BYTES)
+        if answerer.num_positions is not None:
+            self.max_bytes = min(MAX_BODY_BYTES, answerer.num_positions * MAX_TOKEN_BYTES + ROOM_BYTES)
 
     async def read(self, raw: bytes, read: Callable[[Answerer], _Asked]) -> _Asked:
         """Raises BadRequest, also where too many are waiting."""
@@ -215,12 +214,6 @@ class Readers:
     def close(self) -> None:
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
-
-
-def count_positions(answerer: Answerer) -> int | None:
-    """Tokens of the model's context, where its configuration bounds them."""
-    model: Any = answerer.model
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 async def _read_body(request: Any, max_bytes: int) -> bytes:
@@ -270,7 +263,7 @@ class _Asked:
             raise BadRequest(f"this server has the model {name}, not {given['model']}", "model", 404)
         self.is_chat, self.streams = is_chat, _read(given, "stream", bool)
         self.with_usage = bool(_read(given, "stream_options", dict).get("include_usage"))
-        self.id, self.created = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
+        self._id, self._created = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}", int(time.time())
         self._name, self._answerer = name, answerer
         self.tools = _read(given, "tools", list)
         try:
@@ -278,7 +271,7 @@ class _Asked:
             settings, number = read_settings(given, defaults)
         except (RowRefused, UserError) as error:
             raise BadRequest(error.what if isinstance(error, UserError) else str(error)) from None
-        positions = count_positions(answerer)
+        positions = answerer.num_positions
         if positions is not None and len(ids) + settings.max_new_tokens > positions:
             room = positions - len(ids)
             if "max_tokens" in given or "max_completion_tokens" in given or room < 1:
@@ -298,23 +291,18 @@ class _Asked:
 
     def message(self, completion: Completion) -> tuple[dict[str, Any], str]:
         """The assistant's message and its finish reason; calls of tools where the model's format is known."""
-        if self.tools and (calls := self._read_calls(completion)):
+        found = read_calls(self._answerer.tokenizer, completion, self.request.ids) if self.tools else []
+        if found:
+            calls = [{"id": f"call_{n}", "type": "function", "function": call} for n, call in enumerate(found)]
             return {"role": "assistant", "content": None, "tool_calls": calls}, "tool_calls"
         return {"role": "assistant", "content": completion.text}, completion.finish_reason
-
-    def _read_calls(self, completion: Completion) -> list[dict[str, Any]]:
-        calls = read_calls(self._answerer.tokenizer, completion, self.request.ids)
-        return [{"id": f"call_{n}", "type": "function", "function": call} for n, call in enumerate(calls)]
 
     def body(self, completion: Completion) -> dict[str, Any]:
         """The whole answer."""
         message, reason = self.message(completion)
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
         choice |= {"message": message} if self.is_chat else {"text": completion.text}
-        return self._head("chat.completion" if self.is_chat else "text_completion") | {
-            "choices": [choice],
-            "usage": self.usage(completion),
-        }
+        return self._write([choice], completion)
 
     def chunk(self, delta: Mapping[str, Any] | str, reason: str | None = None) -> dict[str, Any]:
         """One piece of a streamed answer: a text, or what a message gets besides."""
@@ -323,18 +311,19 @@ class _Asked:
             choice["delta"] = {"content": delta} if isinstance(delta, str) else dict(delta)
         else:
             choice["text"] = delta if isinstance(delta, str) else ""
-        return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
+        return self._write([choice], is_chunk=True)
 
     def usage_chunk(self, completion: Completion) -> dict[str, Any]:
-        head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
-        return head | {"choices": [], "usage": self.usage(completion)}
+        return self._write([], completion, is_chunk=True)
 
-    def usage(self, completion: Completion) -> dict[str, int]:
-        prompt, new = len(self.request.ids), len(completion.ids)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self._name}
+    def _write(self, choices: list[Any], answer: Completion | None = None, *, is_chunk: bool = False) -> dict[str, Any]:
+        """What every answer and chunk has; with the usage of ``answer``."""
+        kind = "text_completion" if not self.is_chat else "chat.completion.chunk" if is_chunk else "chat.completion"
+        body = {"id": self._id, "object": kind, "created": self._created, "model": self._name, "choices": choices}
+        if answer is None:
+            return body
+        prompt, new = len(self.request.ids), len(answer.ids)
+        return body | {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
 
 
 KINDS = {list: "a list", dict: "an object", bool: "true or false"}
@@ -362,11 +351,11 @@ def read_calls(tokenizer: Any, completion: Completion, prompt_ids: Sequence[int]
             return []
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in found):
         return []
-    return [{"name": call["name"], "arguments": _as_text(call.get("arguments", {}))} for call in found]
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    given = [(call["name"], call.get("arguments", {})) for call in found]
+    return [
+        {"name": name, "arguments": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
+        for name, value in given
+    ]
 
 
 def check_fields(given: Mapping[str, Any], acting: Collection[str]) -> None:

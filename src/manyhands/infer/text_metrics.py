@@ -31,7 +31,7 @@ class Extractor:
     def extract(self, text: str) -> str | None:
         """None where there is no match. UserError for a pattern that takes too long."""
         try:
-            found = list(_compile(self.pattern).finditer(text, timeout=MATCH_S))
+            found = list(regex.compile(self.pattern).finditer(text, timeout=MATCH_S))
         except TimeoutError:
             raise UserError(
                 "the pattern takes too long", where=f"--extract {self.pattern}", fix="write it without nested repeats"
@@ -62,7 +62,7 @@ def make_extractor(asked: str) -> Extractor:
     if asked in EXTRACTORS:
         return EXTRACTORS[asked]
     try:
-        _compile(asked)
+        regex.compile(asked)
     except regex.error as error:
         raise UserError(
             "the pattern is not a valid regular expression",
@@ -71,10 +71,6 @@ def make_extractor(asked: str) -> Extractor:
             fix=f"correct it, or use a name: {', '.join(EXTRACTORS)}",
         ) from None
     return Extractor(asked)
-
-
-def _compile(pattern: str) -> regex.Pattern[str]:
-    return regex.compile(pattern)
 
 
 def normalize(text: str) -> str:
@@ -133,9 +129,8 @@ def _harmonic(common: int, num_left: int, num_right: int) -> float:
     return 2 * common / (num_left + num_right) if common else 0.0
 
 
-TextMetric = Callable[[str, str], float]
 LOSS_METRICS = ("loss", *(metric.name for metric in LANGUAGE_MODEL.metrics))
-TEXT_METRICS: dict[str, TextMetric] = {
+TEXT_METRICS: dict[str, Callable[[str, str], float]] = {
     "exact_match": exact_match,
     "f1": f1,
     "rouge1": lambda answer, reference: rouge_n(answer, reference, 1),

@@ -114,9 +114,25 @@ def server_command(
     """Arguments of Python for vLLM's own server: the model under ``name``, an adapter unmerged. UserError for settings
     that this server takes from requests alone.
     """
-    _refuse_for_server(settings, placement)
+    given = {
+        "--max-new-tokens": settings.max_new_tokens != SERVED.max_new_tokens,
+        "--stop": bool(settings.stop),
+        "--device-map": placement.device_map != ALL_GPUS.device_map,
+    }
+    if option := next((option for option, is_given in given.items() if is_given), None):
+        raise UserError(
+            f"{option} has no effect on vLLM's server",
+            where=option,
+            why="it divides layers by --gpus N, and takes lengths and stop strings from requests",
+            fix="leave it out, or add --engine transformers",
+        )
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(found.weights)]
-    command += ["--host", host, "--port", str(port), *_name_arguments(found, name)]
+    command += ["--host", host, "--port", str(port)]
+    if found.adapter is None:
+        command += ["--served-model-name", name]
+    else:
+        command += ["--enable-lora", "--max-lora-rank", str(lora_rank_limit(found.adapter))]
+        command += ["--lora-modules", f"{name}={found.adapter}"]
     # By itself it answers the pages of every site, under any name of the host.
     command += ["--allowed-origins", "[]", "--middleware", "manyhands.infer.http.LocalHosts"]
     if found.adapter is not None and (found.adapter / "tokenizer_config.json").is_file():
@@ -130,28 +146,6 @@ def server_command(
     command += ["--max-num-seqs", str(placement.batch_size)] if placement.batch_size is not None else []
     arguments = {key: value for key, value in found.chat_template_kwargs.items() if key != "strftime_now"}
     return [*command, *(["--default-chat-template-kwargs", json.dumps(arguments)] if arguments else [])]
-
-
-def _refuse_for_server(settings: GenerationSettings, placement: Placement) -> None:
-    given = {
-        "--max-new-tokens": settings.max_new_tokens != SERVED.max_new_tokens,
-        "--stop": bool(settings.stop),
-        "--device-map": placement.device_map != ALL_GPUS.device_map,
-    }
-    if option := next((option for option, is_given in given.items() if is_given), None):
-        raise UserError(
-            f"{option} has no effect on vLLM's server",
-            where=option,
-            why="it divides layers by --gpus N, and takes lengths and stop strings from requests",
-            fix="leave it out, or add --engine transformers",
-        )
-
-
-def _name_arguments(found: ModelLocation, name: str) -> list[str]:
-    if found.adapter is None:
-        return ["--served-model-name", name]
-    rank = lora_rank_limit(found.adapter)
-    return ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{name}={found.adapter}"]
 
 
 def lora_rank_limit(adapter: Path) -> int:

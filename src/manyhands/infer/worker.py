@@ -113,7 +113,7 @@ class Worker:
         num_processes: int = 1,
         on_text: OnText | None = None,
     ) -> None:
-        self._answerer, self._settings, self._on_text = answerer, settings, on_text
+        self.answerer, self._settings, self._on_text = answerer, settings, on_text
         self.capacity = measure_capacity(answerer.model, max_rows, num_processes)
 
     def run(self, task: list[PromptTokens]) -> list[tuple[int, Completion]]:
@@ -121,22 +121,29 @@ class Worker:
         numbers = [prompt.number for prompt in task]
         on_text, inputs = self._on_text, {}
         if task[0].images:
-            assert self._answerer.images is not None
-            inputs = self._answerer.images.inputs(self._answerer.model, task[0].ids, task[0].images)
+            assert self.answerer.images is not None
+            inputs = self.answerer.images.inputs(self.answerer.model, task[0].ids, task[0].images)
         try:
             answers = complete(
-                self._answerer.model,
-                self._answerer.tokenizer,
+                self.answerer.model,
+                self.answerer.tokenizer,
                 [prompt.ids for prompt in task],
                 self._settings,
-                self._answerer.end_ids,
+                self.answerer.end_ids,
                 numbers,
                 None if on_text is None else lambda position, text: on_text(numbers[position], text),
                 inputs,
             )
         except torch.OutOfMemoryError as error:
             if len(task) == 1 or on_text is not None:
-                raise _too_large(task[0], error) from error
+                raise UserError(
+                    "a single prompt does not fit into the GPU's memory",
+                    where=f"prompt {task[0].number}, {len(task[0].ids):,} tokens",
+                    why=str(error).split("\n")[0],
+                    fix="lower --max-new-tokens, or divide the model over more GPUs: --device-map balanced",
+                    exit_code=EXIT_FAILED,
+                    kind=OUT_OF_MEMORY,
+                ) from error
         else:
             return list(zip(numbers, answers, strict=True))
         torch.cuda.empty_cache()  # outside of the handler, whose traceback keeps the batch's tensors
@@ -150,14 +157,3 @@ class Worker:
         while (batch := queue.take(self.capacity)) is not None:
             found.update(self.run(batch))
         return found
-
-
-def _too_large(prompt: PromptTokens, error: Exception) -> UserError:
-    return UserError(
-        "a single prompt does not fit into the GPU's memory",
-        where=f"prompt {prompt.number}, {len(prompt.ids):,} tokens",
-        why=str(error).split("\n")[0],
-        fix="lower --max-new-tokens, or divide the model over more GPUs: --device-map balanced",
-        exit_code=EXIT_FAILED,
-        kind=OUT_OF_MEMORY,
-    )
