@@ -31,6 +31,7 @@ from manyhands.launch.run.folder import RunFolder
 from manyhands.launch.run.resume import identify_rows
 from manyhands.metrics.sinks import JsonlSink, Outcome
 from manyhands.planner.types import Plan
+from manyhands.worker.rank import Stop
 from manyhands.worker.rendezvous import PREPARE_TIMEOUT_S, FirstRankFailed, broadcast_from_rank0, open_store
 from manyhands.worker.run import run_rank
 from manyhands.worker.session import DEFAULT_TIMEOUT_S, Session
@@ -136,7 +137,7 @@ class RankInProcess(Session):
         """The error is raised, which shows it."""
 
 
-class StopAsked:
+class StopAsked(Stop):
     """Ctrl-C and SIGTERM end the run after its step, and so does a callback that has raised. A second signal does what
     it would do without a run.
     """
@@ -147,10 +148,6 @@ class StopAsked:
 
     def __call__(self) -> bool:
         return bool(self.number) or self.callbacks.error is not None
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.number
 
     def listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
