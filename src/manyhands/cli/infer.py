@@ -253,7 +253,7 @@ def evaluate(
         changed |= dict(data=data, extract=extract, metrics=metrics != DEFAULT_METRICS, max_tokens=max_tokens)
         _refuse(
             changed | dict(no_base=no_base, max_new_tokens=own_length),
-            "with --tasks",
+            "has no effect with --tasks",
             "--tasks brings its own data, metrics and lengths, and runs in one process",
             "leave it out",
         )
@@ -266,7 +266,7 @@ def evaluate(
     if not set(asked) & set(TEXT_METRICS):
         _refuse(
             dict(limit=limit, stop=stop, batch_size=batch_size, max_new_tokens=own_length),
-            "without answers",
+            "has no effect without answers",
             "the metrics are computed from losses alone",
             f"leave it out, or add to --metrics one of {', '.join(TEXT_METRICS)}",
         )
@@ -285,10 +285,10 @@ def evaluate(
     raise typer.Exit(_run("evaluate", request))
 
 
-def _refuse(given: dict[str, Any], when: str, why: str, fix: str) -> None:
+def _refuse(given: dict[str, Any], what: str, why: str, fix: str) -> None:
     """UserError for the first option that is given."""
     for option in (f"--{name.replace('_', '-')}" for name, value in given.items() if value):
-        raise UserError(f"{option} has no effect {when}", where=option, why=why, fix=fix)
+        raise UserError(f"{option} {what}", where=option, why=why, fix=fix)
 
 
 def _run(verb: str, request: dict[str, Any]) -> int:

@@ -129,7 +129,7 @@ ONLY_WITH_RL = names(
     """
 )
 
-_EXPERTS = "mixtures of experts are not available"
+_EXPERTS = "experts have one implementation, on each GPU all of them, and adapters reach whole stacks: remove it"
 _QUANTIZED = "quantized bases are not available but for NF4 (`adapter: qlora` with a model in bfloat16)"
 _OPTIMIZER = "this optimizer is not available"
 _REFUSED = {
