@@ -42,6 +42,7 @@ def start(code: str, *arguments: str, **options: object) -> subprocess.Popen[str
     return subprocess.Popen([sys.executable, "-c", code, *arguments], **{**pipes, **options})  # type: ignore[call-overload]
 
 
+@pytest.mark.ci
 def test_it_is_a_process_as_any(tmp_path: Path) -> None:
     variables = {**os.environ, "VARIABLE": "own", "PYTHONPATH": str(tmp_path / "first")}
     process = start(LOOK, "an argument", cwd=tmp_path, env=variables, start_new_session=True)

@@ -68,6 +68,7 @@ def test_dtypes_and_attention_are_read_from_what_ran() -> None:
     assert any("scaled_dot_product" in name for name in seen["attention_kernels"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "module, option",
     [

@@ -173,6 +173,7 @@ def test_weights_are_coded_once_where_they_are_frozen() -> None:
     assert not any("quantized" in name for name in lora.state_dict())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_compiled_blocks_share_one_graph_whatever_their_number_and_the_packs_length(method: str) -> None:
     model, eager = in_fp8("llama", method), in_fp8("llama", method)
@@ -303,6 +304,7 @@ def rows_of_a_chain(draw: torch.Generator) -> torch.Tensor:
     return ids
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_eighty_steps_end_within_one_percent_of_plain_ones(method: str) -> None:
     ends = {}

@@ -158,6 +158,7 @@ def test_hooks_and_trained_weights_are_left() -> None:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("activation_checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_share_graphs_as_before(activation_checkpointing: bool) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -294,6 +295,7 @@ def gaps(
     return {name: float(gap.square().mean().sqrt()) for name, gap in apart.items()}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_fifty_steps_stay_as_near_to_float32_as_plain_bfloat16(family: str) -> None:
     found = gaps(tiny(family), 1e-2, 256)

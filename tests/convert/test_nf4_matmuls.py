@@ -103,6 +103,7 @@ def test_error_is_at_most_that_of_the_plain_path(kind: str, dtype: torch.dtype) 
         assert one <= 1.2 * other
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=pytest.mark.slow), "inductor"])
 def test_one_compiled_graph_gives_the_same_numbers(backend: str) -> None:
     group, mlp = ([both_ways(layer)[0] for layer in draw_layers(kind)] for kind in ("q, k, v", "mlp"))

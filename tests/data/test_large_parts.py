@@ -74,6 +74,7 @@ def num_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 # Reading each kind is test_sources.py's; what is new here, batches that travel between processes, is one code for all.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", [name if name == "rows.jsonl.gz" else pytest.param(name, marks=pytest.mark.slow) for name in WRITERS]
 )
@@ -96,6 +97,7 @@ def test_documents_in_pieces_keep_their_place(make_config, plain_folder: Path, t
     assert num_segments[1] >= 3
 
 
+@pytest.mark.ci
 @WITHOUT_IMPORTS
 def test_a_divided_text_gives_each_document_once(make_config, plain_folder: Path, tmp_path: Path, num_segments) -> None:
     (tmp_path / "x.txt").write_text("\n\n".join(f"Document {number}. " * 99 for number in range(60)))
@@ -127,6 +129,7 @@ def test_faults_have_the_lines_that_one_process_gives_them(make_config, model_fo
 
 
 # One forked process and the interrupt are enough for `make test`; the others differ only in who is hit.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "victim", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), None]
 )

@@ -144,6 +144,7 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
 
 
 # The interrupt is in test_large_parts.py too; SIGTERM takes the way of SIGKILL.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "number",
     [
@@ -165,6 +166,7 @@ def test_a_killed_preparation_leaves_no_process_and_no_half_cache(
     assert left == [] or number != signal.SIGINT  # which Python can clean up after
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])  # 0: the one that forked the others
 def test_a_killed_child_is_a_clear_error(victim: int, slow_rows: Path, start, tmp_path: Path) -> None:
     process = start(slow_rows)

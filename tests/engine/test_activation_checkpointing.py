@@ -78,6 +78,7 @@ def kept_bytes(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "family, fused_rank, in_nf4",
     [

@@ -112,6 +112,7 @@ def test_twenty_clipped_steps_are_those_of_fsdp(
     assert found.norms == pytest.approx(expected.norms, rel=1e-6)
 
 
+@pytest.mark.ci
 @installed
 @pytest.mark.distributed
 @pytest.mark.parametrize(
