@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp, fuse_modules
-from manyhands.convert.lora import LoraLinear, adapted_layers
+from manyhands.convert.lora import LoraLinear, adapted_layers, without_adapters
 from manyhands.families import known_modules
 from manyhands.model.structure import find_blocks
 from tests.kernels.models import adapted, step, tiny, token_ids
@@ -53,6 +54,35 @@ def test_model_gives_the_same_logits_and_gradients(family: str, shape: tuple[int
     # rotary tables and norms compute in float32 in any model
     torch.testing.assert_close(fused_logits, logits, rtol=1e-6, atol=1e-6)
     assert worst_gap(fused_gradients, gradients) < 1e-6
+
+
+class Calls(TorchDispatchMode):
+    """The operators that run, with the shapes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append((str(function), [one.shape for one in args if isinstance(one, torch.Tensor)]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_its_adapters_off_runs_the_kernels_of_the_adapted_one(family: str) -> None:
+    """Preference losses compare the two: other kernels would round otherwise, which is noise in every reward."""
+    _, fused = pair(family, "bfloat16")
+    layers, ids = tuple(adapted_layers(fused).values()), token_ids(2, 13)
+    for layer in layers:
+        nn.init.zeros_(layer.lora_B.weight)
+    with torch.no_grad(), Calls() as adapted_calls:
+        adapted_logits = fused(ids).logits
+    nn.init.ones_(layers[0].lora_B.weight)
+    assert not torch.equal(fused(ids).logits, adapted_logits)
+    with torch.no_grad(), without_adapters(layers), Calls() as calls:
+        logits = fused(ids).logits
+    assert torch.equal(logits, adapted_logits)
+    assert calls.found == adapted_calls.found
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,10 +1,10 @@
 """Attention and MLP modules on fused layers, in the place of a family's own: same children, same names, same numbers.
 
 ``fuse_modules`` is told which classes it may replace, and looks at adapted layers by what they hold: a frozen
-``weight`` (and ``bias``), trained ``lora_A.weight`` and ``lora_B.weight``, ``scaling`` and ``dropout``. A layer whose
-weight is quantized offers ``fused_base() -> (pieces, matmuls)``, see ``lora.Layer``; one whose matmuls may be in fp8,
-adapted or not, says by ``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is reported. Knows
-nothing of how adapters are made, of sharding or of runs.
+``weight`` (and ``bias``), trained ``lora_A.weight`` and ``lora_B.weight``, ``scaling``, ``dropout`` and ``adapts``. A
+layer whose weight is quantized offers ``fused_base() -> (pieces, matmuls)``, see ``lora.Layer``; one whose matmuls may
+be in fp8, adapted or not, says by ``in_fp8`` whether they are now. Whatever does not fit stays as it is, and is
+reported. Knows nothing of how adapters are made, of sharding or of runs.
 
 Weights are read from the children in each forward pass, so what a sharded unit has gathered is what is used. Hooks on
 the children themselves do not run; a module whose children have some is left.
@@ -197,7 +197,7 @@ def _weight_of(module: Any) -> Layer:
     """The same of a layer in fp8, whose weight may be trained."""
     if not _is_adapted(module):
         return Layer((module.operand,), module.bias)
-    return Layer((module.operand,), module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling)
+    return Layer((module.operand,), module.bias, module.lora_A.weight, module.lora_B.weight, _scaling_of(module))
 
 
 def layer_of(module: Any) -> Layer:
@@ -205,7 +205,14 @@ def layer_of(module: Any) -> Layer:
     base, matmuls = module.fused_base() if hasattr(module, "fused_base") else ((module.weight,), None)
     if not _is_adapted(module):
         return Layer(base, module.bias, matmuls=matmuls)
-    return Layer(base, module.bias, module.lora_A.weight, module.lora_B.weight, module.scaling, matmuls)
+    return Layer(base, module.bias, module.lora_A.weight, module.lora_B.weight, _scaling_of(module), matmuls)
+
+
+def _scaling_of(module: Any) -> float:
+    """Zero while adapters are switched off: the same kernels then round as those of the adapted model do, so that a
+    model that has not moved yet has the log-probabilities of its reference bit for bit.
+    """
+    return module.scaling if getattr(module, "adapts", True) else 0.0
 
 
 def halves_of(layer: Layer) -> tuple[Layer, Layer]:
@@ -229,8 +236,7 @@ def _take_over(new: nn.Module, original: nn.Module) -> None:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    factors = (getattr(module, factor, None) for factor in LORA_AB)
-    return getattr(module, "adapts", True) and all(isinstance(factor, nn.Module) for factor in factors)
+    return all(isinstance(getattr(module, factor, None), nn.Module) for factor in LORA_AB)
 
 
 def _has_fp8(module: nn.Module) -> bool:
