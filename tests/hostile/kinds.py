@@ -232,7 +232,6 @@ def read_request(path: Path) -> Any:
     from manyhands.infer import serve
     from manyhands.infer.settings import SERVED
 
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=4096))
     tokenizer = _tokenizer()
 
     def encode(messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
@@ -240,7 +239,7 @@ def read_request(path: Path) -> Any:
 
         return encode_prompt(tokenizer, {}, messages, tools)
 
-    answerer: Any = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=config), encode=encode)
+    answerer: Any = SimpleNamespace(tokenizer=tokenizer, num_positions=4096, encode=encode)
     try:
         body = serve.parse_body((path / "request.json").read_bytes())
         serve._Asked(answerer, body, "m", SERVED, is_chat="messages" in body)
