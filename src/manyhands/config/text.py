@@ -31,5 +31,5 @@ def names(text: str) -> frozenset[str]:
 
 
 def at_line(key: str, origins: Mapping[str, str]) -> str:
-    """Where a key stands, as a finding begins: ``line 3: ``; empty if nobody knows."""
+    """Prefix of a finding that gives a key's line, such as ``line 3: ``; empty if the line is unknown."""
     return f"{origins[key]}: " if key in origins else ""

@@ -80,7 +80,7 @@ def checkpoint_towers(model: nn.Module, mode: Checkpointing) -> None:
 
 
 def _recompute(block: Any, contexts: Any) -> None:
-    """By transformers' own door to checkpointing."""
+    """Checkpoint blocks through transformers' own interface."""
     options = {} if contexts is None else {"context_fn": contexts}
     block.gradient_checkpointing = True
     block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, **options)

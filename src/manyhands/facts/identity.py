@@ -24,7 +24,7 @@ from manyhands.facts.safetensors import find_weight_files
 
 SHA256 = re.compile("[0-9a-f]{64}")
 SETTLED_S = 2.0  # a file that changed later may change again without another time: it is not remembered
-LARGE_BYTES = 4 << 30  # takes seconds to hash, which is said
+LARGE_BYTES = 4 << 30  # takes seconds to hash, which is reported
 SHOWN_DIGITS = 12
 
 Report = Callable[[str], Any]

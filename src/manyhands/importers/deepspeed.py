@@ -1,7 +1,7 @@
 """DeepSpeed's JSON (``--deepspeed``, ``DEEPSPEED_CONFIG=``, the key ``deepspeed`` of other tools' files).
 
 ZeRO's stages are strategies of ours, carried out by DeepSpeed itself. Where the package is not installed, or cannot do
-what else the file asks for, they are substituted by what FSDP2 shards alike, which is said. Values ``auto`` are filled
+what else the file asks for, they are replaced by what FSDP2 shards alike, with a note. Values ``auto`` are filled
 from the run file.
 """
 

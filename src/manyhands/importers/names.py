@@ -107,7 +107,7 @@ _TRACKERS = (
 )
 _QLORA = "for 4-bit weights set `method.name: qlora`"
 
-# Keys that need a sentence of their own, or have no counterpart: by what is said of them.
+# Notes on keys that need their own sentence or have no counterpart: the keys by their note.
 _NOTES = {
     "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of "
     "prompts answered": "max_eval_samples eval_samples evaluate.num_samples evaluate.max_samples evaluate.limit",

@@ -1,4 +1,4 @@
-"""Dtypes that other tools' files name. float16 is not available: bfloat16 is taken in its place, which is said."""
+"""Dtypes named in other tools' files. float16 is not available: bfloat16 replaces it, with a note to the user."""
 
 from __future__ import annotations
 

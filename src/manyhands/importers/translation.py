@@ -244,11 +244,11 @@ class Translator:
             self._note(key, "no_op", why)
 
     def ignore(self, key: str, why: str) -> None:
-        """Not acted upon, which is said: trackers, uploads, names that the tool itself ignores."""
+        """Not acted upon, with a note: trackers, uploads, names that the tool itself ignores."""
         self._note(key, "ignored", why)
 
     def substitute(self, key: str, native: Mapping[str, Any], why: str) -> None:
-        """Something else is done, which is said; refused if the caller is strict."""
+        """Something else is done, with a note; refused if the caller is strict."""
         if self.context.strict:
             self.refuse(key, f"{why}: refused under --strict")
             return

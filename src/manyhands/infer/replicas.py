@@ -86,7 +86,7 @@ def run_tasks(
             ):
                 pipe = next((p for p, process in working.items() if ready in (p, process.sentinel)), None)
                 if pipe is None or (ready is not pipe and pipe.poll()):
-                    continue  # its process is done with, or has left a message
+                    continue  # its process was closed, or has left a message
                 try:
                     message = pipe.recv()
                 except (EOFError, ConnectionError):

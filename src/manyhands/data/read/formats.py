@@ -365,7 +365,7 @@ class Cells:
         return [(asked, answered) for asked, answered in value]
 
     def below_system(self, turns: list[Message]) -> list[Message]:
-        """The turns below the system prompt that stands in a field of its own, if one does."""
+        """The messages without a system prompt that has its own field."""
         system, name = self.get("system"), self.name("system")
         if system is None or system == "":
             return turns

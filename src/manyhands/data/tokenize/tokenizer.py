@@ -128,7 +128,7 @@ def check_ids(path: Path) -> None:
         ids += [token["id"] for token in fields.get("added_tokens") or ()]
         highest = max(number for number in ids if isinstance(number, int))
     except (ValueError, LookupError, TypeError, AttributeError):
-        return  # which is said when it is loaded
+        return  # reported when it is loaded
     if highest > MAX_ID:
         raise UserError(
             "the tokenizer cannot be loaded",

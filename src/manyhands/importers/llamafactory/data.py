@@ -201,7 +201,7 @@ class _Entry:
         for one in given:
             if one not in known:
                 near = nearest_name(str(one), known)
-                fix = f"did you mean `{near}`?" if near else f"it knows {', '.join(known)}"
+                fix = f"did you mean `{near}`?" if near else f"the known ones are {', '.join(known)}"
                 raise self.refusal(f"{key}.{one}", f"LLaMA-Factory has no such key: {fix}")
         return {one: given.get(one) for one in known}
 

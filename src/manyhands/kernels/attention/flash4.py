@@ -77,8 +77,8 @@ def attend_flash4(
 def choose_packed(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_groups: int, dim: int, window: int | None = None
 ) -> Backend:
-    """FlashAttention 4 where it is installed, the device can and the self-test passes; else torch's own ``varlen``,
-    with the reason.
+    """FlashAttention 4 where it is installed, the device supports it and the self-test passes; else torch's own
+    ``varlen``, with the reason.
 
     ``window``: of the model's sliding layers, if it has some; then both kinds of layers are tested. Takes some 6 s for
     the import and 5 s of compilation for each kind, on devices that can and where the package is installed; else
