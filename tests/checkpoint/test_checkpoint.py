@@ -277,6 +277,7 @@ def test_where_no_checkpoint_is_sound_nothing_is_touched(tmp_path: Path) -> None
 def test_a_written_file_has_the_digest_that_its_check_computes(
     sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert shard_writer.PIECE_BYTES == core_files.PIECE_BYTES
     monkeypatch.setattr(shard_writer, "PIECE_BYTES", 32)
     monkeypatch.setattr(shard_writer, "CHUNK_BYTES", 12)
     monkeypatch.setattr(core_files, "PIECE_BYTES", 32)
