@@ -66,3 +66,10 @@ def test_keys_that_need_packs_are_refused_too(batch: dict[str, Any]) -> None:
 def test_soft_capped_scores_are_computed_blockwise_everywhere(gpus: int, packing: bool) -> None:
     made = make_plan(packing, gpus=gpus, attention_softcap=50.0)
     assert made.attention == "blockwise" and "soft-capped at 50" in why(made, "attention")
+
+
+@pytest.mark.parametrize(("gpus", "kind", "why_so"), [(0, "blockwise", "sinks, as there is no GPU"), (1, "varlen", "")])
+@pytest.mark.parametrize("packing", [True, False])
+def test_sinks_are_never_left_to_sdpa(gpus: int, kind: str, why_so: str, packing: bool) -> None:
+    made = make_plan(packing, gpus=gpus, attention_sinks=True, head_dim=64)
+    assert made.attention == kind and why_so in why(made, "attention")

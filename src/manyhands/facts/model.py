@@ -92,6 +92,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
         num_windowed_layers=_count_windowed(config),
         attention_softcap=config.get("attn_logit_softcapping", families.find(config).attention_softcap),
+        attention_sinks=families.find(config).sinks,
         stored_dtype=stored,
         stored_nf4=stored_nf4,
         num_parameters=sum(map(math.prod, shapes.values())),

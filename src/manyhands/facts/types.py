@@ -106,6 +106,7 @@ class ModelFacts(Fact):
     sliding_window: int | None
     num_windowed_layers: int | None = None  # with that window; None: all, if there is one
     attention_softcap: float | None = None  # scores are soft-capped, which few attention kernels can compute
+    attention_sinks: bool = False  # heads have a learned score without a value
     stored_dtype: StoredDtype
     stored_nf4: Nf4Facts | None = None  # dtype and shapes are then those of the weights before
     num_parameters: int

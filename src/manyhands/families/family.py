@@ -138,6 +138,7 @@ class Family:
     tied: bool = False  # the head is the embeddings
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     attention_softcap: float | None = None
+    sinks: bool = False  # heads have a learned score without a value
     flags: Mapping[str, bool] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)  # for the text part of a multimodal model
 

@@ -3,7 +3,7 @@
 ``manyhands_varlen`` computes each document on its own from the cumulative lengths: by ``torch.nn.attention.varlen``, or
 by the faster kernels that ``choose_attention_kernels`` found, one for packs and one for documents that all have one
 length. ``manyhands_blockwise`` is plain torch, for soft-capped scores, which neither varlen nor transformers'
-``sdpa`` can compute; transformers' ``sdpa`` drops the cap without a word. No mask is ever built for these two, so they
+``sdpa`` can compute, and for sinks where varlen does not run; transformers' ``sdpa`` drops both without a word. No mask is ever built for these two, so they
 fail closed: without lengths they raise. The lengths travel as keyword arguments of the model's forward pass under
 transformers' own names (``cu_seq_lens_q``, ...). Knows nothing of data files, ranks or losses.
 
@@ -12,7 +12,6 @@ Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -23,16 +22,15 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from manyhands import families
 from manyhands.core.limits import MAX_BLOCK_SCORES
 from manyhands.kernels.attention.dense import attend_dense, choose_dense
 from manyhands.kernels.attention.flash4 import attend_flash4, choose_packed
+from manyhands.kernels.attention.sinks import TAKES_GROUPS, attend_with_sinks
 from manyhands.kernels.backend import Backend
 from manyhands.kernels.matmul import sum_dtype
 
 VARLEN, BLOCKWISE = "manyhands_varlen", "manyhands_blockwise"
-TAKES_GROUPS = (
-    "enable_gqa" in inspect.signature(varlen_attn).parameters
-)  # torch 2.12 and later; asked once: compiled code cannot
 IMPLEMENTATIONS = {
     "sdpa": "sdpa",
     "varlen": VARLEN,
@@ -138,10 +136,11 @@ def choose_attention_kernels(
 
 def plain_attention(config: Any) -> Literal["sdpa", "eager"]:
     """transformers' own implementation for whoever has no documents to keep apart: ``sdpa``, unless it would drop a
-    soft-cap.
+    soft-cap or sinks.
     """
     text = config.get_text_config()
-    return "eager" if any(getattr(text, key, None) for key in CAPS) else "sdpa"
+    drops = any(getattr(text, key, None) for key in CAPS) or families.find(text.model_type).sinks
+    return "eager" if drops else "sdpa"
 
 
 def count_positions(config: Any) -> int:
@@ -199,6 +198,7 @@ def attend_varlen(
     max_length_k: int | None = None,
     row_length: int | None = None,
     image_rows: ImageRows | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document. ``query`` (b, h, t, d), ``key`` and ``value`` (b, g, t, d) -> (b, t, h,
@@ -206,10 +206,10 @@ def attend_varlen(
 
     ``row_length``: every document has this length, but for padding at the end of the batch, which gets zeros where it
     is too short for one more. ``image_rows``: queries of an image see
-    all of it, which a window bounds on the left alone; their rows are computed again. Raises ``AttentionRefused`` where
-    an argument would be ignored or the documents' lengths did not arrive.
+    all of it, which a window bounds on the left alone; their rows are computed again. ``s_aux`` (h): sinks. Raises
+    ``AttentionRefused`` where an argument would be ignored or the documents' lengths did not arrive.
     """
-    _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
+    _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q)
     if softcap is not None:
         raise AttentionRefused(f"{VARLEN} cannot cap attention scores (softcap={softcap}); use attention blockwise")
     assert cu_seq_lens_q is not None and cu_seq_lens_k is not None
@@ -218,14 +218,21 @@ def attend_varlen(
     longest = max_length_q if row_length is None else row_length
     window = sliding_window - 1 if sliding_window and sliding_window < longest else -1  # positions seen to the left
     kernels = _kernels if _kernels is not None and _kernels.tested_with(query, key) else None
-    if kernels is not None and kernels.rows.name and row_length is not None and window < 0 and image_rows is None:
+    plain_rows = row_length is not None and window < 0 and image_rows is None and s_aux is None
+    if kernels is not None and kernels.rows.name and row_length is not None and plain_rows:
         whole = length - length % row_length
         query, key, value = (_split_rows(x[:, :, :whole], row_length) for x in (query, key, value))
         dense = attend_dense(query, key, value, scaling, kernels.rows.name)  # (b t / l, h, l, d)
         out = dense.transpose(1, 2).reshape(num_samples, whole, num_heads, -1)
         return (out if whole == length else F.pad(out, (0, 0, 0, 0, 0, length - whole))), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (b t, heads, d)
-    if kernels is not None and kernels.packs.name == "flash4":
+    packs_by_flash4 = kernels is not None and kernels.packs.name == "flash4"
+    if s_aux is not None:
+        if image_rows is not None:
+            raise AttentionRefused(f"{VARLEN} has no attention sinks for queries of images")
+        kernel = "flash4" if packs_by_flash4 else "varlen"
+        out = attend_with_sinks(query, key, value, s_aux, cu_seq_lens_q, max_length_q, scaling, window, kernel)
+    elif packs_by_flash4:
         out = attend_flash4(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
     else:
         out = _attend_torch_varlen(
@@ -298,15 +305,17 @@ def attend_blockwise(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     image_rows: ImageRows | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The same in plain torch, with scores squashed to ``softcap tanh(score / softcap)`` where that is asked.
+    """The same in plain torch, with scores squashed to ``softcap tanh(score / softcap)`` where that is asked, and with
+    sinks.
 
     Works on a block of queries at a time against the keys that the longest document lets them reach, and computes the
     scores again in the backward pass: at most ``MAX_BLOCK_SCORES`` of them are held. Softmax in float32 (float64 for
     float64). Raises ``AttentionRefused`` as ``attend_varlen`` does.
     """
-    _refuse_what_is_missed(BLOCKWISE, module, attention_mask, dropout, max_length_q, cu_seq_lens_q, others)
+    _refuse_what_is_missed(BLOCKWISE, module, attention_mask, dropout, max_length_q, cu_seq_lens_q)
     assert cu_seq_lens_q is not None and max_length_q is not None
     num_samples, num_heads, length, dim = query.shape
     total, num_groups = num_samples * length, key.shape[1]
@@ -327,7 +336,7 @@ def attend_blockwise(
         if image_rows is not None:
             after &= (image_rows.ids[rows, None] != image_rows.ids[None, seen]) | (image_rows.ids[rows, None] < 0)
         hidden = after | (distance >= reach) | (documents[rows, None] != documents[None, seen])
-        arguments = (query[rows], key[seen], value[seen], hidden, scaling, softcap)
+        arguments = (query[rows], key[seen], value[seen], hidden, scaling, softcap, s_aux)
         if torch.is_grad_enabled():
             outs.append(checkpoint(_attend_block, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -342,13 +351,18 @@ def _attend_block(
     hidden: torch.Tensor,
     scaling: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(q, g, h / g, d), (k, g, d), (k, g, d) and (q, k) -> (q, g, h / g, d)"""
+    """(q, g, h / g, d), (k, g, d), (k, g, d), (q, k) and (h) -> (q, g, h / g, d)"""
     scores = torch.einsum("qgrd,kgd->grqk", query, key) * scaling
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
     scores = scores.to(sum_dtype(scores.dtype)).masked_fill(hidden, -torch.inf)
-    return torch.einsum("grqk,kgd->qgrd", scores.softmax(-1).to(value.dtype), value)
+    if sinks is not None:  # one more key, without a value
+        own = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, own], -1)
+    weights = scores.softmax(-1)[..., : len(key)].to(value.dtype)
+    return torch.einsum("grqk,kgd->qgrd", weights, value)
 
 
 def _refuse_what_is_missed(
@@ -358,7 +372,6 @@ def _refuse_what_is_missed(
     dropout: float,
     max_length: int | None,
     lengths: torch.Tensor | None,
-    others: Mapping[str, Any],
 ) -> None:
     if lengths is None or max_length is None:
         raise AttentionRefused(
@@ -366,5 +379,3 @@ def _refuse_what_is_missed(
         )
     if dropout or mask is not None:
         raise AttentionRefused(f"{name} has neither attention dropout nor masks (dropout={dropout})")
-    if others.get("s_aux") is not None:
-        raise AttentionRefused(f"{name} has no attention sinks, which {type(module).__name__} asks for")

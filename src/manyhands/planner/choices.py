@@ -249,7 +249,8 @@ def choose_attention(
     """varlen where its kernel, FlashAttention 2, can (half precision, head_dim, Ampere or newer), and rows are packed
     or images are read in both directions, for which others need a mask.
 
-    Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out.
+    Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out. So are
+    sinks where varlen cannot.
     """
     model, tower = facts.model, facts.model.tower
     both = facts.data.num_images > 0 and tower is not None and tower.bidirectional
@@ -257,7 +258,7 @@ def choose_attention(
         return "blockwise", reason("attention", kind="blockwise", softcap=model.attention_softcap)
     without = next((gpu for gpu in gpus if not gpu.architecture.has_varlen_attention), None)
     obstacles = {
-        "not_packed": not config.data.packing and not both,
+        "not_packed": not config.data.packing and not both and not model.attention_sinks,
         "no_gpu": not gpus,
         "dtype": compute != "bfloat16",
         "head_dim": model.head_dim > MAX_FLASH_HEAD_DIM or model.head_dim % 8 != 0,
@@ -268,7 +269,10 @@ def choose_attention(
     if obstacle is None:
         return "varlen", reason("attention", kind="varlen", packed=bool(config.data.packing))
     gpu = without.name if without else None
-    return "sdpa", reason("attention", kind="sdpa", obstacle=obstacle, dtype=compute, head_dim=model.head_dim, gpu=gpu)
+    values = {"obstacle": obstacle, "dtype": compute, "head_dim": model.head_dim, "gpu": gpu}
+    if model.attention_sinks:
+        return "blockwise", reason("attention", kind="sinks", **values)
+    return "sdpa", reason("attention", kind="sdpa", **values)
 
 
 def fuses_optimizer(config: RunConfig, device: Device) -> bool:

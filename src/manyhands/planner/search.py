@@ -278,6 +278,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         fp8_blocks=config.kernels.linear == "fp8",
         fp8_weights=config.model.frozen_dtype == "fp8",
         builds_mask=decisions.attention == "sdpa" and config.data.packing is True,
+        attends_blockwise=decisions.attention == "blockwise",
         partially_trained=partially_trained,
         optimizer_name=config.optimizer.name,
         fuse_loss="fused_loss" in converters,

@@ -353,6 +353,15 @@ WAITING = {  # why checkpoints are not written while training continues
 FEATURES = "{bytes:size} of {images:n image}"
 
 # Decisions, notes and warnings by code.
+_NO_VARLEN = _by(
+    "obstacle",
+    not_packed="samples are not packed",
+    no_gpu="there is no GPU",
+    dtype="{dtype} is not a half precision",
+    head_dim="a head has {head_dim} dimensions",
+    amd="varlen is untested on {gpu}",
+    old_gpu="{gpu} is too old",
+)
 SENTENCES: dict[Code, Template] = {
     "hardware": _hardware,
     "figures": _figures,
@@ -450,16 +459,8 @@ SENTENCES: dict[Code, Template] = {
         "kind",
         blockwise="blockwise in PyTorch, as scores are soft-capped at {softcap:g}",
         varlen="varlen, {packed:?each packed sample on its own|as images are read in both directions}, without a mask",
-        sdpa=_by(
-            "obstacle",
-            "sdpa, as ",
-            not_packed="samples are not packed",
-            no_gpu="there is no GPU",
-            dtype="{dtype} is not a half precision",
-            head_dim="a head has {head_dim} dimensions",
-            amd="varlen is untested on {gpu}",
-            old_gpu="{gpu} is too old",
-        ),
+        sdpa=lambda v: fill("sdpa, as ", v) + fill(_NO_VARLEN, v),
+        sinks=lambda v: fill("blockwise in PyTorch, with the heads' sinks, as ", v) + fill(_NO_VARLEN, v),
     ),
     "compile": _by(
         "source",

@@ -177,9 +177,9 @@ def attention_mask(s: EstimateInput) -> int:
 
 
 def block_scores(s: EstimateInput) -> int:
-    """Soft-capped scores, computed a block at a time (model/attention.py): at most 2**25, each some 4 times in c
+    """Scores that are soft-capped, or have sinks without varlen, computed a block at a time (model/attention.py): at most 2**25, each some 4 times in c
     bytes and 4 times in 4.
     """
-    if s.model.attention_softcap is None:
+    if not s.attends_blockwise:
         return 0
     return min(s.model.num_heads * s.layout.full_micro_tokens**2, MAX_BLOCK_SCORES) * (4 * s.compute_bytes + 16)

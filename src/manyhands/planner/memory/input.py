@@ -88,6 +88,7 @@ class EstimateInput:
     adapter_rank: int
     adapter_dropout: bool
     builds_mask: bool  # a dense attention mask over the micro-batch
+    attends_blockwise: bool = False
     nf4_blocks: bool = False  # qlora: the blocks' linear layers are held in NF4
     nf4_double: bool = True  # and the scales of that are quantized too
     fp8_blocks: bool = False  # matmuls of the blocks' linear layers in fp8
