@@ -2,10 +2,11 @@
 
 ``manyhands_varlen`` computes each document on its own from the cumulative lengths: by ``torch.nn.attention.varlen``, or
 by the faster kernels that ``choose_attention_kernels`` found, one for packs and one for documents that all have one
-length. ``manyhands_blockwise`` is plain torch, for soft-capped scores, which neither varlen nor transformers'
-``sdpa`` can compute, and for sinks where varlen does not run; transformers' ``sdpa`` drops both without a word. No mask is ever built for these two, so they
-fail closed: without lengths they raise. The lengths travel as keyword arguments of the model's forward pass under
-transformers' own names (``cu_seq_lens_q``, ...). Knows nothing of data files, ranks or losses.
+length. ``manyhands_blockwise`` is plain torch, for soft-capped scores, which neither varlen nor transformers' ``sdpa``
+can compute, and for sinks where varlen does not run; transformers' ``sdpa`` drops both without a word. No mask is ever
+built for these two, so they fail closed: without lengths they raise. The lengths travel as keyword arguments of the
+model's forward pass under transformers' own names (``cu_seq_lens_q``, ...). Knows nothing of data files, ranks or
+losses.
 
 Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g), d dimensions a head.
 """

@@ -249,8 +249,8 @@ def choose_attention(
     """varlen where its kernel, FlashAttention 2, can (half precision, head_dim, Ampere or newer), and rows are packed
     or images are read in both directions, for which others need a mask.
 
-    Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out. So are
-    sinks where varlen cannot.
+    Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out. So
+    are sinks where varlen cannot.
     """
     model, tower = facts.model, facts.model.tower
     both = facts.data.num_images > 0 and tower is not None and tower.bidirectional

@@ -48,7 +48,7 @@ PASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "varlen": (_varlen_forward, _varlen_backward),
 }
 """Kernels' forward pass, (q, k, v, cu_seq_lens, max_length, scale, window) -> out (t, h, d), lse (h, t); and backward,
-(gradient, q, k, v, out, lse, and the last four) -> dq, dk, dv. torch's public ``varlen_attn`` has no gradient of lse."""
+(gradient, q, k, v, out, lse, and the last four) -> dq, dk, dv. torch's public ``varlen_attn`` drops lse's gradient."""
 
 
 def attend_with_sinks(

@@ -177,8 +177,8 @@ def attention_mask(s: EstimateInput) -> int:
 
 
 def block_scores(s: EstimateInput) -> int:
-    """Scores that are soft-capped, or have sinks without varlen, computed a block at a time (model/attention.py): at most 2**25, each some 4 times in c
-    bytes and 4 times in 4.
+    """Scores that are soft-capped, or have sinks without varlen, computed a block at a time (model/attention.py): at
+    most 2**25, each some 4 times in c bytes and 4 times in 4.
     """
     if not s.attends_blockwise:
         return 0
