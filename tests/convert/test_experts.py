@@ -30,16 +30,18 @@ from manyhands.facts.model_config import check_supported
 from manyhands.facts.safetensors import TensorHeader
 from manyhands.infer.load import put_adapter
 from manyhands.kernels.grouped import gradients_in_one_launch, group_gradients, multiply_groups, multiply_in_one_launch
-from manyhands.model.attention import register_attention
-from manyhands.model.checks import check_loss, check_packing
+from manyhands.model.attention import IMPLEMENTATIONS, attention_kwargs, plain_attention, register_attention
+from manyhands.model.checks import check_loss, check_packing, pack_documents
 from manyhands.model.loss import LossModel
 from manyhands.model.weights import StackedRows, stacked_layers, stored_form
+from manyhands.planner.types import Plan
 from tests.support.building import load_model
 from tests.support.experts import expert_model
 from tests.support.tiny import tiny_plan, tiny_run
 
 TYPES = [model_type for family in families.FAMILIES if family.experts is not None for model_type in family.model_types]
-PLAIN = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "granitemoe")
+PLAIN = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "granitemoe", "gpt_oss")
+SINKS = [model_type for family in families.FAMILIES if family.sinks for model_type in family.model_types]
 METHOD = MethodSection(name="lora", rank=4, alpha=8.0)
 CPU = torch.device("cpu")
 
@@ -99,13 +101,49 @@ def test_packed_documents_are_as_if_alone(model_type: str) -> None:
     stack_experts(model)
     register_attention()
     loss_model = LossModel(model)
+    if plain_attention(model.config) != "sdpa":
+        model.set_attn_implementation(IMPLEMENTATIONS["blockwise"])
     assert check_loss(loss_model, loss_model, CPU) < 1e-4
     assert check_packing(loss_model, loss_model, CPU) < 1e-3
+
+
+@pytest.mark.parametrize("model_type", SINKS)
+def test_packed_documents_give_sinks_and_all_else_the_gradients_of_eager_attention(model_type: str) -> None:
+    """A document is longer than the window."""
+    eager = expert_model(model_type)
+    model = copy.deepcopy(eager)
+    stack_experts(model)
+    register_attention()
+    model.set_attn_implementation(IMPLEMENTATIONS["blockwise"])
+    ids = [torch.randint(256, (1, n), generator=torch.Generator().manual_seed(n)) for n in (30, 5, 17)]
+    expected = sum(eager(input_ids=x, use_cache=False).logits.square().mean(-1).sum() for x in ids)
+    batch = pack_documents(ids)
+    found = (
+        model(
+            input_ids=batch["input_ids"], use_cache=False, **attention_kwargs(batch, model.config._attn_implementation)
+        )
+        .logits.square()
+        .mean(-1)
+        .sum()
+    )
+    assert abs(found.item() / expected.item() - 1) < 1e-6
+    expected.backward()
+    found.backward()
+    stacks = stacked_layers(model)
+    sinks = [name for name, _ in eager.named_parameters() if name.endswith("sinks")]
+    assert sinks
+    for name, parameter in eager.named_parameters():
+        own = model.get_parameter(f"{name}.weight" if name in stacks else name).grad
+        assert distance(stored_form(stacks[name], own) if name in stacks else own, parameter.grad) < 1e-5, name
 
 
 def write(folder: Path, model_type: str, **options: Any) -> Path:
     expert_model(model_type, eager=False).bfloat16().save_pretrained(folder, **options)
     return folder
+
+
+def plan_of(source: Path, model_type: str) -> Plan:
+    return tiny_plan(source, attention="blockwise" if model_type in SINKS else "sdpa")
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -126,7 +164,7 @@ def test_a_saved_model_is_its_source_and_its_facts_count_it(tmp_path: Path, mode
     assert {shape[2:] for shape in facts.block_linear_shapes.values()} == {(1, 1), (8, 2)} and parameters
     for init in ("pretrained", "random"):
         assert read_model_facts(source, "tiny", init).block_linear_shapes == facts.block_linear_shapes
-    model = load_model(tiny_plan(source), tiny_run(source))
+    model = load_model(plan_of(source, model_type), tiny_run(source))
     linears = {
         name: tuple(layer.weight.shape)
         for name, layer in model.model.layers[1].named_modules()
@@ -140,22 +178,22 @@ def test_a_saved_model_is_its_source_and_its_facts_count_it(tmp_path: Path, mode
         assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_model_from_new_weights_is_saved_by_experts(tmp_path: Path, model_type: str) -> None:
     source = write(tmp_path / "source", model_type)
     expected = {name: tensor.shape for name, tensor in contents(source).items()}
     (source / "model.safetensors").unlink()
     config = tiny_run(source)
     config = config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})
-    export_model(tmp_path / "saved", load_model(tiny_plan(source), config), source, "bfloat16", rank=0)
+    export_model(tmp_path / "saved", load_model(plan_of(source, model_type), config), source, "bfloat16", rank=0)
     assert {name: tensor.shape for name, tensor in contents(tmp_path / "saved").items()} == expected
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "granitemoe"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss"])
 def test_adapters_are_merged_expert_by_expert(tmp_path: Path, model_type: str, method: str) -> None:
     source = write(tmp_path / "source", model_type)
-    model: Any = load_model(tiny_plan(source), tiny_run(source, method))
+    model: Any = load_model(plan_of(source, model_type), tiny_run(source, method))
     with torch.no_grad():
         for layer in adapted_layers(model).values():
             layer.lora_B.weight.normal_(std=0.1)
@@ -163,11 +201,10 @@ def test_adapters_are_merged_expert_by_expert(tmp_path: Path, model_type: str, m
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     for name, layer in adapted_layers(model).items():
         if name in stacked_layers(model):
+            saved_stack = opened.get_parameter(name).mT if layer.stored_transposed else opened.get_parameter(name)
             a, b = layer.lora_A.weight.double(), layer.lora_B.weight.double()
             groups = zip(*(x.unflatten(0, (8, -1)) for x in (layer.weight.double(), a, b)), strict=True)
-            for weight, group_a, group_b, saved in zip(
-                *zip(*groups, strict=True), opened.get_parameter(name), strict=True
-            ):
+            for weight, group_a, group_b, saved in zip(*zip(*groups, strict=True), saved_stack, strict=True):
                 assert distance(saved, weight + layer.scaling * group_b @ group_a) < 1e-6
 
 
@@ -216,7 +253,7 @@ def test_a_compiled_block_has_one_graph_for_all_loads(method: str) -> None:
     ("model_type", "why"),
     [
         ("qwen3_next", "carry a state"),
-        ("gpt_oss", "sinks"),
+        ("openai_privacy_filter", "both directions"),
         ("glm_moe_dsa", "chooses tokens"),
         ("new", "not been tried"),
     ],

@@ -17,6 +17,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
+    "sliding_window": 8,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -63,18 +64,23 @@ def expert_model(model_type: str, *, eager: bool = True, **changes: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from manyhands.model.attention import plain_attention
+
+    config = expert_config(model_type, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
-            expert_config(model_type, **changes),
+            config,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation=plain_attention(config),
             **{"experts_implementation": "eager"} if eager else {},
         )
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if "correction_bias" in name or "expert_bias" in name:
                     tensor.normal_(std=0.05)
+                elif name.endswith(("sinks", "router.bias")):
+                    tensor.normal_()
                 elif isinstance(tensor, torch.nn.Parameter) and tensor.dim() > 1:
                     tensor.normal_(std=0.08)
     return model.train()

@@ -27,8 +27,12 @@ OF_LINEAR = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 OLD_PARENT = "block_sparse_moe"  # of files whose experts have w1, w2 and w3: ``mlp`` in transformers' models
 
 
-def stack_experts(tensors: Mapping[str, TensorHeader]) -> tuple[dict[str, TensorHeader], dict[str, int]]:
-    """The tensors with those of experts as stacks (g o, i), and the number of groups of each stack by its name."""
+def stack_experts(
+    tensors: Mapping[str, TensorHeader], *, transposed: bool = False
+) -> tuple[dict[str, TensorHeader], dict[str, int]]:
+    """The tensors with those of experts as stacks (g o, i), and the number of groups of each stack by its name.
+    ``transposed``: tensors of three dimensions are (g, i, o), not (g, o, i).
+    """
     found: dict[str, TensorHeader] = {}
     stacks: dict[str, list[tuple[int, TensorHeader]]] = {}
     old = any((match := ONE.match(name)) and match["name"] in ("w1", "w2", "w3") for name in tensors)
@@ -38,7 +42,7 @@ def stack_experts(tensors: Mapping[str, TensorHeader]) -> tuple[dict[str, Tensor
             stack = f"{one['parent']}.experts.{PROJECTIONS[one['name']]}.weight"
             stacks.setdefault(stack, []).append((int(one["number"]), tensor))
         elif len(tensor.shape) == 3 and (match := ALL.match(name)):
-            groups, size, inner = tensor.shape
+            groups, size, inner = (tensor.shape[axis] for axis in ((0, 2, 1) if transposed else (0, 1, 2)))
             stack = f"{match['parent']}.experts.{match['name'] or OF_LINEAR[match['linear']]}.weight"
             stacks[stack] = [(group, TensorHeader(tensor.dtype, (size, inner))) for group in range(groups)]
         else:

@@ -59,7 +59,8 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
             tensors = {BARE_TENSOR.sub("model.", n): t for n, t in tensors.items() if not n.endswith(UNREAD)}
         if is_tied(config):
             tensors.pop(HEAD, None)
-        tensors, stacks = stack_experts(tensors)
+        experts = families.find(config).experts
+        tensors, stacks = stack_experts(tensors, transposed=experts is not None and experts.transposed)
         groups = {
             match[2].removesuffix(".weight"): n for name, n in stacks.items() if (match := BLOCK_TENSOR.search(name))
         }

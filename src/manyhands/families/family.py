@@ -107,6 +107,8 @@ class Experts:
     shared_inner: str = ""  # its inner size; "": that of one expert times ``num_shared``
     num_shared: str = "n_shared_experts"
     shared_gate: str = ""
+    biases: bool = False  # experts and router have them
+    transposed: bool = False  # files have (experts, in, out)
 
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -202,6 +204,10 @@ def block_shapes(family: Family, config: Config, index: int = 0) -> Shapes:
             shapes[f"{name}.bias"] = (out,)
     if experts is not None:
         shapes[f"{experts.parent}.{experts.router}"] = (num_experts(config), config["hidden_size"])
+        if experts.biases:
+            shapes |= _expert_biases(config, experts)
+    if family.sinks:
+        shapes["self_attn.sinks"] = (num_heads(config)[0],)
     if family.latent_attention:
         shapes |= {
             f"self_attn.{kind}_a_layernorm.weight": (config[f"{kind}_lora_rank"],)
@@ -285,6 +291,15 @@ def _experts(config: Config, experts: Experts) -> dict[str, tuple[int, int, bool
     if experts.shared_gate:
         linears[f"{experts.parent}.{experts.shared_gate}"] = (1, hidden, False)
     return linears
+
+
+def _expert_biases(config: Config, experts: Experts) -> Shapes:
+    number, stacks = num_experts(config), f"{experts.parent}.experts"
+    return {
+        f"{experts.parent}.{experts.router.removesuffix('weight')}bias": (number,),
+        f"{stacks}.gate_up_proj_bias": (number, 2 * config[experts.inner]),
+        f"{stacks}.down_proj_bias": (number, config["hidden_size"]),
+    }
 
 
 def _linears(family: Family, config: Config, experts: Experts | None = None) -> dict[str, tuple[int, int, bool]]:

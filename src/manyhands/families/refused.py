@@ -25,8 +25,8 @@ _EXPERTS = {
     _HYBRID: "qwen3_next qwen3_5_moe qwen3_5_moe_text qwen4_exp qwen4_exp_text kimi_linear jamba granitemoehybrid "
     "nemotron_h lfm2_moe zaya minimax",
     _INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4",
-    "its attention has sinks, which the attention kernels here have not": "gpt_oss openai_privacy_filter "
-    "granitemoe_swa mimo_v2_flash",
+    "its tokens attend in both directions": "openai_privacy_filter",
+    "its attention has sinks, which were not tried": "granitemoe_swa mimo_v2_flash",
     "its layers have both experts and a dense MLP, and its router has weights of its own": "gemma4 gemma4_text inkling "
     "inkling_text diffusion_gemma",
 }
