@@ -27,6 +27,7 @@ from manyhands.cli.prove import prove
 from manyhands.cli.run_file import data, plan, tensorboard, train
 from manyhands.cli.runs import app as runs
 from manyhands.cli.submit import submit
+from manyhands.cli.ui import ui
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError, explain_foreign
 from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely
@@ -119,6 +120,7 @@ for _name, _command in (
     ("gpu-info", gpu_info),
     ("memory-check", memory_check),
     ("tensorboard", tensorboard),
+    ("ui", ui),
     ("setup-accelerate", setup_accelerate),
 ):
     app.command(_name, context_settings={"token_normalize_func": rename_option})(_command)
