@@ -30,7 +30,7 @@ from manyhands.facts.model_config import check_supported
 from manyhands.facts.safetensors import TensorHeader
 from manyhands.infer.load import put_adapter
 from manyhands.kernels.grouped import gradients_in_one_launch, group_gradients, multiply_groups, multiply_in_one_launch
-from manyhands.model.attention import IMPLEMENTATIONS, attention_kwargs, plain_attention, register_attention
+from manyhands.model.attention import IMPLEMENTATIONS, VARLEN, attention_kwargs, plain_attention, register_attention
 from manyhands.model.checks import check_loss, check_packing, pack_documents
 from manyhands.model.loss import LossModel
 from manyhands.model.weights import StackedRows, stacked_layers, stored_form
@@ -135,6 +135,37 @@ def test_packed_documents_give_sinks_and_all_else_the_gradients_of_eager_attenti
     for name, parameter in eager.named_parameters():
         own = model.get_parameter(f"{name}.weight" if name in stacks else name).grad
         assert distance(stored_form(stacks[name], own) if name in stacks else own, parameter.grad) < 1e-5, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("gpt_oss", {}), ("mimo_v2_flash", {"head_dim": 32}), ("deepseek_v3", {}), ("granitemoe_swa", {})],
+)
+def test_varlen_on_a_gpu_has_the_loss_and_gradients_of_eager_attention(
+    model_type: str, changes: dict[str, Any]
+) -> None:
+    """Values that are narrower than keys, and sinks, too."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    register_attention()
+    ids = [torch.randint(256, (1, n), generator=torch.Generator().manual_seed(n)).cuda() for n in (300, 5, 117)]
+    batch = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in pack_documents(ids).items()}
+    runs = []
+    for implementation, dtype in (("eager", torch.float64), ("eager", torch.bfloat16), (VARLEN, torch.bfloat16)):
+        model = expert_model(model_type, **changes).to("cuda", dtype)
+        model.set_attn_implementation(implementation)
+        if implementation == "eager":
+            logits = torch.cat([model(input_ids=x, use_cache=False).logits for x in ids], 1)
+        else:
+            kwargs = attention_kwargs(batch, implementation)
+            logits = model(input_ids=batch["input_ids"], use_cache=False, **kwargs).logits
+        logits.double().square().mean().backward()
+        attention = [p for n, p in model.named_parameters() if "self_attn" in n]
+        runs.append([logits.detach(), *(p.grad for p in attention)])
+    for exact, usual, found in zip(*runs, strict=True):
+        allowed = distance(usual.double(), exact)
+        assert distance(found.double(), exact) < 1.5 * allowed + 1e-2
 
 
 def write(folder: Path, model_type: str, **options: Any) -> Path:

@@ -18,6 +18,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
     "sliding_window": 8,
+    "v_head_dim": 16,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,

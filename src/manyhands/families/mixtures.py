@@ -48,6 +48,14 @@ GRANITE_MOE = Family(
     model_types=("granitemoe", "granitemoeshared"),
     experts=Experts("block_sparse_moe", router="router.layer.weight", inner="intermediate_size"),
 )
+GRANITE_MOE_SWA = replace(
+    GRANITE_MOE,
+    name="Granite MoE with windows",
+    model_types=("granitemoe_swa",),
+    sinks=True,
+    experts=Experts("block_sparse_moe", router="router.weight", inner="intermediate_size"),
+)
+MIMO_V2 = Family(name="MiMo-V2", model_types=("mimo_v2_flash",), head_dim=192, sinks=True, experts=Experts())
 HUNYUAN = Family(name="Hunyuan MoE", model_types=("hunyuan_v1_moe", "afmoe", "phimoe"), experts=Experts())
 COHERE2_MOE = replace(HUNYUAN, name="Cohere 2 MoE", model_types=("cohere2_moe", "ernie4_5_moe"), tied=True)
 MELLUM = replace(HUNYUAN, name="Mellum", model_types=("mellum", "minimax_m2", "hy_v3", "laguna"), head_dim=128)
@@ -55,5 +63,5 @@ MELLUM = replace(HUNYUAN, name="Mellum", model_types=("mellum", "minimax_m2", "h
 
 FAMILIES = (
     *(OLMOE, FLEX_OLMO, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, DOTS1, SOLAR, GRANITE_MOE),
-    *(HUNYUAN, COHERE2_MOE, MELLUM),
+    *(GRANITE_MOE_SWA, MIMO_V2, HUNYUAN, COHERE2_MOE, MELLUM),
 )

@@ -26,7 +26,6 @@ _EXPERTS = {
     "nemotron_h lfm2_moe zaya minimax",
     _INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4",
     "its tokens attend in both directions": "openai_privacy_filter",
-    "its attention has sinks, which were not tried": "granitemoe_swa mimo_v2_flash",
     "its layers have both experts and a dense MLP, and its router has weights of its own": "gemma4 gemma4_text inkling "
     "inkling_text diffusion_gemma",
 }

@@ -215,7 +215,10 @@ def attend_varlen(
         raise AttentionRefused(f"{VARLEN} cannot cap attention scores (softcap={softcap}); use attention blockwise")
     assert cu_seq_lens_q is not None and cu_seq_lens_k is not None
     assert max_length_q is not None and max_length_k is not None
-    num_samples, num_heads, length, _dim = query.shape
+    num_samples, num_heads, length, dim = query.shape
+    width = value.shape[3]
+    if width < dim:  # as in latent attention; the kernels want one width
+        value = F.pad(value, (0, dim - width))
     longest = max_length_q if row_length is None else row_length
     window = sliding_window - 1 if sliding_window and sliding_window < longest else -1  # positions seen to the left
     kernels = _kernels if _kernels is not None and _kernels.tested_with(query, key) else None
@@ -224,7 +227,7 @@ def attend_varlen(
         whole = length - length % row_length
         query, key, value = (_split_rows(x[:, :, :whole], row_length) for x in (query, key, value))
         dense = attend_dense(query, key, value, scaling, kernels.rows.name)  # (b t / l, h, l, d)
-        out = dense.transpose(1, 2).reshape(num_samples, whole, num_heads, -1)
+        out = dense.transpose(1, 2).reshape(num_samples, whole, num_heads, -1)[..., :width]
         return (out if whole == length else F.pad(out, (0, 0, 0, 0, 0, length - whole))), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (b t, heads, d)
     packs_by_flash4 = kernels is not None and kernels.packs.name == "flash4"
@@ -242,7 +245,7 @@ def attend_varlen(
     if image_rows is not None:
         seen = _attend_image_rows(query, key, value, image_rows, max_length_q, scaling, window)
         out = out.index_copy(0, image_rows.queries, seen.to(out.dtype))
-    return out.view(num_samples, length, num_heads, -1), None
+    return out.view(num_samples, length, num_heads, -1)[..., :width], None
 
 
 def _attend_image_rows(
