@@ -285,6 +285,17 @@ def test_the_page_says_what_the_terminal_says(write_run):
     assert widths and max(widths) == 100
 
 
+def test_json_has_samples_with_weights_and_what_is_refused(write_run):
+    run = write_run({"good.jsonl": [question(n) for n in range(9)], "bad.jsonl": [{"question": 1, "answer": "x"}]})
+    shown = call("data", run, "--json", "--rows", 2)
+    assert shown.exit_code == EXIT_FAILED
+    found = json.loads(shown.stdout)
+    trained = ["".join(text for text, weight in sample["spans"] if weight) for sample in found["samples"]]
+    assert len(trained) == 2 and all(text.startswith("a") for text in trained)
+    assert found["refused"][0]["errors"] and found["lengths"] and found["batch"]["num_samples"]
+    assert call("data", run, "--json", "--html", "x.html").exit_code == EXIT_USAGE
+
+
 def test_only_a_page_of_ours_is_overwritten(write_run):
     run = write_run({"a.jsonl": [question(n) for n in range(40)]})
     Path("notes.html").write_text("my notes")

@@ -16,7 +16,7 @@ def write_run(folder, name, *, state="finished", num_rows=30, num_steps=40, rate
     (run / "run.json").write_text(json.dumps({**config, "optimizer": {"learning_rate": rate}}))
     memory = {"terms": {"weights": 3 << 30, "overhead": 1 << 30}, "limit": 8 << 30}
     plan = {"num_steps": num_steps, "memory": memory, "learning_rate": rate, "batch_samples": 8}
-    plan |= {"time": {"tokens_per_s": 900.0}, "layout": {"world_size": 2, "device": "cuda", "strategy": "ddp"}}
+    plan |= {"time": {"tokens_per_s": 900.0}, "layout": {"mesh": {"replicate": 2}, "device": "cuda", "strategy": "ddp"}}
     (run / "plans" / "001.json").write_text(json.dumps(plan))
     (run / "plan.json").write_text(json.dumps({"newest": "plans/001.json"}))
     (run / "logs" / "launcher.log").write_text("the plan\n\x1b[31mred\x1b[0m message\n")

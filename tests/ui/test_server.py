@@ -133,3 +133,50 @@ def test_comparison_has_differing_keys_only(runs):
     found = json.loads(body)
     assert found["differences"] == [{"key": "optimizer.learning_rate", "values": ["0.001", "0.0003"]}]
     assert found["runs"][0]["charts"]["x"][-1] == 30 * 850
+
+
+def post(app, path, value):
+    body = json.dumps(value).encode()
+    status, _, answer = request(app, path, {**POST, "content-length": str(len(body))}, "POST", body)
+    return status, json.loads(answer)
+
+
+def test_forms_fill_the_queue(runs, monkeypatch):
+    from manyhands.ui.queue import Queue
+
+    monkeypatch.setattr(Queue, "start_runner", lambda self: None)
+    app = make_app(runs)
+    assert post(app, "/api/queue", {"action": "add", "model": "a/b", "data": "x", "name": "new"}) == (200, {"id": 1})
+    write_run(runs, "one", state="interrupted")
+    assert post(app, "/api/runs/one/resume", {})[0] == 200
+    words = [item["words"] for item in Queue(runs).read()["items"]]
+    assert words[0] == ["train", "--model=a/b", "--data=x", f"output.dir={runs}", "name=new", "--fresh"]
+    assert words[1] == ["train", f"{runs}/one/run.json", f"output.dir={runs}"]
+    assert post(app, "/api/queue", {"action": "remove", "id": 1})[0] == 200
+    assert len(Queue(runs).read()["items"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "error"),
+    [
+        ("/api/queue", {"action": "fly"}, "no such action"),
+        ("/api/queue", {}, "not one of this page"),
+        ("/api/queue", ["add"], "not one of this page"),
+        ("/api/queue", {"action": "add", "output": "/etc"}, "no such field: output"),
+        ("/api/plan", {"model": "x", "trust": 1}, "no such field: trust"),
+        ("/api/data", {"run": "--help"}, "must be a path"),
+        ("/api/runs/one/stop", {}, "no launcher of this run"),
+        ("/api/runs/one/delete", {}, "no such action"),
+    ],
+)
+def test_refused_forms(runs, path, value, error):
+    write_run(runs, "one")
+    status, answer = post(make_app(runs), path, value)
+    assert status >= 400
+    assert error in answer["error"]
+
+
+def test_the_error_of_a_command_is_shown(runs):
+    status, answer = post(make_app(runs), "/api/plan", {"run": str(runs / "none.yaml")})
+    assert status == 400
+    assert "none.yaml" in answer["error"]

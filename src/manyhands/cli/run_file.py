@@ -268,6 +268,7 @@ def data(
         typer.Option("--html", help="Write an HTML page with a complete micro-batch instead.", dir_okay=False),
     ] = None,
     examples: Examples = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the preview as JSON.")] = False,
     *,
     short: Short,
 ) -> None:
@@ -278,11 +279,19 @@ def data(
     from manyhands.preview.collect import collect
     from manyhands.preview.page import refuse_foreign_file, write_page
 
+    if html is not None and as_json:
+        raise UserError("--html and --json are both given", where="command line", fix="remove one of them")
     if html is not None:
         refuse_foreign_file(html)
     max_samples = NUM_SAMPLES if rows is None and step is None and html is None else rows
     preview = collect(config, step=step or 1, max_samples=max_samples, report=report_aside)
-    if html is not None:
+    if as_json:
+        import json
+
+        from manyhands.preview.contents import to_json
+
+        print(json.dumps(to_json(preview)))
+    elif html is not None:
         write_page(preview, html)
         print(
             f"wrote {html}: open it in a browser"

@@ -6,7 +6,7 @@ Text from data files is as it is: terminal and page make it printable. Only tabs
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
@@ -301,6 +301,21 @@ def describe_end(preview: Preview) -> str:
         f"A run refuses this data: correct {count_of(preview.num_refused, 'source')} first. Samples and counts "
         f"cover the valid rows; a file is read up to its first unreadable line."
     )
+
+
+def to_json(preview: Preview) -> dict[str, Any]:
+    """The preview as JSON has it: samples with their spans as [text, weight], errors as text."""
+    return {
+        **{name: getattr(preview, name) for name in ("run", "model", "max_length", "num_more_rows", "length_words")},
+        "samples": [{**asdict(row), "spans": [[span.text, span.weight] for span in row.spans]} for row in preview.rows],
+        "batch": None if preview.batch is None else asdict(preview.batch),
+        "plan_error": None if preview.plan_error is None else str(preview.plan_error),
+        "sources": [asdict(source) for source in preview.sources],
+        "lengths": [asdict(one) for one in preview.lengths],
+        "counts": [] if preview.facts is None else [list(pair) for pair in describe_counts(preview)],
+        "notes": list(preview.notes),
+        "refused": [{"source": one.source, "errors": list(map(str, one.errors))} for one in preview.refused],
+    }
 
 
 def decode_spans(tokenizer: Any, ids: np.ndarray, weights: np.ndarray) -> Iterator[Span]:

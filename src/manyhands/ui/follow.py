@@ -53,7 +53,9 @@ class Tail:
 
 
 class Metrics:
-    """The rows of a run: steps as columns, evaluations as they are. Threads may call it at the same time."""
+    """The rows of a run: steps as columns, evaluations as they are. One thread may update while others ask for
+    series.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -90,13 +92,13 @@ class Metrics:
 
     def update(self) -> bool:
         """Reads what was added, up to ``SLICE_BYTES``; returns whether there is more."""
+        data, is_other = self._tail.read()
+        rows = [parse_row(line) for line in data.split(b"\n")]
         with self._lock:
-            data, is_other = self._tail.read()
             if is_other:
                 self._clear()
                 self.is_exact, self._previewed = False, None
-            for line in data.split(b"\n"):
-                row = parse_row(line)
+            for row in rows:
                 if row.get("kind") == "step":
                     self._cut(_append(self._columns, row))
                     self.newest = row

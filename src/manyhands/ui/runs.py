@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -57,7 +58,7 @@ class Run:
             return False
         self._looked = now
         files = (self.folder.metrics, self.folder.status_json, self.folder.plan_json, self.folder.run_json)
-        signature = tuple(_signature(file) for file in files)
+        signature = tuple(mark_of(file) for file in files)
         if signature == self._signature and not is_running and not self._tail.is_behind:
             return False
         if signature[2:] != self._signature[2:]:
@@ -162,7 +163,8 @@ class Run:
         )
 
 
-def _signature(file: Path) -> tuple[int, int, int] | None:
+def mark_of(file: Path) -> tuple[int, int, int] | None:
+    """Another one whenever the file has changed."""
     try:
         stat = file.stat()
     except OSError:
@@ -181,7 +183,10 @@ def describe_plan(folder: RunFolder) -> dict[str, Any]:
     config = read_object(folder.run_json)
     newest = read_object(folder.plan_json).get("newest")
     plan = read_object(folder.path / newest) if isinstance(newest, str) and ".." not in newest else {}
-    terms = _get(plan, "memory", "terms") or {}
+    terms = {name: size for name, size in (_get(plan, "memory", "terms") or {}).items() if isinstance(size, int)}
+    mesh = _get(plan, "layout", "mesh") or {}
+    device = _get(plan, "layout", "device")
+    outside = terms.get("overhead", 0) + terms.get("pools", 0) if device == "cuda" else 0  # of what tensors hold
     return {
         "model": Path(str(_get(config, "model", "name") or "")).name,
         "method": _get(config, "method", "name"),
@@ -189,12 +194,12 @@ def describe_plan(folder: RunFolder) -> dict[str, Any]:
         "learning_rate": _get(plan, "learning_rate"),
         "num_steps": _get(plan, "num_steps"),
         "batch": _get(plan, "batch_samples"),
-        "num_ranks": _get(plan, "layout", "world_size"),
-        "device": _get(plan, "layout", "device"),
+        "num_ranks": math.prod(mesh.values()) if mesh else None,
+        "device": device,
         "strategy": _get(plan, "layout", "strategy"),
         "planned_tokens_per_s": _get(plan, "time", "tokens_per_s"),
-        "planned_bytes": sum(size for size in terms.values() if isinstance(size, int)) or None,
-        "outside_bytes": terms.get("overhead") or 0,
+        "planned_bytes": sum(terms.values()) or None,
+        "tensor_bytes": sum(terms.values()) - outside or None,
         "limit_bytes": _get(plan, "memory", "limit"),
     }
 

@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 from manyhands.core.errors import UserError
+from manyhands.launch.diagnose.hang import examine
 from manyhands.launch.nodes.address import LOCAL_HOST
-from manyhands.ui.follow import Axis
+from manyhands.ui.commands import Asker, describe_candidates, words_of
+from manyhands.ui.follow import Axis, to_number
 from manyhands.ui.guard import Guard
-from manyhands.ui.runs import Run, Runs, clean
+from manyhands.ui.queue import Queue, stop, words_to_resume
+from manyhands.ui.queue import describe as describe_queue
+from manyhands.ui.runs import Run, Runs, clean, mark_of, read_log
 
 STATIC = Path(__file__).with_name("static")
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-LOOK_S, COMMENT_S = 1.0, 15.0
-MAX_COMPARED = 12
+LOOK_S, COMMENT_S, LOGS_S = 1.0, 15.0, 10.0
+MAX_COMPARED, MAX_SAMPLES = 12, 50
 
 
 def refuse_missing_packages() -> None:
@@ -40,6 +44,7 @@ def serve_page(folder: Path, port: int, report: Callable[[str], None] = print) -
 
     token = secrets.token_urlsafe(24)
     page = Page(folder)
+    page.queue.start_runner()
     server = make_server(page.make_app(token, port), port)
     page.is_ending = lambda: server.should_exit
     report(f"runs of {folder}/: http://{LOCAL_HOST}:{port}/?token={token} (Ctrl-C to stop)")
@@ -50,7 +55,7 @@ class Page:
     """The application. One look at the runs serves all who watch, and nobody looks while nobody watches."""
 
     def __init__(self, folder: Path) -> None:
-        self.runs = Runs(folder)
+        self.runs, self.queue, self._asker = Runs(folder), Queue(folder), Asker()
         self.is_ending: Callable[[], bool] = lambda: False
         self._looking = asyncio.Lock()
         self._looked = -LOOK_S
@@ -66,7 +71,11 @@ class Page:
         routes += [
             Route("/api/events", self._events),
             Route("/api/runs/{name}", self._of_run(self._describe)),
+            Route("/api/runs/{name}/{action}", self._of_run(self._act), methods=["POST"]),
             Route("/api/compare", self._compare),
+            Route("/api/plan", self._post(self._plan), methods=["POST"]),
+            Route("/api/data", self._post(self._data), methods=["POST"]),
+            Route("/api/queue", self._post(self._change_queue), methods=["POST"]),
         ]
         return Starlette(routes=routes, middleware=[Middleware(LocalHosts), Middleware(Guard, token=token, port=port)])
 
@@ -95,8 +104,13 @@ class Page:
 
         async def stream() -> AsyncIterator[str]:
             version, quiet_s = -1, 0.0
+            queued: tuple[Any, ...] = ()
             while not self.is_ending() and not await request.is_disconnected():
                 now = await self.look()
+                mark = mark_of(self.queue.file), int(self._looked / LOGS_S)
+                if mark != queued:
+                    yield f"event: queue\ndata: {_dump(clean(describe_queue(self.queue, read_log)))}\n\n"
+                    queued = mark
                 if now != version:
                     yield f"event: runs\ndata: {_dump(self.runs.since(version))}\n\n"
                     version, quiet_s = now, 0.0
@@ -119,10 +133,70 @@ class Page:
     async def _describe(self, request: Any, run: Run) -> Any:
         return _respond(await asyncio.to_thread(run.describe, _axis(request)))
 
+    async def _act(self, request: Any, run: Run) -> Any:
+        """Stops or resumes a run, or looks at what it waits for."""
+        action, folder = request.path_params["action"], run.folder
+        if action == "stop":
+            return await _carry_out(stop, folder)
+        if action == "resume":
+            return await _carry_out(self.queue.add, words_to_resume(folder), f"resume {folder.path.name}")
+        if action == "examine":
+            return await _carry_out(lambda: list(examine(folder).lines))
+        return _respond({"error": "there is no such action"}, 404)
+
+    @staticmethod
+    def _post(answer: Callable[[dict[str, Any]], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+        """Answers with what becomes of the object in the body, or what is wrong with it."""
+
+        async def answer_post(request: Any) -> Any:
+            try:
+                form = json.loads(await request.body())
+                if not isinstance(form, dict):
+                    raise ValueError("it is no object")
+                return _respond(await answer(form) or {})
+            except UserError as error:
+                return _respond({"error": str(error)}, 400)
+            except (ValueError, KeyError, TypeError) as error:
+                return _respond({"error": f"the request is not one of this page: {error}"}, 400)
+
+        return answer_post
+
+    async def _plan(self, form: dict[str, Any]) -> Any:
+        price = to_number(form.pop("price", None))
+        text = await self._asker.ask(["plan", *words_of(form), "--json"])
+        return await asyncio.to_thread(describe_candidates, text, price)
+
+    async def _data(self, form: dict[str, Any]) -> Any:
+        """Of a run's configuration (``of``: its name), or of what a form says."""
+        step, rows, name = int(form.pop("step", 1)), min(int(form.pop("rows", 6)), MAX_SAMPLES), form.pop("of", None)
+        run = self.runs.get(str(name)) if name else None
+        words = [str(run.folder.run_json)] if run is not None else words_of(form)
+        return json.loads(await self._asker.ask(["data", *words, f"--rows={rows}", f"--step={step}", "--json"]))
+
+    async def _change_queue(self, form: dict[str, Any]) -> Any:
+        action, name = form.pop("action"), str(form.pop("name", "")).strip()
+        if action == "add":
+            words = ["train", *words_of(form), f"output.dir={self.queue.folder}", *([f"name={name}"] if name else [])]
+            title = name or str(form.get("run") or form.get("model") or "a run")
+            number = await asyncio.to_thread(self.queue.add, [*words, "--fresh"], title)
+            return {"id": number}
+        if action == "remove":
+            return await asyncio.to_thread(self.queue.remove, int(form["id"]))
+        if action == "pause":
+            return await asyncio.to_thread(self.queue.pause, bool(form["paused"]))
+        raise UserError("there is no such action", where=str(action))
+
     async def _compare(self, request: Any) -> Any:
         await self.look()
         names = request.query_params.getlist("run")[:MAX_COMPARED]
         return _respond(await asyncio.to_thread(self.runs.compare, names, _axis(request)))
+
+
+async def _carry_out(act: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return _respond({"done": await asyncio.to_thread(act, *arguments)})
+    except UserError as error:
+        return _respond({"error": str(error)}, 400)
 
 
 def _axis(request: Any) -> Axis:

@@ -107,7 +107,7 @@ function smooth(values) { // the mean of neighbors, a fiftieth of all
   const reach = Math.max(1, Math.round(values.length / 100)), sums = [0], counts = [0];
   for (const value of values) { sums.push(sums.at(-1) + (value || 0)); counts.push(counts.at(-1) + known(value)); }
   return values.map((_, place) => {
-    const first = Math.max(0, place - reach), end = Math.min(values.length, place + reach + 1);
+    const near = Math.min(reach, place, values.length - 1 - place), first = place - near, end = place + near + 1;
     return counts[end] > counts[first] ? (sums[end] - sums[first]) / (counts[end] - counts[first]) : null;
   });
 }
@@ -186,9 +186,10 @@ function runsView() {
 function runView(name) {
   const loss = new Chart("Loss", { height: 320, format: value => fixed(value, 3) });
   const small = [["grad_norm", "Gradient norm", "c3"], ["tokens_per_s", "Tokens/s", "c4"], ["learning_rate", "Learning rate", "c5"]].map(([key, title, color]) => ({ key, color, title, chart: new Chart(title) }));
+  const told = h("div"), tell = (text, bad) => told.replaceChildren(h("div", { class: `notice ${bad ? "bad" : "good"}`, role: "status" }, h("pre", {}, text)));
   const top = h("div"), tiles = h("dl", { class: "tiles" }), low = h("div", { class: "two" }), notices = h("div"), more = h("div", { class: "view" });
-  const element = h("div", { class: "view" }, top, notices, tiles, loss.element, h("div", { class: "charts" }, small.map(one => one.chart.element)), low, more);
-  let found = null, timer = null, asked = 0, closed = false, logs = "", kept = "";
+  const element = h("div", { class: "view" }, top, told, notices, tiles, loss.element, h("div", { class: "charts" }, small.map(one => one.chart.element)), low, more);
+  let found = null, timer = null, asked = 0, closed = false, logs = "", drawn = "";
 
   async function refresh() {
     clearTimeout(timer); timer = null; asked = Date.now();
@@ -203,8 +204,11 @@ function runView(name) {
   function head() {
     const run = runs.get(name) || found.run, quiet = silence(run);
     const where = run.num_ranks ? `${run.num_ranks} ${run.device === "cpu" ? "CPU process" + (run.num_ranks > 1 ? "es" : "") : "GPU" + (run.num_ranks > 1 ? "s" : "")}${run.strategy ? `, ${run.strategy}` : ""}` : "";
-    top.replaceChildren(h("div", { class: "head" }, h("h1", {}, name), state(run), actions(run)),
-      h("p", { class: "sub" }, [run.model, run.method, run.task, where, run.batch && `${whole(run.batch)} samples a step`].filter(Boolean).join(" · ")),
+    const mark = JSON.stringify([run, found.ranks, quiet && Math.floor(quiet), Math.floor(Date.now() / 10000)]);
+    if (mark === drawn) return;
+    drawn = mark;
+    if (!top.firstChild || top.dataset.state !== run.state) { top.dataset.state = run.state; top.replaceChildren(h("div", { class: "head" }, h("h1", {}, name), state(run), actions(run, tell)), h("div")); }
+    top.lastChild.replaceChildren(h("p", { class: "sub" }, [run.model, run.method, run.task, where, run.batch && `${whole(run.batch)} samples a step`].filter(Boolean).join(" · ")),
       h("p", { class: "sub num" }, progress(run), `step ${steps(run)}`));
     notices.replaceChildren(...[
       quiet && message(`No row for ${duration(quiet)}${run.seconds ? `; a step took ${duration(run.seconds)}` : ""}. ${stuck(found.ranks)}`),
@@ -252,20 +256,27 @@ function runView(name) {
   return { title: name, element, refresh, update: changed => changed.has(name) && later(1000), tick: () => found && head(),
     close: () => { closed = true; clearTimeout(timer); loss.close(); for (const one of small) one.chart.close(); } };
 }
-function actions() { return h("div", { class: "actions" }); }
+function actions(run, tell) {
+  const act = async (action, done) => { const answer = await ask(`/api/runs/${encodeURIComponent(run.name)}/${action}`, {}); tell(answer.error || done(answer), Boolean(answer.error)); };
+  const button = (label, action, done, kind) => h("button", { type: "button", class: kind, onclick: () => act(action, done) }, label);
+  return h("div", { class: "actions" }, run.state === "running"
+    ? [button("What does it wait for?", "examine", answer => answer.done.join("\n")), button("Stop", "stop", () => "The run saves its state and ends. Resume continues it.", "danger")]
+    : run.state !== "finished" && button("Resume", "resume", () => "In the queue: it starts when the machine is free.", "primary"),
+  h("a", { class: "button", href: address("data", run.name) }, "Data"), h("a", { class: "button", href: address("compare", run.name) }, "Compare"));
+}
 function stuck(ranks) {
   const at = ranks.filter(rank => rank.at);
   return at.length ? `Ranks are at: ${at.slice(0, 8).map(rank => `${rank.rank}: ${rank.at}`).join("; ")}.` : "";
 }
 function ranksCard(ranks, run) {
   const unit = run.device === "cpu" ? "Process" : "GPU", longest = Math.max(run.planned_bytes || 0, run.limit_bytes || 0, ...ranks.map(rank => rank.peak || 0)) || 1;
-  const inside = run.planned_bytes && run.planned_bytes - (run.outside_bytes || 0);
+  const inside = run.tensor_bytes;
   const rows = ranks.map(rank => h("tr", {}, h("th", { scope: "row", class: "num" }, `${rank.rank}`),
     h("td", {}, h("span", { class: "bar", role: "img", "aria-label": `${gib(rank.peak)} of planned ${gib(inside)}` }, h("span", { width: `${100 * (rank.peak || 0) / longest}%` }), inside ? h("span", { class: "planned", width: `${100 * inside / longest}%` }) : null)),
     h("td", { class: "right" }, gib(rank.peak)), h("td", { class: "right" }, percent(rank.utilization)), h("td", { class: "right" }, known(rank.seconds) ? `${rank.seconds.toFixed(2)} s` : "–"), h("td", { class: "sub" }, rank.is_gone ? "ended" : rank.at)));
   return h("section", { class: "card" }, h("h2", {}, `Each ${unit}`), ranks.length
     ? [h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, [unit, "Peak memory", "", "Busy", "Step", ranks.some(rank => rank.at) && "At"].map((title, number) => title ? h("th", { scope: "col", class: number > 1 && number < 5 ? "right" : "" }, title) : h("td")))), h("tbody", {}, rows))),
-      h("p", { class: "sub" }, inside ? `The mark is what the plan expects in tensors: ${gib(inside)}; the bar ends at the limit of ${gib(longest)}.` : "")] : h("p", { class: "sub" }, "Nothing measured yet."));
+      h("p", { class: "sub" }, inside ? `The mark is what the plan expects${run.device === "cuda" ? " of tensors" : ""}: ${gib(inside)}; the bar ends at ${gib(longest)}, the limit.` : "")] : h("p", { class: "sub" }, "Nothing measured yet."));
 }
 function samplesCard(samples) {
   const title = h("h2", {}, "Answers during training");
@@ -279,11 +290,168 @@ function samplesCard(samples) {
   }));
 }
 
+function compareView(...names) {
+  const loss = new Chart("Training loss", { height: 320, format: value => fixed(value, 3) }), held = new Chart("Held-out loss", { height: 240, format: value => fixed(value, 3) });
+  const axis = h("select", { "aria-label": "Horizontal axis", onchange: refresh }, [["step", "by steps"], ["tokens", "by tokens"], ["time", "by training time"]].map(([value, label]) => h("option", { value }, label)));
+  const add = h("select", { "aria-label": "Add a run", onchange: () => { if (add.value) location.hash = address("compare", ...names, add.value); } });
+  const table = h("div", { class: "card table" }), notices = h("div");
+  const element = h("div", {}, h("div", { class: "head" }, h("h1", {}, "Compare"), h("div", { class: "row" }, add, axis)), notices, loss.element, held.element, table);
+  let closed = false, timer = null, others = "";
+  const color = number => `c${number % 8}`;
+
+  async function refresh() {
+    clearTimeout(timer); timer = null;
+    for (const one of [loss.element, held.element, table]) one.hidden = !names.length;
+    if (!names.length) { notices.replaceChildren(empty("Choose runs to compare: above, or by their boxes in the list of runs.")); return; }
+    const found = await ask(`/api/compare?axis=${axis.value}&${names.map(name => `run=${encodeURIComponent(name)}`).join("&")}`);
+    if (closed) return;
+    notices.replaceChildren(found.error ? message(found.error, true) : "");
+    if (found.error) return;
+    const by = { step: "step", tokens: "tokens", time: "time" }[axis.value];
+    loss.show(by, found.runs.map(({ run, charts: series }, number) => ({ ...line(series, "loss", run.name, color(number)), low: null })));
+    held.show(by, found.runs.map(({ run, charts: series }, number) => ({ label: run.name, color: color(number), x: series.held_out.x, y: series.held_out.loss, dots: true })));
+    held.element.hidden = !held.data;
+    const best = Math.min(...found.runs.map(({ run }) => run.best ?? Infinity));
+    const rows = [["State", run => state(run)], ["Step", run => steps(run)], ["Best held-out loss", run => known(run.best) ? [fixed(run.best), run.best === best && found.runs.length > 1 ? h("span", { class: "sub" }, " lowest") : ""] : "–"],
+      ["Training loss, newest", run => fixed(run.loss)], ["Tokens/s, newest", run => whole(run.tokens_per_s)]];
+    table.replaceChildren(h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("td"), found.runs.map(({ run }, number) => h("th", { scope: "col" }, h("span", { class: `key ${color(number)}` }, h("i"), h("a", { href: address("run", run.name) }, run.name)),
+      h("button", { type: "button", class: "small", "aria-label": `Remove ${run.name}`, onclick: () => { location.hash = address("compare", ...names.filter(name => name !== run.name)); } }, "×"))))),
+    h("tbody", {}, rows.map(([label, value]) => h("tr", {}, h("th", { scope: "row", class: "label" }, label), found.runs.map(({ run }) => h("td", { class: "num" }, value(run))))),
+      found.differences.map(({ key, values }) => h("tr", {}, h("th", { scope: "row", class: "label" }, h("code", {}, key)), values.map(value => h("td", { class: "num" }, value))))))),
+    found.runs.length > 1 && !found.differences.length ? h("p", { class: "sub" }, "All keys of these runs are the same.") : "");
+  }
+  function update(changed) {
+    const rest = [...runs.keys()].filter(name => !names.includes(name)).sort(), mark = rest.join("/");
+    if (mark !== others) { others = mark; add.replaceChildren(h("option", { value: "" }, "Add a run"), ...rest.map(name => h("option", { value: name }, name))); }
+    if (!timer && names.some(name => changed.has(name))) timer = setTimeout(refresh, 2000);
+  }
+  refresh();
+  return { title: "Compare", element, refresh, update, close: () => { closed = true; clearTimeout(timer); loss.close(); held.close(); } };
+}
+
+// Forms: what `manyhands train`, `plan` and `data` take.
+
+const FIELDS = [["model", "Model", "Qwen/Qwen3-0.6B or a folder"], ["data", "Training data", "rows.jsonl or hub:OWNER/NAME"], ["method", "Method", ["", "lora", "qlora", "full"]], ["epochs", "Epochs", ""], ["learning_rate", "Learning rate", ""],
+  ["batch_size", "Samples a step", ""], ["max_length", "Longest sample, tokens", ""], ["run", "or a run file", "run.yaml"]];
+function fields(more = []) {
+  return h("div", { class: "fields" }, [...FIELDS, ...more].map(([name, label, hint]) => h("label", {}, label, Array.isArray(hint)
+    ? h("select", { name }, hint.map(value => h("option", { value }, value || "as the defaults")))
+    : h("input", { name, placeholder: hint, autocomplete: "off", spellcheck: "false" }))), h("label", { class: "keys" }, "Further keys, one a line", h("textarea", { name: "keys", rows: "2", placeholder: "optimizer.name=muon", spellcheck: "false" })));
+}
+const remembered = {};
+function remember(form) {
+  for (const element of form.elements) if (element.name) { if (remembered[element.name]) element.value = remembered[element.name]; element.addEventListener("input", () => { remembered[element.name] = element.value; }); }
+  return form;
+}
+const filled = form => Object.fromEntries([...new FormData(form)].filter(([, value]) => value.trim()));
+
+function planView() {
+  const result = h("div", { class: "view" }), busy = h("span", { class: "sub", role: "status" });
+  const form = remember(h("form", { class: "card", onsubmit: async event => {
+    event.preventDefault();
+    busy.textContent = "Planning: rows are tokenized the first time.";
+    const asked = filled(form), price = Number(asked.price) || null;
+    delete asked.name;
+    const plan = await ask("/api/plan", { ...asked, price });
+    busy.textContent = "";
+    result.replaceChildren(...(plan.error ? [h("div", { class: "notice bad", role: "alert" }, h("pre", {}, plan.error))] : planResult(plan)));
+  } }, fields([["gpus", "GPUs, here or not", "2, 8xH200, H100-4x"], ["price", "Price of a GPU-hour", ""], ["name", "Name of the run, to start it", ""]]),
+  h("div", { class: "row" }, h("button", { class: "primary" }, "Plan"), h("button", { type: "button", onclick: start }, "Start"), busy)));
+  async function start() {
+    const asked = filled(form);
+    delete asked.price;
+    if (asked.gpus && !/^\d+$/.test(asked.gpus)) delete asked.gpus;
+    const answer = await ask("/api/queue", { action: "add", ...asked });
+    if (answer.error) result.replaceChildren(h("div", { class: "notice bad", role: "alert" }, h("pre", {}, answer.error)));
+    else location.hash = "#/queue";
+  }
+  return { title: "Plan", element: h("div", {}, h("h1", {}, "Plan a run"), form, result) };
+}
+function planResult(plan) {
+  const tiles = [["A step", plan.seconds === null ? "–" : duration(plan.seconds), plan.seconds === null ? "rates of this device are not known" : `${whole(plan.tokens_per_s)} tokens/s`], ["Steps", whole(plan.num_steps), `${plan.num_ranks} ${plan.device === "cpu" ? "CPU processes" : "GPUs"}`],
+    ["Whole run", duration(plan.total_s), known(plan.gpu_hours) ? `${plan.gpu_hours.toFixed(2)} GPU-hours` : ""], ["Memory of each", gib(Object.values(plan.memory).reduce((sum, size) => sum + size, 0)), `of ${gib(plan.limit)}`]];
+  if (plan.cost) tiles.push(["Cost", plan.cost.replace(/^cost: /, "").split(" at ")[0], plan.cost.includes(" at ") ? `at ${plan.cost.split(" at ")[1]}` : ""]);
+  const terms = Object.entries(plan.memory).sort((a, b) => b[1] - a[1]), scale = Math.max(plan.limit, terms.reduce((sum, [, size]) => sum + size, 0));
+  const ordered = [...plan.candidates].sort((a, b) => b.chosen - a.chosen || b.fits - a.fits || (a.seconds ?? 0) - (b.seconds ?? 0));
+  return [h("dl", { class: "tiles" }, tiles.map(([label, value, sub]) => h("div", { class: "tile" }, h("dt", {}, label), h("dd", {}, value, h("span", { class: "sub" }, sub))))),
+    h("section", { class: "card" }, h("h2", {}, "Memory by term"), h("div", { class: "stack", role: "img", "aria-label": terms.map(([name, size]) => `${name} ${gib(size)}`).join(", ") }, terms.map(([, size], number) => h("span", { class: `b${number % 8}`, width: `${100 * size / scale}%` }))),
+      h("p", { class: "sub" }, terms.map(([name, size], number) => h("span", { class: "key" }, h("i", { class: `c${number % 8}` }), `${name} ${gib(size)}`)))),
+    h("section", { class: "card" }, h("h2", {}, `Candidates (${ordered.length}): memory and seconds of a step`), scatter(plan), h("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Candidates" }, h("table", {}, h("thead", {}, h("tr", {}, ["Strategy", "Recomputed", plan.packing ? "Micro tokens" : "Micro samples", "Memory", "Step", "Why it lost"].map((title, number) => h("th", { scope: "col", class: number > 1 && number < 5 ? "right" : "" }, title)))),
+      h("tbody", {}, ordered.map(one => h("tr", { class: one.chosen && "chosen" }, h("th", { scope: "row" }, one.name), h("td", {}, one.checkpointing), h("td", { class: "right" }, whole(one.micro)), h("td", { class: "right" }, gib(one.bytes)), h("td", { class: "right" }, known(one.seconds) ? `${one.seconds.toPrecision(3)} s` : "–"), h("td", {}, one.reason))))))),
+    h("details", { class: "card" }, h("summary", {}, "Every decision, and why"), h("dl", { class: "decisions" }, plan.decisions.map(([topic, text]) => [h("dt", { class: "dim" }, topic), h("dd", {}, text)])))];
+}
+function scatter(plan) { // each candidate a dot: memory to the right, seconds upwards
+  const shown = plan.candidates.filter(one => known(one.seconds)), W = 900, H = 260, L = 60, B = 36;
+  if (shown.length < 2) return h("p", { class: "sub" }, "Seconds are not known on this device: the table has the memory.");
+  const make = (tag, props, ...kids) => { const element = document.createElementNS("http://www.w3.org/2000/svg", tag); for (const [name, value] of Object.entries(props)) element.setAttribute(name, value); element.append(...kids); return element; };
+  const largest = Math.max(...shown.map(one => one.bytes)), far = plan.limit > 3 * largest; // the limit would leave the dots no room
+  const right = far ? 1.5 * largest : Math.min(Math.max(largest, plan.limit), 2 * plan.limit), low = Math.min(...shown.map(one => one.seconds)), high = Math.max(...shown.map(one => one.seconds)) * 1.05;
+  const x = bytes => L + (W - L - 15) * Math.min(1, bytes / right), y = seconds => H - B - (H - B - 15) * (seconds - low * 0.9) / (high - low * 0.9);
+  const text = (at, top, words, anchor = "middle") => make("text", { x: at, y: top, "text-anchor": anchor }, words), marks = [0, 0.25, 0.5, 0.75, 1];
+  return make("svg", { viewBox: `0 0 ${W} ${H}`, class: "scatter", role: "img", "aria-label": `${shown.length} candidates by memory and seconds of a step; the table below has all of them` },
+    ...marks.map(share => make("line", { class: "grid", x1: L, x2: W - 15, y1: y(low * 0.9 + share * (high - low * 0.9)), y2: y(low * 0.9 + share * (high - low * 0.9)) })),
+    ...marks.map(share => text(L - 8, y(low * 0.9 + share * (high - low * 0.9)) + 4, `${(low * 0.9 + share * (high - low * 0.9)).toPrecision(2)} s`, "end")),
+    ...marks.map(share => text(x(share * right), H - 12, `${+(share * right / 2 ** 30).toPrecision(2)} GiB`, share === 1 ? "end" : "middle")),
+    ...(far ? [] : [make("line", { class: "limit", x1: x(plan.limit), x2: x(plan.limit), y1: 8, y2: H - B })]), text(x(plan.limit) - 6, 20, `limit ${gib(plan.limit)}${far ? " →" : ""}`, "end"),
+    ...shown.sort((a, b) => a.chosen - b.chosen).map(one => make("circle", { class: one.chosen ? "chosen" : one.fits ? "fits" : "beyond", cx: x(one.bytes), cy: y(one.seconds), r: one.chosen ? 8 : 4.5 }, make("title", {}, `${one.name}, ${one.checkpointing}, ${whole(one.micro)}: ${gib(one.bytes)}, ${one.seconds.toPrecision(3)} s. ${one.reason}`))));
+}
+
+function dataView(name) {
+  const result = h("div", { class: "view" }), busy = h("span", { class: "sub", role: "status" });
+  const step = h("input", { name: "step", type: "number", min: "1", value: "1", class: "number" });
+  async function look(asked) {
+    busy.textContent = "Reading: rows are tokenized the first time.";
+    const found = await ask("/api/data", { ...asked, step: Number(step.value) || 1, rows: 8 });
+    busy.textContent = "";
+    result.replaceChildren(...(found.error ? [h("div", { class: "notice bad", role: "alert" }, h("pre", {}, found.error))] : dataResult(found)));
+  }
+  const button = h("button", { class: "primary" }, "Show"), last = h("div", { class: "row" }, h("label", { class: "inline" }, "Step", step), button, busy);
+  const form = name ? h("form", { class: "card", onsubmit: event => { event.preventDefault(); look({ of: name }); } }, last)
+    : remember(h("form", { class: "card", onsubmit: event => { event.preventDefault(); const { step: _, ...asked } = filled(form); look(asked); } }, fields(), last));
+  if (name) look({ of: name });
+  return { title: "Data", element: h("div", {}, h("h1", {}, name ? `Data of ${name}` : "Data"), form, result) };
+}
+function dataResult(found) {
+  const most = Math.max(1, ...found.lengths.map(one => one.num_samples)), batch = found.batch;
+  const parts = found.refused.map(one => h("div", { class: "notice bad" }, h("p", {}, `${one.source}: rows that a run refuses`), h("pre", {}, one.errors.join("\n\n"))));
+  if (found.plan_error) parts.push(h("div", { class: "notice" }, h("pre", {}, found.plan_error)));
+  if (batch) parts.push(h("section", { class: "card" }, h("h2", {}, batch.packed ? `First pack of step ${whole(batch.step)}` : `First micro-batch of step ${whole(batch.step)}`),
+    h("div", { class: "stack", role: "img", "aria-label": `${batch.num_tokens} of ${batch.capacity} filled` }, found.samples.map((sample, number) => h("span", { class: `b${number % 8}`, width: `${100 * (batch.packed ? sample.num_tokens : 1) / batch.capacity}%` })), found.num_more_rows > 0 && batch.packed && h("span", { class: "b7", width: `${100 * (batch.num_tokens - found.samples.reduce((sum, one) => sum + one.num_tokens, 0)) / batch.capacity}%` })),
+    h("p", { class: "sub" }, `${whole(batch.num_samples)} samples with ${whole(batch.num_tokens)} tokens${batch.packed ? ` of ${whole(batch.capacity)}` : ""}; the step has ${whole(batch.num_step_samples)} samples in ${batch.num_micro_batches} micro-batch${batch.num_micro_batches > 1 ? "es" : ""} on each of ${batch.num_ranks} rank${batch.num_ranks > 1 ? "s" : ""}.`)));
+  parts.push(...found.samples.map((sample, number) => h("section", { class: "card" }, h("h2", {}, h("i", { class: `dot b${number % 8}`, "aria-hidden": "true" }), sample.place, h("span", { class: "sub" }, ` ${whole(sample.num_tokens)} tokens, ${whole(sample.num_loss_tokens)} of them trained`)),
+    h("div", { class: "sample" }, sample.spans.map(([text, weight]) => weight ? h("mark", {}, text) : h("span", {}, text))), sample.images.map(image => image.thumbnail && h("img", { src: image.thumbnail, alt: `${image.width} × ${image.height}, ${image.num_tokens} tokens` })))));
+  if (found.samples.length) parts.splice(parts.length - found.samples.length, 0, h("p", { class: "sub" }, h("mark", {}, "Colored text"), " is trained: its tokens have a loss. The rest is context."));
+  parts.push(h("div", { class: "two" }, h("section", { class: "card" }, h("h2", {}, "Lengths in tokens"), found.lengths.map(one => h("div", { class: "length" }, h("span", { class: "dim num" }, one.first === one.last ? whole(one.first) : `${whole(one.first)}–${whole(one.last)}`), h("span", { class: "bar" }, h("span", { width: `${100 * one.num_samples / most}%` })), h("span", { class: "right" }, whole(one.num_samples)))), h("p", { class: "sub" }, found.length_words)),
+    h("section", { class: "card" }, h("h2", {}, "Sources"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Source", "Samples", "Tokens", "Trained"].map((title, number) => h("th", { scope: "col", class: number && "right" }, title)))), h("tbody", {}, found.sources.map(one => h("tr", {}, h("th", { scope: "row" }, one.name), [one.num_samples, one.num_tokens, one.num_loss_tokens].map(value => h("td", { class: "right" }, whole(value)))))))),
+      h("dl", { class: "decisions" }, found.counts.map(([label, value]) => [h("dt", { class: "dim" }, label), h("dd", {}, value)])), found.notes.map(note => h("p", { class: "sub" }, note)))));
+  return parts;
+}
+
+let queue = { paused: false, items: [] };
+function queueView() {
+  const list = h("div", { class: "view" }), told = h("div"), pause = h("button", { type: "button", onclick: () => change({ action: "pause", paused: !queue.paused }) });
+  async function change(body) { const answer = await ask("/api/queue", body); told.replaceChildren(answer.error ? message(answer.error, true) : ""); }
+  let drawn = "";
+  function update() {
+    const mark = JSON.stringify(queue);
+    if (mark === drawn) return;
+    drawn = mark;
+    const order = { running: 0, waiting: 1 }, items = queue.items.filter(one => one.state in order).sort((a, b) => order[a.state] - order[b.state] || a.id - b.id), ended = queue.items.filter(one => !(one.state in order)).reverse();
+    pause.textContent = queue.paused ? "Continue" : "Pause"; pause.hidden = !queue.paused && !items.length;
+    const card = one => h("section", { class: "card" }, h("div", { class: "head" }, h("h2", {}, one.title), state(one), h("span", { class: "sub" }, one.state === "waiting" ? `added ${ago(one.added)}` : one.ended ? `ended ${ago(one.ended)}` : `started ${ago(one.started)}`),
+      one.state === "running" ? h("span") : h("button", { type: "button", class: "small", "aria-label": `Remove ${one.title}`, onclick: () => change({ action: "remove", id: one.id }) }, "Remove")), h("p", { class: "sub" }, h("code", {}, one.words)), one.log.length > 0 && one.state !== "finished" && h("pre", {}, one.log.join("\n")));
+    list.replaceChildren(...(queue.paused ? [message("Paused: what runs goes on, and nothing further is started.")] : []), ...items.map(card), ...(ended.length ? [h("h2", {}, "Ended")] : []), ...ended.map(card),
+      ...(queue.items.length ? [] : [empty("Nothing waits. What is started from the view Plan, or resumed, starts when the GPUs are free, one after the other.")]));
+  }
+  update();
+  return { title: "Queue", update, element: h("div", {}, h("div", { class: "head" }, h("h1", {}, "Queue"), pause), told, list) };
+}
+
 // The page: which view, and what the server reports.
 
 const runs = new Map(), nav = document.getElementById("nav"), main = document.getElementById("main"), connection = document.getElementById("connection");
 let view = {}, source = null, connected = false;
-const VIEWS = { "": ["Runs", runsView], run: [null, runView] };
+const VIEWS = { "": ["Runs", runsView], run: [null, runView], compare: ["Compare", compareView], plan: ["Plan", planView], data: ["Data", dataView], queue: ["Queue", queueView] };
 
 function show() {
   const [kind, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(part => { try { return decodeURIComponent(part); } catch { return part; } });
@@ -306,6 +474,7 @@ function connect() {
     connected = true; connection.textContent = "";
     if (view.update) view.update(new Set(data.runs.map(run => run.name)));
   });
+  source.addEventListener("queue", event => { queue = JSON.parse(event.data); if (view.title === "Queue") view.update(); });
   source.onopen = () => { connection.textContent = ""; };
   source.onerror = () => { connection.textContent = "The server does not answer; runs go on without it."; if (source.readyState === 2) setTimeout(connect, 3000); };
 }
