@@ -180,6 +180,23 @@ def test_layouts_agree_where_rotary_frequencies_hang_on_the_length(kind: str, tm
         assert equality.compare(reference, other).within("float32")
 
 
+@pytest.mark.ci
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "kind", "method"), [("lfm2", "conv", "full"), ("qwen3_5_text", "linear_attention", "lora")]
+)
+def test_layouts_agree_where_states_run_along_rows(
+    family: str, kind: str, method: str, tmp_path: Path, world: Ranks
+) -> None:
+    equality.write_workspace(tmp_path, family, num_hidden_layers=2, layer_types=[kind, "full_attention"])
+    names = ("single 1, packed 256", "ddp 2, accumulation 2", "fsdp 2, packed 512, activation_checkpointing full")
+    reference, *others = (
+        equality.run_case(world, tmp_path, case, "float32", method) for case in (REFERENCE, *map(by_name, names))
+    )
+    deviations = [equality.compare(reference, other) for other in others]
+    assert all(deviation.within("float32") for deviation in deviations), deviations
+
+
 def test_the_page_is_what_its_rows_make_of_it() -> None:
     page = equality_page.PAGE.read_text(encoding="utf-8")
     layouts, families = equality_page.read(equality_page.LAYOUTS), equality_page.read(equality_page.FAMILIES)

@@ -136,10 +136,6 @@ def test_known_modules_are_in_transformers(name: str) -> None:
     assert homes and all(isinstance(getattr(home, name), type) for home in homes)
 
 
-def test_a_reason_is_given_wherever_documents_are_not_packed() -> None:
-    assert all(bool(family.packing_reason) == (family.packs is False) for family in FAMILIES)
-
-
 @pytest.mark.parametrize("kind", [kind for family in FAMILIES if family.images for kind in family.model_types])
 def test_images_become_inputs_of_the_forward_pass(kind: str) -> None:
     from transformers import AutoConfig

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from manyhands.core.errors import UserError
+from manyhands.data.batch.collate import ROW_TILE, lay_out_rows
+from manyhands.engine.activations import checkpoint_blocks
+from manyhands.engine.apply import compile_blocks
 from manyhands.infer.decode import Completion, complete
 from manyhands.infer.load import ModelLocation, load_model
 from manyhands.infer.settings import GenerationSettings
@@ -138,6 +142,49 @@ def test_statistics_and_states_of_batches_are_refused_by_name(
         check_batches(loss_model, loss_model, CPU, packing=packing)
     assert bool(state) == any(f"model.layers.1.mlp.down_proj.{state}" in line for line in refused.value.details)
     assert loss_model.training
+
+
+@pytest.mark.parametrize("lengths", [(5,), (300, 1, 1, 290, 40, 9, 8), (1, 70, 33), ()])
+def test_rows_hold_each_document_once_from_its_beginning(lengths: tuple[int, ...]) -> None:
+    total = sum(lengths) + 7  # padded
+    rows = lay_out_rows(lengths, total)
+    sizes = [count * length for count, length in rows["row_shapes"]]
+    assert len(rows["row_tokens"]) == sum(sizes) <= max(total, sum(max(4 * n / 3, n + ROW_TILE) for n in lengths))
+    assert sum(count for count, _ in rows["row_shapes"]) == max(1, len(lengths))
+    starts = np.cumsum([0, *(length for count, length in rows["row_shapes"] for _ in range(count))])
+    for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        places = rows["row_places"][start : start + length]
+        assert places[0] in starts and (np.diff(places) == 1).all()
+        assert (rows["row_tokens"][places] == np.arange(start, start + length)).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_blocks_have_the_rows_of_their_own_pack(mode: Any, compiled: bool) -> None:
+    """Two packs of different documents go forward before either goes backward, but where a compiled block is in parts
+    inside of the recomputation."""
+
+    def gradients(recomputes: bool) -> list[torch.Tensor]:
+        model = tiny_model("qwen3_5_text", "float64").train()
+        names = list(model.state_dict())
+        loss_model = LossModel(model)
+        assert list(model.state_dict()) == names
+        if recomputes:
+            checkpoint_blocks(model, [mode] * 3, compiled=compiled)
+        if compiled and recomputes:
+            compile_blocks(model, dynamic=True, backend="eager")
+        losses = []
+        for lengths in ((20, 50, 3), (40, 9)):
+            batch = pack_documents(documents(lengths))
+            losses.append(loss_model(batch | {"labels": batch["input_ids"].roll(-1, 1)})["lm"][0])
+            if compiled:
+                losses.pop().backward()
+        if losses:
+            sum(losses).backward()
+        return [p.grad for p in model.parameters()]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_dropout_of_adapters_is_no_state() -> None:

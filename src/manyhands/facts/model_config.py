@@ -244,7 +244,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-PROBE_VERSION = "2"  # another one asks again
+STATE_LAYERS = {"linear_attention", "conv"}
+PROBE_VERSION = "3"  # another one asks again
 TIMEOUT_S = 300.0  # most of it for importing torch from a cold disk
 
 
@@ -279,21 +280,17 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
             why=verdict["reason"],
             fix="use another model; these families were measured: " + ", ".join(families.measured_types()),
         )
-    leaks = families.was_measured(family) and not family.packs and not verdict["packs"]
-    reason = family.packing_reason if leaks else verdict["reason"]
-    return model.model_copy(update={"packs": verdict["packs"], "packing_reason": reason})
+    return model.model_copy(update={"packs": verdict["packs"], "packing_reason": verdict["reason"]})
 
 
 def _is_known(family: families.Family, fields: dict[str, Any], trust_remote_code: bool) -> bool:
-    """Whether this config.json is of a family that was measured to pack, with no code and no layers of its own.
-
-    Of one measured not to pack no run has shown here that it trains: the probe does.
-    """
+    """Whether this config.json is of a family that was measured to pack, with no code and no layers of its own."""
     if not (families.was_measured(family) and family.packs) or (trust_remote_code and "auto_map" in fields):
         return False
     if "text_config" in fields and not families.find(fields).packs:
         return False
-    return not set(fields.get("layer_types") or ()) - ATTENTION_LAYERS
+    known = ATTENTION_LAYERS | STATE_LAYERS if family.mixers else ATTENTION_LAYERS
+    return not set(fields.get("layer_types") or ()) - known
 
 
 def _probe(folder: str, trust_remote_code: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -49,6 +50,7 @@ __all__ = [
     "norm_shapes",
     "num_experts",
     "num_heads",
+    "stateful_mixers",
     "types_with_images",
     "why_no_experts",
     "why_no_images",
@@ -109,6 +111,12 @@ def known_modules() -> dict[str, KnownModule]:
     return {module.name: _describe(module, family) for family in FAMILIES for module in family.known_modules}
 
 
+@cache
+def stateful_mixers() -> frozenset[str]:
+    """Classes of modules that carry a state along a row, from token to token, by name."""
+    return frozenset(name for family in FAMILIES for name in family.mixers)
+
+
 def _describe(module: KnownModule, family: Family) -> KnownModule:
     parent = {"attention": "self_attn.", "mlp": "mlp."}[module.kind]
     merged = (name.removeprefix(parent) for name in family.merged if name.startswith(parent))
@@ -120,19 +128,19 @@ def types_with_images() -> tuple[str, ...]:
     return tuple(model_type for family in FAMILIES if family.images for model_type in family.model_types)
 
 
-def measured_types(*, packs: bool = True, multimodal: bool = False) -> tuple[str, ...]:
-    """Model types whose packing was measured with this verdict, of text alone or of models around one."""
+def measured_types(*, multimodal: bool = False) -> tuple[str, ...]:
+    """Model types whose packing was measured, of text alone or of models around one."""
     return tuple(
         model_type
         for family in FAMILIES
-        if family.packs is packs and family.is_multimodal is multimodal
+        if family.packs and family.is_multimodal is multimodal
         for model_type in family.model_types
     )
 
 
 def was_measured(family: Family) -> bool:
     """Whether ``family.packs`` is known for the transformers that is installed."""
-    return family.packs is not None and installed_version("transformers").startswith(MEASURED_WITH)
+    return bool(family.packs) and installed_version("transformers").startswith(MEASURED_WITH)
 
 
 def installed_version(package: str) -> str:

@@ -163,9 +163,9 @@ class Family:
 
     peft_targets: tuple[str, ...] = ()  # the modules that PEFT adapts if none are named; (): it has to be told
 
-    # packing
-    packs: bool | None = None  # measured: documents of a pack are as if alone, or not; None: not measured
-    packing_reason: str = ""  # why not
+    mixers: tuple[str, ...] = ()  # classes of modules that carry a state along a row, apart from attention
+
+    packs: bool | None = None  # measured: documents of a pack are as if alone; None: not measured
 
     # a multimodal model
     text_model_type: str | None = None  # of its text, where that cannot be another family's

@@ -2,12 +2,6 @@
 
 from manyhands.families.family import Family
 
-LFM2 = Family(
-    name="LFM2",
-    model_types=("lfm2",),
-    tied=True,
-    packs=False,
-    packing_reason="its convolutions reach from one document into the next",
-)
+LFM2 = Family(name="LFM2", model_types=("lfm2",), tied=True, packs=True, mixers=("Lfm2ShortConv",))
 
 FAMILIES = (LFM2,)

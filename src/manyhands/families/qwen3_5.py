@@ -5,16 +5,17 @@ from dataclasses import replace
 from manyhands.families.family import Family
 from manyhands.families.qwen2 import QWEN_IMAGES
 
-_REASON = "its linear attention carries a state from one document to the next"
-
 QWEN3_5_TEXT = Family(
-    name="Qwen3.5", model_types=("qwen3_5_text", "qwen3_next"), head_dim=256, packs=False, packing_reason=_REASON
+    name="Qwen3.5",
+    model_types=("qwen3_5_text", "qwen3_next"),
+    head_dim=256,
+    packs=True,
+    mixers=("Qwen3_5GatedDeltaNet", "Qwen3NextGatedDeltaNet"),
 )
 QWEN3_5 = Family(
     name="Qwen3.5",
     model_types=("qwen3_5",),
-    packs=False,
-    packing_reason=_REASON,
+    packs=True,
     text_model_type="qwen3_5_text",
     towers=("model.visual",),
     projectors=("model.visual.merger",),

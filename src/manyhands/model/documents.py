@@ -1,5 +1,5 @@
-"""Which document each token of a batch is of, for what depends on a document's own length: rotary frequencies here,
-noise on the embeddings in ``convert/neftune.py``.
+"""Which document each token of a batch is of, for what depends on a document's own length or carries a state along it:
+rotary frequencies and mixers here, noise on the embeddings in ``convert/neftune.py``.
 
 For ``rope_type`` ``dynamic`` and ``longrope`` transformers takes the frequencies from the largest position of the
 batch, ``dynamic`` also from earlier batches (``modeling_rope_utils.dynamic_rope_update``): a document's logits would
@@ -7,7 +7,11 @@ depend on what else is in its batch. ``DocumentRope`` takes its place: each toke
 length, as if the document were alone, by the family's own forward pass. Nothing is kept between two batches but the
 frequencies of a length, and no device is waited for where batches say their lengths.
 
-Shapes: b rows, t positions, d dimensions of a rotation.
+Linear attention, state space models and short convolutions carry a state along a row, which transformers' own code
+does not reset between the documents of a pack. ``RowsOfDocuments`` lets such a mixer compute the documents as rows of a
+few batches. Rows are filled up on the right, where nothing reaches earlier positions and no gradient comes from.
+
+Shapes: b rows, t positions, d dimensions of a rotation, e hidden size.
 """
 
 from __future__ import annotations
@@ -15,13 +19,48 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from manyhands.data.batch.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS, NOISE_KEY, SAMPLE_NUMBERS
-from manyhands.model.structure import find_blocks
+from manyhands import families
+from manyhands.data.batch.batches import to_tensors
+from manyhands.data.batch.collate import (
+    DISTINCT_LENGTHS,
+    DOCUMENT_LENGTHS,
+    NOISE_KEY,
+    ROW_PLACES,
+    ROW_SHAPES,
+    ROW_TOKENS,
+    SAMPLE_NUMBERS,
+    lay_out_rows,
+)
+from manyhands.model.structure import find_blocks, with_class
+
+ROWS = "document_rows"  # by which name the rows of a pack reach the blocks
+
+
+class Rows(NamedTuple):
+    """A pack's documents as rows of batches; see ``lay_out_rows``."""
+
+    shapes: tuple[tuple[int, int], ...]
+    tokens: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> Rows | None:
+        """None where the batch is no pack: its rows are documents. Waits for the device where the batch does not say
+        them, as in checks."""
+        if "cu_seq_lens" not in batch:
+            return None
+        if ROW_SHAPES not in batch:
+            bounds, ids = batch["cu_seq_lens"], batch["input_ids"]
+            lengths = [length for length in bounds.diff().tolist() if length]
+            batch = to_tensors(lay_out_rows(lengths, ids.shape[1]), ids.device)
+        return cls(batch[ROW_SHAPES], batch[ROW_TOKENS], batch[ROW_PLACES])
 
 
 class Documents:
@@ -120,6 +159,63 @@ class DocumentRope(nn.Module):
             found, _ = ROPE_INIT_FUNCTIONS[kind](self.rotary.config, cpu, seq_len=torch.tensor(length), **more)
             found = self._frequencies[layer_type, length] = found.to(like.device, like.dtype)
         return found
+
+
+@dataclass
+class Current:
+    """The rows of the pack that a block computes at present."""
+
+    rows: Rows | None = None
+
+
+class RowsOfDocuments(nn.Module):
+    """Put before the class of a mixer: of a pack it computes each document from a state of its own."""
+
+    current: Current
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """(b, t, e) -> (b, t, e)"""
+        rows = self.current.rows
+        if rows is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        return self._compute_rows(hidden_states, rows)
+
+    @torch.compiler.disable  # each pack has other rows
+    def _compute_rows(self, hidden_states: torch.Tensor, rows: Rows) -> torch.Tensor:
+        compute, sizes = super().forward, [num_rows * length for num_rows, length in rows.shapes]
+        parts = hidden_states.flatten(0, 1).index_select(0, rows.tokens).split(sizes)
+        out = [compute(x.unflatten(0, shape)).flatten(0, 1) for x, shape in zip(parts, rows.shapes, strict=True)]
+        return torch.cat(out).index_select(0, rows.places).view_as(hidden_states)
+
+
+@cache
+def _by_rows(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (RowsOfDocuments, kind), {"__module__": kind.__module__})
+
+
+def separate_states(model: Any) -> bool:
+    """Let each mixer of ``model`` that carries a state along a row begin anew at each document of a pack, in place;
+    returns whether there is one. Names of modules and parameters do not change.
+
+    The rows of a pack are an argument of each block (``ROWS``), so that a block that is recomputed has those of its own
+    batch; a hook takes it out again.
+    """
+    if any(isinstance(module, RowsOfDocuments) for module in model.modules()):
+        return True
+    kinds, current = families.stateful_mixers(), Current()
+    mixers = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+    for name, module in mixers.items():
+        mixer = with_class(module, _by_rows(type(module)))  # type: ignore[arg-type]
+        mixer.current = current  # type: ignore[assignment]
+        model.set_submodule(name, mixer)
+
+    def take_rows(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        current.rows = kwargs.pop(ROWS, None)
+        return args, kwargs
+
+    for block in _blocks(model) if mixers else ():
+        block.register_forward_pre_hook(take_rows, with_kwargs=True)
+    return bool(mixers)
 
 
 def length_bound(rotary: Any, layer_type: str | None = None) -> tuple[str, int | None]:

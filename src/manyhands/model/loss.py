@@ -30,7 +30,7 @@ from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.kernels.matmul import sum_dtype
 from manyhands.model.attention import attention_kwargs, count_positions
-from manyhands.model.documents import Documents, follow_documents
+from manyhands.model.documents import ROWS, Documents, Rows, follow_documents, separate_states
 from manyhands.model.multimodal import BY_OWN_FORWARD, Images
 
 IGNORED = -100  # labels with this value are not trained
@@ -116,7 +116,8 @@ class LossModel(nn.Module):
         for rope in ropes:
             rope.documents = self.documents
         self.documents.wants_lengths = bool(ropes)
-        self.needs_documents = bool(ropes)  # whether batches have to say of each token how long its document is
+        self.has_states = separate_states(model)
+        self.needs_documents = bool(ropes) or self.has_states  # whether batches have to say how long documents are
         object.__setattr__(self, "_head", None)
         self._head_agrees = False
         self._computes: tuple[torch.device, torch.dtype] | None = None  # where and in what hidden states came
@@ -254,6 +255,8 @@ class LossModel(nn.Module):
     def _model_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         config = self.model.config
         kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
+        if self.has_states and (rows := Rows.of(batch)) is not None:
+            kwargs[ROWS] = rows
         taken = TEXT_ENTRIES.union(*(term.entries for term in self.terms), self.images.entries if self.images else ())
         return kwargs | {name: value for name, value in batch.items() if name not in taken}
 

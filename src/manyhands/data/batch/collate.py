@@ -57,8 +57,11 @@ from manyhands.data.store.streams import (
     split_documents,
 )
 
+ROW_TILE = 32  # tokens that a row may be filled up by in any case
 MIN_BOUNDS = 16  # entries of cu_seq_lens where their number is rounded up
 DOCUMENT_LENGTHS, DISTINCT_LENGTHS, SAMPLE_NUMBERS = "document_lengths", "distinct_lengths", "sample_numbers"
+# How the documents of a pack lie as rows of batches, each filled up on the right; see ``lay_out_rows``.
+ROW_SHAPES, ROW_TOKENS, ROW_PLACES = "row_shapes", "row_tokens", "row_places"
 NOISE_KEY = "noise_key"  # int, of a batch that is trained: of its step, for noise that is keyed by it
 IGNORED = (signal.SIGINT, signal.SIGTERM)  # by processes that prepare batches
 
@@ -78,6 +81,9 @@ TEXT_ENTRIES = frozenset(
         DOCUMENT_LENGTHS,
         DISTINCT_LENGTHS,
         SAMPLE_NUMBERS,
+        ROW_SHAPES,
+        ROW_TOKENS,
+        ROW_PLACES,
         NOISE_KEY,
         DOCUMENTS.name,
         f"cu_{DOCUMENTS.name}",
@@ -103,7 +109,8 @@ class BatchShape:
     two of entries (the last ones repeat T), at least as many as ``documents`` and the padding need, so that compiled
     code meets few shapes. ``row_length``: all samples of the run have this length, which batches then say, padding
     included. ``images``: how the samples' images become entries of the batch; None in a run without images.
-    ``tells_documents``: the batch says of each token how long its document is, and of which sample it is.
+    ``tells_documents``: the batch says of each token how long its document is, and of which sample it is; a pack also
+    how its documents lie as rows.
     """
 
     packed: bool
@@ -195,7 +202,32 @@ def _tell_documents(
         span = slice(start, start + (length if packed else size[1]))
         length_of.reshape(-1)[span], number_of.reshape(-1)[span] = length, int(number)
     distinct = tuple(np.unique(length_of).tolist())
-    return {DOCUMENT_LENGTHS: length_of, DISTINCT_LENGTHS: distinct, SAMPLE_NUMBERS: number_of}
+    told: Arrays = {DOCUMENT_LENGTHS: length_of, DISTINCT_LENGTHS: distinct, SAMPLE_NUMBERS: number_of}
+    return told | lay_out_rows(lengths, size[1]) if packed else told
+
+
+def lay_out_rows(lengths: Sequence[int], total: int) -> Arrays:
+    """Documents of a pack of ``total`` tokens as rows of a few batches, for layers that work on rows one by one.
+
+    ``row_shapes``: (rows, tokens of each) of every batch. ``row_tokens`` int64: for all their places, end to end, which
+    token of the pack lies there; behind a document's end its last one again. ``row_places`` (total) int64: the place of
+    each token; what pads the pack has the first one. A batch holds documents that are at least 3/4 as long as its
+    longest, or at most ``ROW_TILE`` tokens shorter, so that little is computed for nothing, in few calls.
+    """
+    lengths = list(lengths) or [total]
+    starts = [0, *accumulate(lengths)]
+    shapes: list[tuple[int, int]] = []
+    tokens, places, num_places = [], np.zeros(total, dtype=np.int64), 0
+    for document in sorted(range(len(lengths)), key=lambda document: -lengths[document]):
+        length, start = lengths[document], starts[document]
+        if not shapes or shapes[-1][1] - length > max(ROW_TILE, shapes[-1][1] // 4):
+            shapes.append((0, length))
+        num_rows, longest = shapes[-1]
+        shapes[-1] = (num_rows + 1, longest)
+        tokens.append(start + np.minimum(np.arange(longest), length - 1))
+        places[start : start + length] = num_places + np.arange(length)
+        num_places += longest
+    return {ROW_SHAPES: tuple(shapes), ROW_TOKENS: np.concatenate(tokens), ROW_PLACES: places}
 
 
 def _size_pack(lengths: list[int], shape: BatchShape) -> tuple[tuple[int, int], list[int], Arrays]:
