@@ -87,6 +87,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "optimizer.eps": training.eps,
     "optimizer.max_grad_norm": training.max_grad_norm,
     "preference.loss": preferences.loss,
+    "preference.reference": preferences.reference,
     "preference.beta": preferences.beta,
     "preference.label_smoothing": preferences.label_smoothing,
     "preference.margin": preferences.margin,

@@ -16,7 +16,7 @@ LAYOUTS = (("parallel.gpus=2", "parallel.strategy=ddp"), ("parallel.gpus=2", "pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_layouts_take_the_steps_of_one_process(place: Place, method: str) -> None:
     draw = random.Random(1)
     rows = [

@@ -30,6 +30,7 @@ from manyhands.worker import export_stages as finish
 from manyhands.worker import stages, training
 from manyhands.worker.batches import iterate_steps
 from manyhands.worker.rank import BuiltModel, Data, Process, Rank
+from manyhands.worker.reference import attach_reference
 from tests.support.tiny import write_tiny_model
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
@@ -178,6 +179,7 @@ class Lab:
         rank.data = stages.open_data(rank.rank)
         rank.checkpoint = stages.find_checkpoint(rank.rank)
         rank.build()
+        rank.data = attach_reference(rank.rank, rank.data, rank.built)
         return rank
 
     def run(self, keys: Mapping[str, Any] = {}) -> Ran:

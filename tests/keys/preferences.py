@@ -23,10 +23,24 @@ def loss(lab: Lab) -> None:
     first = {name: run_pairs(lab, loss=name).losses[0] for name in ("sigmoid", "robust", "hinge", "ipo")}
     assert first == pytest.approx({"sigmoid": math.log(2), "robust": math.log(2), "hinge": 1.0, "ipo": 25.0}, rel=1e-6)
     assert run_pairs(lab, loss="orpo").column("terms")[0].keys() == {"preference", "sft"}
-    with pytest.raises(UserError, match=r"`method.name: full` leaves no reference for `preference.loss: sigmoid`"):
-        lab.config({"task": "preference", "method.name": "full"})
     with pytest.raises(UserError, match=r"`preference.loss` has no effect with `task: sft`"):
         lab.config({"preference.loss": "ipo"})
+
+
+def reference(lab: Lab) -> None:
+    def find(**keys: Any) -> str:
+        plan = lab.prepare({"task": "preference", "data.train": pairs, **keys}).plan
+        return plan.reference
+
+    rows = [{"prompt": "alpha", "chosen": f"beta {n}", "rejected": "zeta"} for n in range(30)]
+    pairs = lab.write_rows("few.jsonl", rows)
+    assert find() == find(**{"preference.reference": "adapters", "stop.epochs": 3}) == "adapters"
+    assert find(**{"stop.epochs": 3}) == find(**{"method.name": "full"}) == "stored"
+    assert find(**{"preference.reference": "stored"}) == "stored" and find(**{"preference.loss": "orpo"}) == "none"
+    with pytest.raises(UserError, match=r"`method.name: full` does not fit `preference.reference: adapters`"):
+        lab.config({"task": "preference", "method.name": "full", "preference.reference": "adapters"})
+    with pytest.raises(UserError, match=r"`preference.reference` has no effect with `preference.loss: simpo`"):
+        lab.config({"task": "preference", "preference.loss": "simpo", "preference.reference": "stored"})
 
 
 def beta(lab: Lab) -> None:

@@ -123,7 +123,7 @@ def plans() -> tuple[Plan, ...]:
         ),
         plan(run_config(), one.model_copy(update={"host": describe_host(parse_gpus("2x4xMI300X"))})),
         plan(run_config(), on_nodes(facts(gpus=8), 4, 4)),
-        plan(run_config(schedule__warmup_steps=100_000), one),
+        plan(run_config(schedule__warmup_steps=100_000, task="preference"), one),
         plan(run_config(batch__samples=3), facts(gpus=8, data=with_lengths([7, 90, 4, 60] * 8))),
     )
 

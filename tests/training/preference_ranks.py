@@ -17,7 +17,9 @@ from manyhands.config.tasks import TASKS
 from manyhands.convert.lora import adapted_layers, apply_lora, without_adapters
 from manyhands.data.batch.batches import collate
 from manyhands.data.batch.collate import BatchShape
+from manyhands.data.store.streams import REFERENCE, Sample
 from manyhands.model.loss import LossModel
+from manyhands.worker.reference import collecting
 from tests.support.tiny import tiny_model
 from tests.training.door_ranks import Pairs
 
@@ -35,10 +37,31 @@ LOSSES: tuple[dict[str, Any], ...] = (
 )
 
 
+class Stored(Pairs):
+    """The same with the log-probabilities of a model before training."""
+
+    streams = (*Pairs.streams, REFERENCE)
+
+    def __init__(self, loss_model: LossModel) -> None:
+        self.values = np.zeros((NUM_PAIRS, 2))
+        super().__init__()
+        batch = collate(Pairs(), np.arange(NUM_PAIRS), BatchShape(True))
+        with collecting(loss_model) as collected, torch.no_grad():
+            loss_model(batch)
+        self.values = collected[0].reshape(-1, 2).numpy()
+
+    def sample(self, index: int) -> Sample:
+        return {**super().sample(index), REFERENCE.name: self.values[index % NUM_PAIRS]}
+
+
 def make_model(dtype: str = "float32", method: str = "lora") -> Any:
-    """A tiny model whose adapters change it."""
+    """A tiny model whose adapters change it; "stored": whose weights have changed."""
     model = tiny_model("llama", dtype)
     model.load_state_dict({name: value.to(model.dtype) for name, value in tiny_model("llama").state_dict().items()})
+    if method == "stored":
+        for number, parameter in enumerate(model.parameters()):
+            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.data += 0.02 * drawn.to(model.dtype)
     if method == "lora":
         apply_lora(model, MethodSection(rank=2, alpha=8.0), 0)
         for number, layer in enumerate(adapted_layers(model).values()):
@@ -50,8 +73,9 @@ def make_model(dtype: str = "float32", method: str = "lora") -> Any:
 
 def compute(keys: dict[str, Any], cuts: Sequence[Sequence[int]], packed: bool, fuse: bool, method: str) -> Any:
     """(loss, figures, gradients) of all pairs, in micro-batches of ``cuts``, each divided over the ranks."""
-    settings, pairs = PreferenceSection(**keys), Pairs()
+    settings = PreferenceSection(**keys)
     model = make_model(method=method)
+    pairs = Stored(LossModel(make_model(method="full"))) if method == "stored" else Pairs()
     terms = TASKS["preference"].make_terms(SimpleNamespace(preference=settings))
     loss_model = LossModel(model, fuse=fuse, terms=terms)
     if method == "lora":
@@ -77,8 +101,9 @@ def reference(keys: dict[str, Any], method: str) -> Any:
     """The same in float64, answer by answer."""
     settings, model, pairs = PreferenceSection(**keys), make_model("float64", method), Pairs()
     layers = tuple(adapted_layers(model).values())
+    second = make_model("float64", "full") if method == "stored" else model
 
-    def score(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def score(ids: torch.Tensor, mask: torch.Tensor, model: Any = model) -> torch.Tensor:
         return -cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")[mask[1:]].sum()
 
     losses, margins, nlls, num_tokens = [], [], [], 0
@@ -89,7 +114,7 @@ def reference(keys: dict[str, Any], method: str) -> Any:
         c, r, n_c, n_r = c.long(), r.long(), c_mask[1:].sum(), r_mask[1:].sum()
         p_c, p_r = score(c, c_mask), score(r, r_mask)
         with torch.no_grad(), without_adapters(layers) if layers else nullcontext():
-            q_c, q_r = score(c, c_mask), score(r, r_mask)
+            q_c, q_r = score(c, c_mask, second), score(r, r_mask, second)
         b, e = settings.beta, settings.label_smoothing
         d = (p_c - q_c) - (p_r - q_r)
         d_norm = (p_c - q_c) / n_c - (p_r - q_r) / n_r

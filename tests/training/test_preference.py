@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from manyhands.config.tasks import PAIRS, TASKS, Task
 from manyhands.core.errors import UserError
 from manyhands.core.terms import LossTerm
 from manyhands.preview.collect import BETWEEN_DOCUMENTS, collect
-from tests.keys.lab import Lab, open_lab
+from manyhands.worker import stages
+from manyhands.worker.batches import iterate_steps
+from manyhands.worker.reference import attach_reference
+from tests.keys.lab import Lab, LabRank, open_lab
 from tests.training import door_ranks
 from tests.training.preference_ranks import LOSSES, NUM_PAIRS, reference
 
@@ -25,6 +32,7 @@ WAYS = (  # micro-batches, packed, fused with the head, ranks
     ([[0, 1, 2], [3, 4]], True, False, 1),
     (ALONE, True, True, 2),  # the second rank has none of them
     (ALL, True, True, 2),
+    (ALL, True, True, 4),
 )
 
 
@@ -32,10 +40,9 @@ WAYS = (  # micro-batches, packed, fused with the head, ranks
 @pytest.mark.distributed
 @pytest.mark.parametrize("keys", LOSSES, ids=lambda keys: "-".join(map(str, keys.values())))
 def test_a_loss_is_its_formula_however_pairs_are_laid_out(world, keys: dict[str, Any]) -> None:
-    methods = ("lora",) if keys["loss"] not in ("cpo", "simpo", "orpo") else ("lora", "full")
-    for method in methods:
+    for method in ("lora", "stored") if keys["loss"] not in ("cpo", "simpo", "orpo") else ("lora", "full"):
         loss, figures, gradient = reference(keys, method)
-        for cuts, packed, fuse, size in WAYS if method == "lora" else WAYS[::5]:
+        for cuts, packed, fuse, size in WAYS[:6] if method == "lora" else WAYS[::3]:
             arguments = (keys, cuts, packed, fuse, method)
             for found in world.run("tests.training.preference_ranks:compute", *arguments, world_size=size):
                 assert found[0] == pytest.approx(loss, rel=1e-5)
@@ -63,6 +70,54 @@ def test_a_whole_run_learns_which_answer_is_chosen(lab: Lab) -> None:
     assert ran.losses[0] == pytest.approx(math.log(2)) and ran.adapter()
     card = (ran.folder / "adapter" / "README.md").read_text()
     assert "preference tuning on pairs of answers" in card and "preference accuracy" in card.lower()
+
+
+def test_a_stored_reference_is_that_of_adapters_switched_off(lab: Lab) -> None:
+    """Computed once for all launches of the same base, whatever else they train, and read by processes that collate."""
+    keys = {"task": "preference", "seed": 5, **keys_of_pairs(lab), "optimizer.learning_rate": 0.02}
+    off = lab.run({**keys, "preference.reference": "adapters"})
+    stored = lab.run({**keys, "data.workers": 1})
+    assert stored.rank.plan.reference == "stored" and "60 samples computed" in stored.rank.terminal.getvalue()
+    assert stored.losses == pytest.approx(off.losses, rel=1e-5) and off.losses[-1] < 0.6
+    assert stored.column("reward_margin", "evaluation") == pytest.approx(
+        off.column("reward_margin", "evaluation"), rel=1e-4, abs=1e-6
+    )
+    again = lab.run({**keys, "method.rank": 2})
+    assert "reference: read from" in again.rank.terminal.getvalue()
+    other = lab.copy_model()
+    weights = load_file(other / "model.safetensors")
+    save_file({name: value * 1.01 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    changed = lab.run({**keys, "model.name": str(other), "stop.epochs": 2})
+    assert "60 samples computed" in changed.rank.terminal.getvalue()
+
+
+def test_full_training_resumes_with_the_reference_of_its_start(lab: Lab) -> None:
+    """Also where the stored values are gone, or reach less far than the run does now."""
+    keys = {"task": "preference", "seed": 6, "method.name": "full", **keys_of_pairs(lab), "evaluate.prompts": 0}
+    del keys["stop.epochs"]
+    keys |= {"checkpoint.every_steps": 2, "checkpoint.asynchronous": False, "optimizer.learning_rate": 0.01}
+    whole = lab.run({**keys, "stop.max_steps": 4, "schedule.name": "constant", "schedule.warmup_steps": 0})
+    text = whole.rank.terminal.getvalue()
+    assert whole.rank.plan.reference == "stored" and whole.losses[0] == pytest.approx(math.log(2), rel=1e-5)
+    path = Path(text.partition("kept in ")[2].partition("\n")[0])
+    shutil.rmtree(whole.rank.folder.checkpoints / "step-000004")
+    kept = path.read_bytes()
+    for damaged in (b"", kept[:-1], kept):
+        path.write_bytes(damaged)
+        rank = LabRank(whole.rank.config, whole.rank.plan, whole.rank.folder)
+        rank.data = stages.open_data(rank.rank)
+        rank.checkpoint = stages.find_checkpoint(rank.rank)
+        rank.build()
+        rank.data = attach_reference(rank.rank, rank.data, rank.built)
+        assert ("read from" in rank.terminal.getvalue()) == (damaged == kept)
+        found = np.frombuffer(path.read_bytes()[:-32])
+        assert np.allclose(found, np.frombuffer(kept[:-32]), rtol=1e-6, equal_nan=True)
+        assert 0 < np.isnan(found).sum() < len(found)  # of what the run does not read
+        rank.resume()
+        assert rank.state.step == 2
+        batch = next(iter(next(iter(iterate_steps(rank.rank, rank.data, rank.loss_model, 2))).micro_batches))
+        loss, weight = rank.loss_model(batch)["preference"]
+        assert float(loss.detach() / weight) == pytest.approx(whole.losses[2], rel=1e-5)
 
 
 def test_the_preview_shows_both_answers(lab: Lab) -> None:

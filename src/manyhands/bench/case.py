@@ -43,6 +43,7 @@ from manyhands.training.types import Hook, StepResult, TrainState
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps
 from manyhands.worker.rank import BuiltModel, Data, Process, Rank
+from manyhands.worker.reference import attach_reference
 
 MAX_TOKENS = 2**21  # of samples of one length: so many take a second to prepare
 
@@ -144,6 +145,7 @@ def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = N
     data = stages.open_data(rank)
     observe = observe or Observer()
     built = stages.build_model(rank)
+    data = attach_reference(rank, data, built)
     bench = Bench(rank, data, built)
     observe.after_build(bench)
     stages.check_model(rank, data, built)

@@ -259,15 +259,9 @@ def _check_task(config: RunConfig) -> Findings:
                 yield f"`{path}: {show(_value(config, path))}` does not fit `task: {config.task}` ({why}): remove it"
 
 
-def _check_preference(config: RunConfig) -> Findings:
-    settings, method = config.preference, config.method
-    if TASKS[config.task].section != "preference":
-        return
-    smoothed = settings.loss not in ("hinge", "ipo", "orpo")
-    unused = [*["preference.label_smoothing"] * (not smoothed), *["preference.margin"] * (settings.loss != "simpo")]
-    yield from _unused(config, tuple(unused), "preference.loss", "choose another loss")
-    if not settings.needs_reference:
-        return
+def keys_beside_adapters(config: RunConfig) -> list[str]:
+    """Keys that make the model before training another than the trained one with its adapters switched off."""
+    method = config.method
     changes = {
         "method.name": not method.trains_adapters,
         "method.modules_to_save": bool(method.modules_to_save),
@@ -275,11 +269,22 @@ def _check_preference(config: RunConfig) -> Findings:
         "method.init": method.init == "loftq",
         "model.new_tokens": bool(config.model.new_tokens),
     }
-    for path in (path for path, changed in changes.items() if changed):
+    return [path for path, changed in changes.items() if changed]
+
+
+def _check_preference(config: RunConfig) -> Findings:
+    settings = config.preference
+    if TASKS[config.task].section != "preference":
+        return
+    smoothed = settings.loss not in ("hinge", "ipo", "orpo")
+    unused = [*["preference.label_smoothing"] * (not smoothed), *["preference.margin"] * (settings.loss != "simpo")]
+    unused += ["preference.reference"] * (not settings.needs_reference)
+    yield from _unused(config, tuple(unused), "preference.loss", "choose another loss")
+    for path in keys_beside_adapters(config) if settings.reference == "adapters" else ():
         yield (
-            f"`{path}: {show(_value(config, path))}` leaves no reference for `preference.loss: {settings.loss}`: "
-            "the model before training is computed with the adapters switched off, so nothing else may differ. Use "
-            "method.name: lora or qlora alone, or preference.loss: cpo, simpo or orpo"
+            f"`{path}: {show(_value(config, path))}` does not fit `preference.reference: adapters`: the model before "
+            "training is computed with the adapters switched off, so nothing else may differ. Set "
+            "preference.reference: stored"
         )
 
 

@@ -363,6 +363,12 @@ class PreferenceSection(Section):
         description="Loss of a pair. Compared with the model before training: sigmoid (DPO), robust, hinge, ipo and "
         "sigmoid_norm (DPO by token). Without a reference: cpo, simpo, orpo.",
     )
+    reference: Auto | Literal["adapters", "stored"] = Field(
+        "auto",
+        description="Log-probabilities under the model before training: adapters (computed at each step with the "
+        "adapters switched off) or stored (computed once before the first step and kept in data.cache). auto: adapters "
+        "for one epoch, stored for more and where adapters are not all that is trained.",
+    )
     beta: PositiveFloat = Field(0.1, description="Scale of the rewards; of orpo, weight of the odds ratio.")
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.0, description="Share of pairs taken to be labeled the wrong way round."

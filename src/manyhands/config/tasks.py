@@ -69,6 +69,7 @@ def weigh_chosen_tokens(samples: Any, numbers: np.ndarray) -> np.ndarray:
     return count(samples, numbers)
 
 
+REFERENCE_ENTRIES = frozenset({"reference", "cu_reference"})
 PREFERENCE_METRICS = (
     Metric("preference_accuracy", "preferred", label="preference accuracy", is_share=True),
     Metric("reward_margin", "margin", label="reward margin"),
@@ -82,7 +83,7 @@ def make_preference_terms(config: Any) -> tuple[LossTerm, ...]:
     def compute(*arguments: Any) -> Any:
         return import_reference("manyhands.model.preference:compute_preference")(settings, *arguments)
 
-    pairs = LossTerm("preference", 1.0, weigh_samples, compute, PREFERENCE_METRICS)
+    pairs = LossTerm("preference", 1.0, weigh_samples, compute, PREFERENCE_METRICS, REFERENCE_ENTRIES)
     sft = LossTerm("sft", settings.sft_share, weigh_chosen_tokens, lambda *arguments: {})
     return (pairs, sft) if settings.sft_share else (pairs,)
 

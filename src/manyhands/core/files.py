@@ -39,12 +39,12 @@ REPORT_EVERY_S = 1.0
 Progress = Callable[[int], object]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a temporary file in the same folder, syncs and renames it: a crash leaves the old text or the new one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a temporary file in the same folder, syncs and renames it: a crash leaves the old content or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -208,7 +208,7 @@ class LossModel(nn.Module):
                 "the model before training is not at hand",
                 where="method.name",
                 why="a preference loss compares with it, and only adapters can be switched off",
-                fix="set method.name: lora or qlora, or a preference.loss that needs no reference",
+                fix="set preference.reference: stored, or a preference.loss that needs no reference",
             )
         with torch.no_grad(), self.without_adapters():
             batch = {name: value for name, value in batch.items() if name != NOISE_KEY}

@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 
 from manyhands.config.schema import PreferenceSection
+from manyhands.data.store.streams import REFERENCE
 from manyhands.model.loss import Answers, LossModel, Terms
 
 
@@ -47,7 +48,10 @@ def compute_preference(
     ``metrics`` adds "preferred" and "margin" over pairs: whose chosen answer has the larger reward, and by how much.
     """
     answers = model.answers(batch, hidden)
-    reference = model.reference_answers(batch) if settings.needs_reference else None
+    reference = None
+    if settings.needs_reference:
+        reference = batch.get(REFERENCE.name)  # stored before training, or computed now
+        reference = model.reference_answers(batch).log_probabilities if reference is None else reference
     rewards = compute_rewards(settings, answers, reference)  # (2 p)
     margins = rewards[0::2] - rewards[1::2]  # (p)
     num_pairs = torch.tensor(len(margins), device=hidden.device)
@@ -59,11 +63,11 @@ def compute_preference(
     return found
 
 
-def compute_rewards(settings: PreferenceSection, answers: Answers, reference: Answers | None) -> torch.Tensor:
-    """The reward of each answer (2 p), as the table has it."""
+def compute_rewards(settings: PreferenceSection, answers: Answers, reference: torch.Tensor | None) -> torch.Tensor:
+    """The reward of each answer (2 p), as the table has it; ``reference`` (2 p) are its log q."""
     values = answers.log_probabilities
     if reference is not None:
-        values = values - reference.log_probabilities
+        values = values - reference
     if settings.loss in ("ipo", "sigmoid_norm", "simpo", "orpo"):
         values = values / answers.num_tokens
     if settings.loss == "orpo":

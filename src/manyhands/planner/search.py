@@ -39,6 +39,7 @@ from manyhands.planner.memory.input import (
 )
 from manyhands.planner.oom import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.planner.parts import explain_images, price_images, rate_parts
+from manyhands.planner.reference import Reference, choose_reference
 from manyhands.planner.steps import Steps, count_steps
 from manyhands.planner.time.clock import estimate_time, explain_links, make_clock
 from manyhands.planner.types import (
@@ -77,6 +78,8 @@ class SearchResult:
     ran_out: OutOfMemory | None
     candidates: list[Candidate]
     chosen: Candidate
+    reference: Reference
+    why_reference: tuple[Reason, ...]
 
     @property
     def estimate_input(self) -> EstimateInput:
@@ -164,6 +167,7 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
             split=facts.data.num_split,
             images=facts.data.num_images,
         ),
+        reference=result.reference,
         packing=config.data.packing is True,
         batch_samples=result.split.batch_samples,
         batch_loss_tokens=result.split.batch_loss_tokens,
@@ -212,7 +216,7 @@ def _search(
     limits = memory_limits(config, facts, decisions)
     limits = replace(limits, clock=make_clock(config, facts, decisions, limits.num_local, batch))
     steps = count_steps(config, facts.data, split.batch_samples)
-    passes = steps.total / steps.per_epoch
+    passes, (reference, why_reference) = steps.total / steps.per_epoch, choose_reference(config, facts, steps)
     features = choose_features(config, facts, decisions.parts, DTYPE_BYTES[decisions.compute], passes, obstacle)
     base = with_features(features, _base_input(config, facts, decisions))
     num_machines = ceil_div(decisions.world_size, ranks_per_machine(facts, decisions.device, decisions.world_size))
@@ -231,7 +235,8 @@ def _search(
             candidates[at : at + (not lighter)] = [chosen]  # lighter layers are listed before what they were made of
     if chosen is None:
         raise nothing_fits(config, candidates, decisions, limits)
-    result = SearchResult(base, split, steps, features, limits, ran_out, candidates, chosen)
+    found = (base, split, steps, features, limits, ran_out, candidates, chosen)
+    result = SearchResult(*found, reference, why_reference)
     disk = estimate_disk(config, facts, result.estimate_input, steps, DTYPE_BYTES[decisions.output], features)
     against = why_not_kept(features, result.estimate_input, limits.clock, disk)
     return _search(config, facts, decisions, launch, against) if against else result
@@ -325,6 +330,7 @@ def _explain(
         *_why_layout(config, facts, result),
         *decisions.why_numerics,
         *_why_start(facts),
+        *result.why_reference,
         *explain_samples(config, facts.data),
         *result.steps.why,
         *saving.why,

@@ -475,6 +475,12 @@ SENTENCES: dict[Code, Template] = {
     "data_workers": _data_workers,
     "new_tokens": "{new}{known:? and {known} already in the vocabulary}; embeddings of {vocabulary:,} rows",
     "adapter": "continues {folder}, rank {rank}, alpha {alpha:g}{kinds:?, {kinds:list}}",
+    "reference": _if(
+        "stored",
+        "computed once before the first step and kept in data.cache, {bytes:size}, as "
+        "{asked:?configured|{key:?{key} changes more than adapters|there are {epochs:g} epochs}}",
+        "computed at each step with the adapters switched off, as {asked:?configured|there is one epoch}",
+    ),
     "validation": _validation,
     "left_out": "{by_source:counts}, by {key}",
     "unread": lambda v: (

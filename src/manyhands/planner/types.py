@@ -175,6 +175,9 @@ class Plan(FrozenModel):
     num_active: int = 0  # of the model's, those that a token passes through, where that is not all
     data: PlannedData = PlannedData()
 
+    # of a preference loss: log-probabilities under the model before training are computed at each step with the
+    # adapters switched off, or once before the first step
+    reference: Literal["none", "adapters", "stored"] = "none"
     packing: bool
     batch_samples: int | None  # samples of the global batch, or
     batch_loss_tokens: int | None  # loss tokens of the global batch, or
@@ -242,7 +245,7 @@ Code = Literal[
     "hardware", "figures", "assumed", "untried", "device", "processes", "nodes", "node_links", "packing", "targets",
     "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "images", "features", "batch",
     "efficiency", "compute", "masters", "frozen", "linear", "towers", "parts", "attention", "compile", "data_workers",
-    "new_tokens", "adapter", "validation", "left_out", "unread", "steps", "warmup", "longer", "evaluation",
+    "new_tokens", "adapter", "reference", "validation", "left_out", "unread", "steps", "warmup", "longer", "evaluation",
     "checkpoints", "saving", "early_end", "disk", "learning_rate", "output_dtype", "environment", "long_samples",
     "large_batch", "high_learning_rate", "long_warmup", "high_rank", "not_next_smaller", "exceeds_memory",
     "exceeds_host_memory", "near_limit", "computes_again", "computes_more_again", "shards_needlessly",

@@ -35,7 +35,7 @@ def open_workers(rank: Rank, data: Data) -> BatchWorkers | None:
     num_workers = rank.plan.layout.data_workers
     if not num_workers:
         return None
-    workers = BatchWorkers(functools.partial(open_store_samples, data.store.folder), num_workers)
+    workers = BatchWorkers(functools.partial(open_store_samples, data.store.folder, data.store.attached), num_workers)
     rank.process.print(
         f"batches: {num_workers} process{'es' * (num_workers != 1)} a rank collate{'s' * (num_workers == 1)} ahead"
     )

@@ -22,6 +22,7 @@ from manyhands.worker.health import check_machines
 from manyhands.worker.hooks import MakeHook, make_hooks, read_hooks
 from manyhands.worker.largest import try_largest
 from manyhands.worker.rank import Rank
+from manyhands.worker.reference import attach_reference, has_reference
 from manyhands.worker.rendezvous import join
 from manyhands.worker.session import Session
 
@@ -79,7 +80,9 @@ def run_stages(rank: Rank, hooks: Sequence[Hook], makers: Sequence[MakeHook]) ->
     enter("find checkpoint")
     checkpoint = stages.find_checkpoint(rank)
     enter("build model")
-    built = stages.build_model(rank, resumes=checkpoint is not None)
+    built = stages.build_model(rank, resumes=checkpoint is not None and has_reference(rank, data))
+    enter("reference")
+    data = attach_reference(rank, data, built)
     measured: dict[str, Any] = {**built.measured}  # for the report
     enter("check model")
     measured |= stages.check_model(rank, data, built)

@@ -15,6 +15,7 @@ from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
 from manyhands.data.batch.collate import BatchWorkers
+from manyhands.data.store.store import TokenStore
 from manyhands.infer.sample_prompts import SamplePrompts
 from manyhands.metrics import open_sinks
 from manyhands.metrics.report import write_report
@@ -156,6 +157,11 @@ def _close_features(process: Process, loss_model: LossModel, measured: dict[str,
         process.print(line)
 
 
+def choose_evaluated(store: TokenStore, max_tokens: int | None) -> dict[str, np.ndarray]:
+    """Numbers of the validation samples that an evaluation takes, by set."""
+    return {name: store.validation.take_tokens(max_tokens, among) for name, among in store.divide_validation().items()}
+
+
 def make_evaluate(
     rank: Rank,
     data: Data,
@@ -166,9 +172,7 @@ def make_evaluate(
     """A function that evaluates on the held-out rows, or None where there are none."""
     store, loss_model, settings = data.store, built.loss_model, rank.config.evaluate
     sample_set = store.validation
-    parts = {
-        name: sample_set.take_tokens(settings.max_tokens, among) for name, among in store.divide_validation().items()
-    }
+    parts = choose_evaluated(store, settings.max_tokens)
     if not parts:
         return None
     rows = parts.get("", np.concatenate([*parts.values()]))

@@ -252,11 +252,13 @@ def _size_pack(lengths: list[int], shape: BatchShape) -> tuple[tuple[int, int], 
 OpenSamples = Callable[[], Mapping[str, Samples]]  # called once in each process; pickled to get there
 
 
-def open_store_samples(folder: str | Path) -> Mapping[str, Samples]:
-    """The sample sets of a token store, by name."""
+def open_store_samples(folder: str | Path, attached: Sequence[tuple[Stream, Path]] = ()) -> Mapping[str, Samples]:
+    """The sample sets of a token store and of what is ``attached`` to it, by name."""
     from manyhands.data.store.store import TokenStore
 
     store = TokenStore.open(folder)
+    for stream, path in attached:
+        store = store.attach(stream, path)
     return {"train": store.train, "validation": store.validation}
 
 

@@ -23,7 +23,7 @@ import os
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,11 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import hash_in_pieces
+from manyhands.core.files import hash_in_pieces, write_atomically
 from manyhands.data.batch.order import EVALUATION_STREAM, SampleOrder, permute
 from manyhands.data.store.streams import IMAGES, PACKED_BY, TOKENS_OF_IMAGE, UNITS, Stream, is_weighted, read_streams
 
+HASH_BYTES = 32  # at the end of a file beside a store
 FORMAT_VERSION = 7
 SAMPLE_TABLES = ("num_loss_tokens", "loss_weights", "sources", "train", "validation")  # that a process reads
 
@@ -138,6 +139,7 @@ class TokenStore:
     train: SampleSet
     validation: SampleSet
     meta: dict[str, Any]
+    attached: tuple[tuple[Stream, Path], ...] = ()  # streams beside the store, as ``attach`` got them
 
     @property
     def digest(self) -> str:
@@ -196,6 +198,24 @@ class TokenStore:
             ) from error
         return TokenStore(folder, train, validation, meta)
 
+    @cached_property
+    def num_places(self) -> int:
+        """Samples of the store, those of neither set included."""
+        return len(_load(self.folder, "sources"))
+
+    def attach(self, stream: Stream, path: Path) -> TokenStore:
+        """The store with a further stream of its own length, which ``write_beside`` has written. UserError where the
+        file is not what was written.
+        """
+        values = read_beside(stream, path, self.num_places)
+        if values is None:
+            raise damaged_while_open(path, "it is not what was written")
+        checksums = np.array([zlib.crc32(row.tobytes()) for row in values], dtype=np.uint32)
+        offsets = np.arange(self.num_places + 1, dtype=np.int64) * values.shape[1]
+        file = StreamFile(path, stream, offsets, checksums)
+        train, validation = (replace(each, _files=(*each._files, file)) for each in (self.train, self.validation))
+        return replace(self, train=train, validation=validation, attached=(*self.attached, (stream, path)))
+
     def order_samples(
         self,
         seed: int,
@@ -245,6 +265,24 @@ def find_file(made: Sequence[Mapping[str, Any]], sources: np.ndarray, place: int
 def tables_of(stream: Stream) -> list[str]:
     """Names of the tables that a stream has in a store."""
     return [f"{stream.name}_checksums", *([] if stream.along else [f"{stream.name}_offsets"])]
+
+
+def write_beside(stream: Stream, path: Path, values: np.ndarray) -> None:
+    """Writes ``values (places, items)`` of a stream beside a store, by one rename of a finished file."""
+    raw = values.astype(stream.dtype).tobytes()
+    write_atomically(path, raw + hashlib.sha256(raw).digest())
+
+
+def read_beside(stream: Stream, path: Path, num_places: int) -> np.ndarray | None:
+    """The reverse, ``(places, items)``; None where there is no such file or it is not what was written."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return None
+    values, digest = raw[:-HASH_BYTES], raw[-HASH_BYTES:]
+    if hashlib.sha256(values).digest() != digest or len(values) % (num_places * stream.item_bytes):
+        return None
+    return stream.from_bytes(values).reshape(num_places, -1)
 
 
 def _take_samples(

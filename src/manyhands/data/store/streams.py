@@ -166,6 +166,10 @@ def make_sample(ids: np.ndarray, mask: np.ndarray, weights: np.ndarray | None = 
 DOCUMENTS = Stream("documents", "<i4", entries=(BatchEntry("documents", "int32"),))
 
 
+# Beside a store (``store.py``): the log-probability of each document under the model before training.
+REFERENCE = Stream("reference", "<f8", entries=(BatchEntry("reference", "float64"),))
+
+
 def join_documents(documents: Sequence[Sample]) -> Sample:
     """One sample of several documents, which hold the same streams."""
     joined = {name: np.concatenate([document[name] for document in documents]) for name in documents[0]}
