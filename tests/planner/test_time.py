@@ -12,9 +12,10 @@ from manyhands.facts.types import Calibration
 from manyhands.planner.memory.host import fetched_alone
 from manyhands.planner.search import base_input, plan
 from manyhands.planner.time import terms as time
+from manyhands.planner.time.collectives import gathers
 from manyhands.planner.time.input import TimeInput
 from manyhands.planner.time.rates import load_fitted, load_reference, rates_of, rates_of_kind
-from manyhands.planner.time.work import MeanStep, MicroBatchGroup, count_pairs, work_of_lengths
+from manyhands.planner.time.work import MeanStep, MicroBatchGroup, count_pairs, mean_work, work_of_lengths
 from tests.planner.examples import data_facts, facts, llama_8b, run_config
 from tests.support.plans import change_input, make_input
 
@@ -73,6 +74,38 @@ def test_attention_counts_the_pairs_of_each_sample_alone():
     assert (micro.tokens, micro.pairs, packed.num_tokens) == (128, 5050 + 406, 188), "of the rank that has most"
     one, two, three = (time.attention(asked(), replace(MICRO, pairs=factor * MICRO.pairs)) for factor in (1, 2, 3))
     assert one < two < 2 * one and three - two == pytest.approx(two - one)
+
+
+def test_answers_of_a_pair_do_not_see_each_other():
+    pair, layout = [[[np.array([4096])]]], replace(LORA.layout, micro_tokens=4096)
+    (micro,) = work_of_lengths(pair, layout, 100, documents=2).micros
+    two = np.array([2048, 2048])
+    assert (micro.pairs, micro.window_pairs) == (count_pairs(two), count_pairs(two, 100))
+    data = data_facts(num_samples=100, mean=4096, longest=4096).model_copy(update={"num_documents": 2})
+    (mean,) = mean_work(layout, data, samples=1, tokens=None, window=None).micros
+    assert mean.pairs == count_pairs(two)
+
+
+def test_a_reference_is_a_forward_pass_of_the_model_without_its_adapters():
+    """In each step with adapters switched off; stored, before the first step, over what the run reads once."""
+    model = LORA.model
+    blocks = sum(2 * 8192 * shape.size for shape in model.block_linear_shapes.values()) * model.num_layers
+    head = 2 * 8192 * model.vocab_size * model.hidden_size
+    off = asked(change_input(LORA, reference="adapters"))
+    least = (blocks + head) / RATES.matmul + time.all_attention(off, MICRO, backward=False)
+    assert least < time.reference(off) < 1.25 * least and time.reference(asked()) == 0
+    sharded = change_input(LORA, world_size=8, strategy="fsdp", reshard_after_forward=True)
+    assert [gathers(asked(replace(sharded, reference=each))) for each in ("stored", "adapters")] == [2, 3]
+
+    def times(**keys):
+        data = data_facts(num_samples=2000, mean=2000, longest=2048).model_copy(update={"num_documents": 2})
+        machine = facts(llama_8b(), gpus=1, gpu_bytes=140 * 2**30, data=data)
+        found = plan(run_config(task="preference", batch__samples=8, **keys), machine)
+        return found.reference, found.time
+
+    (off, once), (stored, twice) = times(), times(stop__epochs=2)
+    assert (off, stored) == ("adapters", "stored") and once.terms["reference"] == once.step_s - twice.step_s
+    assert twice.start_s - once.start_s == pytest.approx(once.terms["reference"] * 250, rel=0.1)
 
 
 def test_micro_batches_of_as_many_tokens_are_one_with_the_mean_of_their_pairs():

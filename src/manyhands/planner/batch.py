@@ -94,6 +94,8 @@ def _packed_splits(config: RunConfig, data: DataFacts, num_ranks: int, useful_to
             if tokens is not None
             else (samples or 1) * data.mean_length
         )
+        if samples is not None and not has_one_length(data):  # no rank has to take more, and none less of one length
+            useful_tokens = min(useful_tokens, padded_tokens(ceil_div(samples, num_ranks) * data.max_length))
         sizes = pack_sizes(data.max_length, step_tokens / num_ranks, useful_tokens)
     return [_packed_split(samples, tokens, size, data, num_ranks) for size in sizes]
 

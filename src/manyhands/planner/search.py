@@ -218,7 +218,7 @@ def _search(
     steps = count_steps(config, facts.data, split.batch_samples)
     passes, (reference, why_reference) = steps.total / steps.per_epoch, choose_reference(config, facts, steps)
     features = choose_features(config, facts, decisions.parts, DTYPE_BYTES[decisions.compute], passes, obstacle)
-    base = with_features(features, _base_input(config, facts, decisions))
+    base = replace(with_features(features, _base_input(config, facts, decisions)), reference=reference)
     num_machines = ceil_div(decisions.world_size, ranks_per_machine(facts, decisions.device, decisions.world_size))
     candidates = list_candidates(config, base, splits, limits, decisions.shard_degree, num_machines)
     ran_out = find_ran_out(launch.cause, launch.before, decisions, limits, launch.found)

@@ -102,6 +102,7 @@ class EstimateInput:
     adapter_dora: bool = False
     images: ImageInput | None = None  # of a model whose tower is loaded
     needs_all_gradients: bool = True  # before the update: to clip them, or to skip it
+    reference: str = "none"  # Plan.reference
     fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
 
     @property

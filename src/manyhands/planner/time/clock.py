@@ -26,11 +26,8 @@ from manyhands.planner.time.collectives import between_nodes
 from manyhands.planner.time.input import TimeInput
 from manyhands.planner.time.rates import Fitted, GpuRates, cpu_rates, load_fitted, peak_flops, rates_of
 from manyhands.planner.time.terms import (
-    all_attention,
-    block_elementwise,
-    block_matmuls,
     estimate_step,
-    head,
+    forward,
 )
 from manyhands.planner.time.work import MeanStep, MicroBatchGroup, mean_work, sample_steps, work_of_lengths
 from manyhands.planner.types import Candidate, DiskEstimate, Reason, TimeEstimate, reason
@@ -92,7 +89,7 @@ class Clock:
         lengths = np.array(self.data.first_lengths, dtype=np.int64)
         laid_out = [lay_out(layout, samples, lengths) for samples in steps]
         parts = [[[lengths[part] for part in micro] for micro in step.micro_batches] for step in laid_out]
-        return work_of_lengths(parts, layout, window, pack_tile(layout))
+        return work_of_lengths(parts, layout, window, pack_tile(layout), self.data.num_documents)
 
 
 def lay_out(layout: Layout, samples: np.ndarray, lengths: np.ndarray, more: np.ndarray | None = None) -> StepLayout:
@@ -162,9 +159,12 @@ def estimate_time(
     step_s, work = sum(terms.values()), clock.work(asked)
     ranks, data = asked.layout.world_size, facts.data
     evaluations = count_evaluations(steps, data.num_validation_samples, at_start=clock.evaluates_at_start)
-    evaluation_s = _forward(clock, asked, data.num_validation_tokens, data.mean_length)
+    evaluation_s = _forward(clock, asked, data.num_validation_tokens) * (1 + (asked.reference == "adapters"))
     checkpoint_s = disk.checkpoint_bytes / DISK_BYTES_S
     start_s = COMPILE_S + asked.model.num_parameters * 2 / DISK_BYTES_S
+    if asked.reference == "stored":
+        read = min(1.0, steps.total / steps.per_epoch) * data.num_tokens
+        start_s += _forward(clock, asked, read + data.num_validation_tokens)
     between_s = step_s * steps.total / steps.num_checkpoints if beside else 0.0
     saving_s = checkpoint_s + (steps.num_checkpoints - 1) * max(0.0, checkpoint_s - between_s)
     total_s = start_s + steps.total * step_s + evaluations * evaluation_s + saving_s
@@ -193,19 +193,14 @@ def count_evaluations(steps: Steps, num_samples: int, *, at_start: bool) -> int:
     return at_start + (ceil_div(steps.total, steps.evaluate_every) if steps.evaluate_every else 1)
 
 
-def _forward(clock: Clock, asked: EstimateInput, num_tokens: int, mean_length: float) -> float:
-    """Seconds of the forward pass of a rank's share of ``num_tokens``, in samples of ``mean_length``."""
+def _forward(clock: Clock, asked: EstimateInput, num_tokens: float) -> float:
+    """Seconds of the forward pass of a rank's share of ``num_tokens``, in samples of the mean length."""
     tokens = num_tokens / asked.layout.world_size
     if not tokens:
         return 0.0
     s = clock.describe(asked)
-    pairs = tokens * mean_length / 2
-    micro = MicroBatchGroup(1.0, tokens, pairs, pairs)
-    layers = asked.model.num_layers
-    seconds = layers * (
-        block_matmuls(s, tokens, backward=False) + block_elementwise(s, tokens, backward=False)
-    ) + all_attention(s, micro, backward=False)
-    return seconds + head(replace(s, estimate=asked), micro) / 2
+    pairs = tokens * clock.data.mean_length / clock.data.num_documents / 2
+    return forward(s, MicroBatchGroup(1.0, tokens, pairs, pairs))
 
 
 def model_flops(clock: Clock, asked: EstimateInput) -> float:

@@ -63,6 +63,7 @@ def estimate_step(s: TimeInput) -> dict[str, float]:
         "attention": sum(micro.count * attention(s, micro) for micro in s.work.micros),
         "elementwise": sum(micro.count * elementwise(s, micro) for micro in s.work.micros),
         "head": sum(micro.count * head(s, micro) for micro in s.work.micros),
+        "reference": reference(s),
         "towers": towers_s(s),
         "dequantization": s.work.num_micro * dequantization(s),
         "recomputation": sum(micro.count * recomputation(s, micro) for micro in s.work.micros),
@@ -213,10 +214,26 @@ def head(s: TimeInput, micro: MicroBatchGroup) -> float:
     return seconds + passes * micro.tokens * model.vocab_size * e.compute_bytes / s.rates.memory
 
 
+def forward(s: TimeInput, micro: MicroBatchGroup) -> float:
+    """Blocks and head of one micro-batch, without gradients."""
+    blocks = block_matmuls(s, micro.tokens, backward=False) + block_elementwise(s, micro.tokens, backward=False)
+    layers = s.estimate.model.num_layers * blocks + all_attention(s, micro, backward=False)
+    return layers + head(s, micro) / 2
+
+
+def reference(s: TimeInput) -> float:
+    """A forward pass of each micro-batch with the adapters switched off, where a preference loss compares with it."""
+    if s.estimate.reference != "adapters":
+        return 0.0
+    adapted = (s.estimate.model.num_layers * adapters(s, micro.tokens, backward=False) for micro in s.work.micros)
+    return sum(m.count * (forward(s, m) - spared) for m, spared in zip(s.work.micros, adapted, strict=True))
+
+
 def dequantization(s: TimeInput) -> float:
     """NF4 weights to compute dtype for y, for dx and where blocks are computed again: ``(1/2 + c) B`` bytes each."""
     e = s.estimate
     passes = 2 + sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
+    passes += e.reference == "adapters"
     if e.nf4_blocks:
         return passes * e.num_in_linears * (0.5 + e.compute_bytes) / s.rates.memory
     if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized again in each pass
@@ -335,7 +352,8 @@ def host(s: TimeInput) -> float:
     """What the host takes to launch a step: each block of each micro-batch, and once loss, norm and update."""
     e = s.estimate
     layer = s.fitted.host_layer_s * ((DYNAMIC if e.layout.dynamic else 1.0) if e.layout.compile else EAGER)
-    layer *= 1 + 0.5 * sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
+    again = sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
+    layer *= 1 + 0.5 * (again + (e.reference == "adapters"))
     if e.num_adapter_parameters:
         layer *= 1.2 if e.fuses_modules else 1.6  # the first with ``host_layer_s`` from two small shapes
     if e.layout.wrapper == "fully_shard":

@@ -49,18 +49,22 @@ def count_pairs(lengths: np.ndarray, window: int | None = None) -> float:
 
 
 def work_of_lengths(
-    steps: Sequence[Iterable[Sequence[np.ndarray]]], layout: Layout, window: int | None, tile: int = TILE_TOKENS
+    steps: Sequence[Iterable[Sequence[np.ndarray]]],
+    layout: Layout,
+    window: int | None,
+    tile: int = TILE_TOKENS,
+    documents: int = 1,
 ) -> MeanStep:
     """From sample lengths ``[step][micro-batch][rank]``; of each micro-batch the largest rank counts, once for its
-    tokens and once for its pairs.
+    tokens and once for its pairs. A sample has so many ``documents``, which do not see each other.
     """
     micros: list[MicroBatchGroup] = []
     tokens = samples = 0
     for step in steps:
         for parts in step:
             sizes = [_computed_tokens(part, layout, tile) for part in parts]
-            pairs = max(_pairs(part, layout, None) for part in parts)
-            windows = pairs if window is None else max(_pairs(part, layout, window) for part in parts)
+            pairs = max(_pairs(part, layout, None, documents) for part in parts)
+            windows = pairs if window is None else max(_pairs(part, layout, window, documents) for part in parts)
             micros.append(MicroBatchGroup(1 / len(steps), max(sizes), pairs, windows))
             tokens += sum(int(part.sum()) for part in parts)
             samples += sum(len(part) for part in parts)
@@ -73,10 +77,10 @@ def _computed_tokens(lengths: np.ndarray, layout: Layout, tile: int) -> int:
     return layout.pack_tokens or padded_tokens(int(lengths.sum()), tile)
 
 
-def _pairs(lengths: np.ndarray, layout: Layout, window: int | None) -> float:
+def _pairs(lengths: np.ndarray, layout: Layout, window: int | None, documents: int) -> float:
     if layout.micro_tokens is None and len(lengths):  # padded to the longest
         lengths = np.full(len(lengths), lengths.max())
-    return count_pairs(lengths, window)
+    return documents * count_pairs(lengths / documents, window)  # answers to one prompt are about equally long
 
 
 def _merge(micros: list[MicroBatchGroup]) -> tuple[MicroBatchGroup, ...]:
@@ -101,7 +105,7 @@ def mean_work(
     if samples is None:
         samples = (tokens or mean) / mean
     rank_samples = samples / ranks
-    length = np.array([min(mean, data.max_length)])
+    length, documents = np.array([min(mean, data.max_length)]), data.num_documents
     if layout.micro_tokens is None:
         size = layout.micro_samples or 1
         count, filled = float(layout.accumulation or max(1.0, rank_samples / size)), float(size)
@@ -111,7 +115,8 @@ def mean_work(
         count = float(max(1, ceil_div(round(rank_samples * mean), capacity)))
         filled = rank_samples / count
         micro_tokens = layout.pack_tokens or padded_tokens(round(filled * mean))
-    micro = MicroBatchGroup(count, micro_tokens, filled * count_pairs(length), filled * count_pairs(length, window))
+    pairs = (filled * documents * count_pairs(length / documents, each) for each in (None, window))
+    micro = MicroBatchGroup(count, micro_tokens, *pairs)
     return MeanStep((micro,), samples * mean, samples)
 
 
