@@ -69,8 +69,8 @@ def test_a_batch_that_does_not_divide_names_the_nearest_ones(world_size, batch, 
 def test_a_pack_is_no_larger_than_the_longest_samples_of_a_step():
     """Two pairs of 2 x 2,048 tokens were planned in 10,368."""
     pairs = data_facts(mean=4096, longest=4096).model_copy(update={"num_documents": 2})
-    assert [split.micro_tokens for split in possible_splits(run_config(batch__samples=2), pairs, 1, USEFUL)][0] == 8192
-    assert [split.micro_tokens for split in possible_splits(run_config(batch__samples=3), pairs, 2, USEFUL)][0] == 8192
+    for samples, ranks in ((2, 1), (3, 2)):
+        assert possible_splits(run_config(batch__samples=samples), pairs, ranks, USEFUL)[0].micro_tokens == 8192
 
 
 def test_packs_take_any_batch_on_any_number_of_ranks():
