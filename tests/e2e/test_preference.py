@@ -7,10 +7,11 @@ import math
 import random
 
 import pytest
+import yaml
 
 from tests.e2e.runs import NO_VERIFY, WORDS, Place
 
-KEYS = ("task=preference", "data.train=pairs.jsonl", "data.validation=null", "method.dropout=0", "batch.samples=8")
+KEYS = ("task=preference", "data.train=pairs.jsonl", "data.validation=null", "batch.samples=8")
 KEYS += ("stop.max_steps=4", "optimizer.learning_rate=0.01", "evaluate.every_steps=0", "evaluate.at_start=false")
 LAYOUTS = (("parallel.gpus=2", "parallel.strategy=ddp"), ("parallel.gpus=2", "parallel.strategy=fsdp"))
 
@@ -24,10 +25,13 @@ def test_layouts_take_the_steps_of_one_process(place: Place, method: str) -> Non
         for _ in range(40)
     ]
     (place.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_file = yaml.safe_load((place.folder / "run.yaml").read_text())
+    run_file["method"] = {"name": "full"} if method == "full" else {**run_file["method"], "name": method, "dropout": 0}
+    (place.folder / "pairs.yaml").write_text(yaml.safe_dump(run_file))
     losses = []
     for layout in (("parallel.gpus=1",), *LAYOUTS):
         name = f"pairs-{method}-{len(losses)}"
-        ended = place.train(name, *KEYS, f"method.name={method}", *layout, plant=NO_VERIFY)
+        ended = place.train(name, *KEYS, *layout, f"data.cache=cache-{name}", file="pairs.yaml", plant=NO_VERIFY)
         assert ended.code == 0, ended.output
         losses.append(place.run(name).losses())
     assert losses[0][0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference
