@@ -18,6 +18,7 @@ from manyhands import families
 from manyhands.config.schema import MethodSection
 from manyhands.convert.adapter import read_adapter
 from manyhands.convert.experts import stack_experts
+from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.grouped import GroupedLinear
 from manyhands.convert.lora import adapted_layers, apply_lora
 from manyhands.core.errors import UserError
@@ -74,6 +75,7 @@ def test_loss_and_gradients_are_those_of_the_loop(model_type: str) -> None:
     model.zero_grad()
     loop.zero_grad()
     apply_lora(model, METHOD, seed=0)
+    fuse_modules(model, families.known_modules())
     adapted = {name: layer for name, layer in adapted_layers(model).items() if name in names}
     assert adapted.keys() == set(names)  # all-linear reaches experts, and no router
     assert not any(name.endswith((".gate", "router.layer", "shared_expert_gate")) for name in adapted_layers(model))

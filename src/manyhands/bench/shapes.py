@@ -59,5 +59,8 @@ def flops_per_token(shape: str, length: int, *, full: bool) -> float:
     hidden, heads, layers = fields["hidden_size"], fields["num_attention_heads"], fields["num_hidden_layers"]
     head_dim = fields.get("head_dim", hidden // heads)
     attention_weights = hidden * head_dim * (2 * heads + 2 * fields["num_key_value_heads"])
-    weights = layers * (attention_weights + 3 * hidden * fields["intermediate_size"]) + hidden * fields["vocab_size"]
+    inner = fields["intermediate_size"]
+    if "num_experts_per_tok" in fields:  # those that a token passes through
+        inner = fields["num_experts_per_tok"] * fields.get("moe_intermediate_size", inner)
+    weights = layers * (attention_weights + 3 * hidden * inner) + hidden * fields["vocab_size"]
     return (6 if full else 4) * weights + layers * 3 * 2 * 2 * (length / 2) * heads * head_dim

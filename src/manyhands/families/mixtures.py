@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from manyhands.families.family import Experts, Family
+from manyhands.families.family import Experts, Family, KnownModule
 
 OLMOE = Family(
     name="OLMoE",
@@ -22,6 +22,7 @@ MIXTRAL = Family(
     model_types=("mixtral",),
     qkv_bias=False,
     output_bias=False,
+    known_modules=(KnownModule("attention", "MixtralAttention", window_in_config=True),),
     peft_targets=("q_proj", "v_proj"),
     experts=Experts(inner="intermediate_size"),
 )

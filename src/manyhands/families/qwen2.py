@@ -44,6 +44,7 @@ QWEN2_MOE = Family(
     qkv_bias=True,
     output_bias=False,
     mlp_bias=False,
+    known_modules=(KnownModule("attention", "Qwen2MoeAttention"), KnownModule("mlp", "Qwen2MoeMLP")),
     experts=Experts(
         shared="shared_expert", shared_inner="shared_expert_intermediate_size", shared_gate="shared_expert_gate"
     ),

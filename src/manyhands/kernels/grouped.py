@@ -49,7 +49,7 @@ def rows_of_groups(ends: torch.Tensor) -> Iterator[slice]:
         begin = end
 
 
-def _multiply_groups(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def compute_groups(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     if x.is_cuda and x.dtype == torch.bfloat16:
         return multiply_in_one_launch(x, weight, ends)
     out = x.new_empty(len(x), weight.shape[1])
@@ -66,7 +66,7 @@ def multiply_in_one_launch(x: torch.Tensor, weight: torch.Tensor, ends: torch.Te
     return out if out.shape[1] == size else out[:, :size].contiguous()
 
 
-def _group_gradients(gradient: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def compute_group_gradients(gradient: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     if x.is_cuda and x.dtype == torch.bfloat16:
         return gradients_in_one_launch(gradient, x, ends)
     out = x.new_zeros(len(ends), gradient.shape[1], x.shape[1])
@@ -86,12 +86,12 @@ def gradients_in_one_launch(gradient: torch.Tensor, x: torch.Tensor, ends: torch
 multiply_groups = operator(
     "multiply_groups",
     "(Tensor x, Tensor weight, Tensor ends) -> Tensor",
-    _multiply_groups,
+    compute_groups,
     lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[1]),
 )
 group_gradients = operator(
     "group_gradients",
     "(Tensor gradient, Tensor x, Tensor ends) -> Tensor",
-    _group_gradients,
+    compute_group_gradients,
     lambda gradient, x, ends: x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1]),
 )

@@ -1,0 +1,388 @@
+"""Triton kernels around the grouped products of experts. What they compute stands in ``reference``.
+
+Each touches a wide tensor once: rows are gathered, gated or summed where the low-rank products on them are made. A
+block of rows lies within one group; a program finds its block from ``ends`` on the device, so that the host waits for
+nothing. Importing this needs Triton; ``select`` does so only on a GPU, and compares before use.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+MIN_RANK = 16  # of tl.dot
+ROWS, COLUMNS = 64, 128  # of a tile
+SHARED_ROWS = 64  # of a tile of kernels that add up over the rows of a group
+WARPS = 4
+
+
+@triton.jit
+def _find_block(ends, number, num_groups, GROUPS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The group of a block of rows, its first row, and where its group ends; past the last block, an empty one."""
+    groups = tl.arange(0, GROUPS)
+    inside = groups < num_groups
+    end = tl.load(ends + groups, mask=inside, other=0)
+    begin = tl.load(ends + groups - 1, mask=inside & (groups > 0), other=0)
+    last = tl.cumsum(tl.where(inside, (end - begin + ROWS - 1) // ROWS, 0), 0)
+    group = tl.sum((last <= number).to(tl.int32), 0)
+    first = tl.max(tl.where(groups < group, last, 0), 0)
+    own = groups == group
+    row = tl.sum(tl.where(own, begin, 0), 0) + (number - first) * ROWS
+    return group, row, tl.sum(tl.where(own, end, 0), 0)
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """act(x) and act'(x)"""
+    if ACTIVATION == 0:
+        share = tl.sigmoid(x)
+        return x * share, share * (1 + x * (1 - share))
+    if ACTIVATION == 1:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        tanh = 2 * tl.sigmoid(2 * inner) - 1
+        slope = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
+        return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
+    share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    return x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+
+
+@triton.jit
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    x_pointer,
+    tokens_pointer,
+    ends_pointer,
+    a_pointer,
+    rows_pointer,
+    low_pointer,
+    width,
+    rank,
+    a_group,
+    a_rank,
+    a_column,
+    scale,
+    num_groups,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
+    if group >= num_groups:
+        return
+    rows = row + tl.arange(0, ROWS)
+    ranks = tl.arange(0, RANK)
+    in_rows, in_rank = rows < end, ranks < rank
+    tokens = tl.load(tokens_pointer + rows, mask=in_rows, other=0).to(tl.int64)
+    low = tl.zeros((ROWS, RANK), tl.float32)
+    for start in range(0, width, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = in_rows[:, None] & (columns < width)[None, :]
+        x = tl.load(x_pointer + tokens[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        tl.store(rows_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], x, mask=inside)
+        a = tl.load(
+            a_pointer + group.to(tl.int64) * a_group + ranks[None, :] * a_rank + columns[:, None] * a_column,
+            mask=in_rank[None, :] & (columns < width)[:, None],
+            other=0.0,
+        )
+        low += tl.dot(x, a)
+    at = low_pointer + rows[:, None] * rank + ranks[None, :]
+    tl.store(at, (low * scale).to(low_pointer.dtype.element_ty), mask=in_rows[:, None] & in_rank[None, :])
+
+
+def gather_low(
+    x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor, a: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, (num_groups, rank, width) = len(tokens), a.shape
+    rows, low = x.new_empty(num_rows, width), x.new_empty(num_rows, rank)
+    _gather_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
+        *(x, tokens, ends, a, rows, low, width, rank, *a.stride(), scale, num_groups),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
+        num_warps=WARPS,
+    )
+    return rows, low
+
+
+@triton.jit
+def _gate_kernel(  # type: ignore[no-untyped-def]
+    both_pointer,
+    low_pointer,
+    b_pointer,
+    a_pointer,
+    ends_pointer,
+    z_pointer,
+    next_pointer,
+    width,
+    rank,
+    scale,
+    num_groups,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
+    if group >= num_groups:
+        return
+    rows = row + tl.arange(0, ROWS)
+    ranks = tl.arange(0, RANK)
+    in_rows, in_rank = rows < end, ranks < rank
+    group = group.to(tl.int64)
+    wide = rows.to(tl.int64)[:, None]
+    low = tl.load(low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0)
+    sums = tl.zeros((ROWS, RANK), tl.float32)
+    for start in range(0, width, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        in_columns = columns < width
+        inside = in_rows[:, None] & in_columns[None, :]
+        at = both_pointer + wide * (2 * width) + columns[None, :]
+        factor = in_rank[:, None] & in_columns[None, :]
+        at_b = b_pointer + (group * (2 * width) + columns[None, :]) * rank + ranks[:, None]
+        g = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        g += tl.dot(low, tl.load(at_b, mask=factor, other=0.0))
+        u = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        u += tl.dot(low, tl.load(at_b + width * rank, mask=factor, other=0.0))
+        active, _ = _activate(g, ACTIVATION)
+        z = (active * u).to(z_pointer.dtype.element_ty)
+        tl.store(z_pointer + wide * width + columns[None, :], z, mask=inside)
+        a = tl.load(
+            a_pointer + (group * rank + ranks[None, :]) * width + columns[:, None],
+            mask=in_rank[None, :] & in_columns[:, None],
+            other=0.0,
+        )
+        sums += tl.dot(z, a)
+    at = next_pointer + rows[:, None] * rank + ranks[None, :]
+    tl.store(at, (sums * scale).to(next_pointer.dtype.element_ty), mask=in_rows[:, None] & in_rank[None, :])
+
+
+def gate_low(
+    both: torch.Tensor,
+    low: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, (num_groups, rank, width) = len(both), a.shape
+    z, following = both.new_empty(num_rows, width), both.new_empty(num_rows, rank)
+    _gate_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
+        *(both, low, b, a, ends, z, following, width, rank, scale, num_groups),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
+        num_warps=WARPS,
+        ACTIVATION=ACTIVATIONS[activation],
+    )
+    return z, following
+
+
+@triton.jit
+def _gate_backward_kernel(  # type: ignore[no-untyped-def]
+    both_pointer,
+    low_pointer,
+    b_pointer,
+    a_pointer,
+    v_pointer,
+    following_pointer,
+    weights_pointer,
+    ends_pointer,
+    for_both_pointer,
+    for_weights_pointer,
+    for_low_pointer,
+    for_b_pointer,
+    for_a_pointer,
+    width,
+    rank,
+    num_rows,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    tile, group = tl.program_id(0), tl.program_id(1)
+    begin = tl.load(ends_pointer + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_pointer + group)
+    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    ranks = tl.arange(0, RANK)
+    in_columns, in_rank = columns < width, ranks < rank
+    group = group.to(tl.int64)
+    factor = in_rank[:, None] & in_columns[None, :]
+    at_b = b_pointer + (group * (2 * width) + columns[None, :]) * rank + ranks[:, None]
+    b_g = tl.load(at_b, mask=factor, other=0.0)  # (r, columns)
+    b_u = tl.load(at_b + width * rank, mask=factor, other=0.0)
+    a = tl.load(a_pointer + (group * rank + ranks[:, None]) * width + columns[None, :], mask=factor, other=0.0)
+    for_g = tl.zeros((COLUMNS, RANK), tl.float32)
+    for_u = tl.zeros((COLUMNS, RANK), tl.float32)
+    for_a = tl.zeros((COLUMNS, RANK), tl.float32)
+    kind = both_pointer.dtype.element_ty
+    for row in range(begin, end, ROWS):
+        rows = row + tl.arange(0, ROWS)
+        in_rows = rows < end
+        wide = rows.to(tl.int64)[:, None]
+        inside = in_rows[:, None] & in_columns[None, :]
+        narrow = in_rows[:, None] & in_rank[None, :]
+        at = both_pointer + wide * (2 * width) + columns[None, :]
+        low = tl.load(low_pointer + rows[:, None] * rank + ranks[None, :], mask=narrow, other=0.0)
+        following = tl.load(following_pointer + rows[:, None] * rank + ranks[None, :], mask=narrow, other=0.0)
+        weights = tl.load(weights_pointer + rows, mask=in_rows, other=0.0).to(tl.float32)
+        g = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.dot(low, b_g)
+        u = tl.load(at + width, mask=inside, other=0.0).to(tl.float32) + tl.dot(low, b_u)
+        v = tl.load(v_pointer + wide * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        v += tl.dot(following, a)
+        active, slope = _activate(g, ACTIVATION)
+        z = active * u
+        tl.store(for_weights_pointer + tile * num_rows + rows, tl.sum(z * v, 1), mask=in_rows)
+        dz = v * weights[:, None]
+        dg, du = (dz * u * slope).to(kind), (dz * active).to(kind)
+        at = for_both_pointer + wide * (2 * width) + columns[None, :]
+        tl.store(at, dg, mask=inside)
+        tl.store(at + width, du, mask=inside)
+        lows = tl.dot(dg, tl.trans(b_g)) + tl.dot(du, tl.trans(b_u))
+        tl.store(for_low_pointer + (tile * num_rows + wide) * rank + ranks[None, :], lows, mask=narrow)
+        weighted = (following.to(tl.float32) * weights[:, None]).to(kind)
+        for_g += tl.dot(tl.trans(dg), low)
+        for_u += tl.dot(tl.trans(du), low)
+        for_a += tl.dot(tl.trans(z.to(kind)), weighted)
+    narrow = in_columns[:, None] & in_rank[None, :]
+    at = for_b_pointer + (group * (2 * width) + columns[:, None]) * rank + ranks[None, :]
+    tl.store(at, for_g, mask=narrow)
+    tl.store(at + width * rank, for_u, mask=narrow)
+    tl.store(for_a_pointer + (group * rank + ranks[None, :]) * width + columns[:, None], for_a, mask=narrow)
+
+
+def gate_low_backward(
+    both: torch.Tensor,
+    low: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    v: torch.Tensor,
+    following: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    activation: str,
+) -> tuple[torch.Tensor, ...]:
+    num_rows, (num_groups, rank, width) = len(both), a.shape
+    tiles = triton.cdiv(width, COLUMNS)
+    wide = {"dtype": torch.float32, "device": both.device}
+    for_weights, for_low = torch.empty(tiles, num_rows, **wide), torch.empty(tiles, num_rows, rank, **wide)
+    for_both, for_b, for_a = torch.empty_like(both), torch.empty(b.shape, **wide), torch.empty(a.shape, **wide)
+    _gate_backward_kernel[(tiles, num_groups)](
+        *(both, low, b, a, v, following, weights, ends, for_both, for_weights, for_low, for_b, for_a),
+        *(width, rank, num_rows),
+        ROWS=SHARED_ROWS,
+        COLUMNS=COLUMNS,
+        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
+        num_warps=WARPS,
+        ACTIVATION=ACTIVATIONS[activation],
+    )
+    return for_both, for_weights.sum(0), (for_low.sum(0) * scale).to(both.dtype), for_b, for_a
+
+
+@triton.jit
+def _outer_kernel(  # type: ignore[no-untyped-def]
+    x_pointer,
+    tokens_pointer,
+    low_pointer,
+    ends_pointer,
+    out_pointer,
+    width,
+    rank,
+    out_group,
+    out_rank,
+    out_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    group = tl.program_id(1)
+    begin = tl.load(ends_pointer + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_pointer + group)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ranks = tl.arange(0, RANK)
+    in_columns, in_rank = columns < width, ranks < rank
+    sums = tl.zeros((COLUMNS, RANK), tl.float32)
+    for row in range(begin, end, ROWS):
+        rows = row + tl.arange(0, ROWS)
+        in_rows = rows < end
+        tokens = tl.load(tokens_pointer + rows, mask=in_rows, other=0).to(tl.int64)
+        at = x_pointer + tokens[:, None] * width + columns[None, :]
+        x = tl.load(at, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
+        low = tl.load(
+            low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0
+        )
+        sums += tl.dot(tl.trans(x), low)
+    at = out_pointer + group.to(tl.int64) * out_group + ranks[None, :] * out_rank + columns[:, None] * out_column
+    tl.store(at, sums, mask=in_columns[:, None] & in_rank[None, :])
+
+
+def gathered_outer(
+    x: torch.Tensor, tokens: torch.Tensor, low: torch.Tensor, ends: torch.Tensor, *, transposed: bool
+) -> torch.Tensor:
+    num_groups, rank, width = len(ends), low.shape[1], x.shape[1]
+    out = x.new_empty((num_groups, width, rank) if transposed else (num_groups, rank, width), dtype=torch.float32)
+    strides = (out.stride(0), *((out.stride(2), out.stride(1)) if transposed else (out.stride(1), out.stride(2))))
+    _outer_kernel[(triton.cdiv(width, COLUMNS), num_groups)](
+        *(x, tokens, low, ends, out, width, rank, *strides),
+        ROWS=SHARED_ROWS,
+        COLUMNS=COLUMNS,
+        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
+        num_warps=WARPS,
+    )
+    return out
+
+
+@triton.jit
+def _add_kernel(  # type: ignore[no-untyped-def]
+    y_pointer,
+    low_pointer,
+    wide_pointer,
+    ends_pointer,
+    width,
+    rank,
+    wide_group,
+    wide_rank,
+    wide_column,
+    num_groups,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    group, row, end = _find_block(ends_pointer, tl.program_id(1), num_groups, GROUPS, ROWS)
+    if group >= num_groups:
+        return
+    rows = row + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ranks = tl.arange(0, RANK)
+    in_rows, in_columns, in_rank = rows < end, columns < width, ranks < rank
+    at = y_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :]
+    inside = in_rows[:, None] & in_columns[None, :]
+    y = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    low = tl.load(low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0)
+    wide = tl.load(
+        wide_pointer + group.to(tl.int64) * wide_group + ranks[:, None] * wide_rank + columns[None, :] * wide_column,
+        mask=in_rank[:, None] & in_columns[None, :],
+        other=0.0,
+    )
+    tl.store(at, (y + tl.dot(low, wide)).to(y_pointer.dtype.element_ty), mask=inside)
+
+
+def add_low(y: torch.Tensor, low: torch.Tensor, wide: torch.Tensor, ends: torch.Tensor) -> None:
+    num_rows, width = y.shape
+    num_groups, rank, _ = wide.shape
+    _add_kernel[(triton.cdiv(width, COLUMNS), triton.cdiv(num_rows, ROWS) + num_groups)](
+        *(y, low, wide, ends, width, rank, *wide.stride(), num_groups),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
+        num_warps=WARPS,
+    )
