@@ -94,7 +94,7 @@ class _AdaptedExperts(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weights, order, places, ends, frozen_up, frozen_down, a1, b1, a2, b2, both, low, following
         )
-        return (y[places].unflatten(0, weights.shape) * weights[..., None]).sum(1).to(dtype)
+        return ops.combine(y, places, num_chosen, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -115,7 +115,7 @@ class _AdaptedExperts(torch.autograd.Function):
             for_both, _matrices(frozen_up, ctx.stacks[0], dtype).mT, for_low, up_a, ends
         )
         for_a1 = ops.gathered_outer(hidden, tokens, for_low, ends, False)
-        for_hidden = for_rows[places].unflatten(0, weights.shape).sum(1)
+        for_hidden = ops.combine(for_rows, places, weights.shape[1], None)
         factors = (
             found.flatten(0, 1).to(factor.dtype)
             for found, factor in ((for_a1, a1), (for_b1, b1), (for_a2, a2), (for_b2, b2))

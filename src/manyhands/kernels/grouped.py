@@ -58,10 +58,15 @@ def compute_groups(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     return out
 
 
+def pad(x: torch.Tensor, columns: int, rows: int = 0) -> torch.Tensor:
+    """x with columns and rows of zeros at its end; x itself if there are none, where ``F.pad`` makes a copy."""
+    return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
+
+
 def multiply_in_one_launch(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The same by ``grouped_mm``; sides that are no multiples of 16 bytes are padded with zeros."""
     size, inner = weight.shape[1:]
-    weight, x = F.pad(weight, (0, -inner % ALIGNMENT, 0, -size % ALIGNMENT)), F.pad(x, (0, -inner % ALIGNMENT))
+    weight, x = pad(weight, -inner % ALIGNMENT, -size % ALIGNMENT), pad(x, -inner % ALIGNMENT)
     out = F.grouped_mm(x.contiguous(), weight.mT, offs=ends)
     return out if out.shape[1] == size else out[:, :size].contiguous()
 
@@ -78,7 +83,7 @@ def compute_group_gradients(gradient: torch.Tensor, x: torch.Tensor, ends: torch
 def gradients_in_one_launch(gradient: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The weights' gradients by ``grouped_mm``, padded as there."""
     size, inner = gradient.shape[1], x.shape[1]
-    gradient, x = F.pad(gradient, (0, -size % ALIGNMENT)), F.pad(x, (0, -inner % ALIGNMENT))
+    gradient, x = pad(gradient, -size % ALIGNMENT), pad(x, -inner % ALIGNMENT)
     out = F.grouped_mm(gradient.contiguous().mT, x.contiguous(), offs=ends)
     return out if out.shape[1:] == (size, inner) else out[:, :size, :inner].contiguous()
 

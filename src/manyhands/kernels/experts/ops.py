@@ -45,6 +45,11 @@ def _multiply_and_add(x: Tensor, weight: Tensor, low: Tensor, wide: Tensor, ends
     return y
 
 
+def _combine(y: Tensor, places: Tensor, num_chosen: int, weights: Tensor | None) -> Tensor:
+    out: Tensor = kernels_for(y, 1).combine(y, places, num_chosen, weights)
+    return out
+
+
 def _fake_gate_backward(both: Tensor, low: Tensor, b: Tensor, a: Tensor, *others: Any) -> tuple[Tensor, ...]:
     wide = sum_dtype(both.dtype)
     return (
@@ -92,4 +97,10 @@ multiply_and_add = operator(
     "(Tensor x, Tensor weight, Tensor low, Tensor wide, Tensor ends) -> Tensor",
     _multiply_and_add,
     lambda x, weight, low, wide, ends: x.new_empty(x.shape[0], weight.shape[1]),
+)
+combine = operator(
+    "combine",
+    "(Tensor y, Tensor places, int num_chosen, Tensor? weights) -> Tensor",
+    _combine,
+    lambda y, places, num_chosen, weights: y.new_empty(places.shape[0] // num_chosen, y.shape[1]),
 )

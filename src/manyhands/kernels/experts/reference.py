@@ -76,3 +76,9 @@ def gathered_outer(x: Tensor, tokens: Tensor, low: Tensor, ends: Tensor, *, tran
 def add_low(y: Tensor, low: Tensor, wide: Tensor, ends: Tensor) -> None:
     """y += low_g wide_g in place, for y (n, o), low (n, r), wide (g, r, o)."""
     y += multiply_groups(low, wide.mT, ends)
+
+
+def combine(y: Tensor, places: Tensor, num_chosen: int, weights: Tensor | None) -> Tensor:
+    """The sum of a token's rows of y (t k, o), which stand at ``places`` (t k), times ``weights`` (t, k): (t, o)."""
+    rows = y[places].unflatten(0, (-1, num_chosen))
+    return (rows if weights is None else rows * weights[..., None]).sum(1).to(y.dtype)

@@ -65,15 +65,18 @@ def _compare(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each result beside that of the reference: groups with no row, with one, and with more than a tile."""
     generator = torch.Generator(device).manual_seed(0)
-    counts = torch.tensor([0, 70, 1, 0, 129, 3, 17], device=device)
+    counts = torch.tensor([0, 70, 1, 0, 1029, 3, 17], device=device)
     ends = counts.cumsum(0).int()
     num_rows, groups, width, inner = int(counts.sum()), len(counts), 200, 136
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, generator=generator).to(dtype)
 
+    places = torch.randperm(num_rows, device=device, generator=generator)
     x, tokens = draw(90, width), torch.randint(90, (num_rows,), device=device, generator=generator)
     both, v, weights = draw(num_rows, 2 * inner), draw(num_rows, inner), draw(num_rows).float()
+    for chosen in (None, weights.view(-1, 4)):
+        yield kernels.combine(both, places, 4, chosen), reference.combine(both, places, 4, chosen)
     for rank, activation in ((16, "silu"), (8, "gelu_tanh"), (40, "gelu")):
         a1, b1 = draw(groups, rank, width) / width**0.5, draw(groups, 2 * inner, rank) / rank**0.5
         a2, low, following = draw(groups, rank, inner) / inner**0.5, draw(num_rows, rank), draw(num_rows, rank)

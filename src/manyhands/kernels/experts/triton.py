@@ -14,8 +14,11 @@ import triton.language as tl
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 MIN_RANK = 16  # of tl.dot
 ROWS, COLUMNS = 64, 128  # of a tile
-SHARED_ROWS = 64  # of a tile of kernels that add up over the rows of a group
+GATE_COLUMNS = 64  # of a tile of gate and up
+CHUNK = 512  # rows of a group that one program adds up: some experts get many times the rows of others
 WARPS = 4
+COMBINED = 1024  # columns of a program that adds up the rows of one token
+SUMMED = 1024  # values of a program that adds up what chunks gave
 
 
 @triton.jit
@@ -175,7 +178,7 @@ def gate_low(
         *(both, low, b, a, ends, z, following, width, rank, scale, num_groups),
         GROUPS=triton.next_power_of_2(num_groups),
         ROWS=ROWS,
-        COLUMNS=COLUMNS,
+        COLUMNS=GATE_COLUMNS,
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
         num_warps=WARPS,
         ACTIVATION=ACTIVATIONS[activation],
@@ -201,14 +204,19 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
     width,
     rank,
     num_rows,
+    num_groups,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    tile, group = tl.program_id(0), tl.program_id(1)
-    begin = tl.load(ends_pointer + group - 1, mask=group > 0, other=0)
-    end = tl.load(ends_pointer + group)
+    tile, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    group, begin, end = _find_block(ends_pointer, chunk, num_groups, GROUPS, CHUNK)
+    if group >= num_groups:
+        return
+    end = tl.minimum(end, begin + CHUNK)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, RANK)
     in_columns, in_rank = columns < width, ranks < rank
@@ -251,10 +259,10 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
         for_u += tl.dot(tl.trans(du), low)
         for_a += tl.dot(tl.trans(z.to(kind)), weighted)
     narrow = in_columns[:, None] & in_rank[None, :]
-    at = for_b_pointer + (group * (2 * width) + columns[:, None]) * rank + ranks[None, :]
+    at = for_b_pointer + (chunk * (2 * width) + columns[:, None]) * rank + ranks[None, :]
     tl.store(at, for_g, mask=narrow)
     tl.store(at + width * rank, for_u, mask=narrow)
-    tl.store(for_a_pointer + (group * rank + ranks[None, :]) * width + columns[:, None], for_a, mask=narrow)
+    tl.store(for_a_pointer + (chunk * rank + ranks[None, :]) * width + columns[:, None], for_a, mask=narrow)
 
 
 def gate_low_backward(
@@ -270,20 +278,56 @@ def gate_low_backward(
     activation: str,
 ) -> tuple[torch.Tensor, ...]:
     num_rows, (num_groups, rank, width) = len(both), a.shape
-    tiles = triton.cdiv(width, COLUMNS)
+    tiles, chunks = triton.cdiv(width, GATE_COLUMNS), triton.cdiv(num_rows, CHUNK) + num_groups
     wide = {"dtype": torch.float32, "device": both.device}
     for_weights, for_low = torch.empty(tiles, num_rows, **wide), torch.empty(tiles, num_rows, rank, **wide)
-    for_both, for_b, for_a = torch.empty_like(both), torch.empty(b.shape, **wide), torch.empty(a.shape, **wide)
-    _gate_backward_kernel[(tiles, num_groups)](
+    for_both = torch.empty_like(both)
+    for_b, for_a = torch.empty(chunks, *b.shape[1:], **wide), torch.empty(chunks, *a.shape[1:], **wide)
+    _gate_backward_kernel[(tiles, chunks)](
         *(both, low, b, a, v, following, weights, ends, for_both, for_weights, for_low, for_b, for_a),
-        *(width, rank, num_rows),
-        ROWS=SHARED_ROWS,
-        COLUMNS=COLUMNS,
+        *(width, rank, num_rows, num_groups),
+        GROUPS=triton.next_power_of_2(num_groups),
+        CHUNK=CHUNK,
+        ROWS=ROWS,
+        COLUMNS=GATE_COLUMNS,
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
-        num_warps=WARPS,
         ACTIVATION=ACTIVATIONS[activation],
+        num_warps=WARPS,
     )
-    return for_both, for_weights.sum(0), (for_low.sum(0) * scale).to(both.dtype), for_b, for_a
+    for_low = (for_low.sum(0) * scale).to(both.dtype)
+    return for_both, for_weights.sum(0), for_low, add_chunks(for_b, ends), add_chunks(for_a, ends)
+
+
+@triton.jit
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    chunks_pointer, ends_pointer, out_pointer, size, GROUPS: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr
+):
+    group = tl.program_id(1)
+    groups = tl.arange(0, GROUPS)
+    end = tl.load(ends_pointer + groups, mask=groups <= group, other=0)
+    begin = tl.load(ends_pointer + groups - 1, mask=(groups <= group) & (groups > 0), other=0)
+    counts = tl.where(groups <= group, (end - begin + CHUNK - 1) // CHUNK, 0)
+    first = tl.sum(tl.where(groups < group, counts, 0), 0)
+    last = tl.sum(counts, 0)
+    values = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    inside = values < size
+    total = tl.zeros((VALUES,), tl.float32)
+    at = chunks_pointer + first.to(tl.int64) * size + values
+    for _ in range(first, last):
+        total += tl.load(at, mask=inside, other=0.0)
+        at += size
+    tl.store(out_pointer + group.to(tl.int64) * size + values, total, mask=inside)
+
+
+def add_chunks(chunks: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The sums of each group's chunks (c, ...) of rows, in their order: (g, ...)."""
+    num_groups = len(ends)
+    out = chunks.new_empty(num_groups, *chunks.shape[1:])
+    size = out[0].numel()
+    _sum_kernel[(triton.cdiv(size, SUMMED), num_groups)](
+        *(chunks, ends, out, size), GROUPS=triton.next_power_of_2(num_groups), CHUNK=CHUNK, VALUES=SUMMED
+    )
+    return out
 
 
 @triton.jit
@@ -298,13 +342,18 @@ def _outer_kernel(  # type: ignore[no-untyped-def]
     out_group,
     out_rank,
     out_column,
+    num_groups,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    group = tl.program_id(1)
-    begin = tl.load(ends_pointer + group - 1, mask=group > 0, other=0)
-    end = tl.load(ends_pointer + group)
+    chunk = tl.program_id(1).to(tl.int64)
+    group, begin, end = _find_block(ends_pointer, chunk, num_groups, GROUPS, CHUNK)
+    if group >= num_groups:
+        return
+    end = tl.minimum(end, begin + CHUNK)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ranks = tl.arange(0, RANK)
     in_columns, in_rank = columns < width, ranks < rank
@@ -319,7 +368,7 @@ def _outer_kernel(  # type: ignore[no-untyped-def]
             low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0
         )
         sums += tl.dot(tl.trans(x), low)
-    at = out_pointer + group.to(tl.int64) * out_group + ranks[None, :] * out_rank + columns[:, None] * out_column
+    at = out_pointer + chunk * out_group + ranks[None, :] * out_rank + columns[:, None] * out_column
     tl.store(at, sums, mask=in_columns[:, None] & in_rank[None, :])
 
 
@@ -327,14 +376,54 @@ def gathered_outer(
     x: torch.Tensor, tokens: torch.Tensor, low: torch.Tensor, ends: torch.Tensor, *, transposed: bool
 ) -> torch.Tensor:
     num_groups, rank, width = len(ends), low.shape[1], x.shape[1]
-    out = x.new_empty((num_groups, width, rank) if transposed else (num_groups, rank, width), dtype=torch.float32)
+    chunks = triton.cdiv(len(tokens), CHUNK) + num_groups
+    out = x.new_empty((chunks, width, rank) if transposed else (chunks, rank, width), dtype=torch.float32)
     strides = (out.stride(0), *((out.stride(2), out.stride(1)) if transposed else (out.stride(1), out.stride(2))))
-    _outer_kernel[(triton.cdiv(width, COLUMNS), num_groups)](
-        *(x, tokens, low, ends, out, width, rank, *strides),
-        ROWS=SHARED_ROWS,
+    _outer_kernel[(triton.cdiv(width, COLUMNS), chunks)](
+        *(x, tokens, low, ends, out, width, rank, *strides, num_groups),
+        GROUPS=triton.next_power_of_2(num_groups),
+        CHUNK=CHUNK,
+        ROWS=ROWS,
         COLUMNS=COLUMNS,
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
         num_warps=WARPS,
+    )
+    return add_chunks(out, ends)
+
+
+@triton.jit
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    y_pointer,
+    places_pointer,
+    weights_pointer,
+    out_pointer,
+    width,
+    NUM_CHOSEN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for choice in tl.static_range(NUM_CHOSEN):
+        place = tl.load(places_pointer + token * NUM_CHOSEN + choice).to(tl.int64)
+        y = tl.load(y_pointer + place * width + columns, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            y *= tl.load(weights_pointer + token * NUM_CHOSEN + choice).to(tl.float32)
+        total += y
+    tl.store(out_pointer + token * width + columns, total.to(out_pointer.dtype.element_ty), mask=inside)
+
+
+def combine(y: torch.Tensor, places: torch.Tensor, num_chosen: int, weights: torch.Tensor | None) -> torch.Tensor:
+    num_tokens, width = len(places) // num_chosen, y.shape[1]
+    out = y.new_empty(num_tokens, width)
+    columns = min(COMBINED, triton.next_power_of_2(width))
+    _combine_kernel[(num_tokens, triton.cdiv(width, columns))](
+        *(y, places, y if weights is None else weights, out, width),
+        NUM_CHOSEN=num_chosen,
+        WEIGHTED=weights is not None,
+        COLUMNS=columns,
     )
     return out
 
