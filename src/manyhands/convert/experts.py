@@ -40,7 +40,11 @@ def compute_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, wei
     ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=index.device))
     if can_fuse(experts):
-        return compute_adapted(experts, hidden, weights, order, places, ends)
+        sums = compute_adapted(experts, hidden, weights, order, places, ends)
+        if not experts.has_bias:
+            return sums
+        of_all = weights.new_zeros(len(weights), experts.num_experts).scatter(1, index, weights)
+        return sums + of_all.to(sums.dtype) @ experts.down_proj_bias.to(sums.dtype)
     x = _Dispatch.apply(hidden, order, places, num_chosen)
     first, _ = projections(experts)
     x = getattr(experts, first)(x, ends)

@@ -13,25 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.integrations.moe import _default_apply_gate
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from manyhands.convert.fused_modules import ACTIVATION_NAMES
 from manyhands.convert.lora import LoraGrouped
 from manyhands.kernels.experts import ops
+from manyhands.kernels.experts.reference import ALPHA, LIMIT
 from manyhands.kernels.grouped import multiply_groups
 from manyhands.model.weights import QuantizedLayer
 
 
 def can_fuse(experts: Any) -> bool:
-    """Whether both stacks have plain adapters on a frozen weight, with a gate that is known and no dropout or bias."""
+    """Whether both stacks have plain adapters on a frozen weight and a gate that is known, and nothing else trains."""
     stacks = [experts._modules.get(name) for name in ("gate_up_proj", "down_proj")]
-    return (
-        experts.has_gate
-        and experts.is_concatenated
-        and not experts.has_bias
-        and type(experts)._apply_gate is _default_apply_gate
-        and _activation(experts) is not None
-        and all(isinstance(stack, LoraGrouped) and _is_plain(stack) for stack in stacks)
-    )
+    return _gate(experts) is not None and all(isinstance(stack, LoraGrouped) and _is_plain(stack) for stack in stacks)
 
 
 def _is_plain(stack: LoraGrouped) -> bool:
@@ -40,21 +35,30 @@ def _is_plain(stack: LoraGrouped) -> bool:
     return stack.lora_magnitude_vector is None and not (drops or trains or getattr(stack, "in_fp8", False))
 
 
-def _activation(experts: Any) -> str | None:
-    return ACTIVATION_NAMES.get(getattr(experts.config, "hidden_act", ""))
+def _gate(experts: Any) -> str | None:
+    """Its name in ``kernels.experts.reference.GATES``."""
+    if not experts.has_gate or (experts.has_bias and experts.gate_up_proj_bias.requires_grad):
+        return None
+    if type(experts)._apply_gate is _default_apply_gate and experts.is_concatenated:
+        return ACTIVATION_NAMES.get(getattr(experts.config, "hidden_act", ""))
+    if type(experts)._apply_gate is GptOssExperts._apply_gate and (experts.alpha, experts.limit) == (ALPHA, LIMIT):
+        return "clamped"
+    return None
 
 
-def compute_adapted(experts: Any, hidden: Tensor, weights: Tensor, order: Tensor, places: Tensor, ends: Tensor) -> Tensor:
-    """The sum over each token's experts, weighted: (n, e) -> (n, e). ``order`` sorts the n k rows by expert, whose rows
-    end at ``ends``; ``places`` is its inverse.
+def compute_adapted(
+    experts: Any, hidden: Tensor, weights: Tensor, order: Tensor, places: Tensor, ends: Tensor
+) -> Tensor:
+    """The sum over each token's experts, weighted, without the biases of ``down_proj``: (n, e) -> (n, e). ``order``
+    sorts the n k rows by expert, whose rows end at ``ends``; ``places`` is its inverse.
     """
     up, down = experts.gate_up_proj, experts.down_proj
     scaling = up.scaling if up.adapts else 0.0
     factors = (up.lora_A.weight, up.lora_B.weight, down.lora_A.weight, down.lora_B.weight)
     frozen = [None if isinstance(stack, QuantizedLayer) else stack.weight for stack in (up, down)]
-    activation = _activation(experts)
+    bias = experts.gate_up_proj_bias.to(hidden.dtype) if experts.has_bias else None
     out: Tensor = _AdaptedExperts.apply(
-        hidden, weights, order, places, ends, *frozen, *factors, (up, down), scaling, activation
+        hidden, weights, order, places, ends, *frozen, *factors, bias, (up, down), scaling, _gate(experts)
     )
     return out
 
@@ -80,25 +84,26 @@ class _AdaptedExperts(torch.autograd.Function):
         b1: Tensor,
         a2: Tensor,
         b2: Tensor,
+        bias: Tensor | None,
         stacks: tuple[Any, Any],
         scaling: float,
-        activation: str,
+        gate: str,
     ) -> Tensor:
         dtype, num_groups, num_chosen = hidden.dtype, len(ends), weights.shape[1]
         up_a, up_b, down_a, down_b = (factor.to(dtype).unflatten(0, (num_groups, -1)) for factor in (a1, b1, a2, b2))
         rows, low = ops.gather_low(hidden, order // num_chosen, ends, up_a, scaling)
         both = multiply_groups(rows, _matrices(frozen_up, stacks[0], dtype), ends)
-        z, following = ops.gate_low(both, low, up_b, down_a, ends, scaling, activation)
+        z, following = ops.gate_low(both, low, up_b, down_a, bias, ends, scaling, gate)
         y = ops.multiply_and_add(z, _matrices(frozen_down, stacks[1], dtype), following, down_b.mT, ends)
-        ctx.stacks, ctx.scaling, ctx.activation = stacks, scaling, activation
+        ctx.stacks, ctx.scaling, ctx.gate = stacks, scaling, gate
         ctx.save_for_backward(
-            hidden, weights, order, places, ends, frozen_up, frozen_down, a1, b1, a2, b2, both, low, following
+            hidden, weights, order, places, ends, frozen_up, frozen_down, a1, b1, a2, b2, bias, both, low, following
         )
         return ops.combine(y, places, num_chosen, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weights, order, places, ends, frozen_up, frozen_down, a1, b1, a2, b2, both, low, following = (
+        hidden, weights, order, places, ends, frozen_up, frozen_down, a1, b1, a2, b2, bias, both, low, following = (
             ctx.saved_tensors
         )
         dtype, num_groups = hidden.dtype, len(ends)
@@ -107,13 +112,11 @@ class _AdaptedExperts(torch.autograd.Function):
         rows, for_following = ops.gather_low(gradient, tokens, ends, down_b.mT, ctx.scaling)
         v = multiply_groups(rows, _matrices(frozen_down, ctx.stacks[1], dtype).mT, ends)
         for_both, for_weights, for_low, for_b1, for_a2 = ops.gate_low_backward(
-            both, low, up_b, down_a, v, for_following, sorted_weights, ends, ctx.scaling, ctx.activation
+            both, low, up_b, down_a, bias, v, for_following, sorted_weights, ends, ctx.scaling, ctx.gate
         )
         weighted = (following * sorted_weights[:, None]).to(dtype)
         for_b2 = ops.gathered_outer(gradient, tokens, weighted, ends, True)
-        for_rows = ops.multiply_and_add(
-            for_both, _matrices(frozen_up, ctx.stacks[0], dtype).mT, for_low, up_a, ends
-        )
+        for_rows = ops.multiply_and_add(for_both, _matrices(frozen_up, ctx.stacks[0], dtype).mT, for_low, up_a, ends)
         for_a1 = ops.gathered_outer(hidden, tokens, for_low, ends, False)
         for_hidden = ops.combine(for_rows, places, weights.shape[1], None)
         factors = (
@@ -121,4 +124,4 @@ class _AdaptedExperts(torch.autograd.Function):
             for found, factor in ((for_a1, a1), (for_b1, b1), (for_a2, a2), (for_b2, b2))
         )
         for_weights = for_weights[places].view_as(weights).to(weights.dtype)
-        return for_hidden, for_weights, None, None, None, None, None, *factors, None, None, None
+        return for_hidden, for_weights, None, None, None, None, None, *factors, None, None, None, None

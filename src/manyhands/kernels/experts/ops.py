@@ -72,14 +72,15 @@ gather_low = operator(
 )
 gate_low = operator(
     "gate_low",
-    "(Tensor both, Tensor low, Tensor b, Tensor a, Tensor ends, float scale, str activation) -> (Tensor, Tensor)",
+    "(Tensor both, Tensor low, Tensor b, Tensor a, Tensor? bias, Tensor ends, float scale, str gate) "
+    "-> (Tensor, Tensor)",
     _gate_low,
     lambda both, low, *others: (both.new_empty(both.shape[0], both.shape[1] // 2), torch.empty_like(low)),
 )
 gate_low_backward = operator(
     "gate_low_backward",
-    "(Tensor both, Tensor low, Tensor b, Tensor a, Tensor v, Tensor following, Tensor weights, Tensor ends, "
-    "float scale, str activation) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor both, Tensor low, Tensor b, Tensor a, Tensor? bias, Tensor v, Tensor following, Tensor weights, "
+    "Tensor ends, float scale, str gate) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _gate_low_backward,
     _fake_gate_backward,
 )

@@ -1,7 +1,7 @@
 """The definition of what is computed around the grouped products of experts, group by group in plain torch.
 
 Shapes: n rows sorted by group, of g groups whose rows end at ``ends`` (g); tokens (n) are the rows' places among t
-inputs; low-rank factors A (g, r, i), B (g, o, r); a gate of width w takes rows (n, 2 w), gate and up.
+inputs; low-rank factors A (g, r, i), B (g, o, r); a gate of width w takes rows (n, 2 w), gate and up, to (n, w).
 """
 
 from __future__ import annotations
@@ -15,10 +15,25 @@ from torch import Tensor
 
 from manyhands.kernels.grouped import group_gradients, multiply_groups
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's gate
+
+
+def _gate(activation: Callable[[Tensor], Tensor], both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return activation(gate) * up
+
+
+def _clamped_gate(both: Tensor) -> Tensor:
+    """gpt-oss: gate and up take turns, both are clamped, up is moved by one."""
+    gate, up = both[..., ::2].clamp(max=LIMIT), both[..., 1::2].clamp(-LIMIT, LIMIT)
+    return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
+
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": partial(_gate, F.silu),
+    "gelu_tanh": partial(_gate, partial(F.gelu, approximate="tanh")),
+    "gelu": partial(_gate, F.gelu),
+    "clamped": _clamped_gate,
 }
 
 
@@ -29,12 +44,20 @@ def gather_low(x: Tensor, tokens: Tensor, ends: Tensor, a: Tensor, scale: float)
 
 
 def gate_low(
-    both: Tensor, low: Tensor, b: Tensor, a: Tensor, ends: Tensor, scale: float, activation: str
+    both: Tensor, low: Tensor, b: Tensor, a: Tensor, bias: Tensor | None, ends: Tensor, scale: float, gate: str
 ) -> tuple[Tensor, Tensor]:
-    """z = act(gate) up (n, w) of both + low B^T (n, 2 w), and scale z A^T (n, r)."""
-    gate, up = (both + multiply_groups(low, b, ends)).chunk(2, -1)
-    z = ACTIVATIONS[activation](gate) * up
+    """z = gate(both + low B^T + bias_g) (n, w), for both (n, 2 w) and bias (g, 2 w), and scale z A^T (n, r)."""
+    z = GATES[gate](_sum(both, low, b, bias, ends))
     return z, multiply_groups(z, a, ends) * scale
+
+
+def _sum(both: Tensor, low: Tensor, b: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    total = both + multiply_groups(low, b, ends)
+    if bias is None:
+        return total
+    groups = torch.arange(len(ends), device=ends.device)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return total + bias[groups.repeat_interleave(counts, output_size=len(both))]
 
 
 def gate_low_backward(
@@ -42,26 +65,26 @@ def gate_low_backward(
     low: Tensor,
     b: Tensor,
     a: Tensor,
+    bias: Tensor | None,
     v: Tensor,
     following: Tensor,
     weights: Tensor,
     ends: Tensor,
     scale: float,
-    activation: str,
+    gate: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of sum_n weights_n <v_n + following_n A, z_n>, for z of ``gate_low``.
 
     Returns those of both (n, 2 w); of weights (n), float32 or wider; of the rows x of low = scale x A'^T, before A',
     (n, r); of B (g, 2 w, r) and of A (g, r, w), where ``following`` stands for the gradient of z A^T before weights.
     """
-    gate, up = (both + multiply_groups(low, b, ends)).detach().chunk(2, -1)
     v = v + multiply_groups(following, a.mT, ends)
+    total = _sum(both, low, b, bias, ends).detach()
     with torch.enable_grad():
-        active = ACTIVATIONS[activation](gate.requires_grad_())
-        z = active.detach() * up
-        weighted = v * weights[:, None].to(v.dtype)
-        (for_gate,) = torch.autograd.grad(active, gate, weighted * up)
-    for_both = torch.cat((for_gate, weighted * active.detach()), -1)
+        total.requires_grad_()
+        z = GATES[gate](total)
+        (for_both,) = torch.autograd.grad(z, total, v * weights[:, None].to(v.dtype))
+    z = z.detach()
     for_low = multiply_groups(for_both, b.mT, ends) * scale
     for_a = group_gradients(following * weights[:, None].to(v.dtype), z, ends)
     return for_both, (z * v).sum(-1), for_low, group_gradients(for_both, low, ends), for_a

@@ -77,13 +77,14 @@ def _compare(
     both, v, weights = draw(num_rows, 2 * inner), draw(num_rows, inner), draw(num_rows).float()
     for chosen in (None, weights.view(-1, 4)):
         yield kernels.combine(both, places, 4, chosen), reference.combine(both, places, 4, chosen)
-    for rank, activation in ((16, "silu"), (8, "gelu_tanh"), (40, "gelu")):
+    for rank, gate in ((16, "silu"), (8, "gelu_tanh"), (40, "gelu"), (16, "clamped")):
         a1, b1 = draw(groups, rank, width) / width**0.5, draw(groups, 2 * inner, rank) / rank**0.5
         a2, low, following = draw(groups, rank, inner) / inner**0.5, draw(num_rows, rank), draw(num_rows, rank)
+        bias = draw(groups, 2 * inner) if gate == "clamped" else None
         calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = (
             ("gather_low", (x, tokens, ends, a1, 0.5), {}),
-            ("gate_low", (both, low, b1, a2, ends, 0.5, activation), {}),
-            ("gate_low_backward", (both, low, b1, a2, v, following, weights, ends, 0.5, activation), {}),
+            ("gate_low", (both, low, b1, a2, bias, ends, 0.5, gate), {}),
+            ("gate_low_backward", (both, low, b1, a2, bias, v, following, weights, ends, 0.5, gate), {}),
             ("gathered_outer", (x, tokens, low, ends), {"transposed": True}),
             ("gathered_outer", (x, tokens, low, ends), {"transposed": False}),
         )

@@ -7,11 +7,13 @@ nothing. Importing this needs Triton; ``select`` does so only on a GPU, and comp
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped": 3}
 MIN_RANK = 16  # of tl.dot
 ROWS, COLUMNS = 64, 128  # of a tile
 GATE_COLUMNS = 64  # of a tile of gate and up
@@ -37,18 +39,27 @@ def _find_block(ends, number, num_groups, GROUPS: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """act(x) and act'(x)"""
-    if ACTIVATION == 0:
-        share = tl.sigmoid(x)
-        return x * share, share * (1 + x * (1 - share))
-    if ACTIVATION == 1:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+def _gate(g, u, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The gated value z, dz/dg and dz/du"""
+    if GATE == 0:
+        share = tl.sigmoid(g)
+        active, slope = g * share, share * (1 + g * (1 - share))
+    elif GATE == 1:
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
         tanh = 2 * tl.sigmoid(2 * inner) - 1
-        slope = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
-        return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
-    share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-    return x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        slope = 0.7978845608028654 * (1 + 3 * 0.044715 * g * g)
+        active, slope = 0.5 * g * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * g * (1 - tanh * tanh) * slope
+    elif GATE == 2:
+        share = 0.5 * (1 + tl.erf(g * 0.7071067811865476))
+        active, slope = g * share, share + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    else:
+        in_g, in_u = g <= 7.0, (u <= 7.0) & (u >= -7.0)
+        g = tl.minimum(g, 7.0)
+        share = tl.sigmoid(1.702 * g)
+        active, slope = g * share, tl.where(in_g, share * (1 + 1.702 * g * (1 - share)), 0.0)
+        u = tl.minimum(tl.maximum(u, -7.0), 7.0) + 1
+        return active * u, u * slope, tl.where(in_u, active, 0.0)
+    return active * u, u * slope, active
 
 
 @triton.jit
@@ -116,6 +127,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     low_pointer,
     b_pointer,
     a_pointer,
+    bias_pointer,
     ends_pointer,
     z_pointer,
     next_pointer,
@@ -127,7 +139,9 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    GATE: tl.constexpr,
+    BIASED: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
     if group >= num_groups:
@@ -137,21 +151,28 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     in_rows, in_rank = rows < end, ranks < rank
     group = group.to(tl.int64)
     wide = rows.to(tl.int64)[:, None]
-    low = tl.load(low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0)
+    up = 1 if STEP == 2 else width  # from a value of gate to its value of up
+    low = tl.load(
+        low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0
+    )
     sums = tl.zeros((ROWS, RANK), tl.float32)
     for start in range(0, width, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         in_columns = columns < width
         inside = in_rows[:, None] & in_columns[None, :]
-        at = both_pointer + wide * (2 * width) + columns[None, :]
+        at = both_pointer + wide * (2 * width) + STEP * columns[None, :]
         factor = in_rank[:, None] & in_columns[None, :]
-        at_b = b_pointer + (group * (2 * width) + columns[None, :]) * rank + ranks[:, None]
+        at_b = b_pointer + (group * (2 * width) + STEP * columns[None, :]) * rank + ranks[:, None]
         g = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         g += tl.dot(low, tl.load(at_b, mask=factor, other=0.0))
-        u = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-        u += tl.dot(low, tl.load(at_b + width * rank, mask=factor, other=0.0))
-        active, _ = _activate(g, ACTIVATION)
-        z = (active * u).to(z_pointer.dtype.element_ty)
+        u = tl.load(at + up, mask=inside, other=0.0).to(tl.float32)
+        u += tl.dot(low, tl.load(at_b + up * rank, mask=factor, other=0.0))
+        if BIASED:
+            at_bias = bias_pointer + group * (2 * width) + STEP * columns
+            g += tl.load(at_bias, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+            u += tl.load(at_bias + up, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        z, _, _ = _gate(g, u, GATE)
+        z = z.to(z_pointer.dtype.element_ty)
         tl.store(z_pointer + wide * width + columns[None, :], z, mask=inside)
         a = tl.load(
             a_pointer + (group * rank + ranks[None, :]) * width + columns[:, None],
@@ -168,20 +189,23 @@ def gate_low(
     low: torch.Tensor,
     b: torch.Tensor,
     a: torch.Tensor,
+    bias: torch.Tensor | None,
     ends: torch.Tensor,
     scale: float,
-    activation: str,
+    gate: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, (num_groups, rank, width) = len(both), a.shape
     z, following = both.new_empty(num_rows, width), both.new_empty(num_rows, rank)
     _gate_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
-        *(both, low, b, a, ends, z, following, width, rank, scale, num_groups),
+        *(both, low, b, a, b if bias is None else bias, ends, z, following, width, rank, scale, num_groups),
         GROUPS=triton.next_power_of_2(num_groups),
         ROWS=ROWS,
         COLUMNS=GATE_COLUMNS,
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
         num_warps=WARPS,
-        ACTIVATION=ACTIVATIONS[activation],
+        GATE=GATES[gate],
+        BIASED=bias is not None,
+        STEP=2 if gate == "clamped" else 1,
     )
     return z, following
 
@@ -192,6 +216,7 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
     low_pointer,
     b_pointer,
     a_pointer,
+    bias_pointer,
     v_pointer,
     following_pointer,
     weights_pointer,
@@ -210,7 +235,9 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    GATE: tl.constexpr,
+    BIASED: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     tile, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     group, begin, end = _find_block(ends_pointer, chunk, num_groups, GROUPS, CHUNK)
@@ -222,9 +249,16 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
     in_columns, in_rank = columns < width, ranks < rank
     group = group.to(tl.int64)
     factor = in_rank[:, None] & in_columns[None, :]
-    at_b = b_pointer + (group * (2 * width) + columns[None, :]) * rank + ranks[:, None]
+    up = 1 if STEP == 2 else width
+    at_b = b_pointer + (group * (2 * width) + STEP * columns[None, :]) * rank + ranks[:, None]
     b_g = tl.load(at_b, mask=factor, other=0.0)  # (r, columns)
-    b_u = tl.load(at_b + width * rank, mask=factor, other=0.0)
+    b_u = tl.load(at_b + up * rank, mask=factor, other=0.0)
+    bias_g = tl.zeros((COLUMNS,), tl.float32)
+    bias_u = tl.zeros((COLUMNS,), tl.float32)
+    if BIASED:
+        at_bias = bias_pointer + group * (2 * width) + STEP * columns
+        bias_g += tl.load(at_bias, mask=in_columns, other=0.0).to(tl.float32)
+        bias_u += tl.load(at_bias + up, mask=in_columns, other=0.0).to(tl.float32)
     a = tl.load(a_pointer + (group * rank + ranks[:, None]) * width + columns[None, :], mask=factor, other=0.0)
     for_g = tl.zeros((COLUMNS, RANK), tl.float32)
     for_u = tl.zeros((COLUMNS, RANK), tl.float32)
@@ -236,22 +270,21 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
         wide = rows.to(tl.int64)[:, None]
         inside = in_rows[:, None] & in_columns[None, :]
         narrow = in_rows[:, None] & in_rank[None, :]
-        at = both_pointer + wide * (2 * width) + columns[None, :]
+        at = both_pointer + wide * (2 * width) + STEP * columns[None, :]
         low = tl.load(low_pointer + rows[:, None] * rank + ranks[None, :], mask=narrow, other=0.0)
         following = tl.load(following_pointer + rows[:, None] * rank + ranks[None, :], mask=narrow, other=0.0)
         weights = tl.load(weights_pointer + rows, mask=in_rows, other=0.0).to(tl.float32)
-        g = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.dot(low, b_g)
-        u = tl.load(at + width, mask=inside, other=0.0).to(tl.float32) + tl.dot(low, b_u)
+        g = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.dot(low, b_g) + bias_g[None, :]
+        u = tl.load(at + up, mask=inside, other=0.0).to(tl.float32) + tl.dot(low, b_u) + bias_u[None, :]
         v = tl.load(v_pointer + wide * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         v += tl.dot(following, a)
-        active, slope = _activate(g, ACTIVATION)
-        z = active * u
+        z, slope_g, slope_u = _gate(g, u, GATE)
         tl.store(for_weights_pointer + tile * num_rows + rows, tl.sum(z * v, 1), mask=in_rows)
         dz = v * weights[:, None]
-        dg, du = (dz * u * slope).to(kind), (dz * active).to(kind)
-        at = for_both_pointer + wide * (2 * width) + columns[None, :]
+        dg, du = (dz * slope_g).to(kind), (dz * slope_u).to(kind)
+        at = for_both_pointer + wide * (2 * width) + STEP * columns[None, :]
         tl.store(at, dg, mask=inside)
-        tl.store(at + width, du, mask=inside)
+        tl.store(at + up, du, mask=inside)
         lows = tl.dot(dg, tl.trans(b_g)) + tl.dot(du, tl.trans(b_u))
         tl.store(for_low_pointer + (tile * num_rows + wide) * rank + ranks[None, :], lows, mask=narrow)
         weighted = (following.to(tl.float32) * weights[:, None]).to(kind)
@@ -259,9 +292,9 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
         for_u += tl.dot(tl.trans(du), low)
         for_a += tl.dot(tl.trans(z.to(kind)), weighted)
     narrow = in_columns[:, None] & in_rank[None, :]
-    at = for_b_pointer + (chunk * (2 * width) + columns[:, None]) * rank + ranks[None, :]
+    at = for_b_pointer + (chunk * (2 * width) + STEP * columns[:, None]) * rank + ranks[None, :]
     tl.store(at, for_g, mask=narrow)
-    tl.store(at + width * rank, for_u, mask=narrow)
+    tl.store(at + up * rank, for_u, mask=narrow)
     tl.store(for_a_pointer + (chunk * rank + ranks[None, :]) * width + columns[:, None], for_a, mask=narrow)
 
 
@@ -270,28 +303,46 @@ def gate_low_backward(
     low: torch.Tensor,
     b: torch.Tensor,
     a: torch.Tensor,
+    bias: torch.Tensor | None,
     v: torch.Tensor,
     following: torch.Tensor,
     weights: torch.Tensor,
     ends: torch.Tensor,
     scale: float,
-    activation: str,
+    gate: str,
 ) -> tuple[torch.Tensor, ...]:
     num_rows, (num_groups, rank, width) = len(both), a.shape
     tiles, chunks = triton.cdiv(width, GATE_COLUMNS), triton.cdiv(num_rows, CHUNK) + num_groups
-    wide = {"dtype": torch.float32, "device": both.device}
-    for_weights, for_low = torch.empty(tiles, num_rows, **wide), torch.empty(tiles, num_rows, rank, **wide)
+    make = partial(torch.empty, dtype=torch.float32, device=both.device)
+    for_weights, for_low = make(tiles, num_rows), make(tiles, num_rows, rank)
     for_both = torch.empty_like(both)
-    for_b, for_a = torch.empty(chunks, *b.shape[1:], **wide), torch.empty(chunks, *a.shape[1:], **wide)
+    for_b, for_a = make(chunks, *b.shape[1:]), make(chunks, *a.shape[1:])
     _gate_backward_kernel[(tiles, chunks)](
-        *(both, low, b, a, v, following, weights, ends, for_both, for_weights, for_low, for_b, for_a),
+        *(
+            both,
+            low,
+            b,
+            a,
+            b if bias is None else bias,
+            v,
+            following,
+            weights,
+            ends,
+            for_both,
+            for_weights,
+            for_low,
+            for_b,
+            for_a,
+        ),
         *(width, rank, num_rows, num_groups),
         GROUPS=triton.next_power_of_2(num_groups),
         CHUNK=CHUNK,
         ROWS=ROWS,
         COLUMNS=GATE_COLUMNS,
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
-        ACTIVATION=ACTIVATIONS[activation],
+        GATE=GATES[gate],
+        BIASED=bias is not None,
+        STEP=2 if gate == "clamped" else 1,
         num_warps=WARPS,
     )
     for_low = (for_low.sum(0) * scale).to(both.dtype)
@@ -455,7 +506,9 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     at = y_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :]
     inside = in_rows[:, None] & in_columns[None, :]
     y = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    low = tl.load(low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0)
+    low = tl.load(
+        low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0
+    )
     wide = tl.load(
         wide_pointer + group.to(tl.int64) * wide_group + ranks[:, None] * wide_rank + columns[None, :] * wide_column,
         mask=in_rank[:, None] & in_columns[None, :],
