@@ -86,6 +86,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "optimizer.beta2": training.betas("optimizer.beta2"),
     "optimizer.eps": training.eps,
     "optimizer.max_grad_norm": training.max_grad_norm,
+    "moe.balance": model.balance,
     "preference.loss": preferences.loss,
     "preference.reference": preferences.reference,
     "preference.beta": preferences.beta,

@@ -1,4 +1,4 @@
-"""A mixture of experts trains alike on one process and on two, under each strategy."""
+"""A mixture of experts trains alike on one process and on several, under each strategy."""
 
 from __future__ import annotations
 
@@ -6,19 +6,62 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.equality import Case, compare, run_case, write_workspace
+from tests.support.equality import Case, Fault, compare, run_case, write_workspace
 from tests.support.ranks import Ranks
 
 KEYS = {"data.packing": True, "batch.micro_tokens": 512, "stop.max_steps": 6}
+ROWS = {"data.packing": False, "stop.max_steps": 3, "parallel.strategy": "single"}
+BALANCE = {"moe.balance": 0.5}
+
+
+def write_mixture(folder: Path) -> None:
+    write_workspace(folder, "qwen3_moe", num_hidden_layers=2, num_experts=8)
 
 
 @pytest.mark.ci
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-def test_two_processes_are_as_one(world: Ranks, tmp_path: Path, method: str) -> None:
-    write_workspace(tmp_path, "qwen3_moe", num_hidden_layers=2, num_experts=8)
+def test_several_processes_are_as_one(world: Ranks, tmp_path: Path, method: str) -> None:
+    write_mixture(tmp_path)
     one = run_case(world, tmp_path, Case("one", 1, {"parallel.strategy": "single"} | KEYS), "float32", method)
-    for strategy in ("ddp", "fsdp"):
-        keys = {"parallel.strategy": strategy, "parallel.activation_checkpointing": "full"} | KEYS
-        two = run_case(world, tmp_path, Case(strategy, 2, keys), "float32", method)
-        assert compare(one, two).within("float32"), strategy
+    for strategy, size, more in (("ddp", 2, {}), ("fsdp", 2, {}), ("hsdp", 4, {"parallel.shard_degree": 2})):
+        keys = {"parallel.strategy": strategy, "parallel.activation_checkpointing": "full"} | KEYS | more
+        several = run_case(world, tmp_path, Case(strategy, size, keys), "float32", method)
+        assert compare(one, several).within("float32"), strategy
+        assert several.figures == one.figures, strategy
+
+
+@pytest.mark.ci
+@pytest.mark.distributed
+def test_balance_and_load_are_the_same_for_any_micro_batches_and_ranks(world: Ranks, tmp_path: Path) -> None:
+    """Rows of one micro-batch are the reference: the routers' loss is a document's, and mistakes that other tools make
+    with it are seen.
+    """
+    write_mixture(tmp_path)
+
+    def run(strategy: str, size: int, keys: dict[str, object], fault: Fault = "") -> Case:
+        return Case(f"{strategy} {size}", size, {**ROWS, **BALANCE, "parallel.strategy": strategy, **keys}, fault)
+
+    rows, halves = {"batch.micro_samples": 8}, {"batch.micro_samples": 2, "batch.accumulation": 2}
+    packs = {"data.packing": True, "batch.micro_tokens": 256}
+    recomputed = packs | {"parallel.activation_checkpointing": "full"}
+    one = run_case(world, tmp_path, run("single", 1, rows), "float32", "full")
+    plain = run_case(world, tmp_path, run("single", 1, rows | {"moe.balance": 0.0}), "float32", "full")
+    assert not compare(one, plain).within("float32") and one.figures[0].keys() == {"idle_experts", "largest_load"}
+    for case in (
+        run("single", 1, {"batch.micro_samples": 2, "batch.accumulation": 4}),
+        run("single", 1, recomputed),
+        run("ddp", 2, halves),
+        run("fsdp", 2, recomputed),
+        run("fsdp", 4, packs),
+        run("hsdp", 4, recomputed | {"parallel.shard_degree": 2}),
+    ):
+        curve = run_case(world, tmp_path, case, "float32", "full")
+        assert compare(one, curve).within("float32"), case
+        assert curve.figures == one.figures, case
+    for case in (
+        run("ddp", 2, halves, "by ranks"),
+        run("single", 1, packs, "mean of means"),
+        run("single", 1, rows, "padding"),
+    ):
+        assert not compare(one, run_case(world, tmp_path, case, "float32", "full")).within("float32"), case.fault

@@ -277,6 +277,20 @@ def dora(lab: Lab) -> None:
     assert not any("magnitude" in name for name, _ in lab.base.rank.model.named_parameters())
 
 
+def balance(lab: Lab) -> None:
+    """A term of its own in steps and evaluations, by its coefficient; a dense model has nothing to balance."""
+    folder = write_tiny_model(lab.new_path("mixture"), "qwen3_moe", num_hidden_layers=1)
+    losses = {}
+    for coefficient in (0.0, 0.5):
+        ran = lab.run({"model.name": str(folder), "moe.balance": coefficient, "stop.max_steps": 2})
+        losses[coefficient], (terms, *_) = ran.losses[0], ran.column("terms")
+        assert ran.column("figures")[0].keys() == {"idle_experts", "largest_load"}
+        assert "balance" in ran.column("terms", "evaluation")[0] if coefficient else not terms
+    assert losses[0.5] == pytest.approx(losses[0.0] + 0.5 * terms["balance"], rel=1e-5) and terms["balance"] > 1
+    with pytest.raises(UserError, match="has no experts to balance"):
+        lab.prepare({"moe.balance": 0.1})
+
+
 def neftune_alpha(lab: Lab) -> None:
     """Noise in training alone, and the same again where a run resumes."""
     keys = {"checkpoint.every_steps": 2, "method.neftune_alpha": 10.0}

@@ -24,6 +24,7 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
+from manyhands.data.batch.collate import DOCUMENT_LENGTHS
 from manyhands.importers.load import config_from_mapping
 from manyhands.launch.run.folder import RunFolder
 from manyhands.launch.run.prepare import gather_facts
@@ -45,7 +46,7 @@ from tests.support.vision import write_tiny_vision
 NUM_STEPS = 20
 NUM_SAMPLES = 75  # nine steps of 8 rows and one of 3 an epoch: in the short step one rank of four has no row
 BATCH_SAMPLES = 8
-Fault = Literal["", "mean of means", "leak"]
+Fault = Literal["", "mean of means", "leak", "by ranks", "padding"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Curve:
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     num_steps_with_idle_rank: int
+    figures: tuple[dict[str, float], ...] = ()
 
 
 def cases(device: str = "cpu") -> list[Case]:
@@ -277,11 +279,14 @@ def run_rank(
             seed=config.seed,
             rank=rank_index,
             device=device,
+            terms=built.loss_model.terms,
+            figures=built.loss_model.figures,
             hooks=[recorder],
         )
     )
     idle = sum(any(math.isnan(loss) for loss in r.rank_losses) for r in recorder.results)
-    return Curve(tuple(r.loss for r in recorder.results), tuple(r.grad_norm for r in recorder.results), idle)
+    losses, norms = tuple(r.loss for r in recorder.results), tuple(r.grad_norm for r in recorder.results)
+    return Curve(losses, norms, idle, tuple(dict(r.figures) for r in recorder.results))
 
 
 class Faulty:
@@ -303,11 +308,19 @@ class Faulty:
             length = batch["input_ids"].shape[1]
             batch = {**batch, "position_ids": torch.arange(length, device=batch["input_ids"].device)[None]}
             return self._inner.forward(batch, metrics=metrics)
-        # sum(L_k / n_k) / K for K micro-batches, in place of sum(L_k) / sum(n_k); the step divides by sum(n_k)
-        loss_sum, num_loss_tokens = self._inner.forward(batch, metrics=metrics)["lm"]
-        work = self._work
+        if self._fault == "padding":  # counts in what is divided by tokens
+            lengths = torch.full_like(batch["input_ids"], batch["input_ids"].shape[1])
+            return self._inner.forward({**batch, DOCUMENT_LENGTHS: lengths}, metrics=metrics)
+        terms, work = self._inner.forward(batch, metrics=metrics), self._work
         assert work is not None
-        return {"lm": (loss_sum / num_loss_tokens * (work.num_loss_tokens / work.num_micro_batches), num_loss_tokens)}
+        if self._fault == "by ranks":  # all but the first term
+            more = {name: (total * self._inner.world.world_size, weight) for name, (total, weight) in terms.items()}
+            return {**more, "lm": terms["lm"]}
+        # sum(L_k / n_k) / K for K micro-batches, in place of sum(L_k) / sum(n_k); the step divides by sum(n_k)
+        return {
+            name: (total / weight * (work.weights[name].total / work.num_micro_batches), weight)
+            for name, (total, weight) in terms.items()
+        }
 
 
 def run_case(world: Ranks | None, folder: Path, case: Case, dtype: str, method: str) -> Curve:

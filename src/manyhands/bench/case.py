@@ -163,6 +163,7 @@ def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = N
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=0,
         terms=built.loss_model.terms,
+        figures=built.loss_model.figures,
         rank=launcher.rank,
         device=device,
         hooks=[timings, observe],

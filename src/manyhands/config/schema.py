@@ -390,6 +390,16 @@ class PreferenceSection(Section):
         return float(self.loss in ("cpo", "orpo")) if self.sft_weight == "auto" else self.sft_weight
 
 
+class MoeSection(Section):
+    """Mixtures of experts."""
+
+    balance: NonNegativeFloat = Field(
+        0.0,
+        description="Coefficient of the routers' balance loss: of each document, 1 where its tokens use all experts "
+        "evenly and experts / experts per token where all use the same, as a mean over tokens and layers. 0: none.",
+    )
+
+
 class GuardsSection(Section):
     """What is done about losses and gradients that are not finite, sudden losses, and replicas that differ."""
 
@@ -779,6 +789,7 @@ class RunConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     preference: PreferenceSection = PreferenceSection()
+    moe: MoeSection = MoeSection()
     stop: StopSection = StopSection()
     guards: GuardsSection = GuardsSection()
     parallel: ParallelSection = ParallelSection()

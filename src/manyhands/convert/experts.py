@@ -20,8 +20,10 @@ from manyhands import families
 from manyhands.convert.fused_experts import can_fuse, compute_adapted
 from manyhands.convert.grouped import GroupedLinear, hold
 from manyhands.convert.protocol import BaseConverter
+from manyhands.convert.routing import declare_routing
 from manyhands.core.errors import UserError
 from manyhands.kernels.experts import select
+from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_experts
 from manyhands.model.weights import QuantizedLayer, stored_form
 
@@ -159,3 +161,6 @@ class Experts(BaseConverter):
         select.use(backend)
         stacks = f"{len(names)} stacks of {'/'.join(map(str, sorted(num_experts)))}"
         self.lines.append(f"experts: {stacks}, {select.describe(backend)}")
+
+    def on_loss(self, loss_model: LossModel) -> None:
+        declare_routing(loss_model, self.context.config.moe.balance)

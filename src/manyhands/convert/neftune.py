@@ -54,7 +54,7 @@ class Noise:
         assert positions is not None
         with torch.no_grad():
             tokens = mix_tokens(key, samples.flatten(), positions.flatten())
-            scales = self.alpha / (lengths.flatten() * output.shape[-1]).double().sqrt()
+            scales = self.alpha / (lengths.flatten().clamp(min=1) * output.shape[-1]).double().sqrt()
             noise = uniform_noise(tokens, output.shape[-1], scales.float(), output.dtype)
         return output + noise.view_as(output)
 

@@ -29,6 +29,9 @@ class SampleTables(Protocol):
     @property
     def has_weights(self) -> bool: ...
 
+    @property
+    def lengths(self) -> np.ndarray: ...
+
     def sample(self, index: int) -> Mapping[str, np.ndarray]: ...
 
 

@@ -163,6 +163,8 @@ def compile_towers(model: nn.Module) -> None:
 def _compile(blocks: Iterable[nn.Module], dynamic: bool | None, **options: object) -> None:
     # Graphs with autograd functions of ours are kept on the disk as others are: torch does so where it is told.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    # What leaves a block beside its result (``convert/routing.py``) does so in the forward pass alone.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     if dynamic:
         # Sizes that happen to be equal in the first micro-batch (tokens and hidden size, documents and head size) would
         # share a symbol, and a weight would then fix both. Read while tracing, that is at the first micro-batch.

@@ -74,7 +74,8 @@ class ConsoleSink(Sink):
             self._progress.update(self._progress.task_ids[0], completed=result.step, values=values, left=left)
         if self._is_due(result.step):
             rates = f"lr {result.learning_rate:.2e}  grad norm {result.grad_norm:.3f}"
-            text = f"step {result.step}/{self.num_steps}  {values}  {rates}"
+            figures = "".join(f"  {name.replace('_', ' ')} {figure:.3g}" for name, figure in result.figures.items())
+            text = f"step {result.step}/{self.num_steps}  {values}  {rates}{figures}"
             self._show(f"{text}  {left}", on_terminal=self._progress is None)
 
     def show_progress(self, stage: str, done: int, total: int) -> None:

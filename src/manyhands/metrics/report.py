@@ -49,8 +49,9 @@ def write_report(
 
     ``measured`` may hold: num_parameters, num_trained_parameters, losses, seconds_by_step, tokens_by_step,
     input_wait_by_step (one value a step of this launch), evaluations (in order), metrics (what their figures
-    are), devices (the last reading of each rank), peak_bytes_by_rank, checkpoint_s, verified (folder name -> what
-    verification found), data (as ``describe_data`` has it), device (its name), started (seconds since 1970).
+    are), figures (of the last step), devices (the last reading of each rank), peak_bytes_by_rank, checkpoint_s,
+    verified (folder name -> what verification found), data (as ``describe_data`` has it), device (its name), started
+    (seconds since 1970).
     """
     path = Path(folder)
     evaluations = list(measured.get("evaluations", []))
@@ -108,6 +109,7 @@ def make_report(plan: Plan, config: RunConfig, state: TrainState, measured: Mapp
                 **_speed(*(measured.get(f"{what}_by_step", []) for what in ("seconds", "tokens", "input_wait"))),
                 "first_loss": losses[0] if losses else None,
                 "last_loss": losses[-1] if losses else None,
+                "figures": measured.get("figures") or None,
                 "checkpoint_s": measured.get("checkpoint_s"),
             },
             "restarts": measured.get("restarts") or None,
@@ -180,6 +182,9 @@ def format_report(report: Mapping[str, Any]) -> str:
         lines.append(
             f"Training loss: {done['first_loss']:.4f} in this launch's first step, {done['last_loss']:.4f} in the last."
         )
+    if "figures" in done:
+        figures = (f"{name.replace('_', ' ')} {figure:.3g}" for name, figure in done["figures"].items())
+        lines.append(f"In the last step: {', '.join(figures)}.")
     lines += _restart_lines(report.get("restarts", []))
     lines += _curve_lines(report.get("curve", []))
     lines += _evaluation_lines(report)

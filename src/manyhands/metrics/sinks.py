@@ -148,6 +148,7 @@ def step_values(result: StepResult) -> dict[str, float]:
     }
     values |= {f"train/learning_rate/{pattern}": rate for pattern, rate in result.learning_rates.items()}
     values |= {f"loss/{term}": loss for term, loss in result.terms.items()}
+    values |= {f"train/{name}": figure for name, figure in result.figures.items()}
     return values | {f"loss/rank{rank}": loss for rank, loss in enumerate(result.rank_losses)}
 
 

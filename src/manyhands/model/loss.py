@@ -32,6 +32,7 @@ from manyhands.kernels.matmul import sum_dtype
 from manyhands.model.attention import attention_kwargs, count_positions
 from manyhands.model.documents import ROWS, Documents, Rows, follow_documents, separate_states
 from manyhands.model.multimodal import BY_OWN_FORWARD, Images
+from manyhands.training.types import StepFigures
 
 IGNORED = -100  # labels with this value are not trained
 PROBE_ROWS = 16
@@ -111,6 +112,7 @@ class LossModel(nn.Module):
                 fix="use a causal language model",
             )
         self.model, self.terms = model, terms
+        self.figures: list[StepFigures] = []  # of a step of training, beside its loss
         self.documents = Documents()  # of the batch, for what hangs on their lengths
         ropes = follow_documents(model)
         for rope in ropes:

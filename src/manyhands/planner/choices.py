@@ -19,6 +19,7 @@ from manyhands.core.units import describe_ranks
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS, name_those
 from manyhands.planner.batch import has_one_length
+from manyhands.planner.experts import check_experts
 from manyhands.planner.hardware import (
     choose_device,
     choose_shard_ranks,
@@ -173,6 +174,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     why_frozen += why_parts
     rate, why_rate = choose_learning_rate(config)
     check_optimizer(config, device, compute)
+    check_experts(config, facts.model)
     master, why_master = choose_master_dtype(config, compute, parts)
     output, why_output = choose_output_dtype(config, facts.model, compute)
     data_workers, why_workers = choose_data_workers(config, facts, device)

@@ -19,7 +19,7 @@ from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.training.guards import Replicas, StepGuard, stop_reason
 from manyhands.training.schedule import Schedule
 from manyhands.training.step import StepSums, StepWork, combine, compute_gradients, refuse_undeclared
-from manyhands.training.types import Batch, Engine, Evaluate, Evaluation, Hook, StepResult, TrainState
+from manyhands.training.types import Batch, Engine, Evaluate, Evaluation, Hook, StepFigures, StepResult, TrainState
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Loop:
     rank: int
     device: torch.device
     terms: Sequence[LossTerm] = (LANGUAGE_MODEL,)  # of the loss
+    figures: Sequence[StepFigures] = ()
     hooks: Sequence[Hook] = ()
     evaluate: Evaluate | None = None
     evaluate_after: Callable[[int], bool] = lambda num_steps: False  # whether an evaluation follows so many steps
@@ -62,6 +63,8 @@ def train(loop: Loop) -> TrainState:
         hook.before_training(state)
     if _is_due(loop):
         _evaluate(loop)
+    for figures in loop.figures:
+        figures.begin()
     started, elapsed_before = time.monotonic(), state.elapsed_s
     begin = started
     for work in _until_stop(loop):
@@ -132,6 +135,7 @@ class _RankReport(NamedTuple):
     sums: dict[str, float]  # of each loss term
     weights: dict[str, float]  # of each loss term on this rank, for its own mean
     grad_norm: float
+    figures: dict[str, float]
     elapsed_s: float
     interrupted: float
     waited_s: float
@@ -152,7 +156,8 @@ def _gather_reports(
     clocks = torch.tensor(
         [*weights, elapsed_s, float(loop.interrupted()), work.waited_s(), busy_s, *of_hooks], dtype=torch.float64
     )
-    mine = torch.stack([*(sums.terms[name] for name in names), sums.grad_norm.double()])
+    figures = [figure.double() for each in loop.figures for figure in each.read(loop.engine.all_reduce_sum)]
+    mine = torch.stack([*(sums.terms[name] for name in names), sums.grad_norm.double(), *figures])
     parts = [mine, clocks.to(mine.device, non_blocking=True)]
     if loop.replicas is not None and loop.replicas.is_due(work.step):
         parts.append(loop.replicas.fingerprint(mine.device))
@@ -169,13 +174,15 @@ def _gather_reports(
         return [read(*values) for values in gathered.tolist()]
 
     def read(*values: float) -> _RankReport:
-        num = len(names)
+        num, end = len(names), len(names) + 1 + len(figures)
         own_sums = dict(zip(names, values[:num], strict=True))
-        own_weights = dict(zip(names, values[num + 1 : 2 * num + 1], strict=True))
-        elapsed_s, interrupted, waited_s, busy_s, *others = values[2 * num + 1 :]
+        figure_names = [name for each in loop.figures for name in each.metrics]
+        own_figures = dict(zip(figure_names, values[num + 1 : end], strict=True))
+        own_weights = dict(zip(names, values[end : end + num], strict=True))
+        elapsed_s, interrupted, waited_s, busy_s, *others = values[end + num :]
         of_hooks, fingerprints = others[:num_of_hooks], tuple(others[num_of_hooks:])
         clocks = (elapsed_s, interrupted, waited_s, busy_s)
-        return _RankReport(own_sums, own_weights, values[num], *clocks, fingerprints, of_hooks)
+        return _RankReport(own_sums, own_weights, values[num], own_figures, *clocks, fingerprints, of_hooks)
 
     return wait
 
@@ -199,6 +206,7 @@ def _make_result(loop: Loop, work: StepWork, reports: list[_RankReport], seconds
         input_wait_s=max(report.waited_s for report in reports),
         learning_rates=loop.engine.learning_rates(),
         terms=terms if len(sums) > 1 else {},
+        figures=reports[0].figures,
         rank_seconds=tuple(round(report.busy_s, 6) for report in reports),
     )
 

@@ -141,6 +141,7 @@ class StepResult:
     terms: Mapping[str, float] = field(
         default_factory=dict
     )  # the loss by term, each over its own weight, where there are several
+    figures: Mapping[str, float] = field(default_factory=dict)  # of ``StepFigures``, by name
     skipped: bool = False  # its update was left out (guards)
     rank_seconds: tuple[float, ...] = ()  # of each rank, until its own work was done and it waited for others
 
@@ -181,6 +182,23 @@ ROW_FIELDS = frozenset({each.name for each in fields(Evaluation)} | {"kind", "ti
 def figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of what ``to_row`` gave."""
     return {name: value for name, value in row.items() if name not in ROW_FIELDS}
+
+
+class StepFigures(Protocol):
+    """Figures of a step that are no part of its loss, gathered on the device while it is trained
+    (``LossModel.figures``).
+    """
+
+    metrics: Sequence[str]  # their names, the same on every rank
+
+    def begin(self) -> None:
+        """Forgets what was gathered so far."""
+
+    def read(self, all_reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The step's figures on the device, 0-d, the same on every rank, without a wait for the host. Begins again.
+        ``all_reduce_sum`` is the engine's.
+        """
+        ...
 
 
 class Hook:

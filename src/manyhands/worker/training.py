@@ -79,6 +79,7 @@ def _train_on(
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.seed,
         terms=loss_model.terms,
+        figures=loss_model.figures,
         rank=rank.world.rank,
         device=rank.world.device,
         hooks=[
@@ -263,6 +264,7 @@ class ProgressHook(Hook):
             ("input_wait_by_step", result.input_wait_s),
         ):
             self.measured.setdefault(name, []).append(value)
+        self.measured["figures"] = result.figures
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self.measured.setdefault("evaluations", []).append(evaluation.to_row())

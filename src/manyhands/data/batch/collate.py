@@ -16,7 +16,7 @@ In a batch (T: tokens of all documents laid end to end; B x L: samples x longest
 | cu_seq_lens | (documents + 1) int32: where documents begin, and T | absent |
 | max_length | int: no document is longer | absent |
 | row_length | int: every document has this length, with padding that is too short for one at the end | absent |
-| document_lengths | (1, T) int64: length of the document that a token is of, 1 in padding; on request | (B, L) int64 |
+| document_lengths | (1, T) int64: length of the document that a token is of, 0 in padding; on request | (B, L) int64 |
 | distinct_lengths | tuple of int: the lengths in it; stays on the host | likewise |
 | sample_numbers | (1, T) int64: which sample of the set a token is of, 0 in padding; on request | (B, L) int64 |
 | pixel_values, ... | in a run with images, see ``image_batch.py`` | likewise |
@@ -197,7 +197,7 @@ def _tell_documents(
     size: tuple[int, int], lengths: list[int], numbers: Sequence[int] | np.ndarray, starts: Sequence[int], packed: bool
 ) -> Arrays:
     """The entries about each token's document; padding of a row is taken for its document's."""
-    length_of, number_of = (np.full(size, fill, dtype=np.int64) for fill in (1, 0))
+    length_of, number_of = (np.zeros(size, dtype=np.int64) for _ in range(2))
     for length, number, start in zip(lengths, numbers, starts, strict=True):
         span = slice(start, start + (length if packed else size[1]))
         length_of.reshape(-1)[span], number_of.reshape(-1)[span] = length, int(number)
