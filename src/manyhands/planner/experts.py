@@ -1,18 +1,74 @@
-"""What is asked of a mixture's experts, against the model: refused where it would have no effect."""
+"""What is asked of a mixture's experts, against the model: refused where it would have no effect, or the wrong one."""
 
 from __future__ import annotations
 
+from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.facts.types import ModelFacts
+from manyhands.facts.experts import PROJECTIONS
+from manyhands.facts.types import LinearShape, ModelFacts
+from manyhands.planner.memory.input import is_saved
+
+FUSED = "experts.gate_up_proj"
 
 
 def check_experts(config: RunConfig, model: ModelFacts) -> None:
-    """UserError where keys of experts meet a model without any."""
-    if config.moe.balance and not model.has_groups:
+    """UserError where keys of experts meet a model without any, or adapters do not fit its experts."""
+    if not model.has_groups:
+        if config.moe.balance:
+            raise UserError(
+                f"{model.model_type} has no experts to balance",
+                where="moe.balance",
+                why="its blocks have one MLP each, and no router",
+                fix="remove moe.balance, or use a mixture of experts",
+            )
+    elif config.method.trains_adapters:
+        _check_adapters(config, model)
+
+
+def _check_adapters(config: RunConfig, model: ModelFacts) -> None:
+    method = config.method
+    patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
+    layers = {
+        f"{model.decoder}.layers.{index}.{name}": shape
+        for index in range(model.num_layers)
+        for name, shape in model.linears_of(index).items()
+        if not is_saved(f"{model.decoder}.layers.{index}.{name}", method.modules_to_save)
+    }
+    adapted: dict[str, LinearShape] = {}
+    for pattern in patterns:
+        found = {name: shape for name, shape in layers.items() if matches(name, pattern)}
+        if not found:
+            _refuse_target(pattern, model)
+        adapted |= {name: shape for name, shape in found.items() if shape.groups > 1}
+    if not adapted:
+        return
+    if method.dora:
         raise UserError(
-            f"{model.model_type} has no experts to balance",
-            where="moe.balance",
-            why="its blocks have one MLP each, and no router",
-            fix="remove moe.balance, or use a mixture of experts",
+            "DoRA cannot adapt experts",
+            where="method.dora",
+            why="no adapter format has magnitudes for the weights of experts, so nothing could open it",
+            fix="set method.dora=false, or name other layers in method.target_modules, such as q_proj",
         )
+    held = sum(shape.size for shape in adapted.values())
+    by_rank = sum(shape.adapter_size for shape in adapted.values())
+    if method.rank * by_rank > held:
+        raise UserError(
+            f"adapters of rank {method.rank} on the experts would be larger than the experts",
+            where="method.rank",
+            why=f"each expert has its own: {method.rank * by_rank:,} values beside {held:,}",
+            fix=f"set method.rank to {held // by_rank} or less, name other layers in method.target_modules, "
+            "such as q_proj, or set method.name: full",
+        )
+
+
+def _refuse_target(pattern: str, model: ModelFacts) -> None:
+    in_files = PROJECTIONS.get(pattern.rpartition(".")[2])
+    is_fused = f"experts.{in_files}" == FUSED and any(name.endswith(FUSED) for name in model.block_linear_shapes)
+    raise UserError(
+        f"{pattern} of method.target_modules matches no layer of {model.model_type}",
+        where="method.target_modules",
+        why=f"gate and up of each expert are one matrix, {FUSED}, with one adapter" if is_fused else "",
+        fix=f"name {FUSED} in its place" if is_fused else "name linear layers of the blocks, or use all-linear",
+        details=list(model.block_linear_shapes),
+    )

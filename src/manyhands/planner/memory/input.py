@@ -344,16 +344,9 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
     for index in range(model.num_layers):
         for name, shape in model.linears_of(index).items():
             full_name = f"{model.decoder}.layers.{index}.{name}"
-            if _is_saved(full_name, method.modules_to_save):
+            if is_saved(full_name, method.modules_to_save):
                 whole += shape.size
             elif any(matches(full_name, pattern) for pattern in patterns):
-                if method.dora and shape.groups > 1:
-                    raise UserError(
-                        "DoRA cannot adapt experts",
-                        where="method.dora",
-                        why="no adapter format has magnitudes for the weights of experts, so nothing could open it",
-                        fix="set method.dora=false, or name other layers in method.target_modules, such as q_proj",
-                    )
                 adapted += method.rank * shape.adapter_size + shape.out * method.dora
     if not adapted:
         raise UserError(
@@ -363,14 +356,14 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
             details=list(model.block_linear_shapes),
         )
     called = [[f"{model.decoder}.{name}" for name in EMBEDDING_NAMES], HEAD_NAMES]
-    saved = [any(_is_saved(name, method.modules_to_save) for name in names) for names in called]
+    saved = [any(is_saved(name, method.modules_to_save) for name in names) for names in called]
     matrices = [any(saved)] if model.tied_embeddings else saved
     num_tokens = 0 if new_tokens is None else len(new_tokens.ids)
     rows = sum(model.vocab_size if is_whole else num_tokens for is_whole in matrices)
     return adapted + whole + rows * model.hidden_size
 
 
-def _is_saved(name: str, patterns: tuple[str, ...]) -> bool:
+def is_saved(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether the module, or one that it is a part of, is named by ``patterns``."""
     parts = name.split(".")
     return any(matches(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1) for pattern in patterns)
