@@ -125,6 +125,7 @@ function silence(run) { // seconds without a row, where they are too many
   const quiet = run.row_time ? Date.now() / 1000 - run.row_time : 0;
   return run.state === "running" && quiet > Math.max(10, 3 * (run.seconds || 0)) ? quiet : null;
 }
+const scroller = (label, ...kids) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, kids);
 const empty = (text, command) => h("div", { class: "card empty" }, h("p", {}, text), command && h("p", {}, h("code", {}, command)));
 const message = (text, bad) => h("p", { class: `notice ${bad ? "bad" : ""}`, role: bad ? "alert" : "status" }, text);
 
@@ -275,7 +276,7 @@ function ranksCard(ranks, run) {
     h("td", {}, h("span", { class: "bar", role: "img", "aria-label": `${gib(rank.peak)} of planned ${gib(inside)}` }, h("span", { width: `${100 * (rank.peak || 0) / longest}%` }), inside ? h("span", { class: "planned", width: `${100 * inside / longest}%` }) : null)),
     h("td", { class: "right" }, gib(rank.peak)), h("td", { class: "right" }, percent(rank.utilization)), h("td", { class: "right" }, known(rank.seconds) ? `${rank.seconds.toFixed(2)} s` : "–"), h("td", { class: "sub" }, rank.is_gone ? "ended" : rank.at)));
   return h("section", { class: "card" }, h("h2", {}, `Each ${unit}`), ranks.length
-    ? [h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, [unit, "Peak memory", "", "Busy", "Step", ranks.some(rank => rank.at) && "At"].map((title, number) => title ? h("th", { scope: "col", class: number > 1 && number < 5 ? "right" : "" }, title) : h("td")))), h("tbody", {}, rows))),
+    ? [scroller("Ranks", h("table", {}, h("thead", {}, h("tr", {}, [unit, "Peak memory", "", "Busy", "Step", ranks.some(rank => rank.at) && "At"].map((title, number) => title ? h("th", { scope: "col", class: number > 1 && number < 5 ? "right" : "" }, title) : h("td")))), h("tbody", {}, rows))),
       h("p", { class: "sub" }, inside ? `The mark is what the plan expects${run.device === "cuda" ? " of tensors" : ""}: ${gib(inside)}; the bar ends at ${gib(longest)}, the limit.` : "")] : h("p", { class: "sub" }, "Nothing measured yet."));
 }
 function samplesCard(samples) {
@@ -314,7 +315,7 @@ function compareView(...names) {
     const best = Math.min(...found.runs.map(({ run }) => run.best ?? Infinity));
     const rows = [["State", run => state(run)], ["Step", run => steps(run)], ["Best held-out loss", run => known(run.best) ? [fixed(run.best), run.best === best && found.runs.length > 1 ? h("span", { class: "sub" }, " lowest") : ""] : "–"],
       ["Training loss, newest", run => fixed(run.loss)], ["Tokens/s, newest", run => whole(run.tokens_per_s)]];
-    table.replaceChildren(h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("td"), found.runs.map(({ run }, number) => h("th", { scope: "col" }, h("span", { class: `key ${color(number)}` }, h("i"), h("a", { href: address("run", run.name) }, run.name)),
+    table.replaceChildren(scroller("Runs and keys", h("table", {}, h("thead", {}, h("tr", {}, h("td"), found.runs.map(({ run }, number) => h("th", { scope: "col" }, h("span", { class: `key ${color(number)}` }, h("i"), h("a", { href: address("run", run.name) }, run.name)),
       h("button", { type: "button", class: "small", "aria-label": `Remove ${run.name}`, onclick: () => { location.hash = address("compare", ...names.filter(name => name !== run.name)); } }, "×"))))),
     h("tbody", {}, rows.map(([label, value]) => h("tr", {}, h("th", { scope: "row", class: "label" }, label), found.runs.map(({ run }) => h("td", { class: "num" }, value(run))))),
       found.differences.map(({ key, values }) => h("tr", {}, h("th", { scope: "row", class: "label" }, h("code", {}, key)), values.map(value => h("td", { class: "num" }, value))))))),
@@ -376,7 +377,7 @@ function planResult(plan) {
   return [h("dl", { class: "tiles" }, tiles.map(([label, value, sub]) => h("div", { class: "tile" }, h("dt", {}, label), h("dd", {}, value, h("span", { class: "sub" }, sub))))),
     h("section", { class: "card" }, h("h2", {}, "Memory by term"), h("div", { class: "stack", role: "img", "aria-label": terms.map(([name, size]) => `${name} ${gib(size)}`).join(", ") }, terms.map(([, size], number) => h("span", { class: `b${number % 8}`, width: `${100 * size / scale}%` }))),
       h("p", { class: "sub" }, terms.map(([name, size], number) => h("span", { class: "key" }, h("i", { class: `c${number % 8}` }), `${name} ${gib(size)}`)))),
-    h("section", { class: "card" }, h("h2", {}, `Candidates (${ordered.length}): memory and seconds of a step`), scatter(plan), h("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Candidates" }, h("table", {}, h("thead", {}, h("tr", {}, ["Strategy", "Recomputed", plan.packing ? "Micro tokens" : "Micro samples", "Memory", "Step", "Why it lost"].map((title, number) => h("th", { scope: "col", class: number > 1 && number < 5 ? "right" : "" }, title)))),
+    h("section", { class: "card" }, h("h2", {}, `Candidates (${ordered.length}): memory and seconds of a step`), scatter(plan), scroller("Candidates", h("table", { class: "candidates" }, h("thead", {}, h("tr", {}, ["Strategy", "Recomputed", plan.packing ? "Micro tokens" : "Micro samples", "Memory", "Step", "Why it lost"].map((title, number) => h("th", { scope: "col", class: number > 1 && number < 5 ? "right" : "" }, title)))),
       h("tbody", {}, ordered.map(one => h("tr", { class: one.chosen && "chosen" }, h("th", { scope: "row" }, one.name), h("td", {}, one.checkpointing), h("td", { class: "right" }, whole(one.micro)), h("td", { class: "right" }, gib(one.bytes)), h("td", { class: "right" }, known(one.seconds) ? `${one.seconds.toPrecision(3)} s` : "–"), h("td", {}, one.reason))))))),
     h("details", { class: "card" }, h("summary", {}, "Every decision, and why"), h("dl", { class: "decisions" }, plan.decisions.map(([topic, text]) => [h("dt", { class: "dim" }, topic), h("dd", {}, text)])))];
 }
@@ -422,7 +423,7 @@ function dataResult(found) {
     h("div", { class: "sample" }, sample.spans.map(([text, weight]) => weight ? h("mark", {}, text) : h("span", {}, text))), sample.images.map(image => image.thumbnail && h("img", { src: image.thumbnail, alt: `${image.width} × ${image.height}, ${image.num_tokens} tokens` })))));
   if (found.samples.length) parts.splice(parts.length - found.samples.length, 0, h("p", { class: "sub" }, h("mark", {}, "Colored text"), " is trained: its tokens have a loss. The rest is context."));
   parts.push(h("div", { class: "two" }, h("section", { class: "card" }, h("h2", {}, "Lengths in tokens"), found.lengths.map(one => h("div", { class: "length" }, h("span", { class: "dim num" }, one.first === one.last ? whole(one.first) : `${whole(one.first)}–${whole(one.last)}`), h("span", { class: "bar" }, h("span", { width: `${100 * one.num_samples / most}%` })), h("span", { class: "right" }, whole(one.num_samples)))), h("p", { class: "sub" }, found.length_words)),
-    h("section", { class: "card" }, h("h2", {}, "Sources"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Source", "Samples", "Tokens", "Trained"].map((title, number) => h("th", { scope: "col", class: number && "right" }, title)))), h("tbody", {}, found.sources.map(one => h("tr", {}, h("th", { scope: "row" }, one.name), [one.num_samples, one.num_tokens, one.num_loss_tokens].map(value => h("td", { class: "right" }, whole(value)))))))),
+    h("section", { class: "card" }, h("h2", {}, "Sources"), scroller("Sources", h("table", {}, h("thead", {}, h("tr", {}, ["Source", "Samples", "Tokens", "Trained"].map((title, number) => h("th", { scope: "col", class: number && "right" }, title)))), h("tbody", {}, found.sources.map(one => h("tr", {}, h("th", { scope: "row" }, one.name), [one.num_samples, one.num_tokens, one.num_loss_tokens].map(value => h("td", { class: "right" }, whole(value)))))))),
       h("dl", { class: "decisions" }, found.counts.map(([label, value]) => [h("dt", { class: "dim" }, label), h("dd", {}, value)])), found.notes.map(note => h("p", { class: "sub" }, note)))));
   return parts;
 }

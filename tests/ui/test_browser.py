@@ -1,0 +1,164 @@
+"""The page in a real browser: Debian's Chromium, driven by playwright (`pip install playwright`). Axe, which looks for
+what keeps people out, is read from the file that MANYHANDS_AXE names (axe.min.js of npm's axe-core).
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ui.conftest import step_row, write_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+AXE = os.environ.get("MANYHANDS_AXE")
+HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
+WAYS = {"light": {}, "dark": {"color_scheme": "dark"}, "phone": {"viewport": {"width": 375, "height": 800}}}
+VIEWS = {
+    "": "Runs",
+    "run/done": "done",
+    "run/failed": "failed",
+    "compare/done/failed": "Compare",
+    "plan": "Plan a run",
+    "data": "Data",
+    "queue": "Queue",
+}
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install -y chromium-headless-shell"),
+    pytest.mark.ci,
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page") / "runs"
+    folder.mkdir()
+    write_run(folder, "done", num_rows=700, num_steps=700)
+    write_run(folder, "failed", state="failed", reason=f"lost {HOSTILE}", model=f"org/{HOSTILE}", rate=3e-4)
+    write_run(folder, "live", state="running", num_rows=5, pid=os.getpid())
+    items = [{"id": 1, "title": HOSTILE, "words": ["train", HOSTILE], "added": time.time()}]
+    (folder / "queue.json").write_text(json.dumps({"paused": True, "items": items}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "manyhands", "ui", str(folder), "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    found = next(word for word in server.stdout.readline().split() if word.startswith("http"))
+    yield found
+    server.send_signal(signal.SIGINT)
+    _, errors = server.communicate(timeout=15)
+    assert "ERROR" not in errors and "Traceback" not in errors, errors
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        )
+
+
+@pytest.fixture
+def open_page(browser, address):
+    contexts = []
+
+    def open_page(view="", **options):
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.complaints = []
+        page.on("console", lambda message: page.complaints.append(message.text))
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: page.complaints.append("a script of the data ran"))
+        page.goto(f"{address}#/{view}")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+def expect(locator):
+    return playwright.expect(locator)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_view_is_sound(open_page, way):
+    page = open_page(**WAYS[way])
+    for view, title in VIEWS.items():
+        page.evaluate("view => { location.hash = '#/' + view; }", view)
+        expect(page.get_by_role("heading", name=title, level=1)).to_be_visible()
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the screen"
+        if AXE:
+            page.evaluate(Path(AXE).read_text(encoding="utf-8"))
+            found = page.evaluate("axe.run().then(found => found.violations.map(one => [one.id, one.nodes[0].html]))")
+            assert found == [], view
+    assert page.complaints == []
+
+
+def test_a_live_run_until_it_fails(open_page, folder):
+    page = open_page("run/live")
+    expect(page.get_by_text("step 5 / 40")).to_be_visible()
+    with (folder / "live" / "metrics.jsonl").open("a") as rows:
+        rows.writelines(step_row(step) for step in range(6, 9))
+    expect(page.get_by_text("step 8 / 40")).to_be_visible()
+    status = {"state": "failed", "time": time.time(), "reason": "rank 1 was killed"}
+    (folder / "live" / "status.json").write_text(json.dumps(status))
+    expect(page.get_by_role("alert")).to_contain_text("rank 1 was killed")
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    assert page.complaints == []
+
+
+def test_what_comes_from_files_is_text(open_page):
+    page = open_page("run/failed")
+    expect(page.get_by_role("alert")).to_contain_text("lost <img src=x onerror=alert(1)>\\u202e\\u001b[31m")
+    page.evaluate("location.hash = '#/queue'")
+    expect(page.get_by_role("heading", name="<img src=x")).to_be_visible()
+    assert page.locator("img").count() == 0
+    assert page.complaints == []
+
+
+def test_keyboard_alone(open_page):
+    page = open_page()
+    expect(page.get_by_role("link", name="done")).to_be_visible()
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.textContent") == "done":
+            break
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="done", level=1)).to_be_visible()
+
+
+def test_two_chosen_runs_are_compared(open_page):
+    page = open_page()
+    for name in ("done", "failed"):
+        page.get_by_role("checkbox", name=f"Compare {name}").check()
+    page.get_by_role("button", name="Compare 2").click()
+    expect(page.get_by_text("optimizer.learning_rate")).to_be_visible()
+    page.get_by_role("combobox", name="Horizontal axis").select_option("tokens")
+    expect(page.get_by_role("img", name="Training loss by tokens")).to_be_visible()
+
+
+def test_two_hundred_runs(open_page, folder):
+    for number in range(200):
+        write_run(folder, f"many-{number:03d}", num_rows=3)
+    try:
+        page = open_page()
+        expect(page.get_by_text("203 shown")).to_be_visible(timeout=15_000)
+        page.get_by_role("searchbox").fill("many-17")
+        expect(page.get_by_text("10 shown")).to_be_visible()
+    finally:
+        for number in range(200):
+            shutil.rmtree(folder / f"many-{number:03d}")
