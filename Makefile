@@ -8,6 +8,7 @@
 # make eval | infer | merge CONFIG=...    of a finished run: loss again, answers (PROMPT='...'), adapter into the model
 # make memory-check                       planned beside used memory of each GPU; CONFIG= a run file or a run's folder
 # make gpu-info | setup-accelerate        the GPUs of this machine | what a start would use; ASK=1 asks
+# make ui-demo                            the page on two finished runs and a live one; PORT=8765
 # make tensorboard                        curves of runs/; LOGDIR=runs/NAME for one run, PORT=6006
 # make test | test-ci | test-all          the fast tests | those of CI | all of them
 # make test-device | test-gpu             tests of several ranks | tests that need a GPU, with the installed python3
@@ -47,6 +48,7 @@ $(foreach target,$(filter %distributed %distributed-tb,$(RUNS)),$(eval READS.$(t
 $(foreach target,$(filter %-tb,$(RUNS)) tensorboard,$(eval READS.$(target) += PORT))
 READS.infer += PROMPT
 READS.tensorboard += LOGDIR CONFIG
+READS.ui-demo := PORT
 READS.setup-accelerate := ASK
 READS.equality := ARGS
 READS.faults := ARGS
@@ -84,10 +86,10 @@ export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(absp
 test test-ci test-all equality faults: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help $(RUNS) $(OF_A_RUN) setup-accelerate test test-ci test-all test-device test-gpu check fmt docs wheel equality \
-	gpu-info tensorboard clean
+	gpu-info tensorboard ui-demo clean
 
 help:
-	@sed -n '3,24s/^# \{0,1\}//p' Makefile
+	@sed -n '3,25s/^# \{0,1\}//p' Makefile
 
 # torch is installed first and by its exact version: with a range, pip may download builds of several GB more than once.
 .venv/.installed: pyproject.toml constraints.txt
@@ -202,6 +204,9 @@ equality: $(READY)
 
 faults: $(READY)
 	@$(PYTHON) -m tests.faults.matrix --output docs/faults.md $(ARGS)
+
+ui-demo: $(READY)
+	@$(PYTHON) -m manyhands.demo.page $(if $(findstring command,$(origin PORT)),--port $(PORT))
 
 gpu-info: $(READY)
 	@$(MANYHANDS) gpu-info

@@ -44,6 +44,25 @@ def test_the_run_file_is_valid_and_finds_its_data_from_anywhere(monkeypatch, tmp
     assert config.evaluate.max_tokens is not None and config.evaluate.max_tokens <= 5_000
 
 
+def test_the_demo_of_the_page_trains_what_is_missing_and_queues_a_live_run(monkeypatch, tmp_path):
+    from manyhands.demo import page
+    from manyhands.ui.queue import Queue
+
+    trained, served = [], []
+    (tmp_path / "rate-1e-3").mkdir()
+    (tmp_path / "rate-1e-3" / "status.json").write_text(json.dumps({"state": "finished"}))
+    run = lambda command: trained.append(command) or subprocess.CompletedProcess(command, 0)  # noqa: E731
+    monkeypatch.setattr(page.subprocess, "run", run)
+    monkeypatch.setattr(page, "ui", lambda *arguments: served.append(arguments))
+    monkeypatch.setattr(Queue, "start_runner", lambda self: None)
+    monkeypatch.setattr(sys, "argv", ["page", str(tmp_path), "--port", "8799"])
+    page.main()
+    page.main()  # the live one is in the queue already
+    assert [[word for word in words if word.startswith("name=")] for words in trained] == [["name=rate-3e-3"]] * 2
+    assert [item["title"] for item in Queue(tmp_path).read()["items"]] == ["live"]
+    assert served == [(tmp_path, 8799)] * 2
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in Path("examples").glob("*.yaml")))
 def test_examples_are_valid_run_files(name):
     from manyhands.importers.load import load_config

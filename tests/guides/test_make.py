@@ -14,7 +14,7 @@ from tests.e2e.runs import free_port
 from tests.guides.conftest import FAST, make
 
 TARGETS = (
-    *("setup-accelerate", "gpu-info", "memory-check", "tensorboard", "eval", "infer", "merge"),
+    *("setup-accelerate", "gpu-info", "memory-check", "tensorboard", "ui-demo", "eval", "infer", "merge"),
     *("train", "train-tb", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
 )
 
@@ -22,7 +22,9 @@ TARGETS = (
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_of_a_guide_exists(target: str) -> None:
     assert (
-        make("-n", target, "CONFIG=run.yaml" if target not in ("setup-accelerate", "gpu-info") else "-s").returncode
+        make(
+            "-n", target, "-s" if target in ("setup-accelerate", "gpu-info", "ui-demo") else "CONFIG=run.yaml"
+        ).returncode
         == 0
     )
 

@@ -4,23 +4,31 @@ what keeps people out, is read from the file that MANYHANDS_AXE names (axe.min.j
 
 import json
 import os
+import re
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.ui.browser import CHROMIUM, launch, serving
 from tests.ui.conftest import step_row, write_run
 
-playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
-CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+if not os.environ.get("MANYHANDS_NEEDS_BROWSER"):  # .ci/run sets it once it has installed both
+    pytest.importorskip("playwright", reason="no playwright: pip install 'manyhands[browser]'")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: apt-get install -y chromium-headless-shell", allow_module_level=True)
+from playwright.sync_api import expect, sync_playwright
+
 AXE = os.environ.get("MANYHANDS_AXE")
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
-WAYS = {"light": {}, "dark": {"color_scheme": "dark"}, "phone": {"viewport": {"width": 375, "height": 800}}}
+WAYS: dict[str, dict[str, Any]] = {
+    "light": {},
+    "dark": {"color_scheme": "dark"},
+    "phone": {"viewport": {"width": 375, "height": 800}},
+}
 VIEWS = {
     "": "Runs",
     "run/done": "done",
@@ -30,10 +38,7 @@ VIEWS = {
     "data": "Data",
     "queue": "Queue",
 }
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install -y chromium-headless-shell"),
-    pytest.mark.ci,
-]
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +55,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(folder):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "manyhands", "ui", str(folder), "--port", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    found = next(word for word in server.stdout.readline().split() if word.startswith("http"))
-    yield found
-    server.send_signal(signal.SIGINT)
-    _, errors = server.communicate(timeout=15)
-    assert "ERROR" not in errors and "Traceback" not in errors, errors
+    with serving(folder) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as driver:
-        yield driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
-        )
+    with sync_playwright() as driver:
+        yield launch(driver)
 
 
 @pytest.fixture
@@ -87,10 +82,6 @@ def open_page(browser, address):
     yield open_page
     for context in contexts:
         context.close()
-
-
-def expect(locator):
-    return playwright.expect(locator)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -162,3 +153,30 @@ def test_two_hundred_runs(open_page, folder):
     finally:
         for number in range(200):
             shutil.rmtree(folder / f"many-{number:03d}")
+
+
+def test_a_run_whose_launcher_is_killed(open_page, folder):
+    launcher = subprocess.Popen(["sleep", "60"])
+    write_run(folder, "lost", state="running", pid=launcher.pid)
+    page = open_page("run/lost")
+    expect(page.get_by_text("running", exact=True)).to_be_visible()
+    launcher.kill()
+    launcher.wait()
+    expect(page.get_by_text("killed", exact=True)).to_be_visible(timeout=10_000)
+    assert page.complaints == []
+    shutil.rmtree(folder / "lost")
+
+
+def test_a_million_rows(open_page, folder):
+    run = write_run(folder, "long", num_rows=0, num_steps=1_000_000)
+    before, after = step_row(1).split('"step": 1', 1)
+    with (run / "metrics.jsonl").open("w") as rows:
+        rows.writelines(f'{before}"step": {step}{after}' for step in range(1, 1_000_001))
+    page = open_page()
+    expect(page.get_by_role("link", name="long")).to_be_visible(timeout=10_000)
+    page.get_by_role("link", name="long").click()
+    expect(page.get_by_role("img", name=re.compile("Loss by step: training"))).to_be_visible()
+    expect(page.get_by_text("step 1,000,000 / 1,000,000")).to_be_visible()
+    expect(page.get_by_text("A sample of the rows is shown")).to_be_visible()
+    assert page.complaints == []
+    shutil.rmtree(run)

@@ -36,7 +36,7 @@ def queue(runs, monkeypatch):
 def held(runs):
     run = write_run(runs, "one", state="running")
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"held\n"
+    assert holder.stdout and holder.stdout.readline() == b"held\n"
     yield RunFolder(run), holder
     holder.kill()
     holder.wait()

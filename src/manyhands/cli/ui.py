@@ -9,6 +9,8 @@ import typer
 
 from manyhands.core.errors import UserError
 
+PORT = 8765
+
 
 def ui(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder of the runs, or one of them.")] = Path(
@@ -16,7 +18,7 @@ def ui(
     ),
     port: Annotated[
         int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
-    ] = 8765,
+    ] = PORT,
 ) -> None:
     """Open a page with the runs of a folder: live curves, comparison, plans and data, and a queue.
 

@@ -8,3 +8,14 @@ from pathlib import Path
 def demo_config_path() -> Path:
     """The run file of ``make train``; its data lies beside it."""
     return Path(__file__).with_name("run.yaml")
+
+
+def demo_words() -> list[str]:
+    """The run file, and the keys that let it run where there is no GPU: in two processes. GPUs that cannot be used are
+    left to the plan, which refuses them with the reason.
+    """
+    from manyhands.facts.host import read_host_facts
+
+    host = read_host_facts()
+    processes = [] if host.gpus or host.unusable_gpus else ["parallel.gpus=2", "parallel.device=cpu"]
+    return [str(demo_config_path()), *processes]

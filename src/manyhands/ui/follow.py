@@ -74,7 +74,7 @@ class Metrics:
         """Reads a row at each of ``NUM_PLACES`` of a large file, so that there is something to show at once."""
         columns = {key: array("d") for key in KEYS}
         try:
-            with self._path.open("rb") as file:
+            with self._path.open("rb", buffering=0) as file:  # a buffer would be filled at every place
                 size = os.fstat(file.fileno()).st_size
                 if size < LARGE_BYTES:
                     return

@@ -156,6 +156,8 @@ class Run:
                 "wait_share": _wait_share(metrics.newest),
                 "messages": read_log(self.folder.launcher_log),
                 "output": read_log(self.folder.log(0)),
+                "launcher_is_newer": (mark_of(self.folder.launcher_log) or (0,))
+                > (mark_of(self.folder.log(0)) or (0,)),
                 "hang": _read_hang(self.folder),
                 "settings": read_settings(self.folder),
                 "folder": str(self.folder.path),

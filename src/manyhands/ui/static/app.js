@@ -245,9 +245,10 @@ function runView(name) {
     const open = new Set([...more.querySelectorAll("details[open]")].map(one => one.id));
     const fold = (id, title, ...content) => h("details", { class: "card", id, open: open.has(id) }, h("summary", {}, title), content);
     const log = lines => h("pre", { tabindex: "0", "aria-label": "Log" }, lines.join("\n"));
-    const parts = [h("section", { class: "card" }, h("h2", {}, "Last messages"), found.messages.length ? log(found.messages) : h("p", { class: "sub" }, "None yet.")),
+    const [newest, other] = found.launcher_is_newer ? [found.messages, found.output] : [found.output, found.messages];
+    const parts = [h("section", { class: "card" }, h("h2", {}, "Last messages"), newest.length ? log(newest.slice(-15)) : h("p", { class: "sub" }, "None yet.")),
       found.hang && fold("hang", "What all ranks did when progress stopped", log([found.hang])),
-      found.output.length ? fold("output", "Output of rank 0", log(found.output)) : "",
+      other.length ? fold("other", found.launcher_is_newer ? "Output of rank 0" : "The launcher's plan and messages", log(other)) : "",
       fold("settings", `Settings (${settings.length})`, h("dl", { class: "settings" }, settings.map(([key, value]) => h("div", {}, h("dt", { class: "dim" }, key), h("dd", {}, Array.isArray(value) ? value.join(", ") : String(value)))))),
       h("p", { class: "sub" }, `Folder: ${found.folder}`)];
     more.replaceChildren(...parts.filter(Boolean));
@@ -275,7 +276,7 @@ function ranksCard(ranks, run) {
   const rows = ranks.map(rank => h("tr", {}, h("th", { scope: "row", class: "num" }, `${rank.rank}`),
     h("td", {}, h("span", { class: "bar", role: "img", "aria-label": `${gib(rank.peak)} of planned ${gib(inside)}` }, h("span", { width: `${100 * (rank.peak || 0) / longest}%` }), inside ? h("span", { class: "planned", width: `${100 * inside / longest}%` }) : null)),
     h("td", { class: "right" }, gib(rank.peak)), h("td", { class: "right" }, percent(rank.utilization)), h("td", { class: "right" }, known(rank.seconds) ? `${rank.seconds.toFixed(2)} s` : "–"), h("td", { class: "sub" }, rank.is_gone ? "ended" : rank.at)));
-  return h("section", { class: "card" }, h("h2", {}, `Each ${unit}`), ranks.length
+  return h("section", { class: "card" }, h("h2", {}, `Memory and speed by ${unit === "GPU" ? unit : "process"}`), ranks.length
     ? [scroller("Ranks", h("table", {}, h("thead", {}, h("tr", {}, [unit, "Peak memory", "", "Busy", "Step", ranks.some(rank => rank.at) && "At"].map((title, number) => title ? h("th", { scope: "col", class: number > 1 && number < 5 ? "right" : "" }, title) : h("td")))), h("tbody", {}, rows))),
       h("p", { class: "sub" }, inside ? `The mark is what the plan expects${run.device === "cuda" ? " of tensors" : ""}: ${gib(inside)}; the bar ends at ${gib(longest)}, the limit.` : "")] : h("p", { class: "sub" }, "Nothing measured yet."));
 }
