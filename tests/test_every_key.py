@@ -93,6 +93,8 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "preference.label_smoothing": preferences.label_smoothing,
     "preference.margin": preferences.margin,
     "preference.sft_weight": preferences.sft_weight,
+    "preference.desirable_weight": preferences.desirable_weight,
+    "preference.undesirable_weight": preferences.undesirable_weight,
     "stop.max_tokens": training.max_tokens,
     "stop.max_time_s": training.max_time_s,
     "stop.patience": training.patience,

@@ -62,3 +62,32 @@ def sft_weight(lab: Lab) -> None:
     terms = ran.column("terms")[0]
     assert terms.keys() == {"preference", "sft"}
     assert ran.losses[0] == pytest.approx(terms["preference"] + 2 * terms["sft"]) and terms["sft"] > 1
+
+
+def run_judged(lab: Lab, **preference: Any) -> Ran:
+    rows = [{**row, "label": number % 2 > 0} for number, row in enumerate(make_rows(60))]
+    keys = {"task": "kto", "data.train": lab.write_rows("judged.jsonl", rows), "stop.max_steps": 2}
+    return lab.run(keys | {f"preference.{name}": value for name, value in preference.items()})
+
+
+def desirable_weight(lab: Lab) -> None:
+    plain, neither = run_judged(lab).losses, run_judged(lab, desirable_weight=0.0, undesirable_weight=0.0).losses
+    assert plain[0] == 0.5 and neither == [0, 0]
+    assert 0 < run_judged(lab, desirable_weight=0.0).losses[0] < 0.5
+    with pytest.raises(UserError, match=r"`preference.desirable_weight` has no effect with `task: preference`"):
+        lab.config({"task": "preference", "preference.desirable_weight": 2.0})
+    for keys, why in (
+        ({"preference.loss": "ipo"}, "`preference.loss` has no effect with `task: kto`"),
+        ({"method.name": "full"}, "`method.name: full` does not fit `task: kto`"),
+        ({"preference.reference": "stored"}, "`preference.reference: stored` does not fit `task: kto`"),
+        ({"batch.samples": 1}, "`batch.samples: 1` does not fit `task: kto`"),
+    ):
+        with pytest.raises(UserError) as error:
+            lab.config({"task": "kto", **keys})
+        assert why in str(error.value)
+
+
+def undesirable_weight(lab: Lab) -> None:
+    assert (
+        0 < run_judged(lab, undesirable_weight=0.0).losses[0] < 0.5 < run_judged(lab, undesirable_weight=3.0).losses[0]
+    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
+from manyhands.core.terms import IS_FOR_VALUE, LANGUAGE_MODEL, LossTerm
 from manyhands.training.loop import evaluate
 from manyhands.training.step import StepWork, TermWeight, compute_gradients
 from manyhands.training.types import TrainState
@@ -91,6 +91,28 @@ def test_dropout_is_keyed_by_step_and_repeats():
     step(Drops(), [1.0], [1.0])
     assert seen[:2] == seen[2:]
     assert seen[0] != seen[1]
+
+
+def test_a_value_of_the_whole_step_comes_first_and_repeats_its_dropout():
+    """The micro-batches for it pass without gradients; the others get their sum by their weight."""
+    seen, drawn = [], []
+
+    class Valued(Plain):
+        def forward(self, batch, *, metrics=False):
+            if IS_FOR_VALUE in batch:
+                assert not torch.is_grad_enabled()
+                drawn.append(torch.rand(()).item())
+                return {"value": (batch["x"].sum(), torch.tensor(batch["x"].numel()))}
+            seen.append(float(batch["value"]))
+            return super().forward(batch)
+
+    for _ in range(2):
+        made = work([1.0], [1.0])
+        first = [{"x": torch.tensor(values), IS_FOR_VALUE: True} for values in ([1.0, 2.0, 3.0], [6.0])]
+        compute_gradients(Valued(), replace(made, micro_batches=[*first, *made.micro_batches]), seed=0, rank=0)
+        torch.rand(7)
+    assert seen == [3.0] * 4
+    assert drawn[:2] == drawn[2:]
 
 
 def test_the_sum_of_weights_divides_where_there_are_any():

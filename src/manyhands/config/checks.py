@@ -244,10 +244,10 @@ def _check_task(config: RunConfig) -> Findings:
     if not TASKS[config.task].takes_chats:
         chat_only = ("model.chat_template", "data.train_on", "data.chat_template_kwargs", "data.date")
         yield from _unused(config, chat_only, "task", f"set task: {name_tasks(lambda task: task.takes_chats)}")
-    for other in TASKS.values():
-        if other.section and other.section != TASKS[config.task].section:
-            keys = tuple(path for path in table() if path.startswith(f"{other.section}."))
-            yield from _unused(config, keys, "task", f"set task: {other.name}")
+    for section, name in {task.section: task.name for task in reversed(TASKS.values())}.items():
+        if section and section != TASKS[config.task].section:
+            keys = tuple(path for path in table() if path.startswith(f"{section}."))
+            yield from _unused(config, keys, "task", f"set task: {name}")
     if TASKS[config.task].num_documents > 1:
         refused = {
             "data.train_on": (config.data.train_on == "all", "the prompt is the same for both answers"),
@@ -276,6 +276,23 @@ def _check_preference(config: RunConfig) -> Findings:
     settings = config.preference
     if TASKS[config.task].section != "preference":
         return
+    of_kto = ("preference.desirable_weight", "preference.undesirable_weight")
+    if config.task == "kto":
+        acting = ("preference.beta", "preference.reference", *of_kto)
+        others = tuple(path for path in table() if path.startswith("preference.") and path not in acting)
+        yield from _unused(config, others, "task", "set task: preference")
+        for path in keys_beside_adapters(config):
+            yield (
+                f"`{path}: {show(_value(config, path))}` does not fit `task: kto`: the model before training is "
+                "computed with the adapters switched off, as its KL is of other answers in each step, so nothing else "
+                "may differ. Use method.name: lora or qlora alone"
+            )
+        if settings.reference == "stored":
+            yield "`preference.reference: stored` does not fit `task: kto`, whose KL is of other answers in each step"
+        if config.batch.samples == 1:
+            yield "`batch.samples: 1` does not fit `task: kto`: its KL takes the answers of other samples of the step"
+        return
+    yield from _unused(config, of_kto, "task", "set task: kto")
     smoothed = settings.loss not in ("hinge", "ipo", "orpo")
     unused = [*["preference.label_smoothing"] * (not smoothed), *["preference.margin"] * (settings.loss != "simpo")]
     unused += ["preference.reference"] * (not settings.needs_reference)

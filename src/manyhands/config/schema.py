@@ -27,8 +27,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 NumSamples = Annotated[int, Field(ge=1, strict=True)]  # strict: 1.0 would be a share
 Format = Literal[
-    "auto", "messages", "sharegpt", "alpaca", "prompt", "question", "query", "preference", "rejected_response", "text",
-    "tokens", "segments",
+    "auto", "messages", "sharegpt", "alpaca", "prompt", "question", "query", "preference", "rejected_response", "label",
+    "text", "tokens", "segments",
 ]  # fmt: skip
 TooLong = Literal["error", "truncate", "split", "drop"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -100,7 +100,8 @@ class DataSection(Section):
     format: Format = Field(
         "auto",
         description="Format of the rows: messages; sharegpt (conversations); alpaca (instruction, input, output); "
-        "prompt + completion; question + answer; query + response; preference (chosen, rejected); rejected_response "
+        "prompt + completion; question + answer; query + response; preference (chosen, rejected); "
+        "label (an answer and whether it is good); rejected_response "
         "(beside messages); text; tokens (input_ids, labels); segments (text and label of each). "
         "auto looks at the first rows.",
     )
@@ -356,7 +357,7 @@ class LogSection(Section):
 
 
 class PreferenceSection(Section):
-    """The loss of `task: preference`; model/preference.py has the formulas."""
+    """The loss of `task: preference` and of `task: kto`; model/preference.py has the formulas."""
 
     loss: Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "cpo", "simpo", "orpo"] = Field(
         "sigmoid",
@@ -378,6 +379,9 @@ class PreferenceSection(Section):
         "auto",
         description="Weight of the chosen answers' cross-entropy, added to the loss. auto: 1 for cpo and orpo, else 0.",
     )
+
+    desirable_weight: NonNegativeFloat = Field(1.0, description="kto: weight of the loss of good answers.")
+    undesirable_weight: NonNegativeFloat = Field(1.0, description="kto: weight of the loss of bad answers.")
 
     @property
     def needs_reference(self) -> bool:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from manyhands.config.keys import SOURCE_LISTS, hint_in_source, source_table, wrong_value
 from manyhands.config.schema import RunConfig, Source
-from manyhands.config.tasks import PAIRS, READY, TASKS, name_tasks
+from manyhands.config.tasks import JUDGED, PAIRS, READY, TASKS, name_tasks
 from manyhands.config.text import at_line, nearest_name, show
 
 PLACEHOLDER = "placeholder"  # in place of what was wrong, while the rest is checked
@@ -266,13 +266,14 @@ REQUIRED = MappingProxyType(
         "query": ("query", "response"),
         "preference": ("chosen", "rejected"),
         "rejected_response": ("messages", "rejected_response"),
+        "label": ("label",),
         "text": ("text",),
         "tokens": ("input_ids",),
         "segments": ("segments",),
     }
 )
 # Formats whose rows may name roles.
-WITH_ROLES = ("messages", "sharegpt", "prompt", *PAIRS)
+WITH_ROLES = ("messages", "sharegpt", "prompt", *PAIRS, *JUDGED)
 # Fields that are read if a row has them.
 OPTIONAL = MappingProxyType(
     {
@@ -287,6 +288,10 @@ OPTIONAL = MappingProxyType(
             *("tools", "chat_template_kwargs"),
         ),
         "rejected_response": ("system", "tools", "chat_template_kwargs"),
+        "label": (
+            *("prompt", "completion", "messages", "conversations", "instruction", "input", "output", "question"),
+            *("answer", "query", "response", "system", "history", "tools", "chat_template_kwargs"),
+        ),
         "text": ("weight",),
         "tokens": (
             *("labels", "completion_mask", "assistant_masks", "loss_mask", "loss_weights", "weight"),
@@ -300,7 +305,7 @@ INNER = MappingProxyType(
     {
         "messages": ("role", "content"),
         "sharegpt": ("from", "value"),
-        **dict.fromkeys(PAIRS, ("role", "content", "from", "value")),
+        **dict.fromkeys((*PAIRS, *JUDGED), ("role", "content", "from", "value")),
     }
 )
 # Columns that change what a row means although no format reads them, in lower case: preferences between answers, ...
@@ -330,7 +335,7 @@ def known_fields(format: str) -> tuple[str, ...]:
     """The fields that ``data.fields`` may map for a format; those of all formats for ``auto``."""
     formats = REQUIRED if format == "auto" else (format,)
     names = [name for one in formats for group in (REQUIRED, OPTIONAL, INNER) for name in group.get(one, ())]
-    names += IMAGES if set(formats) - {"text", *PAIRS, *READY} else ()
+    names += IMAGES if set(formats) - {"text", *PAIRS, *JUDGED, *READY} else ()
     return tuple(dict.fromkeys(names))
 
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.references import import_reference
-from manyhands.core.terms import LANGUAGE_MODEL, LossTerm, Metric
+from manyhands.core.terms import LANGUAGE_MODEL, LossTerm, Metric, StepValue
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Names of ``data.format``: conversations, two answers to one prompt, plain text, and rows that say themselves what is
-# trained.
+# Names of ``data.format``: conversations, two answers to one prompt, answers that are good or bad, plain text, and rows
+# that say themselves what is trained.
 CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt", "question", "query")
 PAIRS = ("preference", "rejected_response")
+JUDGED = ("label",)
 TEXT = ("text",)
 READY = ("tokens", "segments")
 
@@ -88,6 +89,33 @@ def make_preference_terms(config: Any) -> tuple[LossTerm, ...]:
     return (pairs, sft) if settings.sft_share else (pairs,)
 
 
+def cycle_answers(samples: Any, numbers: np.ndarray) -> np.ndarray:
+    """Samples that have the prompt of each of these and the answer of the one before it."""
+    return import_reference("manyhands.data.store.store:cycle_answers")(samples, numbers)
+
+
+KTO_METRICS = (
+    Metric("kl", "kl", label="KL"),
+    Metric("desirable_reward", "desirable_reward", label="reward of good answers"),
+    Metric("undesirable_reward", "undesirable_reward", label="reward of bad answers"),
+)
+
+
+def make_kto_terms(config: Any) -> tuple[LossTerm, ...]:
+    """The term of judged answers, with the KL of the step that it compares with."""
+    settings = config.preference
+
+    def compute(*arguments: Any) -> Any:
+        return import_reference("manyhands.model.preference:compute_kto")(settings, *arguments)
+
+    def compute_kl(*arguments: Any) -> Any:
+        return import_reference("manyhands.model.preference:compute_kl")(*arguments)
+
+    value = StepValue("kl", cycle_answers, compute_kl)
+    entries = frozenset({"label", "cu_label"})
+    return (LossTerm("kto", 1.0, weigh_samples, compute, KTO_METRICS, entries, value),)
+
+
 TASKS = {
     task.name: task
     for task in (
@@ -112,6 +140,14 @@ TASKS = {
             make_preference_terms,
             section="preference",
             num_documents=2,
+        ),
+        Task(
+            "kto",
+            "answers, each good or bad",
+            "preference tuning on judged answers",
+            JUDGED,
+            make_kto_terms,
+            section="preference",
         ),
     )
 }

@@ -62,6 +62,23 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class StepValue:
+    """A number that a term needs of the whole step before its first backward pass: a mean over all ranks and
+    micro-batches, the same for all of them, without gradients. Of an evaluation, over all of its samples.
+
+    Args:
+        name: of the entry of a batch that has it, a 0-d tensor.
+        choose: (samples, numbers) -> numbers of samples to pass through the model for it, in micro-batches of their
+            own (``pair_numbers`` in ``data/store/store.py`` names samples that are made of two).
+        compute: (LossModel, batch, hidden states (n, e)) -> (sum, weight), 0-d tensors.
+    """
+
+    name: str
+    choose: Callable[[Any, np.ndarray], np.ndarray]
+    compute: Callable[..., tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
 class LossTerm:
     """A part of the loss: over all ranks and micro-batches of a step, its sums divided once by its weight, times its
     coefficient.
@@ -76,6 +93,7 @@ class LossTerm:
             parameter. None: the model's cross-entropy.
         metrics: figures that an evaluation shows of it.
         entries: entries of a batch that ``compute`` alone reads: they are no inputs of the model.
+        value: what it needs of the whole step first.
     """
 
     name: str
@@ -84,6 +102,10 @@ class LossTerm:
     compute: Callable[..., Mapping[str, Any]] | None = None
     metrics: tuple[Metric, ...] = ()
     entries: frozenset[str] = frozenset()
+    value: StepValue | None = None
+
+
+IS_FOR_VALUE = "is_for_value"  # True in a batch that goes through the model for the terms' values alone
 
 
 LANGUAGE_MODEL = LossTerm(

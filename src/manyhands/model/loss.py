@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manyhands.core.errors import UserError
 from manyhands.core.limits import MAX_CHUNK_LOGITS, MIN_CHUNK_TOKENS
-from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
+from manyhands.core.terms import IS_FOR_VALUE, LANGUAGE_MODEL, LossTerm
 from manyhands.data.batch.collate import NOISE_KEY, TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
@@ -151,6 +151,9 @@ class LossModel(nn.Module):
     def forward(self, batch: Mapping[str, Any], metrics: bool = False) -> Terms:
         """Loss terms of one micro-batch, 0-d tensors. ``metrics=True`` adds what their metrics are the means of."""
         hidden = self._hidden_states(batch)  # (n, e)
+        if batch.get(IS_FOR_VALUE):
+            values = (term.value for term in self.terms if term.value is not None)
+            return {value.name: value.compute(self, batch, hidden) for value in values}
         found: Terms = {}
         for term in self.terms:
             found |= (term.compute or LossModel.cross_entropy)(self, batch, hidden, metrics)
@@ -259,7 +262,9 @@ class LossModel(nn.Module):
         kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
         if self.has_states and (rows := Rows.of(batch)) is not None:
             kwargs[ROWS] = rows
-        taken = TEXT_ENTRIES.union(*(term.entries for term in self.terms), self.images.entries if self.images else ())
+        values = {term.value.name for term in self.terms if term.value is not None} | {IS_FOR_VALUE}
+        taken = TEXT_ENTRIES.union(values, *(term.entries for term in self.terms))
+        taken |= set(self.images.entries) if self.images else set()
         return kwargs | {name: value for name, value in batch.items() if name not in taken}
 
     def _checked_head(self, hidden: torch.Tensor) -> Head | None:

@@ -24,7 +24,13 @@ arXiv:2309.06657. (6) Azar et al. 2023, arXiv:2310.12036, equation 17. (7) Lambe
 arXiv:2411.15124, equation 6. (8) Xu et al. 2024, arXiv:2401.08417. (9) Meng et al. 2024, arXiv:2405.14734, equation 6.
 (10) Hong et al. 2024, arXiv:2403.07691, equations 6 and 7. (11) Pang et al. 2024, arXiv:2404.19733.
 
-Shapes: p pairs, 2 p documents, chosen and rejected in turn.
+KTO (12) trains single answers that are good or bad. With r = log p - log q of an answer to its prompt and z the mean
+of r over all samples of the step, each with its prompt and the answer of another, at least 0 and without gradient, the
+loss is w (1 - s(beta (r - z))) of a good answer and w' (1 - s(beta (z - r))) of a bad one.
+
+(12) Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8.
+
+Shapes: p pairs, 2 p documents, chosen and rejected in turn; n samples of one document.
 """
 
 from __future__ import annotations
@@ -91,3 +97,34 @@ def compute_losses(settings: PreferenceSection, margins: torch.Tensor) -> torch.
         case "simpo":
             margins = margins - settings.margin
     return (smoothing - 1) * F.logsigmoid(margins) - smoothing * F.logsigmoid(-margins)
+
+
+def compute_kto(
+    settings: PreferenceSection, model: LossModel, batch: Mapping[str, Any], hidden: torch.Tensor, metrics: bool
+) -> Terms:
+    """The term "kto" of a micro-batch of judged answers, its weight their number.
+
+    ``batch`` has ``label`` (n) bool, and ``kl``, the step's value of ``compute_kl``. ``metrics`` adds the mean reward
+    of good and of bad answers, and the KL.
+    """
+    rewards = model.answers(batch, hidden).log_probabilities - model.reference_answers(batch).log_probabilities  # (n)
+    good, num_samples = batch["label"], torch.tensor(len(rewards), device=hidden.device)
+    kl = batch.get("kl", rewards.new_zeros(())).clamp(min=0)
+    beyond = settings.beta * torch.where(good, rewards - kl, kl - rewards)
+    weights = torch.where(good, settings.desirable_weight, settings.undesirable_weight)
+    found = {"kto": ((weights * torch.sigmoid(-beyond)).sum(), num_samples)}
+    if metrics:
+        scaled = settings.beta * rewards.detach()
+        found |= {
+            "desirable_reward": ((scaled * good).sum(), good.sum()),
+            "undesirable_reward": ((scaled * ~good).sum(), (~good).sum()),
+            "kl": (kl * num_samples, num_samples),
+        }
+    return found
+
+
+def compute_kl(model: LossModel, batch: Mapping[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of log p - log q of the answers, their number)."""
+    answers = model.answers(batch, hidden)
+    rewards = answers.log_probabilities - model.reference_answers(batch).log_probabilities
+    return rewards.sum(), torch.tensor(len(rewards), device=hidden.device)

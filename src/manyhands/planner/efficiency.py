@@ -6,12 +6,13 @@ made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from manyhands.core.terms import LossTerm
 from manyhands.data.batch.pack import (
     StepLayout,
     lay_out_packed,
@@ -59,6 +60,20 @@ def lay_out_evaluation(plan: Plan, sample_set: SampleSet, samples: np.ndarray) -
         accumulation = -(-len(samples) // (layout.micro_samples * num_ranks))
         found = lay_out_unpacked(samples, num_ranks, layout.micro_samples, accumulation)
     return _with_images(sample_set, samples, found)
+
+
+def lay_out_values(
+    plan: Plan, sample_set: SampleSet, samples: np.ndarray, terms: Sequence[LossTerm]
+) -> tuple[tuple[np.ndarray, ...], ...]:
+    """Micro-batches, by rank, of what ``terms`` need first of a step or an evaluation of these samples."""
+    chosen = [term.value.choose(sample_set, samples) for term in terms if term.value is not None]
+    if not chosen:
+        return ()
+    numbers = np.concatenate(chosen)
+    places = np.arange(len(numbers))
+    made = replace(sample_set, lengths=sample_set.lengths_of(numbers), num_images=None, image_units=None)
+    layout = lay_out_evaluation(plan, made, places)
+    return tuple(tuple(numbers[part] for part in micro) for micro in layout.micro_batches)
 
 
 def _with_images(sample_set: SampleSet, samples: np.ndarray, layout: StepLayout) -> StepLayout:

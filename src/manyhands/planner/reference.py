@@ -24,6 +24,8 @@ def choose_reference(config: RunConfig, facts: Facts, steps: Steps) -> tuple[Ref
     task, settings = TASKS[config.task], config.preference
     if task.section != "preference" or not settings.needs_reference:
         return "none", ()
+    if config.task == "kto":  # its KL is of other answers in each step
+        return "adapters", ()
     epochs = steps.total / steps.per_epoch
     beside = keys_beside_adapters(config)[:1] or ["method.adapter"] * (facts.adapter is not None)
     chosen: Reference = settings.reference if settings.reference != "auto" else "adapters"

@@ -18,7 +18,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.training.guards import Replicas, StepGuard, stop_reason
 from manyhands.training.schedule import Schedule
-from manyhands.training.step import StepSums, StepWork, combine, compute_gradients, refuse_undeclared
+from manyhands.training.step import StepSums, StepWork, combine, compute_gradients, refuse_undeclared, with_values
 from manyhands.training.types import Batch, Engine, Evaluate, Evaluation, Hook, StepFigures, StepResult, TrainState
 
 
@@ -309,7 +309,7 @@ def _sum_terms(
     """
     names = sorted({name for term in terms for name in (term.name, *(metric.of for metric in term.metrics))})
     sums = torch.zeros(0, dtype=torch.float64, device=device)
-    for batch in micro_batches:
+    for batch in with_values(engine, micro_batches):
         found = engine.forward(batch, metrics=True)
         refuse_undeclared(found, names)
         added = torch.stack([number.double() for name in names for number in found[name]])

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
 
-from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
+from manyhands.core.terms import IS_FOR_VALUE, LANGUAGE_MODEL, LossTerm
 from manyhands.training.types import Batch, Engine
 
 
@@ -41,7 +41,7 @@ class StepWork:
     num_loss_tokens: int
     num_micro_batches: int  # of each rank
     weights: Mapping[str, TermWeight]  # of each declared loss term, by name
-    micro_batches: Iterable[Batch]  # this rank's
+    micro_batches: Iterable[Batch]  # this rank's; before them those for values of terms (``with_values``)
     waited_s: Callable[[], float] = lambda: 0.0  # seconds this rank has waited for its micro-batches so far
 
 
@@ -66,7 +66,8 @@ def compute_gradients(
     names = {term.name for term in terms}
     sums: dict[str, torch.Tensor] = {}
     worked_until = time.monotonic()
-    for index, batch in enumerate(work.micro_batches):
+    torch.manual_seed(_key(seed, work.step, work.num_micro_batches, rank))  # of those for values of terms
+    for index, batch in enumerate(with_values(engine, work.micro_batches)):
         torch.manual_seed(_key(seed, work.step, index, rank))
         found = engine.forward(batch)
         refuse_undeclared(found, names)
@@ -79,6 +80,25 @@ def compute_gradients(
     if not sums:
         raise ValueError("a step needs at least one micro-batch")
     return StepSums(sums, engine.gradient_norm(), worked_until)
+
+
+def with_values(engine: Engine, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The micro-batches of a step or an evaluation. Those that come first for terms' values (``StepValue``) go through
+    the model here, without gradients; the others get the values.
+    """
+    sums: dict[str, torch.Tensor] = {}  # (sum, weight) of each
+    values: dict[str, torch.Tensor] | None = None
+    for batch in micro_batches:
+        if batch.get(IS_FOR_VALUE):
+            with torch.no_grad():
+                for name, pair in engine.forward(batch).items():
+                    added = torch.stack([number.double() for number in pair])
+                    sums[name] = sums[name] + added if name in sums else added
+            continue
+        if values is None:
+            totals = {name: engine.all_reduce_sum(sums[name]) for name in sorted(sums)}
+            values = {name: total[0] / total[1].clamp(min=1) for name, total in totals.items()}
+        yield {**batch, **values}
 
 
 def refuse_undeclared(found: Collection[str], wanted: Collection[str]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from manyhands.core import progress
 from manyhands.core.seeds import named_seed
+from manyhands.core.terms import IS_FOR_VALUE
 from manyhands.data.batch.batches import Batch, Collate, MicroBatches, collate, collate_here, iterate, to_device
 from manyhands.data.batch.collate import NOISE_KEY, BatchWorkers, open_store_samples
 from manyhands.data.batch.pack import StepLayout
@@ -22,7 +23,7 @@ from manyhands.data.store.store import SampleSet
 from manyhands.data.store.streams import Sample, cut_to_loss
 from manyhands.model.inputs import batch_shape
 from manyhands.model.loss import LossModel
-from manyhands.planner.efficiency import largest_samples, lay_out_training
+from manyhands.planner.efficiency import largest_samples, lay_out_training, lay_out_values
 from manyhands.training.step import StepWork, TermWeight
 from manyhands.worker.rank import Data, Rank
 
@@ -62,7 +63,7 @@ def iterate_steps(
     rank: Rank, data: Data, loss_model: LossModel, first_step: int = 0, workers: BatchWorkers | None = None
 ) -> Iterator[StepWork]:
     """The steps of the run from ``first_step`` on, counted from 0."""
-    coming: deque[StepWork] = deque()  # laid out by the thread that reads ahead, not yet trained
+    coming: deque[tuple[StepWork, int]] = deque()  # laid out by the thread that reads ahead, not yet trained
     order, train = data.order, data.store.train
     data_rank = rank.plan.layout.mesh.data_rank(rank.world.rank)
 
@@ -72,25 +73,25 @@ def iterate_steps(
             samples = order.samples(epoch, index)
             layout = lay_out_training(rank.plan, train, samples)
             mine = layout.samples_of_rank(data_rank)
+            for_values = lay_out_values(rank.plan, train, samples, loss_model.terms)
             weights = {
                 term.name: TermWeight(float(term.weigh(train, samples).sum()), float(term.weigh(train, mine).sum()))
                 for term in loss_model.terms
             }
-            coming.append(
-                StepWork(
-                    step=step,
-                    epoch=epoch + (index + 1) / order.steps_per_epoch(epoch),
-                    num_samples=len(samples),
-                    num_tokens=int(train.lengths[samples].sum()),
-                    num_loss_tokens=int(train.num_loss_tokens[samples].sum()),
-                    num_micro_batches=layout.num_micro_batches,
-                    weights=weights,
-                    micro_batches=(),
-                )
+            work = StepWork(
+                step=step,
+                epoch=epoch + (index + 1) / order.steps_per_epoch(epoch),
+                num_samples=len(samples),
+                num_tokens=int(train.lengths[samples].sum()),
+                num_loss_tokens=int(train.num_loss_tokens[samples].sum()),
+                num_micro_batches=layout.num_micro_batches,
+                weights=weights,
+                micro_batches=(),
             )
-            yield layout
+            coming.append((work, len(for_values)))
+            yield replace(layout, micro_batches=(*for_values, *layout.micro_batches))
 
-    def enter(micro_batches: MicroBatches, step: int) -> Iterator[Batch]:
+    def enter(micro_batches: Iterable[Batch], step: int) -> Iterator[Batch]:
         """What each micro-batch says of its step. A step of many micro-batches is no standstill."""
         entries: Batch = {}
         if rank.config.method.neftune_alpha:
@@ -101,8 +102,15 @@ def iterate_steps(
             yield batch | entries
 
     for _, micro_batches in iterate_layouts(rank, data, loss_model, "train", lay_out_steps(), workers):
-        work = coming.popleft()
-        yield replace(work, micro_batches=enter(micro_batches, work.step), waited_s=micro_batches.waited_s)
+        work, num_for_values = coming.popleft()
+        entered = enter(mark_values(micro_batches, num_for_values), work.step)
+        yield replace(work, micro_batches=entered, waited_s=micro_batches.waited_s)
+
+
+def mark_values(micro_batches: Iterable[Batch], num_for_values: int) -> Iterator[Batch]:
+    """Yields the same, the first ones marked as those for values of terms."""
+    for index, batch in enumerate(micro_batches):
+        yield batch | {IS_FOR_VALUE: True} if index < num_for_values else batch
 
 
 class ProbeSamples:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,13 @@ from manyhands.metrics.report import write_report
 from manyhands.metrics.sinks import Meter, Outcome, Sink
 from manyhands.model.inputs import close_features
 from manyhands.model.loss import LossModel
-from manyhands.planner.efficiency import lay_out_evaluation
+from manyhands.planner.efficiency import lay_out_evaluation, lay_out_values
 from manyhands.planner.steps import schedule_of
 from manyhands.training.guards import Diverged, DivergenceGuard, RollBack, StepGuard, StragglerHook
 from manyhands.training.loop import Interrupted, Loop, evaluate, train
 from manyhands.training.step import StepWork
 from manyhands.training.types import Batch, Evaluate, Evaluation, Hook, StepResult, TrainState
-from manyhands.worker.batches import iterate_layouts, iterate_steps, open_workers
+from manyhands.worker.batches import iterate_layouts, iterate_steps, mark_values, open_workers
 from manyhands.worker.checkpoints import CheckpointHook, follows
 from manyhands.worker.guards import keep_samples, make_replicas, roll_back
 from manyhands.worker.rank import BuiltModel, Data, Process, Rank, RunEngine
@@ -177,7 +178,14 @@ def make_evaluate(
     if not parts:
         return None
     rows = parts.get("", np.concatenate([*parts.values()]))
+    for_values = {
+        name: lay_out_values(rank.plan, sample_set, samples, loss_model.terms) for name, samples in parts.items()
+    }
     layouts = {name: lay_out_evaluation(rank.plan, sample_set, samples) for name, samples in parts.items()}
+    layouts = {
+        name: replace(layout, micro_batches=(*for_values[name], *layout.micro_batches))
+        for name, layout in layouts.items()
+    }
     num_loss_tokens = {
         name: int(sample_set.num_loss_tokens[samples].sum()) for name, samples in {**parts, "": rows}.items()
     }
@@ -186,7 +194,7 @@ def make_evaluate(
     def beat_by_batch(name: str, state: TrainState) -> Iterator[Batch]:
         stage, layout = f"evaluation of {name}" if name else "evaluation", layouts[name]
         for _, micro_batches in iterate_layouts(rank, data, loss_model, "validation", [layout], workers):
-            for done, batch in enumerate(micro_batches):
+            for done, batch in enumerate(mark_values(micro_batches, len(for_values[name]))):
                 rank.process.beat(state.step)  # a long evaluation is no standstill
                 show_progress(stage, done, layout.num_micro_batches)
                 stop_if_asked(rank, built.engine)

@@ -183,7 +183,8 @@ def _refusal(row: Row, telling: Sequence[str], fields: Mapping[str, str]) -> Use
             f"this is preference data: the column {name} would not be used",
             where=where,
             why=f"{name} marks each answer as good or bad, as for KTO; this run would train bad answers as good ones",
-            fix=f"remove the rows whose {name} is false, then {ignore}",
+            fix=f"to train on good and bad answers, set task: kto; else remove the rows whose {name} is false, and "
+            f"{ignore}",
         )
     return UserError(
         f"the column {name} would not be used, and it may be what these rows are about",

@@ -11,6 +11,7 @@ tokenizer.
 | query | query, response: strings; (system, history, tools, weight) | a user and an assistant turn |
 | preference | chosen, rejected: strings, messages or lists of messages; (see below) | two answers to one prompt |
 | rejected_response | messages, rejected_response: as rejected; (system, tools, ...) | its last answer and a worse one |
+| label | label: true or false; the fields of one of the first six | the conversation, and whether its answer is good |
 | text | text: string; (weight) | the text |
 | tokens | input_ids: list of ids; (see below) | these ids, without a chat template, no token added |
 | segments | segments: list of {text, label: whether it is trained} | the ids of each text by itself, joined |
@@ -39,7 +40,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as make_field
 from itertools import islice
 from pathlib import Path
@@ -49,7 +50,7 @@ import numpy as np
 
 from manyhands import families
 from manyhands.config.sources import IMAGES, INNER, OPTIONAL, REQUIRED, known_fields
-from manyhands.config.tasks import PAIRS, READY, TASKS, name_tasks
+from manyhands.config.tasks import JUDGED, PAIRS, READY, TASKS, name_tasks
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
 from manyhands.data.images.processor import family_of
@@ -96,15 +97,15 @@ def check_turns(value: Any, field: str, fields: Mapping[str, str], reading: Read
 
 
 Format = Literal[
-    "messages", "sharegpt", "alpaca", "prompt", "question", "query", "preference", "rejected_response", "text",
-    "tokens", "segments",
+    "messages", "sharegpt", "alpaca", "prompt", "question", "query", "preference", "rejected_response", "label",
+    "text", "tokens", "segments",
 ]  # fmt: skip
 FIELDS = cast(Mapping[Format, tuple[str, ...]], REQUIRED)
 NONE: Mapping[str, str] = {}
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 A_PACK = "a row is one document: divide this pack, and data.packing packs them again"
 DETECT_ROWS = 100
-PLAIN_FORMATS = ("text", "prompt", *PAIRS, *READY)  # which need no chat template
+PLAIN_FORMATS = ("text", "prompt", *PAIRS, *JUDGED, *READY)  # which need no chat template
 PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")  # fields of a pair's prompt
 PART_IN_TEXT = re.compile(rf'"type"\s*:\s*"(?:{"|".join(IMAGE_PARTS)})"')  # of messages that are JSON text
 FILLED_BY = {"objects": ("ref-object", "bbox")}  # placeholders of columns that have other names (ms-swift)
@@ -127,6 +128,7 @@ class Conversation:
     images: tuple[Any, ...] = ()  # of its parts ``{type: image}``, in order: ImageRef, once opened OpenedImage
     num_prompt: int = 0
     unread: frozenset[str] = make_field(default=frozenset(), compare=False)
+    label: bool | None = None  # whether its answer is good, where the row says so
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,8 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
     count: cpt takes the text, sft the conversation.
     """
     known = [format for format in FIELDS if set(fields) <= set(known_fields(format))]
+    if fields and "label" not in fields and not set(JUDGED) & set(TASKS[task].formats if task else ()):
+        known = [format for format in known if format not in JUDGED]  # which has the fields of all conversations
     if not known:
         raise UserError(
             f"no format has all the fields {', '.join(fields)}",
@@ -237,6 +241,7 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
         raise UserError("no rows to tell the format from", fix="give a data file with at least one row")
     candidates -= set(READY) if len(candidates) > 1 else set()  # tokens beside the text that they were made of
     candidates = candidates & set(PAIRS if task is None else TASKS[task].formats) or candidates
+    candidates -= set(JUDGED) if len(candidates) > 1 else set()  # a label beside an answer is for who asks for it
     candidates -= {"query"} if len(candidates) > 1 else set()  # columns that other formats have beside theirs
     if len(candidates) > 1:
         raise UserError(
@@ -443,8 +448,22 @@ def to_conversation(
             raise RowRefused("pairs of answers take no images" if images else "every pair weighs 1: leave out weight")
         prompt, chosen, rejected = _read_pair(cells, format)
         return Pair(join(prompt, chosen), join(prompt, rejected))
+    label = None
+    if format in JUDGED:
+        if images or weight != 1:
+            raise RowRefused("judged answers take no images" if images else "every answer weighs 1: leave out weight")
+        label, format = _read_label(cells), _find_turns(cells)
     prompt = cells.below_system(cells.side("prompt", "user")) if format == "prompt" else []
-    return join(prompt, _CONVERTERS[format](cells))
+    answer = _CONVERTERS[format](cells)
+    if label is not None:
+        messages = [*prompt, *answer]
+        asked = [number for number, message in enumerate(messages) if message["role"] in ("user", "tool")]
+        last = asked[-1] + 1 if asked else 0
+        prompt, answer = messages[:last], messages[last:]
+        if not last:
+            raise RowRefused("there is no prompt before the answer")
+        return replace(join(prompt, answer), label=label)
+    return join(prompt, answer)
 
 
 def row_weight(row: Row, fields: Mapping[str, str] = NONE) -> float:
@@ -516,6 +535,23 @@ _CONVERTERS: Mapping[str, Callable[[Cells], list[Message]]] = {
     "question": lambda row: row.below_system(_take_turns([(row.text("question"), row.text("answer"))])),
     "query": _read_query,
 }
+
+
+def _read_label(cells: Cells) -> bool:
+    """Whether the answer is good: true or false, 1 or 0, also as text. Raises RowRefused."""
+    value = str(cells.get("label")).strip().casefold()
+    if value not in ("true", "1", "1.0", "false", "0", "0.0"):
+        raise RowRefused(f"{cells.name('label')} must be true (a good answer) or false, this is {value[:40]!r}")
+    return value in ("true", "1", "1.0")
+
+
+def _find_turns(cells: Cells) -> Format:
+    """Which format the other fields of a row with a label have. Raises RowRefused."""
+    fitting = [format for format in _CONVERTERS if all(cells.get(name) is not None for name in REQUIRED[format])]
+    if not fitting:
+        names = "; ".join(", ".join(REQUIRED[format]) for format in _CONVERTERS)
+        raise RowRefused(f"a row with a label needs an answer, by the fields {names}")
+    return cast(Format, fitting[0])
 
 
 def _read_pair(cells: Cells, format: Format) -> tuple[list[Message], list[Message], list[Message]]:

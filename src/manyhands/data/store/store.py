@@ -33,7 +33,16 @@ import numpy as np
 from manyhands.core.errors import UserError
 from manyhands.core.files import hash_in_pieces, write_atomically
 from manyhands.data.batch.order import EVALUATION_STREAM, SampleOrder, permute
-from manyhands.data.store.streams import IMAGES, PACKED_BY, TOKENS_OF_IMAGE, UNITS, Stream, is_weighted, read_streams
+from manyhands.data.store.streams import (
+    IMAGES,
+    PACKED_BY,
+    TOKENS_OF_IMAGE,
+    UNITS,
+    Stream,
+    exchange_answer,
+    is_weighted,
+    read_streams,
+)
 
 HASH_BYTES = 32  # at the end of a file beside a store
 FORMAT_VERSION = 7
@@ -100,9 +109,21 @@ class SampleSet:
         return is_weighted(self.streams)
 
     def sample(self, index: int) -> dict[str, np.ndarray]:
-        """The streams of one sample by name, not to be written to. UserError where they are not what was written."""
+        """The streams of one sample by name, not to be written to. UserError where they are not what was written.
+
+        A number of ``pair_numbers`` is the prompt of one sample with the answer of another.
+        """
+        if index >= self.num_samples:
+            asked, answered = divmod(index - self.num_samples, self.num_samples)
+            return exchange_answer(self.sample(asked), self.sample(answered), int(self.lengths.max()))
         place = int(self.places[index])
         return {file.stream.name: file.read(place) for file in self._files}
+
+    def lengths_of(self, numbers: np.ndarray) -> np.ndarray:
+        """Tokens of samples, also of those of two."""
+        if not len(numbers) or int(numbers.max()) < self.num_samples:
+            return self.lengths[numbers]
+        return np.array([len(self.sample(int(number))[PACKED_BY]) for number in numbers], dtype=np.int32)
 
     def take_tokens(self, max_tokens: int | None, among: np.ndarray | None = None) -> np.ndarray:
         """Numbers of samples, sorted, that together have at most ``max_tokens`` tokens: the samples of the seeded
@@ -254,6 +275,16 @@ class TokenStore:
     def file_number(self, number: int) -> int:
         """Which file of its source, counted from 0, a training sample is from."""
         return find_file(self.meta["made"], _load(self.folder, "sources"), int(self.train.places[number]))
+
+
+def pair_numbers(samples: SampleSet, prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Numbers of samples that have the prompt of one sample and the answer of another."""
+    return samples.num_samples * (1 + prompts.astype(np.int64)) + answers
+
+
+def cycle_answers(samples: SampleSet, numbers: np.ndarray) -> np.ndarray:
+    """The same of each of these samples with the answer of the one before it, the first one with that of the last."""
+    return pair_numbers(samples, numbers, np.roll(numbers, 1))
 
 
 def find_file(made: Sequence[Mapping[str, Any]], sources: np.ndarray, place: int) -> int:

@@ -166,6 +166,9 @@ def make_sample(ids: np.ndarray, mask: np.ndarray, weights: np.ndarray | None = 
 DOCUMENTS = Stream("documents", "<i4", entries=(BatchEntry("documents", "int32"),))
 
 
+# Whether the answer of a sample is a good one.
+LABELS = Stream("label", "?", entries=(BatchEntry("label", "bool"),))
+
 # Beside a store (``store.py``): the log-probability of each document under the model before training.
 REFERENCE = Stream("reference", "<f8", entries=(BatchEntry("reference", "float64"),))
 
@@ -174,6 +177,18 @@ def join_documents(documents: Sequence[Sample]) -> Sample:
     """One sample of several documents, which hold the same streams."""
     joined = {name: np.concatenate([document[name] for document in documents]) for name in documents[0]}
     return joined | {DOCUMENTS.name: np.array([len(document[PACKED_BY]) for document in documents], dtype=np.int32)}
+
+
+def exchange_answer(sample: Sample, other: Sample, max_tokens: int) -> dict[str, np.ndarray]:
+    """The prompt of ``sample``, the tokens before its first loss token, with what follows that of ``other``; the end is
+    cut off at ``max_tokens``. Samples of one document.
+    """
+    starts = [int(each[MASK.name].argmax()) for each in (sample, other)]
+    tokens, mask = (
+        np.concatenate([sample[name][: starts[0]], other[name][starts[1] :]])[:max_tokens]
+        for name in (TOKENS.name, MASK.name)
+    )
+    return {**sample, **join_documents([make_sample(tokens, mask)])}
 
 
 def split_documents(sample: Sample, streams: Iterable[Stream]) -> list[Sample]:
@@ -252,7 +267,7 @@ UNITS, TOKENS_OF_IMAGE = 6, 7
 IMAGES = Stream("images", "<i8", (NUM_FIELDS,))
 IMAGE_SOURCES = Stream("image_sources", "u1", identifies=False)  # places and encoded images of a sample, end to end
 WITH_IMAGES = check_streams((*TEXT, IMAGES, IMAGE_SOURCES))
-EVERY = check_streams((*WITH_IMAGES, DOCUMENTS))  # that a store may have
+EVERY = check_streams((*WITH_IMAGES, DOCUMENTS, LABELS))  # that a store may have
 
 
 @dataclass(frozen=True)

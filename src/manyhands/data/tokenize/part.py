@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from manyhands.config.schema import DataSection
-from manyhands.config.tasks import TASKS
+from manyhands.config.tasks import JUDGED, TASKS
 from manyhands.core.errors import UserError
 from manyhands.data.chat.render import Rendered, Renderer
 from manyhands.data.images.files import BadImage
@@ -40,6 +40,7 @@ from manyhands.data.read.sources import ResolvedSource, read_part, take_rows
 from manyhands.data.store.segment import SegmentWriter
 from manyhands.data.store.streams import (
     DOCUMENTS,
+    LABELS,
     MASK,
     TEXT,
     TOKENS,
@@ -106,6 +107,7 @@ class PartTokenizer:
         self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
         self._streams = TEXT if images is None else WITH_IMAGES
         self._streams += (DOCUMENTS,) if TASKS[task].num_documents > 1 else ()
+        self._streams += (DOCUMENTS, LABELS) if not set(JUDGED).isdisjoint(TASKS[task].formats) else ()
         # Of the rows that are being written: their source, and what becomes of them.
         self._number, self._source = 0, sources[0]
         self._outcome: Outcome
@@ -277,6 +279,10 @@ class PartTokenizer:
         if isinstance(item.content, Pair):
             check_pair(documents)
             sample = join_documents(documents)
+        elif isinstance(item.content, Conversation) and item.content.label is not None:
+            if WEIGHTS.name in sample:
+                raise RowRefused("every answer weighs 1: leave out the weights of messages")
+            sample = {**join_documents(documents), LABELS.name: np.array([item.content.label])}
         self._append({**sample, **(to_streams(images) if images else {})}, row.line)
 
     def _append(self, sample: Sample, line: int, continued: bool = False) -> None:
