@@ -848,7 +848,7 @@ def test_what_axolotl_requires_is_asked_for(tmp_path: Path, key: str) -> None:
     assert "it is missing" in refused(change(tmp_path, remove=key))[key]
 
 
-@pytest.mark.parametrize("changes", [{"rl": "dpo", "trl": {"beta": 0.1}}, {"reward_model": True}])
+@pytest.mark.parametrize("changes", [{"rl": "grpo", "trl": {"beta": 0.1}}, {"reward_model": True}])
 def test_another_kind_of_training_has_one_reason(tmp_path: Path, changes: dict[str, Any]) -> None:
     done = change(tmp_path, colour=3, **changes)
     assert list(refused(done)) == [next(iter(changes))]

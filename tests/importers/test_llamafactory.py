@@ -261,7 +261,7 @@ def test_only_columns_that_the_rows_have_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("better", "`better.ranking`: data of preferences (DPO, KTO, rewards) cannot be trained here"),
+        ("better", "`better.ranking`: this is data of preferences: write stage dpo (pairs) or kto"),
         ("films", "`films.columns.videos`: these rows come with videos, and only text and images can be trained"),
         ("greeting", "has no data set greeting: did you mean greetings? It has greetings, chats"),
         ("odd", "`odd.formating`: LLaMA-Factory has no such key: did you mean `formatting`?"),
@@ -330,8 +330,8 @@ def test_what_is_wrong_is_named_with_line_key_and_remedy(changes: dict[str, Any]
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"stage": "dpo", "pref_beta": 0.1}, "line 2, `stage`: DPO cannot be trained here"),
-        ({"stage": "rm"}, "line 2, `stage`: reward models cannot be trained here"),
+        ({"stage": "ppo", "pref_beta": 0.1}, "line 2, `stage`: it trains on answers that are sampled while it runs"),
+        ({"stage": "rm"}, "line 2, `stage`: reward models are not available"),
         ({"do_train": False, "do_predict": True, "max_new_tokens": 9}, "`do_predict`: this file trains nothing"),
         ({"export_dir": "out"}, "line 7, `export_dir`: this file merges and exports a model"),
         ({"do_train": None, "infer_backend": "vllm"}, "`infer_backend`: this file trains nothing"),

@@ -274,14 +274,12 @@ def test_a_data_set_that_is_listed_twice_has_two_names() -> None:
 PREFERENCES: tuple[dict[str, Any], ...] = (
     {"beta": 0.1},
     {"max_prompt_length": 512},
-    {"loss_type": "ipo"},
-    {"desirable_weight": 1.0},
+    {"loss_type": "exo_pair"},
     {"num_generations": 8},
     {"reward_funcs": ["accuracy"]},
     {"use_vllm": True},
     {"num_ppo_epochs": 4},
     {"center_rewards_coefficient": 0.01},
-    {"cpo_alpha": 1.0},
     {"teacher_model_name_or_path": "org/teacher"},
     {"dataset_name": None, "datasets": [{"path": "org/pairs", "columns": ["chosen", "rejected"]}]},
     {"dataset_name": None, "datasets": [{"path": "org/pairs", "columns": ["prompt", "completion", "label"]}]},
@@ -295,6 +293,9 @@ def test_a_recipe_of_preferences_is_refused_as_that(changes: dict[str, Any]) -> 
     """One reason, which does not advise to remove the key; without the keys that mark a file of TRL, too."""
     [found] = read(TRL, changes).findings()
     assert "training on preferences, rewards or a teacher" in found and "remove" not in found
+    assert ("add `loss_type: sigmoid` for DPO" in found) == (next(iter(changes)) in ("beta", "max_prompt_length")) or (
+        "dataset_name" in changes
+    )
     key = next(iter(changes))
     if key in preferences.KEYS:
         bare = {"model_name_or_path": "org/model", "learning_rate": 1e-6, **changes}

@@ -65,8 +65,9 @@ SOURCE_KEYS = {"id": "path", "path": "path", "config": "subset", "name": "subset
 
 
 def translate(t: Translator) -> None:
-    """Every key of a TRL file."""
-    if preferences.refuse(t, preferences.TRL, _find_preferences(t)):
+    """Every key of a TRL file: of SFTConfig, or of one for preferences (``preferences.find_trl_kind``)."""
+    kind = preferences.find_trl_kind(t)
+    if not kind and preferences.refuse(t, preferences.TRL, _find_preferences(t)):
         return
     if t.has("num_processes"):
         t.set_gpus(t.count("num_processes", 1))
@@ -74,12 +75,18 @@ def translate(t: Translator) -> None:
     _map_model(t)
     _map_data(t)
     _map_length(t)
-    _map_loss(t)
+    if kind:
+        preferences.map_trl(t, kind)
+        _map_plain_pairs(t)
+    else:
+        _map_loss(t)
     _map_method(t)
+    if kind:
+        preferences.leave_dropout_out(t)
     hf.map_bystanders(t)
     hf.map_optimizer(t)
     if not t.has("learning_rate"):
-        t.set_tool_default("optimizer.learning_rate", 2e-5, "TRL's default")
+        t.set_tool_default("optimizer.learning_rate", 1e-6 if kind else 2e-5, "TRL's default")
     hf.map_schedule(t, default="linear")
     hf.map_length(t, epochs=3)
     hf.map_batch(t, per_device=8, packs=t.flag("packing"))
@@ -269,6 +276,16 @@ def _map_loss(t: Translator) -> None:
     else:
         _map_loss_by_columns(t)
     t.no_op(("assistant_only_loss", "completion_only_loss"))
+
+
+def _map_plain_pairs(t: Translator) -> None:
+    """TRL joins prompt and answer as they are where both are text, whatever chat template there is."""
+    row = t.first_row() or {}
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("chosen", row.get("completion")), str):
+        t.set_tool_default("model.chat_template", PLAIN, "TRL joins prompt and answer as they are where both are text")
+        for key in ("chat_template", "chat_template_path"):
+            if t.has(key):
+                t.refuse(key, "TRL does not use it for prompts and answers that are text: remove it")
 
 
 def _map_loss_by_columns(t: Translator) -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from manyhands.config.text import names, nearest_name, show
-from manyhands.importers.axolotl import keys
+from manyhands.importers.axolotl import keys, rl
 from manyhands.importers.axolotl.templates import JEOPARDY, map_template, read_own_prompt
 from manyhands.importers.transformers import map_held_out
 from manyhands.importers.translation import Translator, flatten
@@ -84,7 +84,8 @@ def map_data(t: Translator) -> None:
             t.no_op(place)
         t.no_op(key)
     task = "cpt" if formats == {"text"} else "mixed" if "text" in formats else "sft"
-    t.set_tool_default("task", task, "by the types of the data sets")
+    if not rl.asked(t):
+        t.set_tool_default("task", task, "by the types of the data sets")
     _map_lengths(t, task)
     _map_validation(t)
     entries = _entries_by_template(t)
@@ -144,7 +145,9 @@ def _entries_by_template(t: Translator) -> dict[str, list[str]]:
         if re.fullmatch(r"(test_)?datasets\[\d+\]\.type", key):
             kind = t.get(key)
             ours = _read_own_type(kind) if isinstance(kind, dict) else TYPES.get(str(kind), {})
-            if ours.get("format") in ("alpaca", "messages", "sharegpt"):
+            if rl.asked(t):
+                ours = rl.read_type(rl.asked(t), kind) or {}
+            if ours.get("format") in ("alpaca", "messages", "sharegpt", "preference", "label"):
                 found.setdefault(ours.get("template", ""), []).append(key.removesuffix(".type"))
     return found
 
@@ -182,8 +185,11 @@ class _Entry:
     def translate(self) -> dict[str, Any]:
         if "path" not in self.source:
             self._map_path()
-        self._map_type()
-        self._map_messages()
+        if rl.asked(self.t):
+            rl.map_entry(self, rl.asked(self.t))
+        else:
+            self._map_type()
+            self._map_messages()
         for name in ("shards", "shards_idx", "input_transform", "input_format", "field_human", "field_model",
                      "logprobs_field", "skip"):  # fmt: skip
             if self.get(name) not in (None, 0):

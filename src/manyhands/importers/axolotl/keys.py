@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from manyhands.config.text import names
-from manyhands.importers import trackers
+from manyhands.importers import preferences, trackers
 
 # Without effect on what is trained, or true here by construction.
 ALREADY = names(
@@ -115,7 +115,7 @@ NOT_READ_THERE = names(
 # Any other training than supervised fine-tuning: one reason for the whole file.
 OUT_OF_SCOPE = MappingProxyType(
     {
-        "rl": "training on preferences or rewards is not available; without `rl` the file is supervised fine-tuning",
+        "rl": preferences.ONLINE,
         "reward_model": "reward models are not available",
         "process_reward_model": "reward models are not available",
     }
@@ -297,6 +297,7 @@ ENTRY = names(
     """
     path split type input_transform shards shards_idx preprocess_shards conversation chat_template chat_template_jinja
     data_files input_format name ds_type field field_human field_model field_messages field_tools field_thinking
+    field_chosen field_rejected
     template_thinking_key message_field_role message_field_content message_property_mappings message_field_training
     message_field_training_detail split_thinking logprobs_field temperature roles_to_train train_on_eos train_on_eot
     roles drop_system_message trust_remote_code revision text_column skip

@@ -14,7 +14,7 @@ from typing import Any
 from manyhands.config.text import show
 from manyhands.importers import deepspeed, trackers
 from manyhands.importers import transformers as hf
-from manyhands.importers.axolotl import keys
+from manyhands.importers.axolotl import keys, rl
 from manyhands.importers.axolotl.data import limit_stream, map_data
 from manyhands.importers.axolotl.model import map_images, map_method, map_model
 from manyhands.importers.fsdp import fsdp_options, map_fsdp, map_words, read_words
@@ -46,6 +46,8 @@ def translate(t: Translator) -> None:
     map_method(t)
     map_images(t)
     map_data(t)
+    if rl.asked(t):
+        rl.map_loss(t)
     _map_batch(t)
     limit_stream(t)
     _map_optimizer(t)
@@ -78,8 +80,10 @@ def _check_shapes(t: Translator) -> None:
 
 
 def _is_out_of_scope(t: Translator) -> bool:
-    """Preferences, rewards: one refusal; every other key is said not to have been looked at."""
+    """Online training, rewards: one refusal; every other key is said not to have been looked at."""
     found = [key for key in keys.OUT_OF_SCOPE if t.get(key) not in (None, False)]
+    if rl.asked(t) in rl.HERE:
+        found.remove("rl")
     if t.has("model_type") and "SequenceClassification" in str(t.get("model_type")):
         found.append("model_type")
     if not found:
@@ -99,7 +103,7 @@ def _map_batch(t: Translator) -> None:
         t.set_gpus(int(t.integer("ray_num_workers") or 1))
     t.no_op(("use_ray", "ray_num_workers"), "the number of GPUs that the batch is counted for")
     _count_mesh(t)
-    packs, older = t.flag("sample_packing"), "max_packed_sequence_len"
+    packs, older = t.flag("sample_packing") and not rl.asked(t), "max_packed_sequence_len"
     if t.integer(older) and t.integer(older) == t.integer("sequence_len"):
         packs = packs or not t.has("sample_packing")
         t.substitute(older, {}, "read as `sample_packing: true`, which took its place: today's Axolotl refuses it")
@@ -367,7 +371,7 @@ def _map_rest(t: Translator) -> None:
     if isinstance(options, dict) and options.get("split_batches"):
         t.refuse("accelerator_config", "`split_batches` is not available: remove it")
     t.no_op(keys.ALREADY & t.values.keys())
-    t.no_op(keys.ONLY_WITH_RL & t.values.keys(), "only for other kinds of training")
+    t.no_op(keys.ONLY_WITH_RL & t.values.keys(), "this kind of training does not read it")
     off: tuple[object, ...] = (None, False, 0, "", "false", [], {})
     for key in keys.IGNORED.keys() & t.values.keys():
         if t.get(key) in off:

@@ -76,6 +76,7 @@ class Wanted:
 
     is_text: bool
     limit: int | None = None
+    stage: str = "sft"
 
 
 @dataclass
@@ -207,7 +208,7 @@ class _Entry:
 
     def translate(self, t: Translator, wanted: Wanted, sources: Sources) -> dict[str, Any]:
         columns = self.columns
-        self._refuse_kinds()
+        self._refuse_kinds(wanted.stage)
         source: dict[str, Any] = {"name": self.name, **self._locate()}
         if wanted.is_text and columns["images"]:
             raise self.refusal("columns.images", "stage pt trains text alone here: write stage sft")
@@ -215,8 +216,13 @@ class _Entry:
             form, read = "text", self._read_text()
             if source["path"].endswith(".txt"):
                 sources.differences.append(LINES)
+        elif wanted.stage == "dpo":
+            form, read = self._read_pair()
         else:
             form, read = self._read_turns()
+            if wanted.stage == "kto":
+                form, read = "label", read | {"label": columns["kto_tag"]}
+        if not wanted.is_text:
             sources.has_tools |= bool(columns["tools"])
             if columns["images"]:
                 sources.has_images, read = True, {**read, "images": columns["images"]}
@@ -229,11 +235,20 @@ class _Entry:
             source["ignore"] = unread
         return source | self._limit(wanted, str(source.get("split", "train")))
 
-    def _refuse_kinds(self) -> None:
-        if self.entry.get("ranking") or any(self.columns.get(one) for one in PREFERENCES):
-            key = "ranking" if self.entry.get("ranking") else "columns"
-            raise self.refusal(key, "data of preferences (DPO, KTO, rewards) cannot be trained here: choose a data set "
-                               "of conversations")  # fmt: skip
+    def _refuse_kinds(self, stage: str) -> None:
+        is_ranking, is_judged = bool(self.entry.get("ranking")), bool(self.columns.get("kto_tag"))
+        has_pairs = is_ranking or any(self.columns.get(one) for one in PREFERENCES[:2])
+        if stage == "dpo" and not (is_ranking and self.columns.get("chosen") and self.columns.get("rejected")):
+            raise self.refusal("ranking", "stage dpo trains pairs: choose a data set with ranking: true and columns "
+                               "for chosen and rejected")  # fmt: skip
+        if stage == "kto" and (not is_judged or is_ranking):
+            raise self.refusal("columns", "stage kto trains judged answers: choose a data set with the column kto_tag")
+        if stage not in ("dpo", "kto") and (has_pairs or is_judged):
+            key = "ranking" if is_ranking else "columns"
+            raise self.refusal(key, "this is data of preferences: write stage dpo (pairs) or kto (judged answers), or "
+                               "choose a data set of conversations")  # fmt: skip
+        if stage in ("dpo", "kto") and self.columns.get("images"):
+            raise self.refusal("columns.images", "preferences are trained on text alone: choose a data set of text")
         if media := [one for one in MEDIA if self.columns.get(one)]:
             raise self.refusal(f"columns.{media[0]}", f"these rows come with {' and '.join(media)}, and only text and "
                                "images can be trained: choose a data set of these")  # fmt: skip
@@ -287,6 +302,18 @@ class _Entry:
             return "messages", fields | {"tools": columns["tools"]}
         fields = {"conversations": columns["messages"], "from": tags["role_tag"], "value": tags["content_tag"]}
         return "sharegpt", fields | {one: columns[one] for one in ("system", "tools")}
+
+    def _read_pair(self) -> tuple[str, dict[str, str | None]]:
+        """The same of a data set with ``ranking``."""
+        columns, answers = self.columns, {one: self.columns[one] for one in PREFERENCES[:2]}
+        if self.entry.get("formatting", "alpaca") != "alpaca":
+            return "preference", self._read_turns()[1] | answers
+        question = columns["prompt"] or columns["query"]
+        if not question:
+            raise self.refusal("columns", "it names no `prompt`: a question is needed")
+        given = columns["query"] if columns["prompt"] else None
+        fields = {"instruction": question, "input": given, "system": columns["system"], "history": columns["history"]}
+        return "preference", fields | answers
 
     def _read_roles(self) -> dict[str, str]:
         """Roles by those names of ``tags`` that are not known here."""

@@ -24,7 +24,7 @@ REFUSES_UNKNOWN = True
 MARKS = keys.MARKS
 OPEN = hf.OPEN | keys.OPEN
 KEYS = hf.KEYS | keys.ALL
-STAGES = {"rm": "reward models", "ppo": "PPO", "dpo": "DPO", "kto": "KTO"}
+STAGES = {"rm": "reward models are not available", "ppo": preferences.ONLINE}
 JOINED = "LLaMA-Factory joins documents into one sequence in which they see each other; here they are packed and do not"
 CUT = "LLaMA-Factory cuts question and answer in proportion; here the end of the sample is cut off"
 # Its bounds of an image's pixels, which hold where nothing is written, by our keys.
@@ -45,13 +45,16 @@ def translate(t: Translator) -> None:
         return
     if not t.has("stage") and preferences.refuse(t, preferences.KEYS):
         return  # sft by default, which nobody who wrote such a key can mean
-    is_text = t.get("stage", "sft") == "pt"
+    stage = str(t.get("stage", "sft"))
+    is_text = stage == "pt"
     if is_text:
         t.map("stage", "task", "cpt")
-    else:
-        t.no_op("stage")
+    _map_preferences(t, stage)
+    t.no_op("stage")
     _map_model(t)
     _map_method(t)
+    if stage in ("dpo", "kto"):
+        preferences.leave_dropout_out(t)
     sources = _map_data(t, is_text)
     packs = _map_samples(t, is_text)
     _map_template(t, is_text, sources)
@@ -70,11 +73,9 @@ def _refuse_other_tasks(t: Translator) -> bool:
             "this file merges and exports a model: `manyhands export RUN --merge` does that of a run",
         )
     elif stage in STAGES:
-        key, why = "stage", f"{STAGES[stage]} cannot be trained here: stage sft and pt can"
-    elif stage in preferences.LOSSES:
-        key, why = "stage", preferences.NOT_HERE
-    elif stage not in ("sft", "pt"):
-        key, why = "stage", f"got {show(stage)}, allowed: sft, pt"
+        key, why = "stage", STAGES[stage]
+    elif stage not in ("sft", "pt", "dpo", "kto"):
+        key, why = "stage", f"got {show(stage)}, allowed: sft, pt, dpo, kto"
     elif not t.flag("do_train"):
         named = next((key for key in ("do_predict", "do_eval", "infer_backend") if t.has(key)), "do_train")
         key, why = named, "this file trains nothing: write do_train: true (`manyhands generate RUN` answers prompts)"
@@ -89,6 +90,52 @@ def _refuse_other_tasks(t: Translator) -> bool:
     return True
 
 
+OF_STAGE = {
+    "dpo": ("pref_beta", "pref_ftx", "pref_loss", "dpo_label_smoothing", "simpo_gamma"),
+    "kto": ("pref_beta", "kto_chosen_weight", "kto_rejected_weight"),
+}
+
+
+BESIDE = ("pref_bco_weight", "ld_alpha", "ref_model", "ref_model_adapters", "ref_model_quantization_bit")
+
+
+def _map_preferences(t: Translator, stage: str) -> None:
+    """``stage: dpo`` and ``kto``: the loss."""
+    if stage not in OF_STAGE:
+        return
+    loss = str(t.get("pref_loss", "sigmoid"))
+    t.map("pref_beta", "preference.beta", t.number("pref_beta"))
+    if stage == "kto":
+        t.map("stage", "task", "kto", why=preferences.MEAN)
+        t.map("kto_chosen_weight", "preference.desirable_weight", t.number("kto_chosen_weight"))
+        t.map("kto_rejected_weight", "preference.undesirable_weight", t.number("kto_rejected_weight"))
+        t.only("pref_ftx", (0, 0.0, None), "KTO has no cross-entropy beside it here: set it to 0")
+    elif loss not in ("sigmoid", "hinge", "ipo", "orpo", "simpo"):
+        t.refuse("pref_loss", f"{show(loss)} is not available: write sigmoid, hinge, ipo, orpo or simpo")
+    else:
+        t.map("stage", "task", "preference", why=preferences.MEAN)
+        t.set_tool_default("preference.loss", loss, f"{TOOL}'s default")
+        if loss == "orpo":
+            why = preferences.TOKEN_MEAN.format(tool=TOOL, other="a mean of the answers' means")
+            t.substitute("pref_loss", {"preference.loss": loss}, why)
+        else:
+            t.map("pref_loss", "preference.loss", loss)
+            preferences.map_sft_weight(t, "pref_ftx", 0.0, "a mean of the answers' means")
+        if loss == "sigmoid":
+            t.map("dpo_label_smoothing", "preference.label_smoothing", t.number("dpo_label_smoothing"))
+        if loss == "simpo":
+            t.map("simpo_gamma", "preference.margin", t.number("simpo_gamma"))
+    for key in BESIDE[:2]:
+        t.only(key, (None, 0, 0.0), "this part of the loss is not available: remove it")
+    for key in BESIDE[2:]:
+        if t.has(key) and t.get(key) == t.get("model_name_or_path"):
+            t.no_op(key, "the reference is the model before training")
+        elif t.has(key):
+            t.refuse(key, "the reference is the model before training: remove it")
+    t.only("packing", (None, False), f"{TOOL} packs no preferences: remove it")
+    t.only("neat_packing", (None, False), f"{TOOL} packs no preferences: remove it")
+
+
 def _map_data(t: Translator, is_text: bool) -> Sources | None:
     """``dataset`` and ``eval_dataset``; what is held out."""
     if not t.has("dataset"):
@@ -96,7 +143,7 @@ def _map_data(t: Translator, is_text: bool) -> Sources | None:
         return None
     limit = t.count("max_samples", 1) if t.has("max_samples") else None
     info = read_info(t)
-    wanted = Wanted(is_text, limit)
+    wanted = Wanted(is_text, limit, str(t.get("stage", "sft")))
     sources = make_sources(t, "dataset", info, wanted) if info else None
     _map_images(t, info, sources is not None and sources.has_images)
     if sources and info:
@@ -161,7 +208,9 @@ def _map_samples(t: Translator, is_text: bool) -> bool:
     t.set_tool_default(
         "data.too_long", "split" if is_text and joined else "truncate", CUT if not is_text else f"{TOOL} cuts texts"
     )
-    if t.flag("train_on_prompt") and t.flag("mask_history"):
+    if t.get("stage") in OF_STAGE:
+        t.no_op(("train_on_prompt", "mask_history"), "the last answer alone is trained")
+    elif t.flag("train_on_prompt") and t.flag("mask_history"):
         t.contradict("mask_history", f"{t.place('train_on_prompt')} trains everything, this the last answer alone")
     elif t.flag("train_on_prompt"):
         t.map("train_on_prompt", "data.train_on", "all")
@@ -274,8 +323,10 @@ def _refuse_features(t: Translator) -> None:
 def _note_bystanders(t: Translator) -> None:
     hf.map_bystanders(t)
     hf.note_so(t, keys.SO)
-    for key in preferences.LLAMAFACTORY & t.values.keys():
-        t.ignore(key, "only preferences and rewards are trained by it, and `stage` is another")
+    read = {*OF_STAGE[stage], *BESIDE} if (stage := str(t.get("stage"))) in OF_STAGE else set()
+    for key in preferences.LLAMAFACTORY & t.values.keys() - read:
+        t.ignore(key, f"only another `stage` than {stage if read else 'sft and pt'} reads it")
+    t.no_op(read, "this `pref_loss` does not read it")
     trackers.map_trackers(t, {"use_swanlab": ["swanlab"] * t.flag("use_swanlab")}, {})
     for key, why in keys.IGNORED.items():
         if t.get(key) in (None, False):
