@@ -46,7 +46,7 @@ def test_items_start_in_order_when_the_machine_is_free(queue, runs):
     looks = iter([False, True, True])
     queue.add([f"open(r'{runs}/order', 'a').write('1'); print('said')"], "first")
     queue.add([f"open(r'{runs}/order', 'a').write('2'); raise SystemExit(143)"], "second")
-    run_queue(queue, lambda folder: next(looks), look_s=0)
+    run_queue(queue, lambda *_: next(looks), look_s=0)
     assert (runs / "order").read_text() == "12"
     shown = describe(queue, lambda file: file.read_text().splitlines())["items"]
     assert [(one["title"], one["state"], one["log"]) for one in shown] == [
@@ -60,19 +60,55 @@ def test_paused_removed_twice(queue):
     with pytest.raises(UserError, match="in the queue already"):
         queue.add(["pass"], "first")
     queue.pause(True)
-    run_queue(queue, lambda folder: True)
+    run_queue(queue, lambda *_: True)
     assert "started" not in queue.read()["items"][0]
     queue.remove(first)
-    assert queue.read() == {"paused": True, "items": []}
+    assert queue.read() == {"paused": True, "gpus": [], "items": []}
 
 
 def test_what_is_added_meanwhile_is_kept(queue):
     queue.add(["import time; time.sleep(0.5)"], "first")
-    runner = threading.Thread(target=run_queue, args=(queue, lambda folder: True, 0))
+    runner = threading.Thread(target=run_queue, args=(queue, lambda *_: True, 0))
     runner.start()
     queue.add(["pass"], "second")
     runner.join()
     assert [one["code"] for one in queue.read()["items"]] == [0, 0]
+
+
+def test_one_run_on_each_gpu(queue, runs):
+    show = f"import os, time; open(r'{runs}/gpus', 'a').write(os.environ['CUDA_VISIBLE_DEVICES'] + ' '); time.sleep(1)"
+    for number in range(3):
+        queue.add([f"{show} #{number}"], str(number))
+    with queue.change() as state:
+        state["gpus"] = ["GPU-a", "GPU-b"]
+    begun = time.time()
+    assert run_queue(queue, lambda folder, gpu: True, look_s=0.05)
+    items = queue.read()["items"]
+    assert sorted((runs / "gpus").read_text().split()[:2]) == ["GPU-a", "GPU-b"]
+    assert items[1]["started"] < items[0]["ended"] <= items[2]["started"]
+    assert {one["code"] for one in items} == {0} and items[0]["started"] >= begun
+
+
+def test_what_was_left_at_work_is_waited_for_and_what_has_died_is_not_open(queue):
+    left = subprocess.Popen(["sleep", "1"])
+    queue.add(["pass"], "left")
+    with queue.change() as state:
+        state["items"][0] |= {"started": time.time(), "pid": left.pid}
+    with pytest.raises(UserError, match="in the queue already"):
+        queue.add(["pass"], "left")
+    threading.Thread(target=left.wait).start()
+    assert run_queue(queue, lambda *_: True, look_s=0.05)
+    assert queue.read()["items"][0]["code"] is None and left.returncode == 0
+    queue.add(["pass"], "again")
+
+
+def test_a_second_process_runs_nothing(queue, monkeypatch):
+    queue.add(["import time; time.sleep(1)"], "first")
+    runner = threading.Thread(target=run_queue, args=(queue, lambda *_: True, 0.05))
+    runner.start()
+    time.sleep(0.5)
+    assert run_queue(queue, lambda *_: True) is False
+    runner.join()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"items": 1}', '{"items": [1]}', "\x00"])

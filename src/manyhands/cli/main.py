@@ -27,6 +27,7 @@ from manyhands.cli.prove import prove
 from manyhands.cli.run_file import data, plan, tensorboard, train
 from manyhands.cli.runs import app as runs
 from manyhands.cli.submit import submit
+from manyhands.cli.sweep import sweep
 from manyhands.cli.ui import ui
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError, explain_foreign
 from manyhands.core.files import explain_refused
@@ -103,6 +104,7 @@ def _root(
 for _name, _command in (
     ("train", train),
     ("plan", plan),
+    ("sweep", sweep),
     ("submit", submit),
     ("data", data),
     ("generate", generate),

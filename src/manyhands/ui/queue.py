@@ -1,5 +1,5 @@
-"""Runs that wait for this machine: a file in the folder of the runs, and a process of its own (``python -m
-manyhands.ui.queue FOLDER``) that starts the next one when the GPUs are free. Neither needs the page.
+"""Runs that wait for this machine: a file in the folder of the runs, and a process (``python -m manyhands.ui.queue
+FOLDER``, or ``manyhands sweep``) that starts the next one when the GPUs are free. Neither needs the page.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from manyhands.ui.commands import command_of
 
 LOOK_S = 5.0
 FREE_SHARE = 0.9  # of a GPU's memory: less means that somebody uses it
+START_S = 60.0  # a process that began so long after its item was started has got the number of another
 MAX_ENDED = 30  # items that are kept once they have ended
 State = dict[str, Any]
 
 
 class Queue:
-    """``queue.json``: ``{"paused": false, "items": [...]}`` in the order in which they start. An item has ``id``,
-    ``words`` of the command line, ``cwd``, and ``started``, ``pid``, ``ended``, ``code`` as it comes to them.
+    """``queue.json``: ``{"paused": false, "gpus": [], "items": [...]}`` in the order in which they start. An item has
+    ``id``, ``words`` of the command line, ``cwd``, and ``started``, ``pid``, ``gpu``, ``ended``, ``code`` as they come.
+    ``gpus``: by uuid, one run on each; without any, one run at a time has the machine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +47,10 @@ class Queue:
         value = read_json(self.file)
         items = value.get("items") if isinstance(value, dict) else None
         items = [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
-        return {"paused": bool(isinstance(value, dict) and value.get("paused")), "items": items}
+        value = value if isinstance(value, dict) else {}
+        gpus = value.get("gpus")
+        gpus = [str(gpu) for gpu in gpus] if isinstance(gpus, list) else []
+        return {"paused": bool(value.get("paused")), "gpus": gpus, "items": items}
 
     @contextmanager
     def change(self) -> Iterator[State]:
@@ -63,13 +68,19 @@ class Queue:
     def add(self, words: Sequence[str], title: str) -> int:
         """Returns the item's number. UserError where the same waits or runs already."""
         with self.change() as state:
-            if any(one["words"] == list(words) and "ended" not in one for one in state["items"]):
-                raise UserError("this is in the queue already", where=title)
-            number = 1 + max((one["id"] for one in state["items"]), default=0)
-            state["items"].append(
-                {"id": number, "title": title, "words": list(words), "cwd": os.getcwd(), "added": time.time()}
-            )
+            number = self.append(state, words, title)
         self.start_runner()
+        return number
+
+    @staticmethod
+    def append(state: State, words: Sequence[str], title: str) -> int:
+        """``add`` within a change; starts nothing."""
+        if any(one["words"] == list(words) and is_open(one) for one in state["items"]):
+            raise UserError("this is in the queue already", where=title)
+        number: int = 1 + max((one["id"] for one in state["items"]), default=0)
+        state["items"].append(
+            {"id": number, "title": title, "words": list(words), "cwd": os.getcwd(), "added": time.time()}
+        )
         return number
 
     def remove(self, number: int) -> None:
@@ -101,30 +112,83 @@ class Queue:
             )
 
 
-def run_queue(queue: Queue, is_free: Callable[[Path], bool], look_s: float = LOOK_S) -> None:
-    """Starts what waits, one after the other, until nothing does or the queue is paused."""
+def is_open(item: Mapping[str, Any]) -> bool:
+    """Whether the item waits or is at work; not where it was ended while nobody looked."""
+    if "ended" in item or "pid" not in item:
+        return "ended" not in item
+    with contextlib.suppress(psutil.Error, TypeError, ValueError):
+        process = psutil.Process(item["pid"])
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < item["started"] + START_S
+    return False
+
+
+def run_queue(
+    queue: Queue,
+    is_free: Callable[[Path, str | None], bool],
+    look_s: float = LOOK_S,
+    on_change: Callable[[Mapping[str, Any]], None] = lambda item: None,
+) -> bool:
+    """Starts what waits, in order, until all has ended or the queue is paused. False where another process does so
+    already. ``on_change``: called with an item that was started, or has ended.
+    """
+    queue.logs.mkdir(parents=True, exist_ok=True)
     with (queue.logs / "runner").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return
+            return False
+        children: dict[int, subprocess.Popen[bytes]] = {}
         while True:
+            for number in _find_ended(queue, children):
+                child = children.pop(number, None)
+                on_change(_change_item(queue, number, ended=time.time(), code=child and child.returncode))
             state = queue.read()
+            at_work = [one for one in state["items"] if "started" in one and "ended" not in one]
             waiting = next((one for one in state["items"] if "started" not in one), None)
             if waiting is None or state["paused"]:
-                return
-            if not is_free(queue.folder):
-                time.sleep(look_s)
-                continue
-            _run_item(queue, waiting["id"])
+                if not at_work:
+                    return True
+            else:
+                taken = {one.get("gpu") for one in at_work}
+                for gpu in state["gpus"] or [None]:
+                    if gpu not in taken and is_free(queue.folder, gpu):
+                        child = _start_item(queue, waiting["id"], gpu)
+                        if child is not None:
+                            children[waiting["id"]] = child
+                            on_change(waiting)
+                        break
+                else:
+                    time.sleep(look_s)
+                    continue
+            time.sleep(min(look_s, 1.0))
 
 
-def _run_item(queue: Queue, number: int) -> None:
-    """The child has a session of its own: it goes on where this process is ended."""
+def _find_ended(queue: Queue, children: Mapping[int, subprocess.Popen[bytes]]) -> list[int]:
+    """Items that have ended since: children, and what an earlier process has started."""
+    ended = []
+    for one in queue.read()["items"]:
+        child = children.get(one["id"])
+        if "started" in one and "ended" not in one and (child.poll() is not None if child else not is_open(one)):
+            ended.append(one["id"])
+    return ended
+
+
+def _change_item(queue: Queue, number: int, **changes: Any) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = {}
+    with queue.change() as state:
+        for one in state["items"]:
+            if one["id"] == number:
+                one |= changes
+                found = one
+    return found
+
+
+def _start_item(queue: Queue, number: int, gpu: str | None) -> subprocess.Popen[bytes] | None:
+    """The child has a session of its own: it goes on where this process is ended. None where it cannot be started."""
     with queue.change() as state:
         item = next((one for one in state["items"] if one["id"] == number), None)
         if item is None:  # removed meanwhile
-            return
+            return None
         item["started"] = time.time()
         try:
             with queue.log(number).open("wb") as log:
@@ -135,26 +199,24 @@ def _run_item(queue: Queue, number: int) -> None:
                     stderr=log,
                     start_new_session=True,
                     cwd=item.get("cwd") or None,
+                    env=None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu},
                 )
         except OSError as error:  # the folder that it was started from is gone
             queue.log(number).write_text(f"{error}\n", encoding="utf-8")
             item |= {"ended": time.time(), "code": 1}
-            return
-        item["pid"] = child.pid
-    code = child.wait()
-    with queue.change() as state:
-        for one in state["items"]:
-            if one["id"] == number:
-                one |= {"ended": time.time(), "code": code}
+            return None
+        item |= {"pid": child.pid} | ({} if gpu is None else {"gpu": gpu})
+    return child
 
 
-def is_machine_free(folder: Path) -> bool:
-    """Whether no run of the folder is at work, and nobody uses a GPU."""
+def is_machine_free(folder: Path, gpu: str | None = None) -> bool:
+    """Whether nobody uses this GPU; without one, whether nobody uses any, and no run of the folder is at work."""
     from manyhands.facts.host import read_host_facts
 
-    if any(is_at_work(RunFolder(path.parent)) for path in folder.glob("*/run.json")):
+    if gpu is None and any(is_at_work(RunFolder(path.parent)) for path in folder.glob("*/run.json")):
         return False
-    return all(gpu.free_bytes >= FREE_SHARE * gpu.memory_bytes for gpu in read_host_facts().gpus)
+    gpus = [one for one in read_host_facts().gpus if gpu in (None, one.uuid)]
+    return all(one.free_bytes >= FREE_SHARE * one.memory_bytes for one in gpus)
 
 
 def is_at_work(folder: RunFolder) -> bool:
@@ -204,10 +266,9 @@ def describe(queue: Queue, read_log: Callable[[Path], list[str]]) -> Mapping[str
     state = queue.read()
     items = []
     for one in state["items"]:
-        is_alive = "pid" in one and psutil.pid_exists(one["pid"])
         words = {0: "finished", 130: "interrupted", 143: "interrupted", None: "unknown"}  # ended without the runner
         word = "waiting" if "started" not in one else words.get(one.get("code"), "failed")
-        word = "running" if word == "unknown" and is_alive else word
+        word = "running" if word == "unknown" and is_open(one) else word
         lines = read_log(queue.log(one["id"]))[-8:] if "started" in one else []
         shown = {key: one.get(key) for key in ("id", "title", "added", "started", "ended", "code")}
         items.append({**shown, "words": " ".join(["manyhands", *one["words"]]), "state": word, "log": lines})

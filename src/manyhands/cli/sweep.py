@@ -1,0 +1,359 @@
+"""``manyhands sweep``: runs of one file that differ in the values of a few keys, started by the queue of the page."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import psutil
+import typer
+
+from manyhands.cli.one_line import as_overrides, takes_short_options
+from manyhands.cli.run_file import Short, load_run
+from manyhands.cli.runs import format_table, summarize
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.files import read_rows, write_json
+
+if TYPE_CHECKING:
+    from manyhands.config.schema import RunConfig
+    from manyhands.planner.types import Plan
+
+NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})")
+OWN = ("name", "output.dir")  # the sweep gives them to its runs
+LONG_NAME, TRIES = 80, 200
+SAVE_S = 600.0  # that runs get to save their state after Ctrl-C
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep. ``values``: of each key that differs, as text."""
+
+    name: str
+    values: Mapping[str, str]
+    config: RunConfig
+
+    @property
+    def words(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values.items()]
+
+
+@takes_short_options
+def sweep(
+    run: Annotated[str | None, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="section.key=V,V,...", help="Values to try; one value is an override of all runs."),
+    ] = None,
+    num_random: Annotated[
+        int | None,
+        typer.Option("--random", metavar="N", min=1, help="Draw N of the combinations, and from ranges LOW..HIGH."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of --random.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan every run, list them, and exit.")] = False,
+    *,
+    short: Short,
+) -> None:
+    """Train every combination of some keys' values, and name the best by its held-out loss.
+
+    One run on each GPU where all of them fit one and that is faster, else one after the other on all GPUs. Starting it
+    again goes on with what has not finished."""
+    words = list(overrides or ())
+    if run is not None and "=" in run and not Path(run).exists():
+        words, run = [run, *words], None
+    words = [*as_overrides({key: value for key, value in short.items() if key != "output.dir"}, words)]
+    keys, fixed = split_words(words)
+    path = None if run is None else Path(run)
+    base = load_run(path, fixed, short=short if path is None else {})
+    folder = Path(short.get("output.dir", f"{base.config.output.dir}/{base.config.name}-sweep"))
+    folder = Path(os.path.abspath(folder.expanduser()))
+    if path is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "run.yaml"
+        path.write_text(base.run_file or "", encoding="utf-8")
+    trials = list(make_trials(path, fixed, choose(keys, num_random, seed), folder))
+    gpus, note = plan_trials(trials)
+    print(f"{len(trials)} runs in {folder}, {note}", flush=True)
+    if dry_run:
+        print("\n".join(format_table([tuple(keys), *(tuple(trial.values.values()) for trial in trials)])))
+        return
+    train = ["train", str(path.absolute()), *(word for word in fixed if word.partition("=")[0] not in OWN)]
+    try:
+        carry_out(trials, train, folder, gpus)
+    finally:
+        best = show(trials, folder)
+    raise typer.Exit(0 if best is not None and all(is_finished(folder, trial) for trial in trials) else EXIT_FAILED)
+
+
+def split_words(words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Keys with several values or a range, and the other words. UserError where there are none of the former."""
+    keys: dict[str, list[str]] = {}
+    fixed = []
+    for word in words:
+        key, _, text = word.partition("=")
+        values = split_values(text)
+        if len(values) == 1 and not RANGE.fullmatch(text):
+            fixed.append(word)
+            continue
+        if key in OWN:
+            raise UserError(f"{key} is no key to try values of", where=word, why="the sweep names its runs")
+        if key in keys or any(other.startswith(f"{key}=") for other in words if other != word):
+            raise UserError(f"{key} is given twice", where=word, fix="give all its values at once")
+        if len(set(values)) < len(values) or "" in values:
+            raise UserError("a value is empty or given twice", where=word, fix="remove it")
+        keys[key] = values
+    if not keys:
+        raise UserError(
+            "no key has several values",
+            where="command line",
+            fix="write optimizer.learning_rate=1e-5,3e-5, or --random 8 optimizer.learning_rate=1e-5..1e-3",
+        )
+    return keys, fixed
+
+
+def split_values(text: str) -> list[str]:
+    """At commas outside of brackets and quotes: ``[q_proj, v_proj],all-linear`` are two values."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        if character == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return [value.strip() for value in values]
+
+
+def choose(keys: Mapping[str, Sequence[str]], num_random: int | None, seed: int) -> list[dict[str, str]]:
+    """All combinations; with ``num_random`` so many different ones, the same for the same seed."""
+    ranges = [key for key, values in keys.items() if any(RANGE.fullmatch(value) for value in values)]
+    if num_random is None:
+        if ranges:
+            raise UserError(
+                f"{ranges[0]} has a range", where="command line", why="a grid needs values", fix="add --random N"
+            )
+        return [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]
+    source, chosen = random.Random(seed), list[dict[str, str]]()
+    for _ in range(TRIES * num_random):
+        values = {key: draw(source, source.choice(list(keys[key]))) for key in keys}
+        if values not in chosen:
+            chosen.append(values)
+        if len(chosen) == num_random:
+            return chosen
+    if ranges:
+        return chosen
+    whole = math.prod(map(len, keys.values()))
+    raise UserError(
+        f"there are {whole} combinations and not {num_random}",
+        where=f"--random {num_random}",
+        fix="leave --random out: all of them are tried",
+    )
+
+
+def draw(source: random.Random, text: str) -> str:
+    """A value of a range: an integer between integers, else a number; evenly by its logarithm where both are positive
+    and a factor of ten or more lies between them.
+    """
+    found = RANGE.fullmatch(text)
+    if found is None:
+        return text
+    low, high = map(float, found.groups())
+    if low >= high:
+        raise UserError("the range is empty", where=text, fix="write LOW..HIGH")
+    by_logarithm = low > 0 and high / low >= 10
+    value = math.exp(source.uniform(math.log(low), math.log(high))) if by_logarithm else source.uniform(low, high)
+    is_whole = all(re.fullmatch(r"[+-]?\d+", end) for end in found.groups())
+    return str(round(value)) if is_whole else f"{value:.3g}"
+
+
+def make_trials(path: Path, fixed: Sequence[str], chosen: Sequence[Mapping[str, str]], folder: Path) -> Iterator[Trial]:
+    """Reads each run. UserError for a value that its key does not take, and for runs in the folder that are others."""
+    from manyhands.launch.run.resume import find_run, folder_of
+
+    for values in chosen:
+        name = name_of(values)
+        own = [f"output.dir={folder}", f"name={name}"]
+        words = [word for word in fixed if word.partition("=")[0] not in OWN]
+        config = load_run(path, [*words, *(f"{key}={value}" for key, value in values.items()), *own]).config
+        find_run(folder_of(config), config)
+        yield Trial(name, values, config)
+
+
+def name_of(values: Mapping[str, str]) -> str:
+    """``learning_rate-1e-5-rank-8``: the same for the same values, so that a larger sweep finds the runs of a smaller
+    one.
+    """
+    from manyhands.importers.translation import clean_name
+
+    text = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())
+    name = clean_name(text)
+    if name == text and len(name) <= LONG_NAME:
+        return name
+    full = ",".join(f"{key}={value}" for key, value in values.items())
+    return f"{name[:LONG_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:6]}"
+
+
+def plan_trials(trials: Sequence[Trial]) -> tuple[list[str], str]:
+    """The GPUs of which each gets runs of its own, none where all runs use the whole machine; and that in words.
+    UserError for a run that does not fit the machine.
+    """
+    from manyhands.facts.host import read_host_facts
+
+    host = read_host_facts()
+    uuids = [gpu.uuid for gpu in host.gpus]
+    whole = [plan_trial(trial.config, trial.name) for trial in trials]
+    apart = "one after the other"
+    asked = {trial.config.parallel.gpus for trial in trials}
+    if len(uuids) < 2 or not all(uuids) or asked - {"auto", 1}:
+        return [], apart
+    uuids = uuids[: len(trials)]
+    alone = f"one on each of {len(uuids)} GPUs"
+    if asked == {1}:
+        return uuids, alone
+    try:
+        single = [plan_trial(on_one_gpu(trial.config), trial.name) for trial in trials]
+    except UserError as error:
+        return [], f"{apart} on all {len(host.gpus)} GPUs: one GPU is too small ({error.what})"
+    together, beside = (sum(plan.time.total_s for plan in plans if plan.time) for plans in (whole, single))
+    rounds = math.ceil(len(trials) / len(uuids))
+    if together and beside and together < rounds * beside / len(trials):
+        return [], f"{apart} on all {len(host.gpus)} GPUs, which the plans expect to be faster than one on each"
+    return uuids, alone
+
+
+def on_one_gpu(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"gpus": 1})})
+
+
+def plan_trial(config: RunConfig, name: str) -> Plan:
+    from manyhands.launch.environment import apply_variables
+    from manyhands.launch.run.prepare import gather_facts
+    from manyhands.launch.run.rehearsal import refuse_unmatched
+    from manyhands.planner.search import plan
+
+    try:
+        config, _ = apply_variables(config)
+        facts = gather_facts(config, identify=False, only_plans=True, report=lambda line: None)
+        made = plan(config, facts)
+        refuse_unmatched(config, made, facts.model)
+    except UserError as error:
+        error.where = f"{name}: {error.where}" if error.where else name
+        raise
+    return made
+
+
+def is_finished(folder: Path, trial: Trial) -> bool:
+    from manyhands.launch.run.resume import find_run, folder_of
+
+    return find_run(folder_of(trial.config), trial.config) == "finished"
+
+
+def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus: Sequence[str]) -> None:
+    """Runs what has not finished. Ctrl-C and SIGTERM reach the runs, which save and end, and raise ``Stopped``."""
+    from manyhands.launch.local.watch import raise_when_stopped
+    from manyhands.ui.queue import Queue, is_machine_free, is_open, run_queue
+
+    queue = Queue(folder)
+    one = ["parallel.gpus=1"] if gpus else []
+    numbers = {trial.name: f"{place} of {len(trials)}" for place, trial in enumerate(trials, 1)}
+
+    def report(item: Mapping[str, Any]) -> None:
+        title = item["title"]
+        if "ended" not in item:
+            print(f"{title}: started, {numbers.get(title, 'of before')}; log: {queue.log(item['id'])}", flush=True)
+            return
+        state, loss, *_ = describe(folder, title)
+        print(f"{title}: {state}, loss {loss}", flush=True)
+
+    with queue.change() as state:
+        state |= {"gpus": list(gpus), "paused": False}
+        state["items"] = [item for item in state["items"] if is_open(item) and "started" in item]
+        at_work = {item["title"] for item in state["items"]}
+        for trial in trials:
+            if trial.name not in at_work and not is_finished(folder, trial):
+                words = [*train, *trial.words, *one, f"output.dir={folder}", f"name={trial.name}"]
+                queue.append(state, words, trial.name)
+    try:
+        with raise_when_stopped():
+            done = run_queue(queue, is_machine_free, on_change=report)
+    except UserError:
+        stop_runs(queue.read()["items"])
+        raise
+    if not done:
+        raise UserError(
+            "another process starts the runs of this sweep",
+            where=str(folder),
+            fix=f"watch it with `manyhands ui {folder}`, or wait until it has ended",
+        )
+
+
+def stop_runs(items: Sequence[Mapping[str, Any]]) -> None:
+    from manyhands.ui.queue import is_open
+
+    processes = []
+    for item in items:
+        if "pid" in item and is_open(item):
+            with contextlib.suppress(psutil.Error):
+                processes.append(psutil.Process(item["pid"]))
+                processes[-1].send_signal(signal.SIGTERM)
+    psutil.wait_procs(processes, timeout=SAVE_S)
+
+
+def describe(folder: Path, name: str) -> tuple[str, str, bool, float | None]:
+    """State of a run, the loss of what it saves as text, whether that is held out, and as a number."""
+    from manyhands.launch.run.folder import RunFolder
+
+    run = RunFolder(folder / name)
+    if not run.run_json.exists():
+        return "not started", "-", False, None
+    found = summarize(run)
+    loss = found.loss
+    if found.held_out and run.read_config().checkpoint.keep_best:
+        loss = min(
+            (row["loss"] for row in read_rows(run.metrics, "evaluation") if row.get("loss") is not None), default=loss
+        )
+    return found.state, "-" if loss is None else f"{loss:.4f}", found.held_out, loss
+
+
+def show(trials: Sequence[Trial], folder: Path) -> str | None:
+    """Prints the table, the best first, writes it into the folder, and returns the best run's name."""
+    rows = []
+    for trial in trials:
+        state, text, held_out, loss = describe(folder, trial.name)
+        rank = loss if state == "finished" and loss is not None and not math.isnan(loss) else math.inf
+        rows.append((not held_out, rank, trial, state, text))
+    rows.sort(key=lambda row: row[:2])
+    keys = list(trials[0].values)
+    on_training = all(row[0] for row in rows)
+    titles = [*(key.rpartition(".")[2] for key in keys), "state", "training loss" if on_training else "held-out loss"]
+    table = [(*trial.values.values(), state, text) for _, _, trial, state, text in rows]
+    print("\n".join(format_table([tuple(titles), *table])))
+    best = rows[0][2].name if rows[0][1] < math.inf else None
+    if best is not None:
+        print(
+            f"best: {folder / best}" + (", by the loss of its last step: no rows are held out" if on_training else "")
+        )
+    runs = [
+        {"name": trial.name, "values": dict(trial.values), "state": state, "loss": None if rank == math.inf else rank}
+        for _, rank, trial, state, _ in rows
+    ]
+    by = "training loss" if on_training else "held-out loss"
+    write_json(folder / "sweep.json", {"time": time.time(), "by": by, "best": best, "runs": runs})
+    return best

@@ -1,0 +1,140 @@
+"""``manyhands sweep``: what its words mean, which runs they make, and how many GPUs each of them gets."""
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli import sweep
+from manyhands.cli.sweep import choose, draw, name_of, plan_trials, show, split_values, split_words
+from manyhands.core.errors import UserError
+from tests.cli.conftest import call
+
+GRID = {"optimizer.learning_rate": ["1e-5", "3e-5"], "method.rank": ["8", "32"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1e-5,3e-5", ["1e-5", "3e-5"]),
+        ("8", ["8"]),
+        ("[q_proj, v_proj]", ["[q_proj, v_proj]"]),
+        ("[q_proj, v_proj], all-linear", ["[q_proj, v_proj]", "all-linear"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ("{a: 1, b: 2}", ["{a: 1, b: 2}"]),
+    ],
+)
+def test_values_are_separated_by_commas_outside_of_brackets(text, values):
+    assert split_values(text) == values
+
+
+def test_words_with_several_values_are_keys_of_the_sweep():
+    words = ["optimizer.learning_rate=1e-5,3e-5", "stop.epochs=1", "method.rank=8..64", "data.fields.a=[x, y]"]
+    keys, fixed = split_words(words)
+    assert keys == {"optimizer.learning_rate": ["1e-5", "3e-5"], "method.rank": ["8..64"]}
+    assert fixed == ["stop.epochs=1", "data.fields.a=[x, y]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "no key has several values"),
+        (["method.rank=8"], "no key has several values"),
+        (["method.rank=8,8"], "given twice"),
+        (["method.rank=8,"], "empty"),
+        (["method.rank=8,16", "method.rank=32"], "method.rank is given twice"),
+        (["name=a,b"], "name is no key to try"),
+    ],
+)
+def test_refused_words(words, error):
+    with pytest.raises(UserError, match=error):
+        split_words(words)
+
+
+def test_grid_and_draws():
+    assert [tuple(values.values()) for values in choose(GRID, None, 0)] == [
+        ("1e-5", "8"),
+        ("1e-5", "32"),
+        ("3e-5", "8"),
+        ("3e-5", "32"),
+    ]
+    drawn = choose(GRID, 3, 1)
+    assert len({tuple(values.items()) for values in drawn}) == 3 and drawn == choose(GRID, 3, 1)
+    assert any(choose(GRID, 3, seed) != drawn for seed in range(2, 6))
+    with pytest.raises(UserError, match="there are 4 combinations and not 5"):
+        choose(GRID, 5, 0)
+    with pytest.raises(UserError, match="a grid needs values"):
+        choose({"method.rank": ["8..64"]}, None, 0)
+
+
+def test_ranges():
+    import random
+
+    source = random.Random(0)
+    rates = [float(draw(source, "1e-5..1e-3")) for _ in range(400)]
+    assert all(1e-5 <= rate <= 1e-3 for rate in rates)
+    assert 150 < sum(rate < 1e-4 for rate in rates) < 250, "evenly by the logarithm"
+    ranks = {draw(source, "4..9") for _ in range(200)}
+    assert ranks == {"4", "5", "6", "7", "8", "9"}
+    with pytest.raises(UserError, match="the range is empty"):
+        draw(source, "3..1")
+
+
+def test_names_follow_from_the_values_alone():
+    assert name_of({"optimizer.learning_rate": "1e-5", "method.rank": "8"}) == "learning_rate-1e-5-rank-8"
+    names = [name_of({"data.train": f"data/{name}.jsonl"}) for name in ("a b", "a/b", "x" * 200, "x" * 201)]
+    assert len(set(names)) == 4 and all(len(name) < 100 and "/" not in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "seconds", "placed", "words"),
+    [
+        (0, "auto", {}, [], "one after the other"),
+        (1, "auto", {}, [], "one after the other"),
+        (4, "auto", {1: 100.0, "auto": 30.0}, ["G0", "G1", "G2", "G3"], "one on each of 4 GPUs"),
+        (4, "auto", {1: 130.0, "auto": 30.0}, [], "expect to be faster"),
+        (4, "auto", {1: None, "auto": 30.0}, [], "one GPU is too small"),
+        (4, 2, {}, [], "one after the other"),
+        (2, 1, {1: 9.0}, ["G0", "G1"], "one on each of 2 GPUs"),
+    ],
+)
+def test_gpus_of_a_run_follow_from_the_plans(monkeypatch, gpus, asked, seconds, placed, words):
+    def plan_trial(config, name):
+        total_s = seconds.get(config.parallel.gpus, 10.0)
+        if total_s is None:
+            raise UserError("no plan fits")
+        return types.SimpleNamespace(time=types.SimpleNamespace(total_s=total_s))
+
+    def config(number):
+        return types.SimpleNamespace(parallel=types.SimpleNamespace(gpus=number))
+
+    host = types.SimpleNamespace(gpus=[types.SimpleNamespace(uuid=f"G{number}") for number in range(gpus)])
+    monkeypatch.setattr("manyhands.facts.host.read_host_facts", lambda: host)
+    monkeypatch.setattr(sweep, "plan_trial", plan_trial)
+    monkeypatch.setattr(sweep, "on_one_gpu", lambda _: config(1))
+    trials = [sweep.Trial(str(number), {}, config(asked)) for number in range(4)]
+    found, note = plan_trials(trials)
+    assert found == placed and words in note
+
+
+def test_the_table_has_the_best_first(tmp_path, capsys, monkeypatch):
+    losses = {"8": ("finished", 1.5, True), "16": ("finished", 1.2, True), "32": ("failed", 0.1, True)}
+    trials = [sweep.Trial(f"rank-{rank}", {"method.rank": rank}, None) for rank in losses]
+    monkeypatch.setattr(
+        sweep,
+        "describe",
+        lambda folder, name: (losses[name[5:]][0], f"{losses[name[5:]][1]:.4f}", *losses[name[5:]][:0:-1]),
+    )
+    assert show(trials, tmp_path) == "rank-16"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["rank", "state", "held-out", "loss"]
+    assert [line.split()[0] for line in lines[1:4]] == ["16", "8", "32"]
+    assert lines[4] == f"best: {tmp_path / 'rank-16'}"
+    assert json.loads((tmp_path / "sweep.json").read_text())["best"] == "rank-16"
+
+
+def test_a_value_that_its_key_does_not_take_is_refused_before_anything_starts(run_file):
+    ended = call("sweep", run_file, "method.rank=8,many")
+    assert ended.exit_code and "method.rank" in ended.output
+    assert not Path("runs").exists()
