@@ -37,11 +37,11 @@ from manyhands.model.loss import LossModel
 from manyhands.model.weights import StackedRows, stacked_layers, stored_form
 from manyhands.planner.types import Plan
 from tests.support.building import load_model
-from tests.support.experts import expert_model
+from tests.support.experts import HYBRIDS, expert_model
 from tests.support.tiny import tiny_plan, tiny_run
 
 TYPES = [model_type for family in families.FAMILIES if family.experts is not None for model_type in family.model_types]
-PLAIN = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "granitemoe", "gpt_oss")
+PLAIN = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "granitemoe", *HYBRIDS, "gpt_oss")
 SINKS = [model_type for family in families.FAMILIES if family.sinks for model_type in family.model_types]
 METHOD = MethodSection(name="lora", rank=4, alpha=8.0)
 CPU = torch.device("cpu")
@@ -71,7 +71,8 @@ def test_loss_and_gradients_are_those_of_the_loop(model_type: str) -> None:
     for name, gradient in gradients.items():
         own = model.get_parameter(f"{name}.weight" if name in stacks else name).grad
         own = stored_form(stacks[name], own) if name in stacks else own
-        assert distance(own, gradient) < 1e-5, name
+        # a decay's gradient is a small difference of large sums over all tokens, in float32
+        assert distance(own, gradient) < (1e-4 if name.endswith("A_log") else 1e-5), name
     model.zero_grad()
     loop.zero_grad()
     apply_lora(model, METHOD, seed=0)
@@ -193,17 +194,19 @@ def test_a_saved_model_is_its_source_and_its_facts_count_it(tmp_path: Path, mode
     facts = read_model_facts(source, "tiny", "pretrained")
     parameters = {name: tensor for name, tensor in before.items() if "correction_bias" not in name}
     assert facts.num_parameters == sum(tensor.numel() for tensor in before.values())
-    assert facts.num_active_parameters == facts.num_parameters - 2 * 6 * 3 * 48 * 64  # 6 of 8 experts rest, 2 blocks
+    idle = 6 * 3 * 48 * 64 * (1 if model_type == "jamba" else 2)  # 6 of 8 experts rest, in each block that has them
+    assert facts.num_active_parameters == facts.num_parameters - idle
     assert {shape[2:] for shape in facts.block_linear_shapes.values()} == {(1, 1), (8, 2)} and parameters
     for init in ("pretrained", "random"):
         assert read_model_facts(source, "tiny", init).block_linear_shapes == facts.block_linear_shapes
     model = load_model(plan_of(source, model_type), tiny_run(source))
-    linears = {
-        name: tuple(layer.weight.shape)
-        for name, layer in model.model.layers[1].named_modules()
-        if name in facts.block_linear_shapes
-    }
-    assert linears == {name: shape[:2] for name, shape in facts.block_linear_shapes.items()}
+    for index in range(2):
+        linears = {
+            name: tuple(layer.weight.shape)
+            for name, layer in model.model.layers[index].named_modules()
+            if name in facts.linears_of(index)
+        }
+        assert linears == {name: shape[:2] for name, shape in facts.linears_of(index).items()}
     export_model(tmp_path / "saved", model, source, "bfloat16", rank=0)
     after = contents(tmp_path / "saved")
     assert after.keys() == before.keys()
@@ -285,7 +288,7 @@ def test_a_compiled_block_has_one_graph_for_all_loads(method: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("qwen3_next", "carry a state"),
+        ("kimi_linear", "not been tried in packs"),
         ("openai_privacy_filter", "both directions"),
         ("glm_moe_dsa", "chooses tokens"),
         ("new", "not been tried"),

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from manyhands.core.errors import UserError
 from manyhands.facts.model import parameter_shapes, read_model_facts
-from manyhands.families import block_shapes, find, measured_types
-from tests.support.tiny import write_tiny_model
+from manyhands.families import block_shapes, find, measured_types, num_experts
+from tests.support.tiny import OF_FAMILY, write_tiny_model
 
 SIZES = {
     "hidden_size": 32,
@@ -63,7 +64,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 # Measured families, and what else their config.json may say.
-VARIANTS: dict[str, tuple[str, dict[str, object]]] = {kind: (kind, {}) for kind in measured_types()} | {
+HYBRIDS = [kind for kind in measured_types() if find(kind).mixers]
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    **{kind: (kind, {}) for kind in measured_types() if kind not in HYBRIDS},
+    **{kind: (kind, OF_FAMILY[kind]) for kind in HYBRIDS if not num_experts({"model_type": kind} | OF_FAMILY[kind])},
     "llama, biased": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mistral, windows": ("mistral", {"sliding_window": 16}),
     "gemma3_text, windows": ("gemma3_text", {"head_dim": 16, "sliding_window": 8}),
@@ -77,8 +81,7 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_shapes_follow_from_a_config_that_says_no_more_than_it_must(name: str, tmp_path: Path):
-    """By name and exactly what transformers saves, for every measured family."""
-    import torch
+    """Exactly what transformers saves, for every measured family; by name where files have the model's own names."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, more = VARIANTS[name]
@@ -88,18 +91,27 @@ def test_shapes_follow_from_a_config_that_says_no_more_than_it_must(name: str, t
     headers = read_model_facts(tmp_path, "tiny", "pretrained")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "dtype": "bfloat16"} | SIZES | more))
     formula = read_model_facts(tmp_path, "tiny", "random")
-    windows = {name: getattr(headers, name) for name in ("sliding_window", "num_windowed_layers")}
-    assert formula.model_copy(update=windows) == headers
-    block = model.model.layers[0]
+    others = ["sliding_window", "num_windowed_layers", *(["parameter_shapes"] if kind in HYBRIDS else [])]
+    assert formula.model_copy(update={name: getattr(headers, name) for name in others}) == headers
+    blocks = list(model.model.layers)
     assert headers.num_parameters == sum(p.numel() for p in model.parameters())
-    assert headers.num_block_parameters == sum(p.numel() for p in block.parameters())
-    linears = {k: (m.out_features, m.in_features) for k, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
-    assert {name: shape[:2] for name, shape in headers.block_linear_shapes.items()} == linears
-    assert headers.tied_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert headers.num_block_parameters == max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    assert headers.num_in_all_blocks == sum(p.numel() for p in model.model.layers.parameters())
+    for index, block in enumerate(blocks):
+        linears = {k: (m.out_features, m.in_features) for k, m in block.named_modules() if isinstance(m, nn.Linear)}
+        linears = {k: size for k, size in linears.items() if k not in find(kind).bypassed}
+        assert {name: shape[:2] for name, shape in headers.linears_of(index).items()} == linears
+    attention = next(
+        m for b in blocks for m in b.modules() if hasattr(m, "head_dim") and {"q_proj", "qkv_proj"} & {*m._modules}
+    )
+    assert headers.tied_embeddings == (model.lm_head.weight is model.get_input_embeddings().weight)
     assert headers.stored_dtype == "bfloat16"
-    assert headers.head_dim == block.self_attn.head_dim
-    normed = [linear for linear in ("q_proj", "k_proj") if hasattr(block.self_attn, linear.replace("proj", "norm"))]
-    assert headers.head_norm_elements == sum(getattr(block.self_attn, name).out_features for name in normed)
+    assert headers.head_dim == attention.head_dim
+    normed = [linear for linear in ("q_proj", "k_proj") if hasattr(attention, linear.replace("proj", "norm"))]
+    widths = {name: getattr(attention, name).out_features for name in normed}
+    widths |= {"q_proj": attention.o_proj.in_features} if normed else {}  # without a gate for each query
+    largest = max(blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
+    assert headers.head_norm_elements == (sum(widths.values()) if attention in largest.modules() else 0)
 
 
 def test_a_familys_defaults_stand_in_for_keys_that_are_not_there():
@@ -229,8 +241,9 @@ def test_sharded_weights(folder: Path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        ({"model_type": "zamba2"}, "zamba2 cannot be trained here.*share one attention"),
         ({"num_local_experts": 8}, "mixture of experts that cannot be trained here"),
-        ({"num_experts": 64, "model_type": "qwen3_next"}, "qwen3_next is a mixture of experts.*carry a state"),
+        ({"num_experts": 64, "model_type": "kimi_linear"}, "kimi_linear is a mixture of experts.*not been tried"),
         ({"vision_config": {}, "model_type": "git"}, "git is multimodal, and its config.json does not say which part"),
         (
             {"text_config": {"model_type": "gemma3_text"}, "vision_config": {}},

@@ -42,7 +42,7 @@ def names_of_families() -> re.Pattern[str]:
     """Model types, titles and prefixes of class names, without version numbers: llama, Qwen, Phi, ..."""
     types = {model_type for family in FAMILIES for model_type in family.model_types}
     words = {re.match("[a-z]+", kind)[0] for kind in types} | {family.name.split()[0] for family in FAMILIES}
-    stems = {re.match("[A-Za-z]+", word)[0].lower() for word in words} - {"command", "dots"}
+    stems = {re.match("[A-Za-z]+", word)[0].lower() for word in words} - {"command", "dots", "gpt"}
     return re.compile(rf"(?<![a-z])(?:{'|'.join(sorted(stems, key=len, reverse=True))})(?![a-z])", re.IGNORECASE)
 
 

@@ -49,6 +49,37 @@ LATENT: dict[str, Any] = {
 }
 
 
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 32,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "use_mamba_kernels": False,
+    },
+}
+
+
 def expert_config(model_type: str, **changes: Any) -> Any:
     """A config of ``model_type`` with those of the sizes above that it has, and with ``changes``."""
     from transformers import AutoConfig
@@ -57,7 +88,7 @@ def expert_config(model_type: str, **changes: Any) -> Any:
     values = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
     if hasattr(usual, "kv_lora_rank"):
         values |= LATENT
-    return AutoConfig.for_model(model_type, **values | changes)
+    return AutoConfig.for_model(model_type, **values | HYBRIDS.get(model_type, {}) | changes)
 
 
 def expert_model(model_type: str, *, eager: bool = True, **changes: Any) -> Any:

@@ -19,6 +19,13 @@ _LINEAR_ATTENTION: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
 # What makes a family itself: windows of 8 tokens, caps and scales far enough from 1 that forgetting them shows.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
@@ -54,8 +61,45 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "cohere": {"logit_scale": 0.25, "use_qk_norm": True},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "qwen3_5_text": _LINEAR_ATTENTION,
-    "qwen3_next": _LINEAR_ATTENTION | {"mlp_only_layers": [0, 1, 2], "num_experts": 4, "moe_intermediate_size": 32},
+    "qwen3_5_moe_text": _LINEAR_ATTENTION
+    | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2},
+    "olmo_hybrid": _LINEAR_ATTENTION,
+    "bamba": _MAMBA | {"mamba_d_head": "auto", "attn_layer_indices": [1]},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
+    "granitemoehybrid": _MAMBA
+    | {
+        "mamba_d_head": "auto",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 4.0,
+    },
+    "jamba": {
+        "num_experts": 1,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "use_mamba_kernels": False,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+    },
+    "qwen3_next": _LINEAR_ATTENTION | {"num_experts": 0},
     "mixtral": {"num_local_experts": 4},
     "gpt_neox": {"rotary_pct": 0.5},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},

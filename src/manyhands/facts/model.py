@@ -74,7 +74,8 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     block = max(blocks.values(), key=lambda block: sum(map(math.prod, block.values())), default={})
     block = block or families.block_shapes(families.find(config), config, config["num_hidden_layers"] - 1)
     active = families.experts_per_token(config)
-    linears = {index: _linear_shapes(found, groups, active) for index, found in blocks.items()} if groups else {}
+    differ = bool(groups or families.find(config).mixers)
+    linears = {index: _linear_shapes(found, groups, active) for index, found in blocks.items()} if differ else {}
     largest = _linear_shapes(block, groups, active)
     return ModelFacts(
         name=name,
@@ -101,7 +102,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_tower_parameters=num_tower_parameters,
         tower=tower,
         num_block_parameters=sum(map(math.prod, block.values())),
-        num_in_blocks=sum(math.prod(shape) for found in blocks.values() for shape in found.values()) if groups else 0,
+        num_in_blocks=sum(math.prod(shape) for found in blocks.values() for shape in found.values()) if differ else 0,
         block_linear_shapes=largest,
         other_linear_shapes={index: found for index, found in linears.items() if found != largest},
         block_norm_elements=norm_elements(block, config),
@@ -136,13 +137,15 @@ def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[
 def _linear_shapes(
     block: Mapping[str, tuple[int, ...]], groups: Mapping[str, int], active: int
 ) -> dict[str, LinearShape]:
-    """Without routers, which give a value for each expert, or one for a shared one."""
+    """Without routers, which give a value for each expert, or one for a shared one, and layers that are not called."""
     parents = {(name.rpartition(".experts.")[0], size) for name, num in groups.items() for size in (1, num)}
     return {
         name: LinearShape(shape[0], shape[1], groups[name], active) if name in groups else LinearShape(*shape)
-        for name, shape in ((name.removesuffix(".weight"), shape) for name, shape in block.items())
+        for full_name, name, shape in ((name, name.removesuffix(".weight"), shape) for name, shape in block.items())
         if len(shape) == 2
+        and full_name.endswith(".weight")
         and not _is_norm(f"{name}.weight")
+        and name not in families.bypassed_linears()
         and not any(name.startswith(f"{parent}.") and shape[0] == size for parent, size in parents)
     }
 

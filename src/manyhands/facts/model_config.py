@@ -135,8 +135,12 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _widest(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with one ``intermediate_size`` where each block has its own: the largest."""
-    sizes = fields.get("intermediate_size")
+    """The fields with one ``intermediate_size`` where each block has its own, the largest; and with the number of
+    blocks where only their kinds are listed.
+    """
+    sizes, kinds = fields.get("intermediate_size"), fields.get("layers_block_type")
+    if isinstance(kinds, list):
+        fields = {"num_hidden_layers": len(kinds), **fields}
     return {**fields, "intermediate_size": max(sizes, default=0)} if isinstance(sizes, list) else fields
 
 
@@ -199,8 +203,12 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
             why=reason,
             fix=f"use another mixture, such as {families.EXPERT_EXAMPLES}, or a dense text model",
         )
+    if reason := families.why_no_training(config):
+        fix = f"use another text model, such as {families.EXAMPLES}"
+        raise UserError(f"{kind} cannot be trained here", where=str(path), why=reason, fix=fix)
     refuse_other_quantization(config, path)
-    missing = [key for key in ("model_type", *NEEDED_KEYS) if not config.get(key)]
+    given = {"intermediate_size": config.get("moe_intermediate_size")} | dict(config)
+    missing = [key for key in ("model_type", *NEEDED_KEYS) if not given.get(key)]
     if missing:
         raise UserError(
             f"{kind} is not a known kind of decoder",
@@ -213,7 +221,7 @@ def check_supported(config: Mapping[str, Any], path: Path) -> None:
 
 def _check_heads(config: Mapping[str, Any], path: Path) -> None:
     heads, groups = families.num_heads(config)
-    wrong = [f"{key}: {config[key]!r}" for key in NEEDED_KEYS if not isinstance(config[key], int)]
+    wrong = [f"{key}: {config[key]!r}" for key in NEEDED_KEYS if key in config and not isinstance(config[key], int)]
     if not wrong and heads % groups:
         wrong = [f"num_attention_heads: {heads} is not a multiple of num_key_value_heads: {groups}"]
     if wrong:
@@ -244,7 +252,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-STATE_LAYERS = {"linear_attention", "conv"}
+STATE_LAYERS = {"linear_attention", "conv", "mamba", "attention", "hybrid"}
 PROBE_VERSION = "3"  # another one asks again
 TIMEOUT_S = 300.0  # most of it for importing torch from a cold disk
 

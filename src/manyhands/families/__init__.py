@@ -30,7 +30,7 @@ from manyhands.families.family import (
     num_experts,
     num_heads,
 )
-from manyhands.families.refused import EXPERTS_REFUSED, IMAGES_REFUSED
+from manyhands.families.refused import EXPERTS_REFUSED, IMAGES_REFUSED, STRUCTURE_REFUSED
 
 __all__ = [
     "IMAGES_REFUSED",
@@ -40,6 +40,7 @@ __all__ = [
     "ImageLayout",
     "KnownModule",
     "block_shapes",
+    "bypassed_linears",
     "expert_groups",
     "experts_per_token",
     "find",
@@ -54,6 +55,7 @@ __all__ = [
     "types_with_images",
     "why_no_experts",
     "why_no_images",
+    "why_no_training",
 ]
 
 MEASURED_WITH = "5.17."  # the transformers with which ``packs`` was measured (docs/equality.md)
@@ -106,9 +108,20 @@ def why_no_experts(config: Config) -> str:
     return EXPERTS_REFUSED.get(model_type, "its experts have not been tried")
 
 
+def why_no_training(config: Config) -> str:
+    """Why a text model with this config.json cannot be trained, experts aside; "" where it can."""
+    return STRUCTURE_REFUSED.get(str(config.get("model_type")), "")
+
+
 def known_modules() -> dict[str, KnownModule]:
     """Module classes that may be replaced by fused ones, by name. A family may use another's."""
     return {module.name: _describe(module, family) for family in FAMILIES for module in family.known_modules}
+
+
+@cache
+def bypassed_linears() -> tuple[str, ...]:
+    """Linear layers of blocks, by the end of their names, whose weights are read without their forward pass."""
+    return tuple(name for family in FAMILIES for name in family.bypassed)
 
 
 @cache

@@ -117,7 +117,13 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"
 
 def num_experts(config: Config) -> int:
     """Routed experts of a block; 0 for a dense model."""
-    return next((config[key] for key in NUM_EXPERTS if config.get(key)), 0)
+    kind, number = config.get("model_type"), next((config[key] for key in NUM_EXPERTS if config.get(key)), 0)
+    if kind == "jamba" and number == 1:
+        return 0
+    if kind == "nemotron_h":  # its configuration counts experts of a kind of block that a model need not have
+        blocks = config.get("layers_block_type") or config.get("hybrid_override_pattern") or ()
+        return number if {"moe", "E"} & set(blocks) else 0
+    return number
 
 
 def experts_per_token(config: Config) -> int:
@@ -164,6 +170,9 @@ class Family:
     peft_targets: tuple[str, ...] = ()  # the modules that PEFT adapts if none are named; (): it has to be told
 
     mixers: tuple[str, ...] = ()  # classes of modules that carry a state along a row, apart from attention
+    bypassed: tuple[str, ...] = ()  # linear layers of a block whose weights are read, and which are never called
+    block: Callable[[Config, int, bool], Shapes] | None = None  # its parameters but for experts; bool: it has none
+    masks_by_position: bool = True  # transformers' own masks keep documents of a pack apart by their positions
 
     packs: bool | None = None  # measured: documents of a pack are as if alone; None: not measured
 
@@ -198,7 +207,12 @@ def block_shapes(family: Family, config: Config, index: int = 0) -> Shapes:
     """
     shapes: Shapes = {}
     experts = None if _is_dense(family, config, index) else family.experts
-    for name, (out, into, bias) in _linears(family, config, experts).items():
+    if family.block is not None:
+        shapes |= family.block(config, index, experts is None)
+        linears = {} if experts is None else _experts(config, experts)
+    else:
+        linears = _linears(family, config, experts)
+    for name, (out, into, bias) in linears.items():
         shapes[f"{name}.weight"] = (out, into)
         if bias:
             shapes[f"{name}.bias"] = (out,)
@@ -206,6 +220,8 @@ def block_shapes(family: Family, config: Config, index: int = 0) -> Shapes:
         shapes[f"{experts.parent}.{experts.router}"] = (num_experts(config), config["hidden_size"])
         if experts.biases:
             shapes |= _expert_biases(config, experts)
+    if family.block is not None:
+        return shapes
     if family.sinks:
         shapes["self_attn.sinks"] = (num_heads(config)[0],)
     if family.latent_attention:
@@ -249,10 +265,12 @@ def _is_dense(family: Family, config: Config, index: int) -> bool:
     if family.experts is None or not num_experts(config):
         return True
     kinds = config.get("mlp_layer_types")
+    period = config.get("expert_layer_period") or 1
     return (
         index < (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
         or index in (config.get("mlp_only_layers") or ())
         or (index + 1) % (config.get("decoder_sparse_step") or 1) != 0
+        or (period > 1 and index % period != config.get("expert_layer_offset", 0))
         or bool(kinds and kinds[index] == "dense")
     )
 

@@ -19,11 +19,11 @@ POSITIONS = "which positions its tokens of images have, by row and column, is no
 OMNI = "a part that speaks hangs on the hidden states of its text, and positions depend on sound"
 SOUND = "it takes sound, and no images"
 
-_HYBRID = "layers that are not attention carry a state from one packed document into the next"
+_HYBRID = "its layers that are not attention have not been tried in packs"
 _INDEXER = "a part of its attention chooses tokens and gets no gradient"
 _EXPERTS = {
-    _HYBRID: "qwen3_next qwen3_5_moe qwen3_5_moe_text qwen4_exp qwen4_exp_text kimi_linear jamba granitemoehybrid "
-    "nemotron_h lfm2_moe zaya minimax",
+    _HYBRID: "qwen4_exp qwen4_exp_text kimi_linear zaya minimax",
+    "its experts have no gate, which the layout of stacks here requires": "nemotron_h",
     _INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4",
     "its tokens attend in both directions": "openai_privacy_filter",
     "its layers have both experts and a dense MLP, and its router has weights of its own": "gemma4 gemma4_text inkling "
@@ -31,6 +31,11 @@ _EXPERTS = {
 }
 EXPERTS_REFUSED = {name: reason for reason, names in _EXPERTS.items() for name in names.split()}
 """Model types with experts that cannot be trained here, each with its reason."""
+
+STRUCTURE_REFUSED = dict.fromkeys(
+    ("zamba", "zamba2"), "some of its blocks share one attention, and weights are counted and sharded by blocks here"
+)
+"""Model types of text that cannot be trained here for another reason."""
 
 INFERRED = ("aya_vision", "deepseek_vl", "janus", "qianfan_ocr", "vipllava")
 """Model types without a file of their own whose images were trained by what is inferred of them, with 5.17."""

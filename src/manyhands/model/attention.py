@@ -154,6 +154,13 @@ def count_positions(config: Any) -> int:
     return 4 if "mrope_section" in rope else 1
 
 
+def document_mask(positions: torch.Tensor) -> torch.Tensor:
+    """(1, t) positions of a pack -> (1, 1, t, t), True where a query sees a key: of its document, and not after it."""
+    documents = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)[0]
+    order = torch.arange(len(documents), device=documents.device)
+    return ((documents[:, None] == documents) & (order[:, None] >= order))[None, None]
+
+
 def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_positions: int = 1) -> dict[str, Any]:
     """What the model's forward pass needs, besides ``input_ids``, so that no row sees another.
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -173,6 +173,14 @@ class RowsOfDocuments(nn.Module):
 
     current: Current
 
+    def train(self, mode: bool = True) -> Self:
+        """Keeps the mixer itself from training mode, in which Mamba-2 hands the weight of its last layer to a kernel:
+        what was put in that layer's place (an adapter, another storage) would be passed over.
+        """
+        super().train(mode)
+        self.training = False
+        return self
+
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """(b, t, e) -> (b, t, e)"""
         rows = self.current.rows
@@ -206,7 +214,7 @@ def separate_states(model: Any) -> bool:
     mixers = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
     for name, module in mixers.items():
         mixer = with_class(module, _by_rows(type(module)))  # type: ignore[arg-type]
-        mixer.current = current  # type: ignore[assignment]
+        mixer.current, mixer.training = current, False  # type: ignore[assignment]
         model.set_submodule(name, mixer)
 
     def take_rows(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -173,11 +173,12 @@ def materialize(
 def rebuild_buffers(model: Any) -> None:
     """Compute buffers that no file holds (rotary frequencies, embedding scales) by the family's own initialization.
 
-    The parameters beside them are marked, transformers' own way to leave them alone.
+    Some families fill the buffers of their blocks by the rule of the decoder around them. All parameters are marked,
+    transformers' own way to leave them alone.
     """
     for _, module, owner in with_owners(model):
-        if module._non_persistent_buffers_set:
-            parameters = list(module.parameters(recurse=False))
+        if module._non_persistent_buffers_set or module is owner:
+            parameters = list(module.parameters(recurse=module is owner))
             for parameter in parameters:
                 setattr(parameter, MARK, True)
             owner._init_weights(module)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.core.limits import MAX_CHUNK_LOGITS, MIN_CHUNK_TOKENS
 from manyhands.core.terms import IS_FOR_VALUE, LANGUAGE_MODEL, LossTerm
@@ -29,7 +30,7 @@ from manyhands.data.batch.collate import NOISE_KEY, TEXT_ENTRIES
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.kernels.matmul import sum_dtype
-from manyhands.model.attention import attention_kwargs, count_positions
+from manyhands.model.attention import attention_kwargs, count_positions, document_mask
 from manyhands.model.documents import ROWS, Documents, Rows, follow_documents, separate_states
 from manyhands.model.multimodal import BY_OWN_FORWARD, Images
 from manyhands.training.types import StepFigures
@@ -262,6 +263,8 @@ class LossModel(nn.Module):
         kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
         if self.has_states and (rows := Rows.of(batch)) is not None:
             kwargs[ROWS] = rows
+            if config._attn_implementation == "sdpa" and not families.find(config.model_type).masks_by_position:
+                kwargs["attention_mask"] = document_mask(batch["position_ids"])
         values = {term.value.name for term in self.terms if term.value is not None} | {IS_FOR_VALUE}
         taken = TEXT_ENTRIES.union(values, *(term.entries for term in self.terms))
         taken |= set(self.images.entries) if self.images else set()

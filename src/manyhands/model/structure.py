@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from manyhands import families
 from manyhands.core.errors import UserError
 
 
@@ -133,13 +134,17 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear layer inside a block, by its full name; neither embeddings nor the head, nor routers."""
+    """Every linear layer inside a block, by its full name; neither embeddings nor the head, nor routers, nor layers
+    that are not called.
+    """
     parents = {name.rpartition(".")[0]: experts.num_experts for name, experts in find_experts(model).items()}
     return {
         full_name: module
         for block_name, block in find_blocks(model).items()
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and not _routes(full_name := f"{block_name}.{name}", module, parents)
+        if isinstance(module, nn.Linear)
+        and not _routes(full_name := f"{block_name}.{name}", module, parents)
+        and not full_name.endswith(families.bypassed_linears() or ("-",))
     }
 
 
