@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.config.schema import MethodSection
-from manyhands.convert.fp8 import Fp8Linear, StoredFp8Linear
+from manyhands.convert.fp8 import StoredFp8Linear
 from manyhands.convert.grouped import GroupedLinear, hold
 from manyhands.convert.lora import LoraLinear, initialize_adapters, lora_class
 from manyhands.convert.nf4 import Nf4Linear
@@ -22,8 +22,6 @@ STORAGES: dict[str, tuple[Any, ...]] = {
     "nf4": (Nf4Linear,),
     "nf4 of one level": (Nf4Linear, False),
     "stored fp8": (StoredFp8Linear,),
-    "fp8": (Fp8Linear,),
-    "stored and computed in fp8": (StoredFp8Linear,),
 }
 
 
@@ -39,16 +37,14 @@ def make_stack(storage: str, method: MethodSection | None) -> Any:
         stack = lora_class(type(stack))(stack, method)
         initialize_adapters(nn.ModuleDict({"stack": stack}), seed=0)
         nn.init.normal_(stack.lora_B.weight)
-    computes = storage in ("fp8", "stored and computed in fp8")
-    return stack.train(computes)
+    return stack
 
 
 def linear_of(stack: Any, group: int, method: MethodSection | None) -> nn.Linear:
-    """The layer of one group, adapted like it, with a dense weight or one whose matmuls are in fp8."""
+    """The layer of one group, adapted like it, with a dense weight."""
     rows = slice(group * OUTPUTS, (group + 1) * OUTPUTS)
     linear: Any = nn.Linear(INPUTS, OUTPUTS, bias=False).requires_grad_(False)
     linear.weight.copy_(stack.weight[rows])
-    linear = Fp8Linear(linear) if getattr(stack, "in_fp8", False) else linear
     if method is not None:
         linear = lora_class(type(linear))(linear, method)
         with torch.no_grad():

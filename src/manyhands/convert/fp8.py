@@ -2,8 +2,8 @@
 
 A layer keeps its weight, the same parameter under the same name in the same dtype, or as fp8 values alone
 (``model.frozen_dtype``); training passes alone compute in fp8 with it. Evaluation, generation, export and verification
-multiply in the compute dtype with the same weights: the model that will be used. The head, embeddings, and layers whose
-sides are not multiples of 16 stay in the compute dtype.
+multiply in the compute dtype with the same weights: the model that will be used. The head, embeddings, stacks of
+experts, and layers whose sides are not multiples of 16 stay in the compute dtype.
 
 Whether fp8 is accurate enough for this model and this data is measured before the first step on a real micro-batch.
 Every rank computes the same passes in the same order, so that it works where weights are sharded.
@@ -70,12 +70,6 @@ class Fp8Linear(nn.Linear):
         if not self.in_fp8:
             return F.linear(x, self.weight, self.bias)
         return fp8_linears(x, [Layer((self.operand,), self.bias)], self.quantized)[0]
-
-    def multiply_in_fp8(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
-        """With these rows of the weight: those of a group (``convert/grouped.py``)."""
-        held = self.quantized
-        held = None if held is None else QuantizedWeights(held.values[rows], held.scales[rows], None)
-        return fp8_linears(x, [Layer((self.operand[rows],))], held)[0]
 
 
 class StoredFp8Linear(Fp8Linear):
@@ -155,18 +149,20 @@ def store_in_fp8(model: nn.Module) -> list[str]:
 
 
 def use_fp8(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Put an ``Fp8Linear`` in the place of the blocks' linear layers; names of those, and of those whose sides do not
-    fit.
+    """Put an ``Fp8Linear`` in the place of the blocks' linear layers but for stacks; names of those, and of those whose
+    sides do not fit.
 
     For a model on meta, before adapters. UserError where there is no layer that fits.
     """
     swapped, left = [], []
     for name, linear in block_linears(model).items():
+        if isinstance(linear, Grouped):
+            continue
         if not has_features(*sides_of(linear)):
             left.append(name)
             continue
         if not isinstance(linear, Fp8Linear):
-            model.set_submodule(name, hold(linear, Fp8Linear))
+            model.set_submodule(name, Fp8Linear(linear))
         swapped.append(name)
     if not swapped:
         raise UserError(
@@ -181,7 +177,10 @@ def use_fp8(model: nn.Module) -> tuple[list[str], list[str]]:
 
 def fp8_layers(model: nn.Module) -> dict[str, Fp8Linear]:
     """The layers that can compute in fp8, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+    modules = model.named_modules()
+    return {
+        name: module for name, module in modules if isinstance(module, Fp8Linear) and not isinstance(module, Grouped)
+    }
 
 
 def set_matmuls(model: nn.Module, kind: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.kernels.grouped import grouped_matmul, multiply_groups, rows_of_groups
+from manyhands.kernels.grouped import grouped_matmul, multiply_groups
 from manyhands.model.weights import QuantizedLayer
 
 
@@ -24,23 +24,13 @@ class Grouped:
     num_groups: int
     stored_transposed: bool  # model.weights.StackedLayer
     weight: Any
+    in_fp8 = False  # products of groups are in the compute dtype, also of weights that are kept in fp8
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """(n, i) -> (n, o)"""
-        if getattr(self, "in_fp8", False):
-            return self._multiply_in_fp8(x, ends)
         if isinstance(self, QuantizedLayer):
             return _QuantizedMatmul.apply(x, ends, self)
         return grouped_matmul(x, self.weight.unflatten(0, (self.num_groups, -1)), ends)
-
-    def _multiply_in_fp8(self: Any, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        size = self.out_features // self.num_groups
-        parts = [
-            self.multiply_in_fp8(x[rows], slice(group * size, (group + 1) * size))
-            for group, rows in enumerate(rows_of_groups(ends))
-            if rows.start < rows.stop
-        ]
-        return torch.cat(parts) if parts else x.new_zeros(0, size)
 
 
 class _QuantizedMatmul(torch.autograd.Function):

@@ -12,6 +12,17 @@ from manyhands.planner.memory.input import is_saved
 FUSED = "experts.gate_up_proj"
 
 
+def fuses_experts(config: RunConfig, model: ModelFacts) -> bool:
+    """Whether all stacks of gated experts have plain adapters, as convert/fused_experts.py asks."""
+    method = config.method
+    stacks = [name for name, shape in model.block_linear_shapes.items() if shape.groups > 1]
+    if not method.trains_adapters or method.dropout or not any(name.endswith(FUSED) for name in stacks):
+        return False
+    patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
+    names = [f"{model.decoder}.layers.{model.num_layers - 1}.{name}" for name in stacks]
+    return all(any(matches(name, pattern) for pattern in patterns) for name in names)
+
+
 def check_experts(config: RunConfig, model: ModelFacts) -> None:
     """UserError where keys of experts meet a model without any, or adapters do not fit its experts."""
     if not model.has_groups:

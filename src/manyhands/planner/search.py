@@ -27,6 +27,7 @@ from manyhands.planner.checks import check_disk, estimate_disk, explain_samples,
 from manyhands.planner.choices import Decisions, decide, fuses_optimizer, resolve_auto
 from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.efficiency import with_efficiency
+from manyhands.planner.experts import fuses_experts
 from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
 from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
 from manyhands.planner.layout import DTYPE_BYTES, lay_out, mesh_of
@@ -295,6 +296,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         needs_all_gradients=config.optimizer.max_grad_norm > 0
         or "skip" in (config.guards.nonfinite, config.guards.spike),
         fuses_modules="fused_modules" in converters and bool(family.known_modules) and fits,
+        fuses_experts=fuses_experts(config, facts.model),
     )
 
 

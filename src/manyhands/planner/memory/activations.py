@@ -123,6 +123,8 @@ def block_bytes_per_token(s: EstimateInput) -> int:
                                     values once more as they were copied, 2 c k
     of a frozen model               neither inputs of linear layers nor the MLP's product: gradients pass through alone
     rows sorted by group of stacks  2 c H for each group of a token: its input and its result
+    of experts with fused adapters  instead of these two 2 c I, and 2 c r + 16 for each group: gate and up, low-rank
+                                    values, places of rows
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
     ==============================  ===================================================================================
     """
@@ -136,6 +138,8 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
     mlp = c * m.intermediate_size * (2 if eager_fused else 3 if s.layout.compile else 4)
     mlp += 2 * c * m.rows_per_token * m.hidden_size
+    if s.fuses_experts:
+        mlp = 2 * c * m.intermediate_size + m.rows_per_token * (2 * c * s.adapter_rank + 16)
     merged = c * max(0, q + k - m.head_norm_elements) if s.merges_queries else 0
     if s.freezes_text:
         return norms + attention + merged + mlp - c * m.intermediate_size

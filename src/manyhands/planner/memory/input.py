@@ -104,6 +104,7 @@ class EstimateInput:
     needs_all_gradients: bool = True  # before the update: to clip them, or to skip it
     reference: str = "none"  # Plan.reference
     fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
+    fuses_experts: bool = False  # adapters of experts are computed with their gate (fused_experts.py)
 
     @property
     def merges_queries(self) -> bool:

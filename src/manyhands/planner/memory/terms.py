@@ -134,7 +134,7 @@ def quantized_weights(s: EstimateInput) -> int:
     """
     if not s.fp8_blocks or s.fp8_weights or s.trains_everything or s.num_shards > 1 or s.layout.offload == "all":
         return 0
-    return 2 * s.num_in_linears
+    return 2 * (s.num_in_linears - s.model.sum_linears(lambda shape: shape.size if shape.groups > 1 else 0))
 
 
 def state_bytes(s: EstimateInput) -> int:
@@ -220,13 +220,15 @@ def _gathered_partially_trained(s: EstimateInput, t: TrainedWeights) -> int:
 
 def dequantized(s: EstimateInput) -> int:
     """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks if these
-    are quantized. In fp8 quantized values.
+    are quantized. In fp8 quantized values, and ``n c`` of a stack that is kept so.
     """
+    shapes = s.model.block_linear_shapes.values()
+    stack = max((shape.size for shape in shapes if shape.groups > 1), default=0) * s.compute_bytes * s.fp8_weights
     if s.fp8_blocks and not quantized_weights(s):  # fp8 values of gate and up, for y or for dX
-        return sum(sorted(shape.size for shape in s.model.block_linear_shapes.values())[-2:])
+        return max(stack, sum(sorted(shape.size for shape in shapes if shape.groups == 1)[-2:]))
     if not s.nf4_blocks:
-        return 0
-    largest = max(shape.size for shape in s.model.block_linear_shapes.values())
+        return stack
+    largest = max(shape.size for shape in shapes)
     return largest * s.compute_bytes + 5 * largest // 64 * s.nf4_double
 
 

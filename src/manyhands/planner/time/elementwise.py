@@ -15,10 +15,12 @@ def moved_values(e: EstimateInput, *, backward: bool) -> float:
     """Read and written for a token in one block's forward or backward pass."""
     moved = _compiled(e, backward=backward) if e.layout.compile else _one_by_one(e, backward=backward)
     if e.fp8_blocks:  # fp8 values of each layer's input, or of its result's gradient
-        moved += 1.5 * sum(s.active_out if backward else s.into for s in e.model.block_linear_shapes.values())
+        dense = [shape for shape in e.model.block_linear_shapes.values() if shape.groups == 1]
+        moved += 1.5 * sum(shape.out if backward else shape.into for shape in dense)
         if backward and e.trains_everything:  # both sides of dW are transposed: a byte read, one written
-            moved += 2 / e.compute_bytes * sum(s.active_out + s.into for s in e.model.block_linear_shapes.values())
-    return moved
+            moved += 2 / e.compute_bytes * sum(shape.out + shape.into for shape in dense)
+    # rows of tokens are sorted by expert and summed
+    return moved + 3 * e.model.rows_per_token * e.model.hidden_size
 
 
 def num_kernels(e: EstimateInput, *, backward: bool) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 
+from manyhands.facts.types import LinearShape
 from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.layout import Checkpointing
 from manyhands.planner.memory.activations import moved_bytes
@@ -105,6 +106,10 @@ def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
     total = 0.0
     for shape in e.model.block_linear_shapes.values():
         out, into = shape.active_out, shape.into
+        if shape.groups > 1:
+            trains = 0.0 if e.num_adapter_parameters else trained_share(e)
+            total += (1.0 + trains if backward else 1.0) * grouped_s(s, tokens, shape)
+            continue
         if not backward:
             total += matmul_s(s, tokens, out, into, fp8=fp8)
             continue
@@ -112,6 +117,17 @@ def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
         if not e.num_adapter_parameters:
             total += trained_share(e) * matmul_s(s, out, into, tokens, fp8=fp8)
     return total + adapters(s, tokens, backward=backward)
+
+
+def grouped_s(s: TimeInput, tokens: float, shape: LinearShape) -> float:
+    """Seconds of the product of each group's rows with its weight, as ``matmul_s``: a group's last tile of rows is half
+    full in the mean, and all groups' weights are read.
+    """
+    rows, out = tokens * shape.active, shape.out // shape.groups
+    tiles = (rows / TILE[0] + shape.groups / 2) * math.ceil(out / TILE[1])
+    tiled = 2.0 * TILE[0] * TILE[1] * shape.into * max(tiles, NUM_PROCESSORS) / s.rates.matmul_burst
+    moved = (rows * (shape.into + out) + shape.size) * s.estimate.compute_bytes
+    return max(2.0 * rows * out * shape.into / s.rates.matmul, tiled, moved / s.rates.memory)
 
 
 def trained_share(e: EstimateInput) -> float:
@@ -124,7 +140,8 @@ def trained_share(e: EstimateInput) -> float:
 def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
     """LoRA's narrow matmuls, which only move bytes: forward ``c T (i + 2 o)`` for each adapted layer of i inputs and o
     outputs (its input read, its output read and written); backward ``c T (2 o + 3 i)``. Fused, layers of one input read
-    it once, and their sums stay in place; else outputs are scaled and added apart, ``c T 3 o`` more each way.
+    it once, and their sums stay in place; else outputs are scaled and added apart, ``c T 3 o`` more each way. Of fused
+    experts the results of both stacks alone are read and written, and backward what their gradients are read from.
     """
     e = s.estimate
     if not e.num_adapter_parameters:
@@ -132,7 +149,10 @@ def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
     share = min(1.0, e.num_adapter_parameters / max(1, full_adapter_parameters(e)))
     moved = 0.0
     for shape in e.model.block_linear_shapes.values():
-        out, into = shape.active_out, shape.into
+        out, into = shape.active_out, shape.into * shape.active
+        if shape.groups > 1 and e.fuses_experts:
+            moved += shape.active * e.model.hidden_size * (2 if backward else 1)
+            continue
         moved += (2 * out + 3 * into) if backward else (into + 2 * out)
         moved += 0 if e.fuses_modules else 3 * out
         moved += into * (1.5 if e.adapter_dropout else 0.0) + out * (2 if e.adapter_dora else 0)
@@ -236,9 +256,10 @@ def dequantization(s: TimeInput) -> float:
     passes += e.reference == "adapters"
     if e.nf4_blocks:
         return passes * e.num_in_linears * (0.5 + e.compute_bytes) / s.rates.memory
+    in_stacks = e.model.sum_linears(lambda shape: shape.size if shape.groups > 1 else 0)
     if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized again in each pass
-        return passes * e.num_in_linears * (e.compute_bytes + 1) / s.rates.memory
-    return 0.0
+        return passes * (e.num_in_linears - in_stacks) * (e.compute_bytes + 1) / s.rates.memory
+    return passes * in_stacks * (e.compute_bytes + 1) * e.fp8_weights / s.rates.memory
 
 
 def modes(e: EstimateInput) -> tuple[Checkpointing, ...]:
