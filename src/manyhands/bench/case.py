@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.bench.rows import BY_NAME, BenchRow, mix_lengths, new_run, say
-from manyhands.bench.shapes import write_model_folder, write_rows
+from manyhands.bench.shapes import write_model_folder, write_pairs, write_rows
 from manyhands.bench.summary import dtypes, lease, memory, rates, watch
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
@@ -52,7 +52,7 @@ def make_config(folder: Path, row: BenchRow, world_size: int, num_steps: int, ov
     """The run of a row. Everything that tunes is left to the plan."""
     mapping: dict[str, Any] = {
         "name": "bench",
-        "task": "sft" if row.data == "images" else "cpt",
+        "task": {"images": "sft", "pairs": "preference"}.get(row.data, "cpt"),
         "model": {"name": str(folder / "model"), "init": "random"},
         "method": {"name": row.method} | ({} if row.method == "full" else {"rank": 16, "alpha": 32.0}),
         "data": {
@@ -247,7 +247,9 @@ def find_facts(
     if not (folder / "model").exists():
         write_model_folder(folder / "model", row.shape, layers)
     rows = folder / f"{row.data}-{row.length}.jsonl"
-    if lengths or not rows.exists():
+    if row.data == "pairs":
+        write_pairs(rows, max(64, row.rows * world_size), row.length)
+    elif lengths or not rows.exists():
         write_rows(rows, row_lengths(row, lengths, world_size))
     config = make_config(folder, row, world_size, num_steps, keys)
     return config, gather_facts(config, world_size=world_size, saves=False, identify=False, report=lambda _: None)

@@ -33,8 +33,8 @@ class BenchRow:
     recorded: dict[int, tuple[int, float]] = field(default_factory=dict)
     rows: int = 2
     length: int = 4096
-    # samples of one length, a mix of ``MIXES``, or messages with images that the caller has written
-    data: Literal["full", "mix", "chats", "long", "images"] = "full"
+    # samples of one length, a mix of ``MIXES``, pairs of answers, or messages with images that the caller has written
+    data: Literal["full", "mix", "chats", "long", "pairs", "images"] = "full"
     keys: dict[str, Any] = field(default_factory=dict)
 
 
@@ -52,6 +52,7 @@ TABLE = (
     BenchRow("8b-qlora-recompute", "Llama-8B QLoRA, full activation checkpointing", "llama8b", "qlora", 1,
         {1: (11_281, 7.7)}, keys=CHECKPOINTED),
     BenchRow("8b-lora-mix", "Llama-8B LoRA, lengths 64 to 4,096, packed", "llama8b", "lora", 1, data="mix", rows=16),
+    BenchRow("8b-dpo", "Llama-8B LoRA by DPO, pairs of 2 x 2,048", "llama8b", "lora", 1, data="pairs", length=2048),
     BenchRow("27b-qlora", "Gemma-3-27B QLoRA", "gemma27b", "qlora", 2, {1: (4_754, 69.2), 2: (4_782, 72.1)}, rows=1),
     BenchRow("32b-qlora", "Qwen3-32B QLoRA", "qwen32b", "qlora", 4,
         {1: (3_849, 81.4), 2: (3_871, 81.9), 4: (3_469, 81.9)}, rows=1),

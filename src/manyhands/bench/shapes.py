@@ -49,6 +49,21 @@ def write_rows(file: Path, lengths: list[int], seed: int = 1) -> None:
             out.write(json.dumps({"input_ids": [*choose.choices(range(2, NUM_WORDS), k=length - 1), 1]}) + "\n")
 
 
+def write_pairs(file: Path, num_pairs: int, length: int, seed: int = 1) -> None:
+    """Pairs of answers in words, each a token: half of ``length`` is prompt, and each answer ends with <eos>."""
+    import random
+
+    choose = random.Random(seed)
+
+    def say(count: int) -> str:
+        return " ".join(f"w{i}" for i in choose.choices(range(2, NUM_WORDS), k=count))
+
+    with file.open("w") as out:
+        for _ in range(num_pairs):
+            answers = {key: " " + say(length - length // 2 - 1) for key in ("chosen", "rejected")}
+            out.write(json.dumps({"prompt": say(length // 2), **answers}) + "\n")
+
+
 def flops_per_token(shape: str, length: int, *, full: bool) -> float:
     """Operations a token: 6 a matmul weight where all are trained, 4 where adapters are, plus causal attention forward
     and backward.
