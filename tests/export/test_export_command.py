@@ -65,7 +65,8 @@ def make_run(
     run = RunFolder(root / "tiny")
     run.create()
     run.write_config(config)
-    run.write_plan(make_plan(config, source))
+    plan = make_plan(config, source)
+    run.write_plan(plan)
     models = {}
     for step in (5, 7):
         model = make_model(seed=step) if method == "full" else adapt(make_model())
@@ -74,7 +75,8 @@ def make_run(
                 if parameter.requires_grad:
                     parameter.mul_(1 + step / 10)
         state = {"step": step, "best_step": 5}
-        save_checkpoint(run.checkpoints / f"step-{step:06d}", model, None, state, rank=0, world_size=1)
+        folder, extra = run.checkpoints / f"step-{step:06d}", describe_run(config, plan)
+        save_checkpoint(folder, model, None, state, rank=0, world_size=1, manifest_extra=extra)
         models[step] = model.eval()
     return run.path, models
 

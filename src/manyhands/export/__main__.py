@@ -85,7 +85,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
     run_folder, checkpoint = find_checkpoint(source)
     run = RunFolder(run_folder)
     config, plan = read_for_export(run, dtype)
-    refuse_other_checkpoint(checkpoint, config, run)
+    refuse_other_checkpoint(checkpoint, run.read_config(), run)  # as it was asked for, in whatever dtype it is saved
     is_adapter = config.method.trains_adapters and not merge
     if merge:
         refuse_merge(config, plan, run_folder)
