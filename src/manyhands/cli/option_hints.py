@@ -164,7 +164,7 @@ def _write(command: str, name: str, value: str, known: Sequence[str], others: Ma
     path = _table("stand_for").get(name, name)
     key = path if path in table() else nearest(path)
     if key in table() and key.rpartition(".")[2] == path.rpartition(".")[2]:
-        return f"write {key}={value or '...'}: {table()[key].sentence}"
+        return f"write {key}={value if _may_be(key, value) else '...'}: {table()[key].sentence}"
     told = hint(path, _parse(value))
     if told.startswith((";", ": did you mean")):
         if name in others:
@@ -200,6 +200,14 @@ def _write_without_keys(command: str, name: str, value: str, known: Sequence[str
     if (key := nearest(_table("stand_for").get(name, name))) in table():
         return f"{key} is a key of the run file, for training: manyhands train RUN.yaml {key}={value or '...'}"
     return f"`manyhands {command} -h` lists its options"
+
+
+def _may_be(key: str, value: str) -> bool:
+    """Whether ``value`` is one of the words that are allowed, where only words are."""
+    from manyhands.config.keys import table
+
+    words = re.split(", | or ", table()[key].allowed)
+    return bool(value) and (f"`{value}`" in words or not all(re.fullmatch("`.+`", word) for word in words))
 
 
 def _by_name(options: Sequence[str]) -> dict[str, str]:

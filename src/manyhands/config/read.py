@@ -248,7 +248,7 @@ def _explain_folder(path: Path) -> UserError:
             "name it in model.name; `manyhands init --model FOLDER --data FILE` writes a run file",
         )
     elif any(file.name.lower().removesuffix(".gz").endswith(DATA_SUFFIXES) for file in path.glob("*")):
-        what, fix = "a folder of data", f"name it in data.train; `manyhands init --data {path}` writes a run file"
+        what, fix = "a folder of data", _name_data(path)
     else:
         what, fix = "a folder", f"give a .yaml, .toml or .json file; {_run_files(path)}"
     return UserError(f"this is {what}, not a run file", where=str(path), fix=fix)
@@ -259,8 +259,7 @@ def _explain_name(path: Path) -> UserError:
     text = str(path)
     if os.path.exists(path):
         if path.name.lower().removesuffix(".gz").endswith(DATA_SUFFIXES):
-            fix = f"name it in data.train; `manyhands init --data {text}` writes a run file"
-            return UserError("this is a data file, not a run file", where=text, fix=fix)
+            return UserError("this is a data file, not a run file", where=text, fix=_name_data(path))
         return UserError(f"a run file ends in {', '.join(SUFFIXES)}", where=text, fix="rename it, or give another file")
     if "=" in text:
         return UserError(
@@ -269,7 +268,15 @@ def _explain_name(path: Path) -> UserError:
             why=f"{text} sets a key, and it stands where the run file is expected",
             fix=f"give the run file first: manyhands train RUN.yaml {text}; {_run_files(Path())}",
         )
-    return UserError("the run file does not exist", where=text, fix=_run_files(path.parent))
+    model = f"; of a model: --model {text} --data FILE" if re.fullmatch(r"[\w.-]+/[\w.-]+", text) else ""
+    return UserError("the run file does not exist", where=text, fix=_run_files(path.parent) + model)
+
+
+def _name_data(path: Path) -> str:
+    return (
+        f"name it in data.train, or write --data {path} with --model OWNER/NAME; `manyhands init --data {path}` writes "
+        "a run file"
+    )
 
 
 def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
