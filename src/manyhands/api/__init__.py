@@ -13,25 +13,46 @@ from manyhands.api.distributed import (
     is_distributed_available,
     print_distributed_info,
 )
+from manyhands.api.foreign import (
+    UnslothVisionDataCollator,
+    get_chat_template,
+    is_bfloat16_supported,
+    standardize_sharegpt,
+    train_on_responses_only,
+)
 from manyhands.api.model import LanguageModel, load
+from manyhands.api.results import TrainerState, TrainOutput
 from manyhands.api.runs import TrainedRun, plan, train
-from manyhands.api.trainer import FastLanguageModel, Trainer
+from manyhands.api.trainer import FastLanguageModel, FastModel, FastVisionModel, Trainer
 from manyhands.core.errors import UserError
+
+SFTTrainer, SFTConfig = Trainer, TrainingArguments  # TRL's names
 
 __all__ = [
     "FastLanguageModel",
+    "FastModel",
+    "FastVisionModel",
     "LanguageModel",
+    "SFTConfig",
+    "SFTTrainer",
+    "TrainOutput",
     "TrainedRun",
     "Trainer",
+    "TrainerState",
     "TrainingArguments",
+    "UnslothVisionDataCollator",
     "UserError",
     "distributed_info",
+    "get_chat_template",
     "get_local_rank",
     "get_rank",
     "get_world_size",
+    "is_bfloat16_supported",
     "is_distributed_available",
     "load",
     "plan",
     "print_distributed_info",
+    "standardize_sharegpt",
     "train",
+    "train_on_responses_only",
 ]

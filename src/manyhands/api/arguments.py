@@ -23,11 +23,11 @@ from manyhands.importers import transformers as hf
 from manyhands.importers.translation import ImportContext, Translation, Translator
 
 WHERE = "the trainer's arguments"
-OWN = names("enable_distributed_training distributed_backend")
+OWN = names("enable_distributed_training distributed_backend overwrite")
 SFT = names(
     "max_length max_seq_length packing packing_strategy completion_only_loss assistant_only_loss dataset_text_field "
     "dataset_kwargs dataset_num_proc eos_token pad_token activation_offloading shuffle_dataset loss_type padding_free "
-    "eval_packing pad_to_multiple_of chat_template_path"
+    "eval_packing pad_to_multiple_of chat_template_path model_init_kwargs"
 )
 ARGUMENTS = frozenset(key for key in hf.KEYS if "." not in key) | SFT | OWN
 # Of FastLanguageModel, by the name that TRL has for it.
@@ -44,8 +44,22 @@ ADAPTER = names(
     "random_state use_rslora use_dora modules_to_save init_lora_weights loftq_config"
 )
 MODEL = names("model_name revision dtype load_in_4bit load_in_8bit full_finetuning device_map trust_remote_code")
-KEYS = trl.KEYS | ARGUMENTS | ADAPTER | MODEL | names("eval_dataset train_dataset new_tokens adapter")
+KEYS = (
+    trl.KEYS
+    | ARGUMENTS
+    | ADAPTER
+    | MODEL
+    | names("eval_dataset train_dataset new_tokens adapter finetune_vision_layers")
+)
 OPEN = trl.OPEN | {"device_map", "loftq_config"}
+# Of from_pretrained in TRL's model_init_kwargs, by the names that these have here; the others have the same.
+MODEL_INIT = {"torch_dtype": "dtype", "pretrained_model_name_or_path": "model_name"}
+QUANTIZATION = {
+    "load_in_4bit": "load_in_4bit",
+    "load_in_8bit": "load_in_8bit",
+    "bnb_4bit_quant_type": "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+}  # of transformers' BitsAndBytesConfig
 DEFAULTS = names(
     "learning_rate num_train_epochs per_device_train_batch_size lr_scheduler_type logging_steps save_steps seed"
 )
@@ -116,6 +130,27 @@ def read_arguments(arguments: Any) -> dict[str, Any]:
     )
 
 
+def read_model_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``model_init_kwargs`` by the names of ``FastLanguageModel``, a ``quantization_config`` in them too."""
+    if not isinstance(options, Mapping):
+        raise UserError(f"model_init_kwargs is a {type(options).__name__}", fix="give a dict")
+    found = {MODEL_INIT.get(name, name): value for name, value in options.items() if name != "quantization_config"}
+    return found | read_quantization(options.get("quantization_config"))
+
+
+def read_quantization(config: Any) -> dict[str, Any]:
+    """transformers' ``BitsAndBytesConfig``. UserError for another one."""
+    if config is None:
+        return {}
+    if type(config).__name__ != "BitsAndBytesConfig":
+        raise UserError(
+            f"quantization_config is a {type(config).__name__}",
+            fix="leave it out: load_in_4bit=True trains an adapter beside NF4 weights, and a model that is stored "
+            "quantized is read as it is",
+        )
+    return {ours: getattr(config, name) for name, ours in QUANTIZATION.items() if getattr(config, name, False)}
+
+
 def as_file(given: Mapping[str, Any]) -> ParsedFile:
     """The parameters of model, adapter and training as the keys of a file."""
     keys = {name: _as_json(value) for name, value in given.items()}
@@ -153,6 +188,7 @@ def _translate_own(t: Translator, num_gpus: int) -> Iterator[str]:
     yield from _map_memory(t)
     yield from _map_adapter(t)
     _map_method(t)
+    t.no_op("overwrite", "of the folder")
     t.map("eval_dataset", "data.validation")
     t.map("new_tokens", "model.new_tokens")
     t.map("adapter", "method.adapter")
@@ -217,6 +253,10 @@ def _map_adapter(t: Translator) -> Iterator[str]:
     else:
         t.only("init_lora_weights", (True, None), "B begins at zero, or write loftq")
     t.only("loftq_config", (None, {}), "init_lora_weights: loftq needs no further options")
+    if t.flag("finetune_vision_layers"):
+        t.substitute("finetune_vision_layers", {}, "adapters are for the language model alone: the vision tower stays "
+                     "frozen; overrides={'method.parts': {'vision': 'trained'}} trains its own weights")  # fmt: skip
+    t.no_op("finetune_vision_layers")
     if t.has("random_state") and t.has("seed") and t.get("seed") != t.get("random_state"):
         t.ignore("random_state", "`seed` is the one seed of weights, order and dropout")
     elif t.has("random_state"):

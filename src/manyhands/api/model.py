@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import operator
 import os
-import subprocess
-import sys
+import tempfile
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from manyhands.api.outputs import Outputs
+from manyhands.api.process import run_module
+from manyhands.config.text import names
 from manyhands.core.errors import UserError
-from manyhands.core.text import printable
 from manyhands.data.read.messages import RowRefused
-from manyhands.export.record import copy_output
 
+# What transformers' model in memory has, and is had from there.
+OF_MODEL = names(
+    "parameters named_parameters buffers modules named_modules state_dict dtype generation_config get_input_embeddings "
+    "get_output_embeddings num_parameters get_memory_footprint"
+)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -46,7 +51,7 @@ def check_device_map(device_map: Any) -> str | dict[str, Any] | None:
     )
 
 
-class LanguageModel:
+class LanguageModel(Outputs):
     """A model that answers. Nothing of it is in memory before the first answer."""
 
     def __init__(
@@ -83,25 +88,87 @@ class LanguageModel:
 
             torch.cuda.empty_cache()
 
-    def save_pretrained(
-        self, folder: str | os.PathLike[str], *, safe_serialization: bool = True, **refused: Any
-    ) -> None:
-        """Copies what the run has written, a PEFT adapter or a model, to ``folder``; always as safetensors."""
-        if refused or not safe_serialization:
+    @cached_property
+    def config(self) -> Any:
+        """transformers' configuration of the model. Setting it changes no run."""
+        from transformers import AutoConfig
+
+        from manyhands.facts.hub import locate_model
+        from manyhands.infer.load import find_parts
+
+        if self.outputs is not None or self.folder.is_dir():
+            folder = find_parts(self.folder, self.base).weights
+        else:
+            folder = locate_model(str(self.folder), self.given.get("revision"), False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=bool(self.given.get("trust_remote_code")))
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """(trained parameters, all parameters), adapters included: of the run, or of a plan for the model as it is
+        given.
+        """
+        from manyhands.launch.run.folder import RunFolder
+
+        if (self.folder / "run.json").is_file():
+            made = RunFolder(self.folder).read_plan()
+        else:
+            from manyhands.api.trainer import Trainer
+
+            with tempfile.TemporaryDirectory() as cache:
+                rows = [{"text": "a"}, {"text": "b"}]
+                made = Trainer(self, train_dataset=rows, overrides={"data.cache": cache}).plan()
+        return made.num_trained, made.num_parameters
+
+    def print_trainable_parameters(self) -> None:
+        """Prints ``get_nb_trainable_parameters`` as PEFT does."""
+        trained, every = self.get_nb_trainable_parameters()
+        print(f"trainable params: {trained:,} || all params: {every:,} || trainable%: {100 * trained / every:.4f}")
+
+    def eval(self) -> LanguageModel:
+        """The same: it is in evaluation mode."""
+        return self
+
+    def train(self, mode: bool = True) -> LanguageModel:
+        """The same: the run sets the mode of its own copy."""
+        return self
+
+    @property
+    def device(self) -> Any:
+        """Of the weights that answer."""
+        import torch
+
+        if "answerer" in vars(self):
+            return self.answerer.model.device
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def to(self, device: Any) -> LanguageModel:
+        """The same where it answers on such a device, else UserError."""
+        import torch
+
+        if isinstance(device, (str, int, torch.device)) and torch.device(device).type == self.device.type:
+            return self
+        raise UserError(
+            f"the model answers on {self.device}, not on {device}",
+            where="to",
+            fix="place it where it is made: device_map={'': 'cpu'} in from_pretrained or manyhands.load",
+        )
+
+    def __call__(self, **inputs: Any) -> Any:
+        """transformers' own forward pass."""
+        return self.answerer.model(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        """``parameters`` and the like of the weights that answer, which are read for it."""
+        if name not in OF_MODEL:
+            way = "" if name.startswith("_") else "; transformers' own model in memory is model.answerer.model"
+            raise AttributeError(f"LanguageModel has no {name!r}{way}")
+        if self.outputs is None and "r" in self.given:
             raise UserError(
-                f"{next(iter(refused), 'safe_serialization')} has no effect",
-                where="save_pretrained",
-                why="the files that the run has written and verified are copied",
-                fix="leave it out; manyhands export merges an adapter",
+                "the model's adapter is made by the run",
+                where=f"model.{name}",
+                why="before it is trained there are only the base model's weights",
+                fix="model.print_trainable_parameters() counts what a run trains; call this one after train()",
             )
-        if self.outputs is None:
-            raise UserError(
-                "the model has not been trained", where=str(self.folder), fix="save it after Trainer(...).train()"
-            )
-        output = next((path for path in self.outputs.values() if path.is_dir()), None)
-        if output is None:
-            raise UserError("the run has written no model", where=str(self.folder), fix="manyhands export writes one")
-        copy_output(output, Path(folder))
+        return getattr(self.answerer.model, name)
 
     def generate(self, prompts: Any = None, *, max_new_tokens: int = 256, on_text: Any = None, **options: Any) -> Any:
         """The answer to each prompt, in order: a question, or a conversation as a list of messages with role and
@@ -240,21 +307,4 @@ def _read_settings(max_new_tokens: int, options: Mapping[str, Any]) -> Any:
 
 def _run_infer(asked: Mapping[str, Any]) -> None:
     """In a process of its own, as the command does: copies of the model are processes too."""
-    command = [sys.executable, "-m", "manyhands.infer", "generate", json.dumps(asked)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
-        said: list[str] = []
-        assert child.stderr is not None
-        try:
-            for line in child.stderr:
-                said.append(line)
-                if not line.startswith(("error:", "  ")):
-                    print(printable(line), end="", file=sys.stderr, flush=True)
-        except BaseException:  # a notebook's interrupt reaches this process alone; the answers so far are kept
-            child.terminate()
-            child.wait()
-            raise
-    if child.returncode:
-        # without a message of ours, the last line, where a traceback says what happened
-        begin = next((n for n, line in enumerate(said) if line.startswith("error: ")), len(said) - 1)
-        what, *rest = "".join(said[begin:]).strip().split("\n") if said else [f"exit code {child.returncode}"]
-        raise UserError(what.removeprefix("error: "), details=[line.strip() for line in rest])
+    run_module("manyhands.infer", "generate", json.dumps(asked))

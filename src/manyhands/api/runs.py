@@ -231,19 +231,24 @@ class TrainedRun:
         return self._files.read_plan()
 
     @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: ``kind`` is step, evaluation or checkpoint. Losses are in nats a loss token."""
         return [row for row in read_rows(self._files.metrics) if isinstance(row.get("kind"), str)]
 
     @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The same as ``rows``."""
+        return self.rows
+
+    @property
     def losses(self) -> list[float | None]:
         """The training loss of each logged step; None where it was not finite."""
-        return [row["loss"] for row in self.metrics if row["kind"] == "step"]
+        return [row["loss"] for row in self.rows if row["kind"] == "step"]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """Each pass over the validation samples: loss, perplexity, accuracy, answered prompts."""
-        return [row for row in self.metrics if row["kind"] == "evaluation"]
+        return [row for row in self.rows if row["kind"] == "evaluation"]
 
     @cached_property
     def report(self) -> dict[str, Any]:

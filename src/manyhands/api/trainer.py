@@ -4,21 +4,35 @@ the caller has changed means for a run. Imports no torch.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.api.arguments import ADAPTER, MODEL, SFT, as_file, read_arguments, translate
+from manyhands.api.arguments import (
+    ADAPTER,
+    MODEL,
+    SFT,
+    as_file,
+    read_arguments,
+    read_model_options,
+    read_quantization,
+    translate,
+)
 from manyhands.api.callbacks import Callback, Callbacks, check_functions
+from manyhands.api.distributed import get_rank
 from manyhands.api.model import LanguageModel, check_device_map
-from manyhands.api.runs import TrainedRun, check_overrides, plan, read_keys
+from manyhands.api.process import run_module
+from manyhands.api.results import TrainerState, TrainOutput, TransformersCallbacks, early_stopping, repository_of
+from manyhands.api.runs import check_overrides, plan, read_keys
 from manyhands.api.sources import list_rows, write_rows
 from manyhands.api.start import start
 from manyhands.config.schema import DataSection
 from manyhands.config.text import names
 from manyhands.core.errors import UserError
+from manyhands.core.files import write_json
 from manyhands.core.units import count_of
 from manyhands.facts.host import read_host_facts
 from manyhands.importers.load import LoadedRun
@@ -43,6 +57,8 @@ class FastLanguageModel:
         device_map: str | Mapping[str, Any] | None = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        use_gradient_checkpointing: bool | str | None = None,
+        quantization_config: Any = None,
         **refused: Any,
     ) -> tuple[LanguageModel, Any]:
         """The model, and transformers' tokenizer of it. Weights are read when it is trained or answers.
@@ -54,10 +70,12 @@ class FastLanguageModel:
         from manyhands.data.tokenize.tokenizer import load_tokenizer
         from manyhands.facts.hub import locate_model
 
-        given = {name: value for name, value in locals().items() if name in MODEL | {"max_seq_length"}}
+        wanted = MODEL | {"max_seq_length", "use_gradient_checkpointing"}
+        given = {name: value for name, value in locals().items() if name in wanted}
         _refuse("FastLanguageModel.from_pretrained", refused, FROM_PRETRAINED)
         given["model_name"] = name = os.fspath(model_name)
         given["load_in_4bit"] = load_in_4bit and not (full_finetuning or load_in_8bit)
+        given |= read_quantization(quantization_config)
         given["device_map"] = check_device_map(device_map)
         folder = locate_model(name, revision, False, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -106,6 +124,54 @@ class FastLanguageModel:
         return model
 
 
+class FastVisionModel(FastLanguageModel):
+    """Unsloth's entry for models of text and images."""
+
+    @staticmethod
+    def from_pretrained(model_name: str | os.PathLike[str], *args: Any, **options: Any) -> tuple[LanguageModel, Any]:
+        """As of ``FastLanguageModel``, with transformers' processor in place of the tokenizer."""
+        from transformers import AutoProcessor
+
+        from manyhands.facts.hub import locate_model
+
+        model, _ = FastLanguageModel.from_pretrained(model_name, *args, **options)
+        folder = locate_model(model.given["model_name"], model.given["revision"], False)
+        return model, AutoProcessor.from_pretrained(folder, trust_remote_code=model.given["trust_remote_code"])
+
+    @staticmethod
+    def get_peft_model(  # type: ignore[override]
+        model: LanguageModel,
+        *,
+        finetune_vision_layers: bool = True,
+        finetune_language_layers: bool = True,
+        finetune_attention_modules: bool = True,
+        finetune_mlp_modules: bool = True,
+        target_modules: Sequence[str] | str | None = "all-linear",
+        **adapter: Any,
+    ) -> LanguageModel:
+        """The model with a LoRA adapter of its language model to train. The vision tower has none, which is said where
+        ``finetune_vision_layers`` asks for it.
+        """
+        if not finetune_language_layers or not (finetune_attention_modules or finetune_mlp_modules):
+            raise UserError(
+                "there is no layer of the language model to adapt",
+                where="FastVisionModel.get_peft_model",
+                why="adapters are for the language model alone",
+                fix="leave out get_peft_model, and give Trainer overrides={'method.parts': {'vision': 'trained', "
+                "'language': 'frozen'}}, which trains the tower's own weights",
+            )
+        if target_modules in (None, "all-linear"):
+            attention, mlp = PROJECTIONS[:4], PROJECTIONS[4:]
+            every = finetune_attention_modules and finetune_mlp_modules
+            target_modules = "all-linear" if every else attention if finetune_attention_modules else mlp
+        made = FastLanguageModel.get_peft_model(model, target_modules=target_modules or "all-linear", **adapter)
+        made.given["finetune_vision_layers"] = finetune_vision_layers
+        return made
+
+
+FastModel = FastVisionModel
+
+
 class Trainer:
     """Trains a model on rows, by TRL's and Unsloth's names. ``train()`` starts a process per GPU, or is one of the
     ranks of torchrun, accelerate or SLURM; see ``manyhands.train``, also for ``on_step`` and its like.
@@ -136,13 +202,18 @@ class Trainer:
         overrides: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
+        callbacks = others.pop("callbacks", None)
+        if type(others.get("data_collator")).__name__ in PADDING_ALONE:
+            others.pop("data_collator", None)
         further = {name: value for name, value in others.items() if name in SFT}
         _refuse("Trainer", {name: value for name, value in others.items() if name not in SFT}, TRAINER)
         if not isinstance(model, (LanguageModel, str, os.PathLike)):
             raise UserError(
                 f"model is a {type(model).__name__}",
                 where="Trainer",
-                fix="give the model of FastLanguageModel.from_pretrained, or a hub name or folder",
+                why="its weights are in this process, and each rank reads its own" if hasattr(model, "forward") else "",
+                fix="give the model of FastLanguageModel.from_pretrained, or a hub name or folder"
+                + (f": {name!r}" if (name := getattr(model, "name_or_path", "")) else ""),
             )
         self.model = model if isinstance(model, LanguageModel) else LanguageModel(Path(os.fspath(model)))
         self.model.given |= _read_peft(peft_config)
@@ -157,16 +228,20 @@ class Trainer:
         check_functions(self.functions, hooks, metrics)
         self.hooks, self.metrics = tuple(hooks), dict(metrics or {})
         self.overrides = dict(check_overrides(overrides) or {})
-        self.run: TrainedRun | None = None
+        self.run: TrainOutput | None = None
         self._further = further
+        self._callbacks = TransformersCallbacks(args)
+        for callback in callbacks or ():
+            self.add_callback(callback)
         if train_dataset is None:
             raise UserError("there is no train_dataset", where="Trainer", fix="give rows, or the path of a data file")
 
-    def train(self, resume_from_checkpoint: bool | str | None = None, *, fresh: bool = False) -> TrainedRun:
+    def train(self, resume_from_checkpoint: bool | str | None = None, *, fresh: bool = False) -> TrainOutput:
         """Plans, trains, saves and verifies in ``output_dir``. Afterwards ``model`` answers as trained, and another
         trainer continues from there.
 
-        A run that was interrupted is resumed, a finished one is returned; ``fresh`` starts another one beside it.
+        A run that was interrupted is resumed, a finished one is returned; ``fresh``, or ``overwrite="number"`` of the
+        arguments, starts another one beside it, in a numbered folder.
         """
         if isinstance(resume_from_checkpoint, str):
             raise UserError(
@@ -176,33 +251,118 @@ class Trainer:
                 fix="leave it out; to begin from other weights give their folder as the model",
             )
         self.model.release()
+        called = self._callbacks
+        called.state = TrainerState()
+        called.call("on_train_begin")
+        functions = {kind: called.function(kind, own) for kind, own in self.functions.items()}
+        numbered = read_arguments(self.args).get("overwrite") == "number"
         folder = start(
-            self.load, fresh=fresh, callbacks=Callbacks(self.functions), hooks=self.hooks, metrics=self.metrics
+            self.load,
+            fresh=fresh or numbered,
+            callbacks=Callbacks(functions),
+            hooks=self.hooks,
+            metrics=self.metrics,
         )
-        self.run = TrainedRun(folder)
+        self.run = TrainOutput(folder)
         self.model.trained(folder, self.run.outputs)
+        called.call("on_train_end")
         return self.run
 
     def plan(self, gpus: int | str | None = None) -> Plan:
         """What ``train`` would do, and why; as ``manyhands.plan``."""
         return plan(self.load().config, gpus=gpus)
 
-    def save_model(self, folder: str | os.PathLike[str]) -> None:
-        """Copies what the run has written, a PEFT adapter or a model, to ``folder``."""
-        self.model.save_pretrained(folder)
+    @property
+    def state(self) -> TrainerState:
+        """``log_history``, ``global_step``, ``epoch``, ``best_metric`` of the run; empty before ``train``."""
+        if self.run is None:
+            return self._callbacks.state
+        return TrainerState(self.run.rows, self.run.plan.num_steps, is_world_process_zero=get_rank() == 0)
+
+    @property
+    def processing_class(self) -> Any:
+        return self.tokenizer
+
+    def is_world_process_zero(self) -> bool:
+        return get_rank() == 0
+
+    def add_callback(self, callback: Any) -> None:
+        """A ``TrainerCallback`` of transformers, or its class: ``on_train_begin``, ``on_train_end``, and for each
+        logged row ``on_step_end``, ``on_log``, ``on_evaluate``, ``on_save``, in this process, without the model.
+        ``EarlyStoppingCallback`` is the run's own (``stop.patience``).
+        """
+        patience = early_stopping(callback)
+        if patience is not None:
+            self.overrides["stop.patience"] = patience
+        else:
+            self._callbacks.add(callback)
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Losses of the trained model: the run's last evaluation, or ``manyhands eval`` on other rows."""
+        if self.run is None:
+            raise UserError(
+                "the model has not been trained",
+                where="Trainer.evaluate",
+                fix="call train() first; eval_on_start=True evaluates before the first step, for state.log_history",
+            )
+        if eval_dataset is None and self.run.evaluations:
+            logs = [row for row in self.state.log_history if "eval_loss" in row][-1]
+            return {name.replace("eval_", f"{metric_key_prefix}_", 1): value for name, value in logs.items()}
+        cache = Path(self.run.config.data.cache)
+        data = None if eval_dataset is None else write_rows(self._format(eval_dataset, "eval_dataset"), cache, "eval")
+        asked = {"folder": str(self.run.folder), "data": data, "with_base": False, "as_json": True}
+        found = json.loads(run_module("manyhands.infer", "evaluate", json.dumps(asked)))
+        return {f"{metric_key_prefix}_{name}": value for name, value in found["columns"]["measured"].items()}
+
+    def predict(self, *args: Any, **options: Any) -> None:
+        raise UserError(
+            "there is no predict",
+            where="Trainer.predict",
+            fix="model.generate(prompts) and model.generate_file(input, output) answer; evaluate(rows) measures losses",
+        )
+
+    def save_model(self, folder: str | os.PathLike[str] | None = None) -> None:
+        """Copies what the run has written, a PEFT adapter or a model, to ``folder``; without one it stays where it
+        is.
+        """
+        if folder is not None or self.run is None:
+            self.model.save_pretrained(folder or "")
+
+    def push_to_hub(self, commit_message: str | None = None, *, dataset_name: Any = None, **options: Any) -> str:
+        """``model.push_to_hub`` to ``hub_model_id`` of the arguments. The card names the data sets by itself."""
+        return self.model.push_to_hub(repository_of(self.args), **options)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints them, one a line."""
+        width = max((len(name) for name in metrics), default=0)
+        print("\n".join([f"{split}:", *(f"  {name:<{width}}  {value}" for name, value in sorted(metrics.items()))]))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = False) -> None:
+        """Writes them to ``{split}_results.json`` in the run's folder."""
+        if self.run is not None:
+            write_json(self.run.folder / f"{split}_results.json", dict(metrics))
+
+    def save_state(self) -> None:
+        """Nothing: the run's folder has metrics.jsonl and its checkpoints."""
 
     def load(self) -> LoadedRun:
         """The run that the arguments mean, with its data written where they were in memory. Raises ``UserError``."""
         tokenizer = {} if self.tokenizer is None else tokenizer_differences(self.tokenizer, self.model)
-        given = {**self._given, **tokenizer, **read_arguments(self.args), **self._further}
+        arguments = {**read_arguments(self.args), **self._further}
+        model = self._given | read_model_options(arguments.pop("model_init_kwargs", None) or {})
+        if arguments.get("max_length") or arguments.get("max_seq_length"):
+            model.pop("max_seq_length", None)  # of the model: the most it is loaded for
+        given = {**model, **tokenizer, **arguments}
         given = {name: value for name, value in given.items() if value is not None}
+        if given.get("dataset_text_field") == "":  # as Unsloth has it for rows of messages
+            del given["dataset_text_field"]
         cache = Path(str(self.overrides.get("data.cache", DataSection.model_fields["cache"].default)))
         given["train_dataset"] = write_rows(self._format(self.train_dataset, "train_dataset"), cache, "train")
         if self.eval_dataset is not None:
             given["eval_dataset"] = write_rows(self._format(self.eval_dataset, "eval_dataset"), cache, "validation")
         if given.get("load_in_4bit") and "r" not in given:
             given |= UNSLOTH_ADAPTER
-        given |= {"use_peft": "r" in given, "use_bnb_nested_quant": True}
+        given = {"use_bnb_nested_quant": True, **given, "use_peft": "r" in given}
         num_gpus = len(read_host_facts().gpus)
         return read_keys(as_file(given), self.overrides, read=partial(translate, num_gpus=num_gpus))
 
@@ -243,15 +403,16 @@ FROM_PRETRAINED = {
     "token": "set HF_TOKEN in the environment: a run's files hold no secrets",
     "fast_inference": "answers come from transformers",
     "rope_scaling": "it is that of the model's config.json",
-    "quantization_config": "load_in_4bit is NF4",
+    "attn_implementation": "the fastest attention kernel that passes a self-test is used",
 }
 GET_PEFT_MODEL = {
     "target_parameters": "adapters are on modules: name them in target_modules",
     "rank_pattern": "all modules have one rank",
     "alpha_pattern": "all modules have one alpha",
 }
+# Collators that decide nothing but padding.
+PADDING_ALONE = names("NoneType DataCollatorForSeq2Seq DataCollatorWithPadding UnslothVisionDataCollator")
 TRAINER = {
-    "callbacks": HOOKS,
     "data_collator": "samples are collated by the run: packed, or padded",
     "compute_metrics": HOOKS,
     "preprocess_logits_for_metrics": HOOKS,

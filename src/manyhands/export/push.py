@@ -1,7 +1,7 @@
 """A verified folder to the hub: what would be uploaded, what is refused, and the upload. Imports no torch.
 
-Only files that the export wrote, and README.md, are uploaded; each must be what was verified. The token is that of the
-environment, given to huggingface_hub and to nothing else.
+Only files that the export wrote, and README.md, are uploaded; each must be what was verified. The token, given by the
+caller or the environment, goes to huggingface_hub and to nothing else.
 """
 
 from __future__ import annotations
@@ -212,12 +212,13 @@ def connect(token: str) -> Any:
     return HfApi(token=token)
 
 
-def upload(planned: Upload, *, public: bool, connect: Callable[[str], Any] = connect) -> str:
-    """Makes the repository if there is none, and adds the files in one commit; returns its address.
+def upload(planned: Upload, *, public: bool, token: str | None = None, connect: Callable[[str], Any] = connect) -> str:
+    """Makes the repository if there is none, and adds the files in one commit; returns its address. ``token``: by
+    default that of the environment.
 
     UserError without a token, for a public repository unless ``public``, and for whatever the hub answers.
     """
-    token = os.environ.get(TOKEN, "").strip()
+    token = (token or os.environ.get(TOKEN, "")).strip()
     if not token:
         raise UserError(
             "there is no token to upload with",
