@@ -55,6 +55,47 @@ def test_options_reach_the_process(tmp_path: Path, requests: list[tuple[str, dic
     assert call("chat", tmp_path, "--temperature", 1).exit_code == 0
 
 
+@pytest.mark.parametrize("verb", ["chat", "eval", "serve", "generate"])
+def test_a_model_in_place_of_a_run(tmp_path: Path, requests: list[tuple[str, dict[str, Any]]], verb: str) -> None:
+    model, adapter, run = (tmp_path / name for name in ("model", "adapter", "run"))
+    for folder in (model, adapter, run / "adapter"):
+        folder.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    for folder, name in (
+        (model, "config.json"),
+        (adapter, "adapter_config.json"),
+        (run, "adapter/adapter_config.json"),
+    ):
+        (folder / name).write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    more = ("--prompt", "a") if verb == "generate" else ("--port", 18231) if verb == "serve" else ()
+    for words, folder, base in (
+        (("--model", model), model, None),
+        (("--model", run), run, None),
+        (("-m", model, "--adapter", adapter), adapter, str(model)),
+        (("--adapter", adapter), adapter, None),
+        (("--adapter", adapter, "--base", "org/base"), adapter, "org/base"),
+        (("--model_name_or_path", "org/base", "--adapter", run), run / "adapter", "org/base"),
+    ):
+        assert call(verb, *words, *more).exit_code == 0
+        assert (requests[-1][1]["folder"], requests[-1][1]["base"]) == (str(folder), base)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((), "no model was given"),
+        (("RUN", "--model", "a/b"), "a run and --model are both given"),
+        (("--model", "a/b", "--base", "c/d"), "--base has no effect on --model"),
+        (("--model", "a/b", "--base", "c/d", "--adapter", "."), "both name the adapter's base"),
+        (("--model", "a/b", "--adapter", "."), "there is no adapter in this folder"),
+    ],
+)
+def test_what_is_no_model_is_refused(arguments: tuple[str, ...], error: str) -> None:
+    ended = call("chat", *arguments)
+    assert ended.exit_code == EXIT_USAGE and error in ended.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -82,7 +82,7 @@ def test_every_option_of_other_tools_has_an_answer(tool):
         ("data", "give RUN.yaml first, or --model"),
         ("generate runs/one --max_new_tokens 3", "write --max-new-tokens"),
         ("generate runs/one --max-tokens 3", "write --max-new-tokens 3"),
-        ("generate --model runs/one --prompt x", "it comes first, without an option: manyhands generate runs/one"),
+        ("generate --checkpoint runs/one --prompt x", "it comes first, without an option: manyhands generate runs/one"),
         ("generate runs/one --merge", "manyhands export --merge"),
         ("generate runs/one hello there", "write --prompt 'hello there'"),
         ("generate runs/one --zzzzzz", "`manyhands generate -h` lists its options"),

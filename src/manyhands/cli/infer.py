@@ -13,10 +13,16 @@ from manyhands.cli import process
 from manyhands.cli.run_file import find_run_folder
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
+from manyhands.core.text import report_aside
 from manyhands.infer.settings import SERVED, GenerationSettings
 from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
 
-Folder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, its model/ or adapter/, or its run file.")]
+RUN_HELP = "A run's folder, its model/ or adapter/, or its run file."
+Folder = Annotated[Path | None, typer.Argument(metavar="[RUN]", help=RUN_HELP)]
+Model = Annotated[str | None, typer.Option("--model", "-m", help="Instead of RUN: hub name or folder of a model.")]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter", metavar="DIR", help="Instead of RUN: folder of an adapter, beside --model.")
+]
 Base = Annotated[
     str | None, typer.Option("--base", help="Base model of the adapter (default: from its configuration).")
 ]
@@ -55,7 +61,7 @@ Engine = Annotated[
 DEFAULT_METRICS = "loss,perplexity,accuracy"
 NEW_TOKENS = 256
 EvalRun = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run's folder or run file; with --data also a model folder.")
+    Path | None, typer.Argument(metavar="[RUN]", help="A run's folder or run file; with --data also a model folder.")
 ]
 Data = Annotated[
     str | None, typer.Option("--data", metavar="FILE", help="Rows to evaluate on (default: the run's held-out ones).")
@@ -84,6 +90,44 @@ EvalOutput = Annotated[
 ]
 
 
+def find_model(
+    verb: str, run: Path | None, base: str | None, model: str | None, adapter: Path | None
+) -> dict[str, Any]:
+    """Folder and base of RUN, or of --model and --adapter in its place. A model of the hub is downloaded."""
+    from manyhands.facts.adapter import CONFIG
+    from manyhands.facts.hub import locate_model
+
+    if model is None and adapter is None:
+        if run is None:
+            raise UserError(
+                "no model was given",
+                where="command line",
+                fix=f"write manyhands {verb} RUN; RUN: {RUN_HELP} Or --model OWNER/NAME, and --adapter DIR beside it",
+            )
+        return {"folder": str(find_run_folder(run)), "base": base}
+    option = "--adapter" if model is None else "--model"
+    if run is not None:
+        raise UserError(f"a run and {option} are both given", where=f"{run} {option}", fix="leave one of them out")
+    if adapter is None:
+        assert model is not None
+        if base is not None:
+            raise UserError("--base has no effect on --model", where="--base", fix="leave it out, or add --adapter DIR")
+        if (Path(model) / "run.json").is_file():
+            return {"folder": model, "base": None}
+        return {"folder": str(locate_model(model, None, True, report=report_aside)), "base": None}
+    if model is not None and base is not None:
+        raise UserError("--model and --base both name the adapter's base", where="--base", fix="leave it out")
+    adapter = adapter / "adapter" if (adapter / "run.json").is_file() else adapter
+    if not (adapter / CONFIG).is_file():
+        raise UserError(
+            "there is no adapter in this folder",
+            where=f"--adapter {adapter}",
+            why=f"it has no {CONFIG}" if adapter.is_dir() else "there is no such folder",
+            fix="name the folder of an adapter as PEFT saves it, such as runs/NAME/adapter",
+        )
+    return {"folder": str(adapter), "base": model or base}
+
+
 def _check_prompts(prompt: str | None, input: Path | None, output: Path | None) -> None:
     """UserError unless there is one prompt, or a file of them and one to write."""
     if (input is None) == (prompt is None):
@@ -98,7 +142,9 @@ def _check_prompts(prompt: str | None, input: Path | None, output: Path | None) 
 
 
 def generate(
-    folder: Folder,
+    folder: Folder = None,
+    model: Model = None,
+    adapter: Adapter = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="One prompt.")] = None,
     input: Annotated[
         Path | None, typer.Option("--input", metavar="FILE", help="JSONL of prompts: prompt or messages, tools.")
@@ -130,6 +176,7 @@ def generate(
     sampling = (temperature, top_p, top_k, repetition_penalty, seed)
     settings = GenerationSettings(max_new_tokens, *sampling, tuple(stop or ())).to_json()
     placement = dict(gpus=gpus, processes=processes, device_map=device_map, batch_size=batch_size, engine=engine)
+    found = find_model("generate", folder, base, model, adapter)
     _check_prompts(prompt, input, output)
     if input is None:
         _refuse_for_one_prompt(placement, overwrite)
@@ -138,12 +185,11 @@ def generate(
     elif not input.is_file():
         raise UserError("there is no such file", where=str(input), fix="--input names a JSONL file of prompts")
     request = {
-        "folder": str(find_run_folder(folder)),
+        **found,
         "prompt": prompt,
         "images": image or [],
         "input": input and str(input),
         "output": output and str(output),
-        "base": base,
         "settings": settings,
         "options": {"system": system, "tools": _read_tools(tools)},
         "placement": placement,
@@ -153,7 +199,9 @@ def generate(
 
 
 def chat(
-    folder: Folder,
+    folder: Folder = None,
+    model: Model = None,
+    adapter: Adapter = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -168,8 +216,7 @@ def chat(
     """Chat with a trained model; each line of standard input is a turn."""
     sampling = (temperature, top_p, top_k, repetition_penalty, seed)
     request = {
-        "folder": str(find_run_folder(folder)),
-        "base": base,
+        **find_model("chat", folder, base, model, adapter),
         "settings": GenerationSettings(max_new_tokens, *sampling, tuple(stop or ())).to_json(),
         "options": {"system": system, "tools": _read_tools(tools)},
     }
@@ -177,7 +224,9 @@ def chat(
 
 
 def serve(
-    folder: Folder,
+    folder: Folder = None,
+    model: Model = None,
+    adapter: Adapter = None,
     port: Annotated[
         int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
     ] = 8000,
@@ -202,8 +251,7 @@ def serve(
     """Serve a trained model to OpenAI's clients, on this machine only; options are for requests without their own."""
     process.refuse_used_port(port)
     request = {
-        "folder": str(find_run_folder(folder)),
-        "base": base,
+        **find_model("serve", folder, base, model, adapter),
         "port": port,
         "name": name,
         "engine": engine,
@@ -216,7 +264,9 @@ def serve(
 
 
 def evaluate(
-    run: EvalRun,
+    run: EvalRun = None,
+    model: Model = None,
+    adapter: Adapter = None,
     data: Data = None,
     metrics: Metrics = DEFAULT_METRICS,
     extract: Extract = None,
@@ -241,8 +291,7 @@ def evaluate(
     if output is not None and output.is_file():
         raise UserError("--output is a file", where=str(output), fix="name a folder")
     request: dict[str, Any] = {
-        "folder": str(find_run_folder(run)),
-        "base": base,
+        **find_model("eval", run, base, model, adapter),
         "limit": limit,
         "output": output and str(output),
         "as_json": as_json,
