@@ -35,7 +35,6 @@ from manyhands.model.attention import IMPLEMENTATIONS, VARLEN, attention_kwargs,
 from manyhands.model.checks import check_loss, check_packing, pack_documents
 from manyhands.model.loss import LossModel
 from manyhands.model.weights import StackedRows, stacked_layers, stored_form
-from manyhands.planner.types import Plan
 from tests.support.building import load_model
 from tests.support.experts import HYBRIDS, expert_model
 from tests.support.tiny import tiny_plan, tiny_run
@@ -176,10 +175,6 @@ def write(folder: Path, model_type: str, **options: Any) -> Path:
     return folder
 
 
-def plan_of(source: Path, model_type: str) -> Plan:
-    return tiny_plan(source, attention="blockwise" if model_type in SINKS else "sdpa")
-
-
 def contents(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
@@ -199,7 +194,7 @@ def test_a_saved_model_is_its_source_and_its_facts_count_it(tmp_path: Path, mode
     assert {shape[2:] for shape in facts.block_linear_shapes.values()} == {(1, 1), (8, 2)} and parameters
     for init in ("pretrained", "random"):
         assert read_model_facts(source, "tiny", init).block_linear_shapes == facts.block_linear_shapes
-    model = load_model(plan_of(source, model_type), tiny_run(source))
+    model = load_model(tiny_plan(source), tiny_run(source))
     for index in range(2):
         linears = {
             name: tuple(layer.weight.shape)
@@ -221,7 +216,7 @@ def test_a_model_from_new_weights_is_saved_by_experts(tmp_path: Path, model_type
     (source / "model.safetensors").unlink()
     config = tiny_run(source)
     config = config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})
-    export_model(tmp_path / "saved", load_model(plan_of(source, model_type), config), source, "bfloat16", rank=0)
+    export_model(tmp_path / "saved", load_model(tiny_plan(source), config), source, "bfloat16", rank=0)
     assert {name: tensor.shape for name, tensor in contents(tmp_path / "saved").items()} == expected
 
 
@@ -229,7 +224,7 @@ def test_a_model_from_new_weights_is_saved_by_experts(tmp_path: Path, model_type
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss"])
 def test_adapters_are_merged_expert_by_expert(tmp_path: Path, model_type: str, method: str) -> None:
     source = write(tmp_path / "source", model_type)
-    model: Any = load_model(plan_of(source, model_type), tiny_run(source, method))
+    model: Any = load_model(tiny_plan(source), tiny_run(source, method))
     with torch.no_grad():
         for layer in adapted_layers(model).values():
             layer.lora_B.weight.normal_(std=0.1)

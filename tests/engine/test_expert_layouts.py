@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.equality import Case, Fault, compare, run_case, write_workspace
+from tests.support.experts import write_mxfp4_model
 from tests.support.ranks import Ranks
 
 KEYS = {"data.packing": True, "batch.micro_tokens": 512, "stop.max_steps": 6}
@@ -20,9 +21,14 @@ def write_mixture(folder: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "lora beside MXFP4"])
 def test_several_processes_are_as_one(world: Ranks, tmp_path: Path, method: str) -> None:
-    write_mixture(tmp_path)
+    if method == "lora beside MXFP4":
+        method = "lora"
+        write_workspace(tmp_path)
+        write_mxfp4_model(tmp_path / "model")
+    else:
+        write_mixture(tmp_path)
     one = run_case(world, tmp_path, Case("one", 1, {"parallel.strategy": "single"} | KEYS), "float32", method)
     for strategy, size, more in (("ddp", 2, {}), ("fsdp", 2, {}), ("hsdp", 4, {"parallel.shard_degree": 2})):
         keys = {"parallel.strategy": strategy, "parallel.activation_checkpointing": "full"} | KEYS | more

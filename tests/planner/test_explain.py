@@ -104,6 +104,7 @@ def plans() -> tuple[Plan, ...]:
         first.model_copy(update={"why": (*first.why, longer)}),
         plan(run_config(), small, number=2, cause="out_of_memory", before=first),
         plan(run_config(method__name="qlora", parallel__offload="optimizer", kernels__linear="fp8"), one),
+        plan(run_config(), facts(model_facts(stored_mxfp4=("mlp.down_proj",)))),
         plan(run_config(**full, parallel__offload="all"), replace_host(eight, 1000)),
         plan(run_config(parallel__offload_activations=True), replace_host(one, 30)),
         plan(run_config(parallel__offload_activations=False, batch__micro_tokens=8192), room),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from tests.support.tiny import VOCAB_SIZE
@@ -116,3 +118,23 @@ def expert_model(model_type: str, *, eager: bool = True, **changes: Any) -> Any:
                 elif isinstance(tensor, torch.nn.Parameter) and tensor.dim() > 1:
                     tensor.normal_(std=0.08)
     return model.train()
+
+
+def write_mxfp4_model(folder: Path) -> Path:
+    """A tiny gpt-oss in ``folder`` as the hub has it: experts in MXFP4, the rest in bfloat16. Without a tokenizer."""
+    from safetensors.torch import load_file, save_file
+
+    from manyhands.kernels.mxfp4.reference import quantize
+
+    expert_model("gpt_oss", intermediate_size=64).bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        weight = tensors.pop(name).mT
+        codes, scales = quantize(weight.flatten(0, 1))
+        blocks = codes.view(*weight.shape[:2], -1, 16)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales.view(blocks.shape[:3])}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -121,6 +121,10 @@ class StoredFp8Linear(Fp8Linear):
         self.weight_values.copy_(values)
         self.weight_scales.copy_(scales)
 
+    @staticmethod
+    def dequantize(pieces: Sequence[torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return dequantize_rows(pieces[0], pieces[1], dtype)
+
     def gather_weight(self) -> torch.Tensor:
         return self.weight
 

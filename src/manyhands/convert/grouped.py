@@ -8,6 +8,7 @@ group; ``ends`` (g) is where the rows of each group end, as ``torch.nn.functiona
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from manyhands.kernels.grouped import grouped_matmul, multiply_groups
+from manyhands.kernels.operators import operator
 from manyhands.model.weights import QuantizedLayer
 
 
@@ -29,24 +31,46 @@ class Grouped:
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """(n, i) -> (n, o)"""
         if isinstance(self, QuantizedLayer):
-            return _QuantizedMatmul.apply(x, ends, self)
+            pieces = [getattr(self, piece) for piece in self.weight_pieces]
+            shape = (self.num_groups, self.out_features // self.num_groups, self.in_features)
+            return _QuantizedMatmul.apply(x, ends, self.storage, shape, *pieces)
         return grouped_matmul(x, self.weight.unflatten(0, (self.num_groups, -1)), ends)
+
+
+def _multiply_quantized(
+    x: torch.Tensor, ends: torch.Tensor, pieces: list[torch.Tensor], storage: str, shape: list[int], transposed: bool
+) -> torch.Tensor:
+    groups, size, inner = shape
+    weight = _dequantize[storage](pieces, (groups * size, inner), x.dtype).view(shape)
+    return multiply_groups(x, weight.mT if transposed else weight, ends)
+
+
+# Opaque to torch.compile: it would see that both directions dequantize the same weight, do it once and keep it.
+multiply_quantized = operator(
+    "multiply_quantized",
+    "(Tensor x, Tensor ends, Tensor[] pieces, str storage, SymInt[] shape, bool transposed) -> Tensor",
+    _multiply_quantized,
+    lambda x, ends, pieces, storage, shape, transposed: x.new_empty(x.shape[0], shape[2 if transposed else 1]),
+)
 
 
 class _QuantizedMatmul(torch.autograd.Function):
     """Both directions dequantize the weight: it is not kept between them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, layer: Any) -> torch.Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(ends)
-        return multiply_groups(x, layer.weight.to(x.dtype).unflatten(0, (layer.num_groups, -1)), ends)
+    def forward(
+        ctx: Any, x: torch.Tensor, ends: torch.Tensor, storage: str, shape: tuple[int, ...], *pieces: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.storage, ctx.shape = storage, shape
+        ctx.save_for_backward(ends, *pieces)
+        out: torch.Tensor = multiply_quantized(x, ends, list(pieces), storage, list(shape), False)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (ends,), layer = ctx.saved_tensors, ctx.layer
-        weight = layer.weight.to(gradient.dtype).unflatten(0, (layer.num_groups, -1))
-        return multiply_groups(gradient, weight.mT, ends), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ends, *pieces = ctx.saved_tensors
+        for_x = multiply_quantized(gradient, ends, pieces, ctx.storage, list(ctx.shape), True)
+        return for_x, *[None] * (3 + len(pieces))
 
 
 class GroupedLinear(Grouped, nn.Linear):  # type: ignore[misc]  # its forward takes the groups, too
@@ -70,6 +94,10 @@ def sides_of(linear: nn.Linear) -> tuple[int, int]:
     return linear.in_features, linear.out_features // getattr(linear, "num_groups", 1)
 
 
+_dequantize: dict[str, Callable[..., torch.Tensor]] = {}
+"""By storage, what makes the weight (o, i) of pieces, its shape and a dtype."""
+
+
 @cache
 def _grouped_class(kind: Any) -> Any:
     return type(f"Grouped{kind.__name__}", (Grouped, kind), {})
@@ -81,5 +109,7 @@ def hold(linear: nn.Linear, kind: Any, *arguments: Any) -> nn.Linear:
         held: nn.Linear = kind(linear, *arguments)
     else:
         held = _grouped_class(kind)(linear, *arguments)
+        if isinstance(held, QuantizedLayer):
+            _dequantize[held.storage] = held.dequantize
         held.num_groups, held.stored_transposed = linear.num_groups, linear.stored_transposed
     return held.train(linear.training)

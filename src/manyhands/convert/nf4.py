@@ -109,6 +109,10 @@ class Nf4Linear(nn.Linear):
             return torch.empty(shape, dtype=codes.dtype, device="meta")
         return dequantize(codes.detach(), self.weight_statistics.detach(), shape, codes.dtype)
 
+    @staticmethod
+    def dequantize(pieces: Sequence[torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return dequantize(pieces[0], pieces[1], shape, dtype)
+
     def gather_weight(self) -> torch.Tensor:
         shape, codes = (self.out_features, self.in_features), gather(self.weight_codes)
         return dequantize(codes, gather(self.weight_statistics), shape, codes.dtype)

@@ -28,8 +28,12 @@ def find_quantized(model: nn.Module, folder: str) -> set[str]:
     of a head, say.
     """
     checkpoint = read_checkpoint(model, loaded_tensors(model), folder)
-    found = {name.removesuffix(".weight") for name, stored in checkpoint.plain.items() if stored.nf4 is not None}
-    if mixed := [part.name for rule in checkpoint.conversions for part in rule.parts if part.nf4 is not None]:
+    found = {
+        name.removesuffix(".weight")
+        for name, stored in checkpoint.plain.items()
+        if isinstance(stored.quantized, StoredNf4)
+    }
+    if mixed := [part.name for rule in checkpoint.conversions for part in rule.parts if part.quantized is not None]:
         raise UserError(
             "weights that are stored in NF4 would have to be put together in another way",
             where=folder,

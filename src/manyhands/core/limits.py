@@ -37,4 +37,7 @@ NF4_CODE_BYTES = NF4_ROW_VALUES // 2  # two values a byte
 NF4_STATISTICS_BYTES = NF4_ROW_BLOCKS + 2 * 4  # a byte a scale; their own scale and mean in float32
 NF4_FLOAT_STATISTICS_BYTES = NF4_ROW_BLOCKS * 4  # without double quantization: a float32 a scale
 
+# Weights in MXFP4: values that share a scale, and what a row's scales are filled up to, in bytes.
+MXFP4_BLOCK_VALUES, MXFP4_SCALES_MULTIPLE = 32, 8
+
 FEATURES_FOLDER = "features"  # folder of data.cache

@@ -97,6 +97,8 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
         return f"already there, verified: {output}: {found}"
     refuse_foreign(output, replace=False)
     check_files(Path(plan.model_folder), config, plan.model_files, weights=plan.keeps_base)
+    if merge and "mxfp4" in plan.converters:
+        print(f"experts in MXFP4 are dequantized: the merged model has all weights in {saved_dtype}")
     with explain_removed(checkpoint):
         model = load_trained(plan, config, checkpoint)
         state = json.loads((checkpoint / TRAIN_STATE).read_text(encoding="utf-8"))

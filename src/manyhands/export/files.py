@@ -91,7 +91,7 @@ def copy_config(source: Path, target: Path, dtype: str, vocab_size: int) -> None
     config = {
         key: value
         for key, value in config.items()
-        if key != "torch_dtype" and not key.startswith("_attn_implementation")
+        if key not in ("torch_dtype", "quantization_config") and not key.startswith("_attn_implementation")
     }
     fields = config.get(
         "text_config", config

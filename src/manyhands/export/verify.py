@@ -29,6 +29,7 @@ from manyhands.core.text import print_safely
 from manyhands.core.units import count_of
 from manyhands.export.reference import Kind, Probe, Reference, TensorReference, describe_tensor, load_probe, name_dtype
 from manyhands.facts.adapter import WEIGHTS, needed_tokens, nf4_options
+from manyhands.infer.load import dequantizing
 from manyhands.model.attention import plain_attention
 from manyhands.model.resize_embeddings import resize_embeddings, rows_by_token
 from manyhands.model.source import state_by_file_names
@@ -179,7 +180,8 @@ def reason_not_reopened(folder: Path, reference: Reference, base: Path | None) -
     assert weights is not None
     if _needs_its_own_code(weights):
         return "the model needs code of its own, which is not run here"
-    needed = MEMORY_FACTOR * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+    widened = 4 if reference.base == "mxfp4" else 1  # opened in 16 bits at least
+    needed = MEMORY_FACTOR * widened * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
     available = psutil.virtual_memory().available
     if needed > available:
         return f"the model needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB are free"
@@ -220,9 +222,13 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
         options = {"device_map": {"": "cpu"}} | (
             {} if _is_quantized(base) else _nf4_options(double_quant=kind == "nf4")
         )
+    elif kind == "mxfp4":
+        options = dequantizing(base)
     inner: Any = auto_class_of(base).from_pretrained(base, dtype=dtype, **options)
     inner.set_attn_implementation(plain_attention(inner.config))
-    if options:
+    if kind == "mxfp4":
+        inner = inner.to(inner.dtype)  # experts come in bfloat16
+    if kind.startswith("nf4"):
         dequantize_as_one_row(inner, None if dtype == "auto" else getattr(torch, dtype))
         round_experts(inner, Nf4Linear, kind == "nf4")  # bitsandbytes leaves them as they are
     if kind == "fp8":

@@ -17,6 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.facts.experts import stack_experts
 from manyhands.facts.model_config import read_config
 from manyhands.facts.safetensors import TensorHeader, equal_bytes, find_weight_files, read_header, read_headers
+from manyhands.facts.stored_mxfp4 import StoredMxfp4, find_stored_mxfp4, is_mxfp4
 from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
 from manyhands.facts.towers import read_tower
 from manyhands.facts.types import LinearShape, ModelFacts, NewTokens, Nf4Facts, StoredDtype, TowerFacts
@@ -48,8 +49,10 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     num_tower_parameters, tower, stored, stored_nf4 = 0, None, _config_dtype(outer), None
     shapes, decoder = parameter_shapes(config), "model.language_model" if is_multimodal else "model"
     groups = families.expert_groups(families.find(config), config)
+    stored_mxfp4 = tuple(groups) if is_mxfp4(outer) else ()
     if init == "pretrained":
-        tensors, in_nf4 = _read_tensors(folder, outer)
+        tensors, in_nf4, in_mxfp4 = _read_tensors(folder, outer)
+        stored_mxfp4 = _in_all_blocks(in_mxfp4)
         if is_multimodal:
             num_tower_parameters, tower = _read_towers(outer, tensors)
             config |= {"tie_word_embeddings": shares_head(folder, config)}
@@ -97,6 +100,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         attention_sinks=families.find(config).sinks,
         stored_dtype=stored,
         stored_nf4=stored_nf4,
+        stored_mxfp4=stored_mxfp4,
         num_parameters=sum(map(math.prod, shapes.values())),
         is_multimodal=is_multimodal,
         num_tower_parameters=num_tower_parameters,
@@ -165,15 +169,20 @@ def _count_windowed(config: Mapping[str, Any]) -> int | None:
     return num_layers - num_layers // pattern if pattern else None
 
 
-def _read_tensors(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, TensorHeader], dict[str, StoredNf4]]:
-    """All tensors by name, those that hold a weight in NF4 as that weight; and those weights."""
+def _read_tensors(
+    folder: Path, config: Mapping[str, Any]
+) -> tuple[dict[str, TensorHeader], dict[str, StoredNf4], dict[str, StoredMxfp4]]:
+    """All tensors by name, those that hold a weight in NF4 or MXFP4 as that weight; and those weights."""
     files = find_weight_files(folder)
     tensors = read_headers(files)
     if not config.get("quantization_config"):
-        return tensors, {}
-    in_nf4, pieces = find_stored_nf4({path: read_header(path) for path in files})
-    tensors = {name: header for name, header in tensors.items() if name not in pieces}
-    return tensors | {name: weight.header for name, weight in in_nf4.items()}, in_nf4
+        return tensors, {}, {}
+    headers = {path: read_header(path) for path in files}
+    (in_nf4, pieces), (in_mxfp4, others) = find_stored_nf4(headers), find_stored_mxfp4(headers)
+    tensors = {name: header for name, header in tensors.items() if name not in pieces | others}
+    tensors |= {name: weight.header for name, weight in in_nf4.items()}
+    tensors |= {name: weight.header for name, weight in in_mxfp4.items()}
+    return tensors, in_nf4, in_mxfp4
 
 
 def _describe_nf4(in_nf4: Mapping[str, StoredNf4], folder: Path) -> Nf4Facts | None:
@@ -187,12 +196,16 @@ def _describe_nf4(in_nf4: Mapping[str, StoredNf4], folder: Path) -> Nf4Facts | N
         )
     if not in_nf4:
         return None
+    return Nf4Facts(double_quant=kinds.pop(), linears=_in_all_blocks(in_nf4))
+
+
+def _in_all_blocks(names: Iterable[str]) -> tuple[str, ...]:
+    """Of weights in blocks, their names within a block, those that every block with any has."""
     blocks: dict[str, set[str]] = {}
-    for name in in_nf4:
+    for name in names:
         if match := BLOCK_TENSOR.search(name):
             blocks.setdefault(match[1], set()).add(match[2].removesuffix(".weight"))
-    in_all = set.intersection(*blocks.values()) if blocks else set()
-    return Nf4Facts(double_quant=kinds.pop(), linears=tuple(sorted(in_all)))
+    return tuple(sorted(set.intersection(*blocks.values()))) if blocks else ()
 
 
 def resize_vocabulary(model: ModelFacts, new_tokens: NewTokens | None) -> ModelFacts:

@@ -19,6 +19,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
 from manyhands.core.limits import NF4_BLOCK_VALUES, NF4_ROW_BLOCKS
 from manyhands.facts.safetensors import TensorHeader, read_bytes
+from manyhands.facts.stored_mxfp4 import is_mxfp4
 
 STATE = ".quant_state.bitsandbytes__nf4"
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -100,9 +101,9 @@ def _read(name: str, path: Path, places: Mapping[str, tuple[Path, TensorHeader]]
 
 
 def refuse_other_quantization(config: Mapping[str, Any], path: Path) -> None:
-    """UserError for a quantization_config of another kind than bitsandbytes' NF4."""
+    """UserError for a quantization_config of another kind than bitsandbytes' NF4 and MXFP4."""
     asked = config.get("quantization_config")
-    if not asked:
+    if not asked or is_mxfp4(config):
         return
     method = str(asked.get("quant_method") or ("bitsandbytes" if asked.get("load_in_4bit") else "of an unnamed kind"))
     kind = str(asked.get("bnb_4bit_quant_type") or "")
@@ -113,6 +114,6 @@ def refuse_other_quantization(config: Mapping[str, Any], path: Path) -> None:
     raise UserError(
         f"the model's weights are quantized ({method}), which is not supported",
         where=str(path),
-        why="its config.json has quantization_config; of quantized weights only bitsandbytes' NF4 is read",
+        why="its config.json has quantization_config; of quantized weights only bitsandbytes' NF4 and MXFP4 are read",
         fix="use the model's version that is not quantized; method.name: qlora quantizes it to NF4",
     )

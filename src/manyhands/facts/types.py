@@ -109,6 +109,7 @@ class ModelFacts(Fact):
     attention_sinks: bool = False  # heads have a learned score without a value
     stored_dtype: StoredDtype
     stored_nf4: Nf4Facts | None = None  # dtype and shapes are then those of the weights before
+    stored_mxfp4: tuple[str, ...] = ()  # of ``block_linear_shapes``, stacks in MXFP4; likewise
     num_parameters: int
     is_multimodal: bool = False  # by config.json: the text decoder is one part among others, stored with it or not
     num_tower_parameters: int = 0  # vision, audio and projectors of a multimodal model: they stay on disk

@@ -20,6 +20,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import refuse_outside_links
 from manyhands.data.chat.template import chat_template_kwargs_of
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
+from manyhands.facts.stored_mxfp4 import is_mxfp4
 from manyhands.infer.decode import Completion, OnText
 from manyhands.infer.generate import end_token_ids
 from manyhands.infer.images import PromptImages, open_images, sizes_of
@@ -255,17 +256,28 @@ def load_model(
     model: Any = auto_class_of(found.weights).from_pretrained(
         found.weights,
         dtype=torch.float32 if device == "cpu" else "auto",
-        attn_implementation="sdpa",
+        attn_implementation=plain_attention(transformers.AutoConfig.from_pretrained(found.weights)),
+        **dequantizing(found.weights),
         **placing,
     )
-    if getattr(model, "is_quantized", False):  # in NF4: adapters of ours compute beside plain weights
+    if dequantizing(found.weights):
+        model = model.to(model.dtype)  # experts come in bfloat16
+    elif getattr(model, "is_quantized", False):  # in NF4: adapters of ours compute beside plain weights
         model = model.dequantize()
-    if plain_attention(model.config) != "sdpa":
-        model.set_attn_implementation(plain_attention(model.config))
     follow_documents(model)  # else an answer would depend on earlier prompts
     if found.adapter is not None:
         put_adapter(model, found.adapter)
     return (model if device_map is not None else model.to(device)).eval()
+
+
+def dequantizing(folder: Path) -> dict[str, Any]:
+    """What makes transformers open experts that are stored in MXFP4 as plain weights; {} for other models."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not is_mxfp4(config):
+        return {}
+    from transformers import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def put_adapter(model: nn.Module, adapter: Path) -> None:

@@ -24,6 +24,7 @@ from manyhands.core.holding import fill_from, full_shape, local, local_part
 from manyhands.core.progress import advance
 from manyhands.core.seeds import named_seed
 from manyhands.facts.model import shares_head
+from manyhands.facts.stored_mxfp4 import StoredMxfp4
 from manyhands.facts.types import NewTokens
 from manyhands.model.attention import register_attention
 from manyhands.model.multimodal import choose_attention, takes_images
@@ -267,8 +268,8 @@ def read_weights(model: nn.Module, checkpoint: Checkpoint, new_tokens: NewTokens
     for path in sorted({stored.file for stored in checkpoint.plain.values()}):
         with open_weights(path) as file:
             for name, stored in checkpoint.plain.items():
-                if stored.file == path and stored.nf4 is not None:
-                    filling.fill(name, stored.nf4)
+                if stored.file == path and stored.quantized is not None:
+                    filling.fill(name, stored.quantized)
                 elif stored.file == path:
                     filling.fill(name, file.get_slice(stored.name) if stored.shape else file.get_tensor(stored.name))
     for conversion in checkpoint.conversions:
@@ -302,7 +303,7 @@ class _Filling:
 
     def fill(self, name: str, stored: Any) -> None:
         if name in self.stacks:
-            if not isinstance(stored, StackedRows):
+            if not isinstance(stored, StackedRows | StoredMxfp4):
                 stored = StackedRows.of_stored(self.stacks[name], stored)
             name = f"{name}.weight"
         self._fill(name, stored)

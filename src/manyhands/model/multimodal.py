@@ -29,7 +29,14 @@ from manyhands.data.images.places import GRID_ENTRIES, PLACES, ROWS, find_rows, 
 from manyhands.facts.towers import part_of
 from manyhands.families import Family, ImageLayout
 from manyhands.families.images import PIXELS
-from manyhands.model.attention import BLOCKWISE, IMPLEMENTATIONS, ImageRows, attention_kwargs, count_positions
+from manyhands.model.attention import (
+    BLOCKWISE,
+    IMPLEMENTATIONS,
+    ImageRows,
+    attention_kwargs,
+    count_positions,
+    plain_attention,
+)
 from manyhands.model.structure import find_tower_blocks, text_parameters
 from manyhands.model.towers import embed_by_matmul, use_varlen
 from manyhands.planner.types import Plan
@@ -55,6 +62,8 @@ def choose_attention(plan: Plan, model_config: Any) -> str | dict[str, str]:
     documents that touch.
     """
     text = IMPLEMENTATIONS[plan.attention]
+    if text == "sdpa":
+        text = plain_attention(model_config)
     if not takes_images(plan):
         return text
     layout = families.find(model_config.model_type).images

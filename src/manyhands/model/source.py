@@ -34,6 +34,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.progress import advance
 from manyhands.facts.model import STORED_DTYPES
 from manyhands.facts.safetensors import DTYPE_BITS, find_weight_files, read_header
+from manyhands.facts.stored_mxfp4 import StoredMxfp4, find_stored_mxfp4
 from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
 from manyhands.model.structure import inside, left_out
 
@@ -48,7 +49,7 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    nf4: StoredNf4 | None = None  # the weight in 4 bits; then shape and dtype are those it had before
+    quantized: StoredNf4 | StoredMxfp4 | None = None  # in 4 bits; then shape and dtype are those the weight had before
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -155,15 +156,19 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
 
 
 def index_files(folder: Path) -> list[StoredTensor]:
-    """All tensors of a model folder, from the headers alone; those that hold a weight in NF4 as that weight."""
+    """All tensors of a model folder, from the headers alone; those that hold a weight in 4 bits as that weight."""
     headers = {path: read_header(path) for path in find_weight_files(folder)}
-    in_nf4, pieces = find_stored_nf4(headers)
+    (in_nf4, pieces), (in_mxfp4, others) = find_stored_nf4(headers), find_stored_mxfp4(headers)
+    weights: dict[str, tuple[Path, StoredNf4 | StoredMxfp4]] = {
+        **{name: (weight.pieces["weight"][0], weight) for name, weight in in_nf4.items()},
+        **{name: (weight.pieces["blocks"][0], weight) for name, weight in in_mxfp4.items()},
+    }
     return [
         StoredTensor(name, path, header.shape, header.dtype)
         for path, own in headers.items()
         for name, header in own.items()
-        if name not in pieces
-    ] + [StoredTensor(name, w.pieces["weight"][0], w.shape, w.dtype, w) for name, w in in_nf4.items()]
+        if name not in pieces | others
+    ] + [StoredTensor(name, path, weight.shape, weight.dtype, weight) for name, (path, weight) in weights.items()]
 
 
 def _group(model: Any, name: str, converter: WeightConverter, parts: list[tuple[str, StoredTensor]]) -> Conversion:

@@ -4,13 +4,13 @@ know neither form nor feature: loading, counting, adapters and export.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-Storage = Literal["nf4", "nf4_single", "fp8"]
+Storage = Literal["nf4", "nf4_single", "fp8", "mxfp4"]
 
 
 @runtime_checkable
@@ -27,8 +27,12 @@ class QuantizedLayer(Protocol):
 
     def fill(self, weight: Any) -> None:
         """Take ``weight`` (o, i), a tensor or a safetensors slice, of which each rank reads its part, or a
-        ``StoredNf4``. Every rank calls this.
+        ``StoredNf4`` or ``StoredMxfp4``. Every rank calls this.
         """
+
+    @staticmethod
+    def dequantize(pieces: Sequence[torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """The weight (o, i) of whole pieces, new."""
 
     def gather_weight(self) -> torch.Tensor:
         """The full weight (o, i), dequantized. A collective where it is sharded."""

@@ -118,6 +118,7 @@ def follow_stored(config: RunConfig, method: MethodSection, model: ModelFacts) -
     """``method`` with double quantization as the base's weights have it, if these are stored in NF4. UserError for what
     needs other weights.
     """
+    _check_mxfp4(config, method, model)
     stored = model.stored_nf4
     if stored is None:
         return method
@@ -139,6 +140,25 @@ def follow_stored(config: RunConfig, method: MethodSection, model: ModelFacts) -
                 fix=f"{fix}, or use the model's version that is not quantized",
             )
     return method.model_copy(update={"double_quant": stored.double_quant})
+
+
+def _check_mxfp4(config: RunConfig, method: MethodSection, model: ModelFacts) -> None:
+    """UserError for what cannot go with experts that stay in MXFP4."""
+    wrong = {
+        f"method.name: {method.name}": method.name != "lora",
+        "model.frozen_dtype: fp8": config.model.frozen_dtype == "fp8",
+        "kernels.linear: fp8": config.kernels.linear == "fp8",
+    }
+    for key, is_set in wrong.items():
+        if model.stored_mxfp4 and is_set:
+            name = key.partition(":")[0]
+            raise UserError(
+                f"{key} cannot be combined with a model whose experts are stored in MXFP4",
+                where=name,
+                why=f"{model.folder} holds experts of 4 bits, which stay as they are and are not trained",
+                fix=("set method.name: lora" if name == "method.name" else "remove it")
+                + ", or use the model's version in 16 bits (its config.json has no quantization_config)",
+            )
 
 
 def name_targets(method: MethodSection, model: ModelFacts) -> tuple[MethodSection, tuple[Reason, ...]]:
@@ -169,6 +189,8 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     if config.method.name == "qlora":
         in_files = facts.model.stored_nf4 is not None
         why_frozen = (reason("frozen", compute=compute, double=config.method.double_quant, stored=in_files),)
+    if facts.model.stored_mxfp4:
+        why_frozen += (reason("frozen_experts", compute=compute),)
     why_frozen += choose_linear(config, device, gpus)
     parts, why_parts = choose_parts(config, facts)
     why_frozen += why_parts

@@ -18,6 +18,7 @@ class Case:
     attention: str
     has_towers: bool = False
     has_groups: bool = False
+    has_mxfp4: bool = False
     has_new_tokens: bool = False
     continues_adapter: bool = False  # the run starts from the values of an adapter
 
@@ -58,6 +59,7 @@ class ConverterSpec:
 CONVERTERS = {
     "parts": ConverterSpec("manyhands.convert.parts:ModalityParts", lambda case: case.has_towers),
     "experts": ConverterSpec("manyhands.convert.experts:Experts", lambda case: case.has_groups),
+    "mxfp4": ConverterSpec("manyhands.convert.mxfp4:Mxfp4Experts", lambda case: case.has_mxfp4),
     "nf4": ConverterSpec("manyhands.convert.nf4:Nf4Blocks", lambda case: case.method.name == "qlora"),
     "fp8_weights": ConverterSpec(
         "manyhands.convert.fp8:Fp8Weights",

@@ -307,6 +307,7 @@ def _converters(config: RunConfig, facts: Facts, decisions: Decisions) -> tuple[
         decisions.attention,
         has_towers=facts.model.is_multimodal,
         has_groups=facts.model.has_groups,
+        has_mxfp4=bool(facts.model.stored_mxfp4),
         has_new_tokens=facts.new_tokens is not None,
         continues_adapter=facts.adapter is not None,
     )

@@ -244,8 +244,9 @@ def method_of(plan: Plan, config: RunConfig) -> MethodSection:
 Code = Literal[
     "hardware", "figures", "assumed", "untried", "device", "processes", "nodes", "node_links", "packing", "targets",
     "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "images", "features", "batch",
-    "efficiency", "compute", "masters", "frozen", "linear", "towers", "parts", "attention", "compile", "data_workers",
-    "new_tokens", "adapter", "reference", "validation", "left_out", "unread", "steps", "warmup", "longer", "evaluation",
+    "efficiency", "compute", "masters", "frozen", "frozen_experts", "linear", "towers", "parts", "attention", "compile",
+    "data_workers", "new_tokens", "adapter", "reference", "validation", "left_out", "unread", "steps", "warmup",
+    "longer", "evaluation",
     "checkpoints", "saving", "early_end", "disk", "learning_rate", "output_dtype", "environment", "long_samples",
     "large_batch", "high_learning_rate", "long_warmup", "high_rank", "not_next_smaller", "exceeds_memory",
     "exceeds_host_memory", "near_limit", "computes_again", "computes_more_again", "shards_needlessly",

@@ -48,7 +48,7 @@ def pinned(s: EstimateInput, value_bytes: int) -> float:
     """What blocks of pinned memory take, over what they hold, where each holds a rank's shard of one weight: of those
     in blocks and of the embeddings, ``value_bytes`` a value.
     """
-    if s.nf4_blocks or s.fp8_weights:
+    if s.nf4_blocks or s.fp8_weights or s.model.stored_mxfp4:
         return PINNED
     sizes = [shape.size for shape in s.model.block_linear_shapes.values()] * s.model.num_layers
     sizes += [s.head_elements] * (1 if s.model.tied_embeddings else 2)

@@ -15,6 +15,8 @@ from manyhands.config.patterns import EMBEDDING_NAMES, HEAD_NAMES, expand, match
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.limits import (
+    MXFP4_BLOCK_VALUES,
+    MXFP4_SCALES_MULTIPLE,
     NF4_CODE_BYTES,
     NF4_FLOAT_STATISTICS_BYTES,
     NF4_ROW_VALUES,
@@ -211,8 +213,16 @@ class EstimateInput:
         """One block's frozen weights as they are kept: ``B f``, or its linear layers in NF4 and the rest in f.
 
         NF4 takes 1/2 byte a value, 1/64 for its block's scale and 8 / 16,384 for the scales' own (convert/nf4.py), or
-        4/64 for a scale that is not quantized, in whole rows. In fp8 alone a byte a value and 4 a row.
+        4/64 for a scale that is not quantized, in whole rows. In fp8 alone a byte a value and 4 a row. Experts in MXFP4
+        take 1/2 byte a value and 1/32 for its scale (convert/mxfp4.py).
         """
+        if names := self.model.stored_mxfp4:
+            stacks = [self.model.block_linear_shapes[name] for name in names]
+            others = self.model.num_block_parameters - sum(stack.size for stack in stacks)
+            scale_bytes = [math.ceil(stack.into / MXFP4_BLOCK_VALUES / MXFP4_SCALES_MULTIPLE) for stack in stacks]
+            rows = zip(stacks, scale_bytes, strict=True)
+            in_mxfp4 = sum(s.out * (s.into // 2 + MXFP4_SCALES_MULTIPLE * count) for s, count in rows)
+            return others * self.frozen_bytes + in_mxfp4
         if self.fp8_weights:
             fits = [s for s in self.model.block_linear_shapes.values() if s.out % 16 == s.into % 16 == 0]
             in_fp8 = sum(shape.size for shape in fits)

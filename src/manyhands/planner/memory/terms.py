@@ -226,6 +226,8 @@ def dequantized(s: EstimateInput) -> int:
     stack = max((shape.size for shape in shapes if shape.groups > 1), default=0) * s.compute_bytes * s.fp8_weights
     if s.fp8_blocks and not quantized_weights(s):  # fp8 values of gate and up, for y or for dX
         return max(stack, sum(sorted(shape.size for shape in shapes if shape.groups == 1)[-2:]))
+    if s.model.stored_mxfp4:
+        return max(s.model.block_linear_shapes[name].size for name in s.model.stored_mxfp4) * s.compute_bytes
     if not s.nf4_blocks:
         return stack
     largest = max(shape.size for shape in shapes)

@@ -256,6 +256,9 @@ def dequantization(s: TimeInput) -> float:
     passes += e.reference == "adapters"
     if e.nf4_blocks:
         return passes * e.num_in_linears * (0.5 + e.compute_bytes) / s.rates.memory
+    if e.model.stored_mxfp4:
+        size = sum(e.model.block_linear_shapes[name].size for name in e.model.stored_mxfp4) * e.model.num_layers
+        return passes * size * (0.5 + e.compute_bytes) / s.rates.memory
     in_stacks = e.model.sum_linears(lambda shape: shape.size if shape.groups > 1 else 0)
     if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized again in each pass
         return passes * (e.num_in_linears - in_stacks) * (e.compute_bytes + 1) / s.rates.memory

@@ -1,0 +1,1 @@
+"""Weights in MXFP4 to floating point."""
