@@ -16,6 +16,7 @@ import pytest
 import manyhands as mh
 from manyhands.export import push as push_module
 from tests.support.tiny import write_tiny_model
+from tests.support.vision import write_tiny_vision
 from tests.support.zygote import forking
 
 WORDS = ("alpha", "beta", "gamma", "delta", "alpha beta", "gamma delta", "beta gamma", "delta alpha")
@@ -126,6 +127,29 @@ def merged(n: Notebook) -> bool:
     return whole.generate("alpha", max_new_tokens=4) == n.model.generate("alpha", max_new_tokens=4)
 
 
+def reopened(n: Notebook) -> list[Any]:
+    """From the folder that the notebook has saved: it answers, and another trainer trains it on."""
+    n.model.save_pretrained(n.folder / "again")
+    n.tokenizer.save_pretrained(n.folder / "again")
+    model, tokenizer = mh.FastLanguageModel.from_pretrained(str(n.folder / "again"), load_in_4bit=False)
+    trainer = mh.SFTTrainer(model, train_dataset=ROWS, processing_class=tokenizer, overrides={"data.cache": n.folder})
+    method = trainer.load().config.method
+    same = model.generate("alpha", max_new_tokens=4) == n.model.generate("alpha", max_new_tokens=4)
+    goes_on = trainer.plan().num_trained == n.before[0]
+    return ["lora_alpha" if method.alpha == 8 else "", method.target_modules[0], same, goes_on]
+
+
+def opened_by_peft(n: Notebook) -> bool:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    n.model.save_pretrained(n.folder / "peft")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(n.base), n.folder / "peft")
+    with torch.no_grad():
+        return torch.allclose(theirs(**tensors(n)).logits, n.model(**tensors(n)).logits, atol=1e-4)
+
+
 WORKS: dict[str, tuple[Callable[[Notebook], Any], Any]] = {
     "metrics['train_runtime']": (lambda n: n.stats.metrics["train_runtime"] > 0, True),
     "training_loss, global_step": (lambda n: (n.stats.training_loss > 0, n.stats.global_step), (True, 3)),
@@ -168,6 +192,8 @@ WORKS: dict[str, tuple[Callable[[Notebook], Any], Any]] = {
         lambda n: bool(n.tokenizer.apply_chat_template(ROWS[0]["messages"], tokenize=False)), True
     ),
     "save_pretrained": (lambda n: files_of(n.model.save_pretrained, n, "lora"), ["adapter_model.safetensors"]),
+    "an adapter that was saved, opened again": (reopened, ["lora_alpha", "q_proj", True, True]),
+    "an adapter that was saved, opened by PEFT": (opened_by_peft, True),
     "tokenizer.save_pretrained": (lambda n: bool(n.tokenizer.save_pretrained(n.folder / "tokenizer")), True),
     "save_model": (lambda n: files_of(n.trainer.save_model, n, "saved"), ["adapter_model.safetensors"]),
     "save_model()": (lambda n: n.trainer.save_model(), None),
@@ -269,6 +295,48 @@ def test_the_same_output_dir_takes_a_numbered_folder(notebook: Notebook) -> None
     notebook.trainer.args.max_steps = 1
     again = notebook.trainer.train()
     assert (notebook.stats.folder.name, again.folder.name, again.global_step) == ("outputs", "outputs-2", 1)
+
+
+def test_a_notebook_of_images(tmp_path: Path) -> None:
+    """Vision: the processor, its adapter, rows with Pillow's images, and the collator that stands for nothing."""
+    image = pytest.importorskip("PIL.Image").new("RGB", (20, 20), "red")
+    base = write_tiny_vision(tmp_path / "base", "qwen2_vl")
+    model, processor = mh.FastVisionModel.from_pretrained(
+        str(base), load_in_4bit=False, use_gradient_checkpointing=True
+    )
+    asked = {**ADAPTER, "target_modules": "all-linear"}
+    model = mh.FastVisionModel.get_peft_model(
+        model, finetune_vision_layers=True, finetune_language_layers=True, finetune_mlp_modules=False, **asked
+    )
+    question = [{"type": "text", "text": "What is it?"}, {"type": "image", "image": image}]
+    answer = [{"type": "text", "text": "red"}]
+    row = {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    trainer = mh.SFTTrainer(
+        model=mh.FastVisionModel.for_training(model),
+        train_dataset=[row] * 4,
+        processing_class=getattr(processor, "tokenizer", processor),
+        data_collator=mh.UnslothVisionDataCollator(model, processor),
+        args=mh.SFTConfig(
+            remove_unused_columns=False,
+            dataset_text_field="",
+            dataset_kwargs={"skip_prepare_dataset": True},
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            optim="adamw_torch_fused",
+            report_to="none",
+            max_length=512,
+        ),
+        overrides={"data.cache": tmp_path / "cache"},
+    )
+    loaded = trainer.load()
+    assert loaded.config.method.target_modules == ("q_proj", "k_proj", "v_proj", "o_proj")
+    [outcome] = [one for one in loaded.translations[0].outcomes if one.key == "finetune_vision_layers"]
+    assert outcome.kind == "substituted" and "'vision': 'trained'" in outcome.why
+    made = trainer.plan()
+    assert made.data.images == 4 and made.parts == {"vision": "frozen", "projector": "frozen", "language": "trained"}
+    with pytest.raises(mh.UserError, match="no layer of the language model") as error:
+        mh.FastVisionModel.get_peft_model(model, finetune_language_layers=False)
+    assert "'language': 'frozen'" in error.value.fix
 
 
 def test_names_of_the_other_tools() -> None:

@@ -33,7 +33,9 @@ from manyhands.config.schema import DataSection
 from manyhands.config.text import names
 from manyhands.core.errors import UserError
 from manyhands.core.files import write_json
+from manyhands.core.text import report_aside
 from manyhands.core.units import count_of
+from manyhands.facts.adapter import CONFIG, describe_method, locate_adapter, read_adapter_config
 from manyhands.facts.host import read_host_facts
 from manyhands.importers.load import LoadedRun
 
@@ -65,7 +67,8 @@ class FastLanguageModel:
 
         ``load_in_4bit`` trains an adapter beside 4-bit weights (NF4), ``full_finetuning`` all weights. ``dtype``: None
         is bfloat16 where the GPU has it. ``device_map``: ``auto`` gives each process its GPU in training, sharded where
-        the model does not fit, and for answers the model is on as few GPUs as hold it. Raises ``UserError``.
+        the model does not fit, and for answers the model is on as few GPUs as hold it. A folder with an adapter, also a
+        run's, is its base with that adapter, which answers or is trained on. Raises ``UserError``.
         """
         from manyhands.data.tokenize.tokenizer import load_tokenizer
         from manyhands.facts.hub import locate_model
@@ -77,9 +80,14 @@ class FastLanguageModel:
         given["load_in_4bit"] = load_in_4bit and not (full_finetuning or load_in_8bit)
         given |= read_quantization(quantization_config)
         given["device_map"] = check_device_map(device_map)
-        folder = locate_model(name, revision, False, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        return LanguageModel(Path(name), device_map=given["device_map"], given=given), tokenizer
+        saved = _read_adapter(Path(name))
+        given |= saved
+        name = given["model_name"]
+        folder = locate_model(name, given["revision"], False, trust_remote_code=trust_remote_code)
+        own = Path(saved.get("adapter", folder)) / "tokenizer_config.json"
+        tokenizer = load_tokenizer(own.parent if own.is_file() else folder, trust_remote_code=trust_remote_code)
+        place = Path(saved.get("adapter", name))
+        return LanguageModel(place, device_map=given["device_map"], given=given), tokenizer
 
     @staticmethod
     def get_peft_model(
@@ -134,9 +142,13 @@ class FastVisionModel(FastLanguageModel):
 
         from manyhands.facts.hub import locate_model
 
-        model, _ = FastLanguageModel.from_pretrained(model_name, *args, **options)
+        model, tokenizer = FastLanguageModel.from_pretrained(model_name, *args, **options)
         folder = locate_model(model.given["model_name"], model.given["revision"], False)
-        return model, AutoProcessor.from_pretrained(folder, trust_remote_code=model.given["trust_remote_code"])
+        try:
+            return model, AutoProcessor.from_pretrained(folder, trust_remote_code=model.given["trust_remote_code"])
+        except ImportError as error:  # training has an image processor of its own
+            report_aside(f"the tokenizer stands for the processor, which transformers cannot open: {error}")
+            return model, tokenizer
 
     @staticmethod
     def get_peft_model(  # type: ignore[override]
@@ -372,6 +384,28 @@ class Trainer:
         if function is None:
             return data
         return lambda: ({"text": _check_text(function(row), name)} for row in list_rows(data, name))
+
+
+def _read_adapter(folder: Path) -> dict[str, Any]:
+    """What a folder with an adapter means, by the names of ``FastLanguageModel``; {} for any other folder or name."""
+    if not any((place / CONFIG).is_file() for place in (folder, folder / "adapter")):
+        return {}
+    found = locate_adapter(folder)
+    fields = read_adapter_config(found)
+    method = describe_method(found, fields)
+    targets = method.target_modules
+    return {
+        "adapter": str(found.resolve()),
+        "model_name": fields["base_model_name_or_path"],
+        "revision": fields.get("revision"),
+        "r": method.rank,
+        "lora_alpha": method.alpha,
+        "lora_dropout": float(fields.get("lora_dropout") or 0),
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "modules_to_save": list(method.modules_to_save) or None,
+        "use_rslora": method.rslora,
+        "use_dora": method.dora,
+    }
 
 
 PEFT_FIELDS = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": None, "modules_to_save": None,
