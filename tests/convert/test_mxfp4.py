@@ -24,8 +24,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from manyhands.config.schema import MethodSection
 from manyhands.convert import mxfp4
+from manyhands.convert.experts import stack_experts
+from manyhands.convert.fused_experts import can_fuse
 from manyhands.convert.grouped import GroupedLinear, hold
-from manyhands.convert.lora import adapted_layers, initialize_adapters, lora_class
+from manyhands.convert.lora import adapted_layers, apply_lora, initialize_adapters, lora_class
 from manyhands.convert.mxfp4 import Mxfp4Linear
 from manyhands.core.errors import UserError
 from manyhands.export.__main__ import compute_probe
@@ -38,7 +40,7 @@ from manyhands.kernels.mxfp4.reference import dequantize_reference, draw_pieces,
 from manyhands.kernels.mxfp4.select import TRIED_SHAPES, choose_backend
 from manyhands.model.weights import quantized_layers, stacked_layers, stored_form
 from tests.keys.lab import Lab, Ran, open_lab
-from tests.support.experts import write_mxfp4_model
+from tests.support.experts import expert_model, write_mxfp4_model
 
 IDS = torch.arange(40)[None] % 250
 STACKS = ("gate_up_proj", "down_proj")
@@ -143,6 +145,38 @@ def test_a_compiled_stack_is_one_graph_and_keeps_no_weight(adapted: bool) -> Non
     expected = held(x, ends)
     torch.testing.assert_close(found, expected)
     for one, other in zip(*(torch.autograd.grad(y.square().sum(), x) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.ci
+def test_compiled_experts_with_adapters_keep_no_weight() -> None:
+    """Nor a step on the way to it, whose rows are as many as the stack's and which is wider than an adapter."""
+    model = expert_model("gpt_oss", intermediate_size=64)
+    for name in stack_experts(model):
+        stack: Any = model.get_submodule(name)
+        held: Any = hold(stack, Mxfp4Linear)
+        held.fill(stack.weight)
+        model.set_submodule(name, held)
+    apply_lora(model, MethodSection(name="lora", rank=4, alpha=8.0), seed=0)
+    for layer in adapted_layers(model).values():
+        nn.init.normal_(layer.lora_B.weight, std=0.1)
+    block, x = model.model.layers[0].mlp, torch.randn(1, 40, 64, requires_grad=True)
+    assert can_fuse(block.experts)
+    kept: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    torch._dynamo.reset()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        found = torch.compile(block, fullgraph=True, backend="aot_eager")(x)[0]
+    assert kept and not any(len(shape) == 2 and shape[0] >= 8 * 64 and shape[1] > 16 for shape in kept)
+    expected = block(x)[0]
+    torch.testing.assert_close(found, expected)
+    trained = [x, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
+    both = (torch.autograd.grad(y.square().sum(), trained) for y in (found, expected))
+    for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other)
 
 

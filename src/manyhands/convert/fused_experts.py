@@ -16,6 +16,7 @@ from transformers.integrations.moe import _default_apply_gate
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from manyhands.convert.fused_modules import ACTIVATION_NAMES
+from manyhands.convert.grouped import multiply_stack
 from manyhands.convert.lora import LoraGrouped
 from manyhands.kernels.experts import ops
 from manyhands.kernels.experts.reference import ALPHA, LIMIT
@@ -63,10 +64,23 @@ def compute_adapted(
     return out
 
 
-def _matrices(frozen: Tensor | None, stack: Any, dtype: torch.dtype) -> Tensor:
-    """The stack's weight (E, o, i), dequantized if it has to be."""
-    weight = stack.weight if frozen is None else frozen
-    return weight.to(dtype).unflatten(0, (stack.num_groups, -1))
+def _multiply(
+    x: Tensor,
+    frozen: Tensor | None,
+    stack: Any,
+    ends: Tensor,
+    *,
+    transposed: bool = False,
+    low: Tensor | None = None,
+    wide: Tensor | None = None,
+) -> Tensor:
+    """The product with the stack's weight, dequantized if it has to be, and with the product of low and wide added."""
+    if frozen is None:
+        return multiply_stack(stack, x, ends, transposed=transposed, low=low, wide=wide)
+    weight = frozen.to(x.dtype).unflatten(0, (stack.num_groups, -1))
+    weight = weight.mT if transposed else weight
+    out: Tensor = multiply_groups(x, weight, ends) if low is None else ops.multiply_and_add(x, weight, low, wide, ends)
+    return out
 
 
 class _AdaptedExperts(torch.autograd.Function):
@@ -92,9 +106,9 @@ class _AdaptedExperts(torch.autograd.Function):
         dtype, num_groups, num_chosen = hidden.dtype, len(ends), weights.shape[1]
         up_a, up_b, down_a, down_b = (factor.to(dtype).unflatten(0, (num_groups, -1)) for factor in (a1, b1, a2, b2))
         rows, low = ops.gather_low(hidden, order // num_chosen, ends, up_a, scaling)
-        both = multiply_groups(rows, _matrices(frozen_up, stacks[0], dtype), ends)
+        both = _multiply(rows, frozen_up, stacks[0], ends)
         z, following = ops.gate_low(both, low, up_b, down_a, bias, ends, scaling, gate)
-        y = ops.multiply_and_add(z, _matrices(frozen_down, stacks[1], dtype), following, down_b.mT, ends)
+        y = _multiply(z, frozen_down, stacks[1], ends, low=following, wide=down_b.mT)
         ctx.stacks, ctx.scaling, ctx.gate = stacks, scaling, gate
         ctx.save_for_backward(
             hidden, weights, order, places, ends, frozen_up, frozen_down, a1, b1, a2, b2, bias, both, low, following
@@ -110,13 +124,13 @@ class _AdaptedExperts(torch.autograd.Function):
         up_a, up_b, down_a, down_b = (factor.to(dtype).unflatten(0, (num_groups, -1)) for factor in (a1, b1, a2, b2))
         tokens, sorted_weights = order // weights.shape[1], weights.reshape(-1)[order]
         rows, for_following = ops.gather_low(gradient, tokens, ends, down_b.mT, ctx.scaling)
-        v = multiply_groups(rows, _matrices(frozen_down, ctx.stacks[1], dtype).mT, ends)
+        v = _multiply(rows, frozen_down, ctx.stacks[1], ends, transposed=True)
         for_both, for_weights, for_low, for_b1, for_a2 = ops.gate_low_backward(
             both, low, up_b, down_a, bias, v, for_following, sorted_weights, ends, ctx.scaling, ctx.gate
         )
         weighted = (following * sorted_weights[:, None]).to(dtype)
         for_b2 = ops.gathered_outer(gradient, tokens, weighted, ends, True)
-        for_rows = ops.multiply_and_add(for_both, _matrices(frozen_up, ctx.stacks[0], dtype).mT, for_low, up_a, ends)
+        for_rows = _multiply(for_both, frozen_up, ctx.stacks[0], ends, transposed=True, low=for_low, wide=up_a)
         for_a1 = ops.gathered_outer(hidden, tokens, for_low, ends, False)
         for_hidden = ops.combine(for_rows, places, weights.shape[1], None)
         factors = (

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.kernels.grouped import grouped_matmul, multiply_groups
+from manyhands.kernels.experts.select import kernels_for
+from manyhands.kernels.grouped import compute_groups, grouped_matmul
 from manyhands.kernels.operators import operator
 from manyhands.model.weights import QuantizedLayer
 
@@ -38,20 +39,49 @@ class Grouped:
 
 
 def _multiply_quantized(
-    x: torch.Tensor, ends: torch.Tensor, pieces: list[torch.Tensor], storage: str, shape: list[int], transposed: bool
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    pieces: list[torch.Tensor],
+    storage: str,
+    shape: list[int],
+    transposed: bool,
+    low: torch.Tensor | None,
+    wide: torch.Tensor | None,
 ) -> torch.Tensor:
     groups, size, inner = shape
     weight = _dequantize[storage](pieces, (groups * size, inner), x.dtype).view(shape)
-    return multiply_groups(x, weight.mT if transposed else weight, ends)
+    y = compute_groups(x, weight.mT if transposed else weight, ends)
+    if low is not None:
+        kernels_for(y, low.shape[1]).add_low(y, low, wide, ends)
+    return y
 
 
 # Opaque to torch.compile: it would see that both directions dequantize the same weight, do it once and keep it.
 multiply_quantized = operator(
     "multiply_quantized",
-    "(Tensor x, Tensor ends, Tensor[] pieces, str storage, SymInt[] shape, bool transposed) -> Tensor",
+    "(Tensor x, Tensor ends, Tensor[] pieces, str storage, SymInt[] shape, bool transposed, Tensor? low, Tensor? wide) "
+    "-> Tensor",
     _multiply_quantized,
-    lambda x, ends, pieces, storage, shape, transposed: x.new_empty(x.shape[0], shape[2 if transposed else 1]),
+    lambda x, ends, pieces, storage, shape, transposed, *_: x.new_empty(x.shape[0], shape[2 if transposed else 1]),
 )
+
+
+def multiply_stack(
+    stack: Any,
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    transposed: bool,
+    low: torch.Tensor | None = None,
+    wide: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product with a quantized stack, of which nothing is kept, without gradients: (n, i) -> (n, o), or back. With
+    low (n, r) and wide (g, r, o) their product is added (``kernels.experts.reference.add_low``).
+    """
+    pieces = [getattr(stack, piece) for piece in stack.weight_pieces]
+    shape = [stack.num_groups, stack.out_features // stack.num_groups, stack.in_features]
+    out: torch.Tensor = multiply_quantized(x, ends, pieces, stack.storage, shape, transposed, low, wide)
+    return out
 
 
 class _QuantizedMatmul(torch.autograd.Function):
@@ -63,13 +93,13 @@ class _QuantizedMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.storage, ctx.shape = storage, shape
         ctx.save_for_backward(ends, *pieces)
-        out: torch.Tensor = multiply_quantized(x, ends, list(pieces), storage, list(shape), False)
+        out: torch.Tensor = multiply_quantized(x, ends, list(pieces), storage, list(shape), False, None, None)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ends, *pieces = ctx.saved_tensors
-        for_x = multiply_quantized(gradient, ends, pieces, ctx.storage, list(ctx.shape), True)
+        for_x = multiply_quantized(gradient, ends, pieces, ctx.storage, list(ctx.shape), True, None, None)
         return for_x, *[None] * (3 + len(pieces))
 
 
