@@ -239,6 +239,36 @@ def test_adapters_are_merged_expert_by_expert(tmp_path: Path, model_type: str, m
                 assert distance(saved, weight + layer.scaling * group_b @ group_a) < 1e-6
 
 
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "granitemoe", "gpt_oss"])
+def test_experts_in_nf4_are_those_of_bitsandbytes(tmp_path: Path, model_type: str, double_quant: bool) -> None:
+    """Codes and maxima of each expert alone, and the second level of a block's stack as one, byte for byte, whether
+    files hold one tensor an expert or all in one.
+    """
+    functional = pytest.importorskip("bitsandbytes").functional
+    source = write(tmp_path / "source", model_type, save_original_format=False)
+    options = {"quant_type": "nf4", "blocksize": 64}
+    for folder in (source, write(tmp_path / "by expert", model_type)):
+        config = tiny_run(folder, "qlora", double_quant=double_quant)
+        model: Any = load_model(plan_of(folder, model_type), config)
+        plain: Any = load_model(plan_of(source, model_type), tiny_run(source))
+        for name, stack in stacked_layers(model).items():
+            codes, statistics = (piece.view(torch.uint8) for piece in (stack.weight_codes, stack.weight_statistics))
+            weight = plain.get_submodule(name).weight.detach().to(stack.weight_dtype)
+            parts = [
+                functional.quantize_4bit(expert.contiguous(), **options) for expert in weight.unflatten(0, (8, -1))
+            ]
+            packed = torch.cat([part.flatten() for part, _ in parts])
+            assert torch.equal(codes.flatten()[: len(packed)], packed)
+            maxima = torch.cat([state.absmax for _, state in parts])
+            if double_quant:
+                _, whole = functional.quantize_4bit(weight, compress_statistics=True, **options)
+                assert torch.equal(statistics[:, :256].flatten()[: len(maxima)], whole.absmax)
+                assert torch.equal(stack.weight_statistics.view(torch.float32)[:, -2], whole.state2.absmax)
+            else:
+                assert torch.equal(statistics.view(torch.float32).flatten()[: len(maxima)], maxima)
+
+
 def test_rows_of_a_stack_are_read_as_a_tensor_is() -> None:
     plain, turned = (GroupedLinear(3, 5, 4, stored_transposed=turned) for turned in (False, True))
     for stack in (plain, turned):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.engine.test_layouts import RAGGED, merged
 from tests.support.equality import Case, Fault, compare, run_case, write_workspace
 from tests.support.experts import write_mxfp4_model
 from tests.support.ranks import Ranks
+from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
 KEYS = {"data.packing": True, "batch.micro_tokens": 512, "stop.max_steps": 6}
 ROWS = {"data.packing": False, "stop.max_steps": 3, "parallel.strategy": "single"}
 BALANCE = {"moe.balance": 0.5}
+RUN_STEPS = "tests.engine.strategy_ranks:run_steps"
 
 
 def write_mixture(folder: Path) -> None:
@@ -71,3 +75,33 @@ def test_balance_and_load_are_the_same_for_any_micro_batches_and_ranks(world: Ra
         run("single", 1, rows, "padding"),
     ):
         assert not compare(one, run_case(world, tmp_path, case, "float32", "full")).within("float32"), case.fault
+
+
+@pytest.mark.ci
+@pytest.mark.distributed
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_a_run_goes_on_in_any_layout(world: Ranks, tmp_path: Path, method: str) -> None:
+    """Seven experts: no number of ranks here divides them."""
+    folder = write_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2, num_experts=7)
+    config = tiny_run(folder, method)
+    layouts = {
+        "single": {"world_size": 1},
+        "ddp": {"world_size": 2},
+        "fsdp": {"world_size": 2},
+        "hsdp": {"world_size": 4, "shard_degree": 2},
+    }
+
+    def steps(strategy: str, num_steps: int, *folders: Path | None) -> list[tuple[float, float]]:
+        plan = tiny_plan(folder, strategy=strategy, **layouts[strategy])
+        size = plan.layout.world_size
+        documents = merged(RAGGED) if size == 1 else RAGGED
+        return world.run(RUN_STEPS, plan, config, documents, num_steps, *folders, world_size=size)[0]
+
+    whole = steps("single", 4)
+    for strategy in layouts:
+        saved = tmp_path / strategy / "step-000002"
+        np.testing.assert_allclose(steps(strategy, 2, None, saved), whole[:2], rtol=1e-5)
+        for other in layouts if strategy in ("single", "fsdp") else ("single",):
+            rest = steps(other, 2, saved)
+            np.testing.assert_allclose(rest, whole[2:], rtol=2e-4, err_msg=f"{strategy}, then {other}")
+            assert not np.allclose(rest, whole[:2], rtol=2e-4)
