@@ -11,32 +11,40 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 
+from manyhands.facts.model import read_model_facts
+from manyhands.importers.load import load_run
+from manyhands.planner.search import plan
+from manyhands.planner.text import describe_briefly
 from tests.e2e.runs import Place, Run, Spec, free_port
+from tests.planner.examples import GIB, facts
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 FILES = sorted(RECIPES.glob("*.yaml"))
 BASE = ("base-model-template", "continued-pretraining")  # of a base model: no chat template, two special tokens
+MIXTURES = ("experts-lora", "experts-full")
 # A reader's own model and folders; the CPU; two steps.
 SMALL = ("parallel.device=cpu", "stop.max_steps=2", "batch.micro_tokens=auto", "evaluate.max_tokens=8000")
 FEW = ("data.max_samples=48", "evaluate.prompts=0", "log.tensorboard=false")
 
 
 def settings(name: str, place: Path) -> tuple[str, ...]:
-    model = place / ("base" if name in BASE else "model")
-    shorter = {"full-fsdp": 2048, "continued-pretraining": 2048, "long-context": 6000}  # tokens here are bytes
+    model = place / ("base" if name in BASE else "mixture" if name in MIXTURES else "model")
+    at_2048 = ("full-fsdp", "continued-pretraining", *MIXTURES)  # tokens here are bytes
+    shorter = dict.fromkeys(at_2048, 2048) | {"long-context": 6000}
     longest = (f"data.max_length={shorter[name]}",) if name in shorter else ()
     return (f"model.name={model}", f"data.cache={place / 'cache'}", *SMALL, *FEW, *longest)
 
 
 def test_each_file_is_on_the_page() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
-    assert sum(line.startswith("## ") for line in page.splitlines()) == 13
+    assert sum(line.startswith("## ") for line in page.splitlines()) == 15
     shown = [path.name for path in RECIPES.iterdir() if f'--8<-- "examples/recipes/{path.name}"' in page]
     assert {*shown, "make_data.py"} == {path.name for path in RECIPES.iterdir() if path.is_file()}
 
@@ -47,6 +55,55 @@ def test_names_are_those_of_the_files(path: Path) -> None:
     assert yaml.safe_load(path.read_text())["name"] == path.stem
 
 
+# Shapes of the models that the recipes name, by their published config.json.
+SHAPES: dict[str, dict[str, Any]] = {
+    "experts-lora": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+    "experts-full": {
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 50304,
+        "tie_word_embeddings": False,
+    },
+}
+PLANNED = {
+    "experts-lora": (1, "single", "of 30.5 B (3.35 B active) trained", 0.641e9),
+    "experts-full": (4, "fsdp", "all 6.92 B parameters (1.28 B active) trained", 6.92e9),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_are_planned_for_the_models_that_they_name(name: str, tmp_path: Path) -> None:
+    num_gpus, strategy, size, num_trained = PLANNED[name]
+    config = {"architectures": ["X"], "dtype": "bfloat16", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(config | SHAPES[name]))
+    run = load_run(RECIPES / f"{name}.yaml").config
+    model = read_model_facts(tmp_path, run.model.name, "random")
+    made = plan(run, facts(model, gpus=num_gpus, host_bytes=2048 * GIB, free_disk_bytes=None))
+    assert made.layout.strategy == strategy and size in describe_briefly(run, run.method, made)[0]
+    assert made.num_trained == pytest.approx(num_trained, rel=0.01)
+    chosen = next(one for one in made.candidates if one.chosen)
+    assert chosen.memory.total <= chosen.memory.limit
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     from tests.support.tiny import tiny_tokenizer, write_tiny_model
@@ -54,6 +111,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("recipes")
     write_tiny_model(folder / "model", max_position_embeddings=32768)
     write_tiny_model(folder / "base")
+    write_tiny_model(folder / "mixture", "qwen3_moe", max_position_embeddings=32768)
     tiny_tokenizer(("<|endoftext|>",)).save_pretrained(folder / "base")
     (folder / "base" / "chat_template.jinja").unlink(missing_ok=True)
     command = folder / "bin" / "manyhands"  # written once: a program that is being written cannot be started
@@ -84,6 +142,10 @@ def test_files_train_and_save_what_they_say(trained: Place) -> None:
         assert len(run.losses()) == 2 and run.read("status.json")["state"] == "finished", path.stem
         assert (run.folder / ("model" if full else "adapter")).is_dir(), path.stem
     assert (trained.run("new-tokens").folder / "merged").is_dir()
+    assert trained.run("experts-full").read("report.json")["training"]["figures"].keys() == {
+        "idle_experts",
+        "largest_load",
+    }
     plans = {path.stem: trained.run(path.stem).read("plans/001.json")["layout"] for path in FILES}
     assert plans["full-fsdp"]["strategy"] == "fsdp" and plans["qlora-one-gpu"]["strategy"] == "single"
     template = trained.run("base-model-template").folder / "model" / "chat_template.jinja"

@@ -811,7 +811,7 @@ def test_a_key_that_stands_twice_without_a_value_is_one(tmp_path: Path) -> None:
         ({"datasets": "ours/turns"}, "datasets", "allowed: a list of data sets"),
         ({"optimizer": "sinkgd"}, "optimizer", "sinkgd is not available: write one of adamw_torch"),
         ({"lr_scheduler": "rex"}, "lr_scheduler", "write one of cosine, linear"),
-        ({"quantize_moe_experts": True}, "quantize_moe_experts", "experts have one implementation"),
+        ({"expert_parallel_size": 2}, "expert_parallel_size", "each GPU computes all experts"),
         ({"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "plugins", "DiffusionPlugin: diffusion"),
         ({"plugins": ["mine.Plugin"]}, "plugins", "mine.Plugin is not available"),
         ({"context_parallel_size": 2}, "context_parallel_size", "`2`: splitting a sequence"),

@@ -10,6 +10,7 @@ from manyhands.core.errors import UserError
 from manyhands.facts.types import LinearShape, ModelFacts
 from manyhands.planner.search import plan
 from tests.planner.examples import facts, model_facts, run_config
+from tests.support.plans import explain_why
 
 STACKS = {
     "mlp.experts.gate_up_proj": LinearShape(4 * 32, 8, groups=4, active=2),
@@ -66,3 +67,20 @@ def test_what_fits_is_planned(keys: dict[str, Any]) -> None:
 def test_a_dense_model_has_nothing_to_balance() -> None:
     with pytest.raises(UserError, match="llama has no experts to balance"):
         plan(run_config(moe__balance=0.1), facts())
+
+
+@pytest.mark.parametrize(
+    ("targets", "planned"),
+    [
+        (["q_proj", "gate_proj", "up_proj", "down_proj"], ("q_proj", "down_proj", "experts.gate_up_proj")),
+        (["gate_proj", "up_proj", "down_proj", "gate_up_proj"], ("down_proj", "gate_up_proj")),
+        (["w1", "w3", "w2"], ("experts.down_proj", "experts.gate_up_proj")),
+        (["q_proj", "experts.*"], ("q_proj", "experts.*")),
+    ],
+)
+def test_projections_of_single_experts_are_their_stacks(targets: list[str], planned: tuple[str, ...]) -> None:
+    """As PEFT and Unsloth read them."""
+    made = plan(run_config(method__rank=4, method__target_modules=targets), facts(mixture()))
+    assert made.target_modules == planned
+    told = [line for line in explain_why(made) if "gate and up of each expert are one matrix" in line]
+    assert len(told) == (planned != tuple(targets))

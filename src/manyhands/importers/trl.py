@@ -15,6 +15,7 @@ from manyhands.config.keys import table
 from manyhands.config.text import names, show
 from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
+from manyhands.importers.experts import add_target_parameters, map_router_loss
 from manyhands.importers.images import row_has_images, split_projector, takes_images
 from manyhands.importers.precision import map_dtype
 from manyhands.importers.translation import Translator, split_output
@@ -117,8 +118,8 @@ def _map_model(t: Translator) -> None:
         t.map("eos_token", "model.special_tokens", {"eos": str(t.get("eos_token"))})
     elif t.has("eos_token"):
         t.refuse("eos_token", "another end-of-text token is not available: remove it where it is the tokenizer's own")
-    for key in ("model_init_kwargs", "router_aux_loss_coef"):
-        t.only(key, (None, {}), "not available: remove it")
+    t.only("model_init_kwargs", (None, {}), "not available: remove it")
+    map_router_loss(t, "router_aux_loss_coef", t.number("router_aux_loss_coef"))
     _read_environment(t)
 
 
@@ -349,7 +350,7 @@ def _map_adapter(t: Translator) -> None:
         t.map("lora_target_modules", "method.target_modules", "all-linear")
     else:
         t.map("lora_target_modules", "method.target_modules", targets if isinstance(targets, list) else [targets])
-    t.only("lora_target_parameters", (None, []), "adapters of single parameters (experts) are not available")
+    add_target_parameters(t, "lora_target_parameters")
     if t.has("lora_modules_to_save"):
         t.map("lora_modules_to_save", "method.modules_to_save", split_projector(_saved_modules(t))[0] or None)
         if not _saved_modules(t):

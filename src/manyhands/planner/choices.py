@@ -19,7 +19,7 @@ from manyhands.core.units import describe_ranks
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS, name_those
 from manyhands.planner.batch import has_one_length
-from manyhands.planner.experts import check_experts
+from manyhands.planner.experts import check_experts, name_stacks
 from manyhands.planner.hardware import (
     choose_device,
     choose_shard_ranks,
@@ -80,8 +80,9 @@ def resolve_auto(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Reas
     packing, why_packing = choose_packing(config, facts.model)
     method = config.method if facts.adapter is None else facts.adapter.method
     method, why_targets = name_targets(follow_stored(config, method, facts.model), facts.model)
+    method, why_stacks = name_stacks(method, facts.model)
     data = config.data.model_copy(update={"packing": packing})
-    return config.model_copy(update={"data": data, "method": method}), (why_packing, *why_targets)
+    return config.model_copy(update={"data": data, "method": method}), (why_packing, *why_targets, *why_stacks)
 
 
 def choose_packing(config: RunConfig, model: ModelFacts) -> tuple[bool, Reason]:

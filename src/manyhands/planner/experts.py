@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from manyhands.config.patterns import matches
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.experts import PROJECTIONS
 from manyhands.facts.types import LinearShape, ModelFacts
 from manyhands.planner.memory.input import is_saved
+from manyhands.planner.types import Reason, reason
 
 FUSED = "experts.gate_up_proj"
 
@@ -21,6 +22,39 @@ def fuses_experts(config: RunConfig, model: ModelFacts) -> bool:
     patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
     names = [f"{model.decoder}.layers.{model.num_layers - 1}.{name}" for name in stacks]
     return all(any(matches(name, pattern) for pattern in patterns) for name in names)
+
+
+def name_stacks(method: MethodSection, model: ModelFacts) -> tuple[MethodSection, tuple[Reason, ...]]:
+    """``method`` with the stacks of experts for names of a single expert's projections (``gate_proj`` and ``up_proj``,
+    ``w1`` to ``w3``) that no layer has, as PEFT and Unsloth read them. One half of a stack is left as it is.
+    """
+    targets = method.target_modules
+    if not model.has_groups or not method.trains_adapters or isinstance(targets, str):
+        return method, ()
+    layers = list(_layers_of(model))
+    reached = [pattern for pattern in targets if any(matches(name, pattern) for name in layers)]
+    halves = [name for name in targets if name in PROJECTIONS and name not in reached]
+    stacks = [name for name in layers if name.rpartition(".")[2] in PROJECTIONS.values() and ".experts." in name]
+    dropped: list[str] = []
+    added: list[str] = []
+    for stack in sorted({PROJECTIONS[name] for name in halves}):
+        is_named = any(matches(name, pattern) for name in stacks if name.endswith(f".{stack}") for pattern in reached)
+        parts = [name for name in halves if PROJECTIONS[name] == stack]
+        if is_named or len(parts) == (1 if stack == "down_proj" else 2):
+            dropped += parts
+            added += [] if is_named else [f"experts.{stack}"]
+    if not dropped:
+        return method, ()
+    names = (*(name for name in targets if name not in dropped), *added)
+    return method.model_copy(update={"target_modules": names}), (reason("stacks", names=names),)
+
+
+def _layers_of(model: ModelFacts) -> dict[str, LinearShape]:
+    return {
+        f"{model.decoder}.layers.{index}.{name}": shape
+        for index in range(model.num_layers)
+        for name, shape in model.linears_of(index).items()
+    }
 
 
 def check_experts(config: RunConfig, model: ModelFacts) -> None:
@@ -40,18 +74,14 @@ def check_experts(config: RunConfig, model: ModelFacts) -> None:
 def _check_adapters(config: RunConfig, model: ModelFacts) -> None:
     method = config.method
     patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
-    layers = {
-        f"{model.decoder}.layers.{index}.{name}": shape
-        for index in range(model.num_layers)
-        for name, shape in model.linears_of(index).items()
-        if not is_saved(f"{model.decoder}.layers.{index}.{name}", method.modules_to_save)
-    }
+    layers = _layers_of(model)
     adapted: dict[str, LinearShape] = {}
     for pattern in patterns:
         found = {name: shape for name, shape in layers.items() if matches(name, pattern)}
         if not found:
             _refuse_target(pattern, model)
-        adapted |= {name: shape for name, shape in found.items() if shape.groups > 1}
+        stacks = {name: shape for name, shape in found.items() if shape.groups > 1}
+        adapted |= {name: shape for name, shape in stacks.items() if not is_saved(name, method.modules_to_save)}
     if not adapted:
         return
     if method.dora:

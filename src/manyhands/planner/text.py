@@ -389,6 +389,7 @@ SENTENCES: dict[Code, Template] = {
         "several samples per batch row{asked:?, as configured}{known:?: {known}}",
         "no, {asked:?as configured|one sample per batch row: {known}}",
     ),
+    "stacks": "{names:list}: gate and up of each expert are one matrix",
     "targets": "{names:list}, which PEFT adapts in models of type {kind} by default",
     "smaller": _smaller,
     "strategy": _by(
@@ -561,6 +562,7 @@ REJECTIONS: dict[Code, Template] = {
 TOPICS: dict[Code, str] = {
     "untried": "note",
     "node_links": "between nodes",
+    "stacks": "target modules",
     "targets": "target modules",
     "unread": "not read",
     "warmup": "warm-up",

@@ -90,12 +90,19 @@ _MEASURES = names(
     generation_do_sample eval_max_new_tokens
     """
 )
+_KERNELS_OF_EXPERTS = names(
+    """
+    use_kernels use_scattermoe use_sonicmoe experts_implementation expert_backend moe_bnb_fast moe_dequant_chunk_size
+    moe_grouped_backend
+    """
+)
 IGNORED = MappingProxyType(
     {
         **dict.fromkeys(UPLOADS, "nothing is uploaded: `hf upload` takes the run's folder"),
         **dict.fromkeys(_MEASURES, "an evaluation is the validation loss and a few answers (`evaluate.prompts`)"),
         **dict.fromkeys(("profiler_steps", "profiler_steps_start"), "no profile is written"),
         **dict.fromkeys(("max_memory", "gpu_memory_limit"), "the plan takes the memory that each GPU has free"),
+        **dict.fromkeys(_KERNELS_OF_EXPERTS, "experts have one implementation here, of kernels that pass a self-test"),
         "auto_find_batch_size": "the batch stays as it is written; the plan finds how it fits",
         "save_first_step": "the first checkpoint is at the first interval",
         "dynamic_checkpoint": "a signal that ends the run also saves it",
@@ -129,17 +136,19 @@ ONLY_WITH_RL = names(
     """
 )
 
-_EXPERTS = "experts have one implementation, on each GPU all of them, and adapters reach whole stacks: remove it"
+_EXPERTS = "not available for experts: remove it"
+_EXPERT_PARALLEL = "each GPU computes all experts of its own samples: remove it"
 _QUANTIZED = "quantized bases are not available but for NF4 (`adapter: qlora` with a model in bfloat16)"
 _OPTIMIZER = "this optimizer is not available"
 _REFUSED = {
     """
-    quantize_moe_experts use_kernels lora_target_parameters use_scattermoe use_sonicmoe experts_implementation
     expert_parallel_size expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes
-    expert_parallel_token_capacity expert_parallel_fallback_on_unsupported llama4_linearized_experts
+    expert_parallel_token_capacity expert_parallel_fallback_on_unsupported
+    """: _EXPERT_PARALLEL,
+    """
+    llama4_linearized_experts
     dsv4_fp4_grouped_mode dsv4_bf16_all dsv4_fp8_lora_kernel dsv4_fp8_nonexpert_mode dsv4_shared_mlp_lora_kernel
-    use_dsv4_kernels use_glm_dsa_kernels expert_backend moe_bnb_fast moe_dequant_chunk_size moe_grouped_backend
-    dense_mixer
+    use_dsv4_kernels use_glm_dsa_kernels dense_mixer
     """: _EXPERTS,
     """
     gptq model_quantization_config model_quantization_config_kwargs use_onebitllms nvfp4_merge_aware
@@ -216,8 +225,8 @@ PLUGINS = MappingProxyType(
         "liger": None,
         "swanlab": None,
         "lm_eval": None,
-        "kernels": _EXPERTS,
-        "expert_parallel": _EXPERTS,
+        "kernels": None,
+        "expert_parallel": _EXPERT_PARALLEL,
         "densemixer": _EXPERTS,
         "diffusion": REFUSED["diffusion"],
         "llm_compressor": REFUSED["llmcompressor"],
@@ -267,7 +276,7 @@ MAPPED = names(
     load_best_model_at_end metric_for_best_model loss_watchdog_threshold loss_watchdog_patience
     dataloader_drop_last tf32 output_dir processor_type image_size image_resize_algorithm processor_kwargs
     role_boundaries
-    freeze_mm_modules
+    freeze_mm_modules quantize_moe_experts lora_target_parameters
     """
 )
 

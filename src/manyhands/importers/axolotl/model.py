@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from manyhands.config.text import names, show
+from manyhands.importers.experts import add_target_parameters, map_router_loss
 from manyhands.importers.images import split_projector
 from manyhands.importers.translation import Translator
 
@@ -17,6 +18,7 @@ _ADAPTER_KEYS = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules", "lora_modules_to_save",
     "lora_model_dir", "peft_use_dora", "peft_use_rslora", "peft", "peft.loftq_config", "peft.loftq_config.loftq_bits",
     "peft_init_lora_weights", "peft_ensure_weight_tying", "peft_autocast_adapter_dtype", "bnb_config_kwargs",
+    "lora_target_parameters",
 )  # fmt: skip
 TOWERS = names("vision_tower vision_model vision_encoder visual embed_vision audio_tower audio_model embed_audio")
 # Chat templates of models of images, by Axolotl's names; they are made after the models' own.
@@ -47,7 +49,8 @@ def map_model(t: Translator) -> None:
     if not isinstance(settings, dict) or settings.keys() - set(_OF_EXPERTS):
         t.refuse("model_config", "settings of the model cannot be changed here: change its config.json")
     elif settings.get("output_router_logits"):
-        t.refuse("model_config", "a loss of the router is not available: remove output_router_logits")
+        strength = settings.get("router_aux_loss_coef", "model")
+        map_router_loss(t, "model_config", strength if isinstance(strength, int | float) else "model")
     t.no_op("model_config", "only models with experts have a router" if t.has("model_config") else "")
     t.only("tokenizer_legacy", (True,), "the tokenizer is read as its files have it: remove it")
     _map_tokens(t)
@@ -95,6 +98,9 @@ def map_method(t: Translator) -> None:
         _map_adapter(t, adapter)
     else:
         t.refuse("adapter", f"{show(adapter)} is not available: write lora or qlora")
+    if t.flag("quantize_moe_experts") and adapter != "qlora":
+        t.substitute("quantize_moe_experts", {}, "experts stay in 16 bits: `adapter: qlora` quantizes them")
+    t.no_op("quantize_moe_experts")
     for key in (*_ADAPTER_KEYS, "adapter", "load_in_4bit", "load_in_8bit", "unfrozen_parameters"):
         t.no_op(key, "only with `adapter`" if adapter is None and t.has(key) else "")
 
@@ -159,6 +165,9 @@ def _map_adapter(t: Translator, adapter: str) -> None:
     if not t.has("lora_dropout"):
         t.set_tool_default("method.dropout", 0.0, "Axolotl's default")
     _map_targets(t)
+    add_target_parameters(t, "lora_target_parameters")
+    if t.flag("quantize_moe_experts") and adapter == "qlora":
+        t.no_op("quantize_moe_experts", "QLoRA holds experts in NF4 like all linear layers of the blocks")
     _map_peft(t, adapter)
     _map_quantization(t, adapter)
     if t.has("unfrozen_parameters"):

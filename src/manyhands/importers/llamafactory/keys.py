@@ -17,7 +17,7 @@ _MAPPED = names(
     """
     model_name_or_path model_revision trust_remote_code train_from_scratch add_tokens add_special_tokens resize_vocab
     split_special_tokens new_special_tokens_config init_special_tokens use_fast_tokenizer
-    stage finetuning_type pure_bf16 quantization_bit
+    stage finetuning_type pure_bf16 quantization_bit moe_aux_loss_coef
     template dataset eval_dataset dataset_dir cutoff_len train_on_prompt mask_history streaming mix_strategy
     interleave_probs max_samples ignore_pad_token_for_loss val_size eval_on_each_dataset packing neat_packing
     tool_format default_system enable_thinking preserve_thinking tokenized_path
@@ -46,7 +46,6 @@ FEATURES = MappingProxyType(
         "mixture_of_depths": "a mixture of depths",
         "shift_attn": "shifted short attention (LongLoRA)",
         "rope_scaling": "RoPE scaling other than that of the model's config.json",
-        "moe_aux_loss_coef": "a router's auxiliary loss",
         "quantization_device_map": "a device map",
         "use_mca": "Megatron",
         "use_megatron_bridge": "Megatron",

@@ -13,6 +13,7 @@ from pathlib import Path
 from manyhands.config.text import nearest_name, show
 from manyhands.importers import preferences, trackers
 from manyhands.importers import transformers as hf
+from manyhands.importers.experts import map_router_loss
 from manyhands.importers.images import PROJECTOR_IS_KEPT, TOWER_ADAPTERS, split_projector
 from manyhands.importers.llamafactory import keys
 from manyhands.importers.llamafactory.data import DatasetInfo, Sources, Wanted, make_sources, read_info, split_names
@@ -343,6 +344,7 @@ def _map_model(t: Translator) -> None:
     t.map("model_name_or_path", "model.name")
     hf.map_revision(t)
     t.switch("train_from_scratch", "model.init", "random")
+    map_router_loss(t, "moe_aux_loss_coef", t.number("moe_aux_loss_coef"))
     special = [token.strip() for token in str(t.get("add_special_tokens", "")).split(",") if token.strip()]
     plain = [token.strip() for token in str(t.get("add_tokens", "")).split(",") if token.strip()]
     if special and not plain:

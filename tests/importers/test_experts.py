@@ -1,0 +1,120 @@
+"""What files of other tools say of experts: their router's loss, adapters on stacks, and how they are computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.config.read import ParsedFile
+from manyhands.importers.recognize import load_importer, translate
+from manyhands.importers.translation import ImportContext, Translation
+
+MIXTURE = {"num_experts_per_tok": 8, "router_aux_loss_coef": 0.001}
+FILES: dict[str, dict[str, Any]] = {
+    "axolotl": {
+        "base_model": "org/model",
+        "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
+        "adapter": "qlora",
+        "load_in_4bit": True,
+        "lora_r": 8,
+        "lora_alpha": 16,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "sequence_len": 512,
+        "output_dir": "out",
+    },
+    "llamafactory.run": {
+        "model_name_or_path": "org/model",
+        "stage": "sft",
+        "finetuning_type": "lora",
+        "template": "llama3",
+        "dataset": "rows",
+    },
+    "trl": {
+        "model_name_or_path": "org/model",
+        "dataset_name": "org/data",
+        "use_peft": True,
+        "lora_target_modules": ["q_proj", "v_proj"],
+    },
+}
+LOSS = {
+    "axolotl": ("model_config", {"output_router_logits": True, "router_aux_loss_coef": 0.02}),
+    "llamafactory.run": ("moe_aux_loss_coef", 0.02),
+    "trl": ("router_aux_loss_coef", 0.02),
+}
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def read(tool: str, keys: dict[str, Any], config: dict[str, Any] | None = None) -> Translation:
+    context = ImportContext(gpus=1, model_config=lambda _: config)
+    return translate(ParsedFile(FILES[tool] | keys, "run.yaml"), load_importer(tool), context)
+
+
+def outcome(done: Translation, key: str) -> tuple[str, str]:
+    return next((one.kind, one.why) for one in done.outcomes if one.key == key)
+
+
+@pytest.mark.parametrize("tool", FILES)
+def test_a_router_loss_keeps_its_strength(tool: str) -> None:
+    """transformers' loss of an even router is as large as a token has experts, ours is 1."""
+    key, value = LOSS[tool]
+    for config in (MIXTURE, {"text_config": MIXTURE}):
+        done = read(tool, {key: value}, config)
+        assert done.mapping["moe"] == {"balance": pytest.approx(0.16)}
+        assert outcome(done, key)[0] == "substituted" and "8 experts per token" in outcome(done, key)[1]
+    dense = read(tool, {key: value}, {"hidden_size": 8})
+    assert "moe" not in dense.mapping and outcome(dense, key) == ("no_op", "the model has no experts")
+    kind, why = outcome(read(tool, {key: value}), key)
+    assert kind == "refused" and "set moe.balance to router_aux_loss_coef times num_experts_per_tok" in why
+    assert "moe" not in read(tool, {key: None if tool == "axolotl" else 0.0}, MIXTURE).mapping
+
+
+def test_axolotl_takes_the_strength_of_config_json() -> None:
+    key = {"model_config": {"output_router_logits": True}}
+    assert read("axolotl", key, MIXTURE).mapping["moe"] == {"balance": pytest.approx(0.008)}
+    assert outcome(read("axolotl", key, {"num_experts_per_tok": 8}), "model_config")[0] == "refused"
+
+
+@pytest.mark.parametrize("tool", ["axolotl", "trl"])
+@pytest.mark.parametrize(
+    ("modules", "parameters", "targets"),
+    [
+        (["q_proj"], STACKS, ["q_proj", *STACKS]),
+        (["q_proj"], STACKS[1:], ["q_proj", STACKS[1]]),
+        ("all-linear", STACKS, "all-linear"),
+        ("all-linear", STACKS[1:], "all linear layers include all experts here"),
+        (None, STACKS, "name the other target modules too"),
+        (["q_proj"], "mlp.experts.down_proj", "allowed: a list of names"),
+    ],
+)
+def test_target_parameters_are_target_modules(tool: str, modules: Any, parameters: Any, targets: Any) -> None:
+    done = read(tool, {"lora_target_modules": modules, "lora_target_parameters": parameters})
+    kind, why = outcome(done, "lora_target_parameters")
+    if kind == "refused":
+        assert targets in why
+    else:
+        assert done.findings() == [] and done.mapping["method"]["target_modules"] == targets
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "kind", "told"),
+    [
+        ({"quantize_moe_experts": True}, "quantize_moe_experts", "no_op", "holds experts in NF4"),
+        (
+            {"quantize_moe_experts": True, "adapter": "lora", "load_in_4bit": False, "load_in_8bit": True},
+            "quantize_moe_experts",
+            "substituted",
+            "experts stay in 16 bits",
+        ),
+        ({"use_scattermoe": True}, "use_scattermoe", "ignored", "kernels that pass a self-test"),
+        ({"use_sonicmoe": True}, "use_sonicmoe", "ignored", "kernels that pass a self-test"),
+        ({"experts_implementation": "grouped_mm"}, "experts_implementation", "ignored", "one implementation"),
+        ({"plugins": ["axolotl.integrations.kernels.KernelsPlugin"]}, "plugins", "no_op", "self-test"),
+        ({"expert_parallel_size": 1}, "expert_parallel_size", "no_op", ""),
+        ({"expert_parallel_size": 4}, "expert_parallel_size", "refused", "each GPU computes all experts"),
+        ({"dense_mixer": True}, "dense_mixer", "refused", "not available for experts"),
+    ],
+)
+def test_axolotl_s_keys_of_experts(keys: dict[str, Any], key: str, kind: str, told: str) -> None:
+    found, why = outcome(read("axolotl", keys), key)
+    assert found == kind and told in why
