@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from manyhands.convert.grouped import GroupedLinear
 from manyhands.convert.lora import adapted_layers, apply_lora
 from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
+from manyhands.export.by_expert import split_experts
+from manyhands.export.files import write_tensors
 from manyhands.export.model import export_model
 from manyhands.facts.adapter import read_adapter_config
 from manyhands.facts.experts import stack_experts as stack_headers
@@ -387,3 +390,49 @@ def test_an_adapter_of_an_older_layout_is_refused(tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(json.dumps(fields | version))
         with pytest.raises(UserError, match="layout of this adapter's experts"):
             read_adapter_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [
+        ("qwen3_moe", "all-linear"),
+        ("mixtral", "all-linear"),
+        ("qwen3_moe", ("q_proj", "experts.gate_up_proj")),
+        ("olmoe", ("layers.1.mlp.experts.down_proj", "v_proj")),
+    ],
+)
+def test_an_adapter_by_expert_is_the_same(tmp_path: Path, model_type: str, targets: Any) -> None:
+    """PEFT 0.21 reads single experts of these types, too. Two experts that change places are seen."""
+    source = write(tmp_path / "source", model_type)
+    method = MethodSection(name="lora", rank=4, alpha=8.0, target_modules=targets)
+    ours: Any = load_model(plan_of(source, model_type), tiny_run(source, "lora", target_modules=targets))
+    ids = torch.arange(40)[None] % 256
+    with torch.no_grad():
+        for layer in adapted_layers(ours).values():
+            layer.lora_B.weight.normal_(std=0.2)
+        export_adapter(tmp_path / "adapter", ours, method, "", rank=0)
+    said = split_experts(tmp_path / "adapter", tmp_path / "single", source)
+    assert float(said.rpartition(" ")[2]) < 1e-12
+    tensors = contents(tmp_path / "single")
+    assert any(".experts.7." in name for name in tensors) and not any("base_layer" in name for name in tensors)
+    if targets == "all-linear":
+        shutil.copytree(tmp_path / "single", tmp_path / "wrong")
+        exchange = str.maketrans("67", "76")
+        swapped = {name.translate(exchange) if "lora_B" in name else name: x for name, x in tensors.items()}
+        write_tensors(tmp_path / "wrong" / "adapter_model.safetensors", swapped)
+        logits = []
+        for folder in ("adapter", "single", "wrong"):
+            base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+            logits.append(PeftModel.from_pretrained(base, str(tmp_path / folder)).eval()(ids).logits)
+        assert distance(logits[1], logits[0]) < 1e-5 < 1e-3 < distance(logits[2], logits[0])
+    with pytest.raises(UserError, match="no factors of experts"):
+        split_experts(tmp_path / "single", tmp_path / "again", source)
+
+
+def test_a_base_that_holds_no_single_experts_has_no_adapter_of_them(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", "qwen3_moe", save_original_format=False)
+    model: Any = load_model(plan_of(source, "qwen3_moe"), tiny_run(source, "lora"))
+    with torch.no_grad():
+        export_adapter(tmp_path / "adapter", model, METHOD, "", rank=0)
+    with pytest.raises(UserError, match="hold no single experts"):
+        split_experts(tmp_path / "adapter", tmp_path / "single", source)

@@ -26,6 +26,9 @@ def export(
     ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; it must not exist.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the model's weights.")] = False,
+    by_expert: Annotated[
+        bool, typer.Option("--by-expert", help="Write an adapter of experts with one pair of factors an expert.")
+    ] = False,
     dtype: Annotated[
         str, typer.Option("--dtype", help="Of the saved weights: bfloat16, float16 or float32; auto: the run's own.")
     ] = "auto",
@@ -46,10 +49,13 @@ def export(
         )
     if llama_cpp is not None and gguf is None:
         raise UserError("--llama-cpp is for --gguf", where="--llama-cpp", fix="add --gguf q8_0, or leave it out")
+    if by_expert and (merge or gguf):
+        raise UserError("--by-expert writes an adapter", where="--by-expert", fix="leave out --merge and --gguf, or it")
     gguf = gguf.lower() if gguf else None
     source = find_run_folder(source)
     arguments = [str(source), "--output", str(output or default_output(source, merge, gguf))]
     arguments += ["--merge"] if merge else []
+    arguments += ["--by-expert"] if by_expert else []
     arguments += ["--dtype", dtype] if dtype != "auto" else []
     arguments += ["--gguf", gguf] if gguf else []
     arguments += ["--llama-cpp", str(llama_cpp)] if llama_cpp is not None else []

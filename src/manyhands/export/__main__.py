@@ -41,6 +41,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--merge", action="store_true", help="lora: write the full model with the adapter merged into its weights"
     )
+    parser.add_argument("--by-expert", action="store_true", help="an adapter with one pair of factors an expert")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
     parser.add_argument("--gguf", metavar="TYPE", help="write one GGUF file of this type, of a merged or full model")
     parser.add_argument("--llama-cpp", type=Path, help="llama.cpp's folder, or its convert_hf_to_gguf.py")
@@ -53,6 +54,8 @@ def main(argv: list[str]) -> int:
     try:
         if arguments.gguf:
             print(export_gguf(source, output, arguments.gguf, dtype=arguments.dtype, llama_cpp=arguments.llama_cpp))
+        elif arguments.by_expert:
+            print(export_by_expert(source, output, dtype=arguments.dtype))
         else:
             print(export_source(source, output, merge=arguments.merge, dtype=arguments.dtype))
     except UserError as error:
@@ -123,6 +126,22 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
         said = verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe) or ""
     mark_verified(output, said.partition(": ")[2], made_of)
     return said
+
+
+def export_by_expert(source: Path, output: Path, *, dtype: str = "auto") -> str:
+    """Writes ``output`` with one pair of factors an expert, of the adapter that is verified first."""
+    from manyhands.export.by_expert import split_experts
+    from manyhands.export.files import refuse_foreign
+    from manyhands.launch.run.folder import RunFolder
+
+    run_folder, _ = find_checkpoint(source)
+    config, plan = read_for_export(RunFolder(run_folder), dtype)
+    if not config.method.trains_adapters:
+        raise UserError("--by-expert is for adapters", where=str(source), fix="leave --by-expert out")
+    refuse_foreign(output, replace=False)
+    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=nearest_folder(output.parent)) as scratch:
+        print(export_source(source, Path(scratch) / "adapter", dtype=dtype), flush=True)
+        return split_experts(Path(scratch) / "adapter", output, Path(plan.model_folder))
 
 
 def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", llama_cpp: Path | None = None) -> str:
