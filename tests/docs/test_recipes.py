@@ -85,7 +85,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 PLANNED = {
-    "experts-lora": (1, "single", "of 30.5 B (3.35 B active) trained", 0.641e9),
+    "experts-lora": (1, "single", "643 M of 31.2 B (3.35 B active) trained", 0.643e9),
     "experts-full": (4, "fsdp", "all 6.92 B parameters (1.28 B active) trained", 6.92e9),
 }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import manyhands.export.__main__ as command
 import manyhands.export.verify_process as fresh_module
 from manyhands.checkpoint import save_checkpoint
 from manyhands.config.schema import RunConfig
+from manyhands.convert.experts import stack_experts
 from manyhands.core.errors import UserError
 from manyhands.export.__main__ import find_checkpoint, load_trained, main, plan_one_process
 from manyhands.export.record import read_record
@@ -33,6 +36,7 @@ from manyhands.planner.layout import change
 from manyhands.planner.types import Plan
 from tests.export.tiny import adapt, make_model, save_source
 from tests.support import plans
+from tests.support.experts import expert_model
 
 IDS = torch.arange(5, 25)[None]
 NOTHING: Mapping[str, Any] = {}
@@ -141,6 +145,28 @@ def test_a_checkpoint_of_another_run_is_not_exported(tmp_path: Path, capsys: pyt
         manifest.write_text(json.dumps(fields | {"extra": describe_run(other, plan)}))
         assert main([str(run), "--output", str(tmp_path / f"out-{seed}")]) == code
     assert "the checkpoint is of another run" in capsys.readouterr().err
+
+
+def test_an_adapter_of_a_mixture_is_written_by_expert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for method, why in (("full", "--by-expert is for adapters"), ("lora", "no factors of experts")):
+        run, _ = make_run(tmp_path / method, method)
+        assert main([str(run), "--output", str(tmp_path / "none"), "--by-expert"]) == 2
+        assert why in capsys.readouterr().err and not (tmp_path / "none").exists()
+    adapt_stacks, choose = adapt, choose_converters
+    base = expert_model("qwen3_moe", eager=False, vocab_size=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    monkeypatch.setattr(f"{__name__}.make_model", lambda: copy.deepcopy(base))
+    monkeypatch.setattr(f"{__name__}.adapt", lambda model: (stack_experts(model), adapt_stacks(model))[1])
+    monkeypatch.setattr(f"{__name__}.choose_converters", lambda case: choose(replace(case, has_groups=True)))
+    run, models = make_run(tmp_path / "mixture", "lora")
+    assert main([str(run), "--output", str(tmp_path / "out"), "--by-expert"]) == 0
+    assert "updates of 32 experts read back" in capsys.readouterr().out
+    record = read_record(tmp_path / "out")
+    assert record is not None and "updates of 32 experts" in record.verified
+    source = AutoModelForCausalLM.from_pretrained(tmp_path / "mixture" / "base", dtype=torch.float32)
+    opened = PeftModel.from_pretrained(source, str(tmp_path / "out"))
+    torch.testing.assert_close(logits(opened), logits(models[7]), rtol=0, atol=1e-4)
 
 
 def test_an_adapter_is_opened_beside_the_base_that_it_was_trained_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from manyhands.importers.translation import ImportContext, Translation
 
 MIXTURE = {"num_experts_per_tok": 8, "router_aux_loss_coef": 0.001}
 FILES: dict[str, dict[str, Any]] = {
-    "axolotl": {
+    "axolotl.run": {
         "base_model": "org/model",
         "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
         "adapter": "qlora",
@@ -21,6 +21,7 @@ FILES: dict[str, dict[str, Any]] = {
         "lora_alpha": 16,
         "lora_target_modules": ["q_proj", "v_proj"],
         "sequence_len": 512,
+        "learning_rate": 1e-4,
         "output_dir": "out",
     },
     "llamafactory.run": {
@@ -29,6 +30,9 @@ FILES: dict[str, dict[str, Any]] = {
         "finetuning_type": "lora",
         "template": "llama3",
         "dataset": "rows",
+        "dataset_dir": {"rows": {"file_name": "rows.json"}},
+        "do_train": True,
+        "output_dir": "out",
     },
     "trl": {
         "model_name_or_path": "org/model",
@@ -38,7 +42,7 @@ FILES: dict[str, dict[str, Any]] = {
     },
 }
 LOSS = {
-    "axolotl": ("model_config", {"output_router_logits": True, "router_aux_loss_coef": 0.02}),
+    "axolotl.run": ("model_config", {"output_router_logits": True, "router_aux_loss_coef": 0.02}),
     "llamafactory.run": ("moe_aux_loss_coef", 0.02),
     "trl": ("router_aux_loss_coef", 0.02),
 }
@@ -66,16 +70,16 @@ def test_a_router_loss_keeps_its_strength(tool: str) -> None:
     assert "moe" not in dense.mapping and outcome(dense, key) == ("no_op", "the model has no experts")
     kind, why = outcome(read(tool, {key: value}), key)
     assert kind == "refused" and "set moe.balance to router_aux_loss_coef times num_experts_per_tok" in why
-    assert "moe" not in read(tool, {key: None if tool == "axolotl" else 0.0}, MIXTURE).mapping
+    assert "moe" not in read(tool, {key: None if tool == "axolotl.run" else 0.0}, MIXTURE).mapping
 
 
 def test_axolotl_takes_the_strength_of_config_json() -> None:
     key = {"model_config": {"output_router_logits": True}}
-    assert read("axolotl", key, MIXTURE).mapping["moe"] == {"balance": pytest.approx(0.008)}
-    assert outcome(read("axolotl", key, {"num_experts_per_tok": 8}), "model_config")[0] == "refused"
+    assert read("axolotl.run", key, MIXTURE).mapping["moe"] == {"balance": pytest.approx(0.008)}
+    assert outcome(read("axolotl.run", key, {"num_experts_per_tok": 8}), "model_config")[0] == "refused"
 
 
-@pytest.mark.parametrize("tool", ["axolotl", "trl"])
+@pytest.mark.parametrize("tool", ["axolotl.run", "trl"])
 @pytest.mark.parametrize(
     ("modules", "parameters", "targets"),
     [
@@ -116,5 +120,5 @@ def test_target_parameters_are_target_modules(tool: str, modules: Any, parameter
     ],
 )
 def test_axolotl_s_keys_of_experts(keys: dict[str, Any], key: str, kind: str, told: str) -> None:
-    found, why = outcome(read("axolotl", keys), key)
+    found, why = outcome(read("axolotl.run", keys), key)
     assert found == kind and told in why

@@ -53,7 +53,7 @@ def export(
         raise UserError("--by-expert writes an adapter", where="--by-expert", fix="leave out --merge and --gguf, or it")
     gguf = gguf.lower() if gguf else None
     source = find_run_folder(source)
-    arguments = [str(source), "--output", str(output or default_output(source, merge, gguf))]
+    arguments = [str(source), "--output", str(output or default_output(source, merge, gguf, by_expert))]
     arguments += ["--merge"] if merge else []
     arguments += ["--by-expert"] if by_expert else []
     arguments += ["--dtype", dtype] if dtype != "auto" else []
@@ -62,11 +62,11 @@ def export(
     raise typer.Exit(process.run_module("manyhands.export", arguments))
 
 
-def default_output(source: Path, merge: bool, gguf: str | None = None) -> Path:
-    """``export``, ``merged`` or ``gguf-q8_0`` in the run's folder, followed by the step if one checkpoint is exported;
-    beside a model's folder.
+def default_output(source: Path, merge: bool, gguf: str | None = None, by_expert: bool = False) -> Path:
+    """``export``, ``merged``, ``by-expert`` or ``gguf-q8_0`` in the run's folder, followed by the step if one
+    checkpoint is exported; beside a model's folder.
     """
-    kind = f"gguf-{gguf}" if gguf else "merged" if merge else "export"
+    kind = f"gguf-{gguf}" if gguf else "merged" if merge else "by-expert" if by_expert else "export"
     if (source / "run.json").is_file():
         return source / kind
     source = source.resolve()

@@ -132,6 +132,7 @@ def export_by_expert(source: Path, output: Path, *, dtype: str = "auto") -> str:
     """Writes ``output`` with one pair of factors an expert, of the adapter that is verified first."""
     from manyhands.export.by_expert import split_experts
     from manyhands.export.files import refuse_foreign
+    from manyhands.export.record import mark_verified
     from manyhands.launch.run.folder import RunFolder
 
     run_folder, _ = find_checkpoint(source)
@@ -141,7 +142,9 @@ def export_by_expert(source: Path, output: Path, *, dtype: str = "auto") -> str:
     refuse_foreign(output, replace=False)
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=nearest_folder(output.parent)) as scratch:
         print(export_source(source, Path(scratch) / "adapter", dtype=dtype), flush=True)
-        return split_experts(Path(scratch) / "adapter", output, Path(plan.model_folder))
+        said = split_experts(Path(scratch) / "adapter", output, Path(plan.model_folder))
+    mark_verified(output, said.partition(": ")[2])
+    return said
 
 
 def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", llama_cpp: Path | None = None) -> str:

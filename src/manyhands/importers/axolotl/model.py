@@ -51,7 +51,8 @@ def map_model(t: Translator) -> None:
     elif settings.get("output_router_logits"):
         strength = settings.get("router_aux_loss_coef", "model")
         map_router_loss(t, "model_config", strength if isinstance(strength, int | float) else "model")
-    t.no_op("model_config", "only models with experts have a router" if t.has("model_config") else "")
+    else:
+        t.no_op("model_config", "the model adds no router's loss without output_router_logits" if settings else "")
     t.only("tokenizer_legacy", (True,), "the tokenizer is read as its files have it: remove it")
     _map_tokens(t)
 
