@@ -253,8 +253,8 @@ def test_experts_in_nf4_are_those_of_bitsandbytes(tmp_path: Path, model_type: st
     options = {"quant_type": "nf4", "blocksize": 64}
     for folder in (source, write(tmp_path / "by expert", model_type)):
         config = tiny_run(folder, "qlora", double_quant=double_quant)
-        model: Any = load_model(plan_of(folder, model_type), config)
-        plain: Any = load_model(plan_of(source, model_type), tiny_run(source))
+        model: Any = load_model(tiny_plan(folder), config)
+        plain: Any = load_model(tiny_plan(source), tiny_run(source))
         for name, stack in stacked_layers(model).items():
             codes, statistics = (piece.view(torch.uint8) for piece in (stack.weight_codes, stack.weight_statistics))
             weight = plain.get_submodule(name).weight.detach().to(stack.weight_dtype)
@@ -405,7 +405,7 @@ def test_an_adapter_by_expert_is_the_same(tmp_path: Path, model_type: str, targe
     """PEFT 0.21 reads single experts of these types, too. Two experts that change places are seen."""
     source = write(tmp_path / "source", model_type)
     method = MethodSection(name="lora", rank=4, alpha=8.0, target_modules=targets)
-    ours: Any = load_model(plan_of(source, model_type), tiny_run(source, "lora", target_modules=targets))
+    ours: Any = load_model(tiny_plan(source), tiny_run(source, "lora", target_modules=targets))
     ids = torch.arange(40)[None] % 256
     with torch.no_grad():
         for layer in adapted_layers(ours).values():
@@ -431,7 +431,7 @@ def test_an_adapter_by_expert_is_the_same(tmp_path: Path, model_type: str, targe
 
 def test_a_base_that_holds_no_single_experts_has_no_adapter_of_them(tmp_path: Path) -> None:
     source = write(tmp_path / "source", "qwen3_moe", save_original_format=False)
-    model: Any = load_model(plan_of(source, "qwen3_moe"), tiny_run(source, "lora"))
+    model: Any = load_model(tiny_plan(source), tiny_run(source, "lora"))
     with torch.no_grad():
         export_adapter(tmp_path / "adapter", model, METHOD, "", rank=0)
     with pytest.raises(UserError, match="hold no single experts"):

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from manyhands.config.schema import RunConfig
-from manyhands.facts.types import DataFacts, Facts, GpuFacts, HostFacts, ModelFacts, TowerFacts
+from manyhands.facts.types import DataFacts, Facts, GpuFacts, HostFacts, LinearShape, ModelFacts, TowerFacts
 from manyhands.launch.nodes.info import join_hosts
 
 GIB = 2**30
 H200_BYTES = 140 * GIB  # what NVML shows of 141 GB
+
+
+STACKS = {
+    "mlp.experts.gate_up_proj": LinearShape(4 * 32, 8, groups=4, active=2),
+    "mlp.experts.down_proj": LinearShape(4 * 8, 16, groups=4, active=2),
+}
 
 
 def model_facts(
@@ -57,6 +63,13 @@ def model_facts(
         files={"config.json": "0" * 64},
         **more,
     )
+
+
+def mixture() -> ModelFacts:
+    """Two blocks of four experts, of 384 values each: adapters on both stacks are larger from rank 7 on."""
+    dense = model_facts()
+    attention = {name: shape for name, shape in dense.block_linear_shapes.items() if "mlp" not in name}
+    return dense.model_copy(update={"model_type": "qwen3_moe", "block_linear_shapes": attention | STACKS})
 
 
 def tower_facts(

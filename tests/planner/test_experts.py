@@ -7,22 +7,9 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.facts.types import LinearShape, ModelFacts
 from manyhands.planner.search import plan
-from tests.planner.examples import facts, model_facts, run_config
+from tests.planner.examples import facts, mixture, run_config
 from tests.support.plans import explain_why
-
-STACKS = {
-    "mlp.experts.gate_up_proj": LinearShape(4 * 32, 8, groups=4, active=2),
-    "mlp.experts.down_proj": LinearShape(4 * 8, 16, groups=4, active=2),
-}
-
-
-def mixture() -> ModelFacts:
-    """Two blocks of four experts, of 384 values each: adapters on both stacks are larger from rank 7 on."""
-    dense = model_facts()
-    attention = {name: shape for name, shape in dense.block_linear_shapes.items() if "mlp" not in name}
-    return dense.model_copy(update={"model_type": "qwen3_moe", "block_linear_shapes": attention | STACKS})
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.planner.examples import (
     facts,
     llama_1b,
     llama_8b,
+    mixture,
     model_facts,
     on_nodes,
     run_config,
@@ -122,6 +123,7 @@ def plans() -> tuple[Plan, ...]:
         plan(
             run_config(method__target_modules="peft-default", batch__samples=1), facts(llama_8b(), gpus=1, data=EQUAL)
         ),
+        plan(run_config(method__rank=4, method__target_modules=["w1", "w2", "w3"]), facts(mixture())),
         plan(run_config(), one.model_copy(update={"host": describe_host(parse_gpus("2x4xMI300X"))})),
         plan(run_config(), on_nodes(facts(gpus=8), 4, 4)),
         plan(run_config(schedule__warmup_steps=100_000, task="preference"), one),

@@ -42,7 +42,7 @@ class Routing:
     metrics: Sequence[str] = ("idle_experts", "largest_load")
 
     def __init__(self, loss_model: LossModel, *, keeps_logits: bool) -> None:
-        self.keeps_logits, self.is_open = keeps_logits, False
+        self.is_open = False
         self.batch: Mapping[str, Any] = {}
         self.choices: list[Choice] = []
         self.given: list[tuple[torch.Tensor | None, torch.Tensor]] = []  # logits and experts by layer
@@ -52,7 +52,9 @@ class Routing:
         self.num_experts = max(each.num_experts for each in experts.values())
         for name, each in experts.items():
             self.choices.append(Choice())
-            _find_router(model, name, each).register_forward_hook(partial(self._keep, self.choices[-1]))
+            each.register_forward_pre_hook(partial(self._keep_index, self.choices[-1]))
+            if keeps_logits:
+                _find_router(model, name, each).register_forward_hook(partial(self._keep_logits, self.choices[-1]))
         loss_model.register_forward_pre_hook(self._open)
         getattr(model, model.base_model_prefix).register_forward_hook(self._close)
         loss_model.needs_documents = True
@@ -83,15 +85,18 @@ class Routing:
         total: Any = sum(_Balance.apply(logits, index, document, shares) for logits, index in given)
         return total / len(given), (lengths > 0).sum()
 
-    def _keep(self, choice: Choice, router: nn.Module, args: Any, output: Any) -> None:
-        # Where blocks are compiled this is part of their graph, which must not hang on what is no tensor: what a
-        # recomputed one gives is then dropped by torch.
+    # Where blocks are compiled this is part of their graph, which must not hang on what is no tensor: what a recomputed
+    # one gives is then dropped by torch.
+
+    def _keep_index(self, choice: Choice, experts: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.is_open:
-            first, _, last = output[:3]
-            logits, index = (first, last) if first.is_floating_point() else (last, first)
-            choice.index = index
-            if self.keeps_logits:
-                choice.logits = logits
+            choice.index = args[1]
+
+    def _keep_logits(self, choice: Choice, router: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self.is_open:
+            if isinstance(output, tuple):  # with weights and experts, of which either comes first
+                output = output[0] if output[0].is_floating_point() else output[2]
+            choice.logits = output
 
     def _open(self, loss_model: nn.Module, args: tuple[Any, ...]) -> None:
         self.batch, self.is_open = args[0], True
