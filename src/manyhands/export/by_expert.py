@@ -100,7 +100,7 @@ def _find_stacks(tensors: Iterable[str], targets: Iterable[str], base: Path) -> 
 def _split(stack: Stack, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
     num = stack.num_experts
     of_b = b.unflatten(1, (-1, num)).permute(2, 0, 1)  # (g, o, r)
-    split = {}
+    split: dict[str, torch.Tensor] = {}
     for number, (one_a, one_b) in enumerate(zip(a.unflatten(0, (num, -1)), of_b, strict=True)):
         for projection, rows in zip(stack.projections, one_b.chunk(len(stack.projections)), strict=True):
             key = f"{PEFT_PREFIX}{stack.in_files}.{number}.{projection}"
