@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 import manyhands as mh
 from manyhands.api.callbacks import Callbacks, Follower
+from manyhands.api.display import NotebookDisplay
 from manyhands.launch.local.workers import report_end
 from manyhands.launch.run.folder import RunFolder
 
@@ -104,3 +107,21 @@ def test_a_damaged_report_is_named(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text('{"planned": ')
     with pytest.raises(mh.UserError, match="the run's report is damaged"):
         _ = mh.TrainedRun(tmp_path).report
+
+
+def test_a_notebook_shows_the_curve_of_the_loss_and_its_evaluations(tmp_path: Path) -> None:
+    shown = NotebookDisplay()
+    shown.num_steps = 2000
+    for step in range(1, 1001):
+        row = {"kind": "step", "step": step, "loss": None if step == 7 else 4 - step / 500, "seconds": 0.5}
+        shown.step = row | {"tokens_per_s": 10.0, "devices": []}
+        shown._shown = float("inf")  # no kernel
+        shown.take(shown.step)
+    shown.take({"kind": "evaluation", "step": 1000, "loss": 2.5, "perplexity": 12.2})
+    drawing = ElementTree.fromstring(re.findall("<svg.*</svg>", shown._repr_html_())[0])
+    line, point = drawing
+    places = [tuple(map(float, place.split(","))) for place in line.attrib["points"].split()]
+    assert len(places) == 250 and places == sorted(places), "from left to right, ever lower"
+    assert places[-1][0] == float(point.attrib["cx"]) == 200 and float(point.attrib["cy"]) < places[-1][1]
+    assert "loss 2.0000" in shown._repr_html_() and "held-out loss 2.5000" in shown._repr_html_()
+    assert NotebookDisplay()._curve() == ""

@@ -16,6 +16,7 @@ from manyhands.core.text import printable
 from manyhands.launch.run.folder import RunFolder
 
 STEP_LINE = re.compile(r"step \d+/\d+  ")
+CURVE_POINTS = 300
 PAUSE_S = 0.5  # between two updates
 # Output goes through a pipe, whatever these say of this process's own.
 TERMINAL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
@@ -39,11 +40,14 @@ class Display:
 
 
 class NotebookDisplay(Display):
-    """The launcher's lines, and in place of those of steps one bar with figures and a table of evaluations."""
+    """The launcher's lines, and in place of those of steps one bar with figures, the curve of the loss and a table of
+    evaluations.
+    """
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.step: Row = {}
+        self.losses: list[tuple[int, float]] = []
         self.evaluations: list[Row] = []
         self._handle: Any = None
         self._shown = 0.0
@@ -62,6 +66,8 @@ class NotebookDisplay(Display):
     def take(self, row: Row) -> None:
         if row["kind"] == "step":
             self.step = row
+            if row["loss"] is not None:
+                self.losses.append((row["step"], row["loss"]))
         elif row["kind"] == "evaluation":
             self.evaluations.append(row)
         if time.monotonic() - self._shown >= PAUSE_S:
@@ -92,7 +98,32 @@ class NotebookDisplay(Display):
         bar = f'<progress value="{step}" max="{self.num_steps or step or 1}" style="width: 16em"></progress>'
         text = f"<div>{bar} step {step}/{self.num_steps} &nbsp; {escape(self._figures())}</div>"
         rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in self._rows())
-        return text + (f"<table>{rows}</table>" if rows else "")
+        return text + self._curve() + (f"<table>{rows}</table>" if rows else "")
+
+    def _curve(self) -> str:
+        """The training loss over all steps of the run as a drawing, means of a few steps each, and a point for each
+        held-out loss; nothing before the second step.
+        """
+        if len(self.losses) < 2:
+            return ""
+        size = -(-len(self.losses) // CURVE_POINTS)
+        parts = [self.losses[begin : begin + size] for begin in range(0, len(self.losses), size)]
+        line = [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
+        points = [(row["step"], row["loss"]) for row in self.evaluations if row["loss"] is not None]
+        low, high = min(y for _, y in line + points), max(y for _, y in line + points)
+        end = max(self.num_steps, line[-1][0])
+
+        def place(x: float, y: float) -> tuple[float, float]:
+            return round(4 + 392 * x / end, 1), round(96 - 92 * (y - low) / ((high - low) or 1), 1)
+
+        drawn = " ".join(f"{x},{y}" for x, y in (place(*point) for point in line))
+        circles = "".join(f'<circle cx="{x}" cy="{y}" r="3" fill="currentColor"/>' for x, y in
+                          (place(*point) for point in points))  # fmt: skip
+        return (
+            f'<svg viewBox="0 0 400 100" style="width: 32em; display: block" role="img" aria-label="loss from '
+            f'{line[0][1]:.4f} to {line[-1][1]:.4f}"><polyline points="{drawn}" fill="none" stroke="currentColor"/>'
+            f"{circles}</svg><div>loss {high:.4f} (top) to {low:.4f}; points: held-out loss</div>"
+        )
 
     def _figures(self) -> str:
         if not self.step:
