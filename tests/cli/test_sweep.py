@@ -1,6 +1,7 @@
 """``manyhands sweep``: what its words mean, which runs they make, and how many GPUs each of them gets."""
 
 import json
+import sys
 import types
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 
 from manyhands.cli import sweep
 from manyhands.cli.sweep import choose, draw, name_of, plan_trials, show, split_values, split_words
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.ui import queue
 from tests.cli.conftest import call
 
 GRID = {"optimizer.learning_rate": ["1e-5", "3e-5"], "method.rank": ["8", "32"]}
@@ -132,6 +134,42 @@ def test_the_table_has_the_best_first(tmp_path, capsys, monkeypatch):
     assert [line.split()[0] for line in lines[1:4]] == ["16", "8", "32"]
     assert lines[4] == f"best: {tmp_path / 'rank-16'}"
     assert json.loads((tmp_path / "sweep.json").read_text())["best"] == "rank-16"
+
+
+TRAIN = """
+import json, pathlib, sys, time
+from manyhands.cli.run_file import load_run
+from manyhands.launch.run.resume import folder_of
+config = load_run(pathlib.Path(sys.argv[2]), sys.argv[3:]).config
+folder = folder_of(config)
+folder.create()
+folder.write_config(config)
+fails = config.method.rank == 16 and not (folder.path / "again").exists()
+(folder.path / "again").touch()
+row = {"kind": "evaluation", "step": 1, "loss": 1 / config.method.rank, "time": time.time()}
+folder.metrics.write_text(json.dumps(row) + "\\n")
+folder.write_status("failed" if fails else "finished")
+sys.exit(fails)
+"""
+
+
+@pytest.mark.ci
+def test_a_run_that_fails_is_tried_again_by_the_same_command(monkeypatch, run_file):
+    monkeypatch.chdir(run_file.parent)
+    monkeypatch.setattr(sweep, "plan_trial", lambda *_: types.SimpleNamespace(time=None))
+    monkeypatch.setattr(queue, "command_of", lambda words: [sys.executable, "-c", TRAIN, *words])
+    monkeypatch.setattr(queue.run_queue, "__defaults__", (0.05, *queue.run_queue.__defaults__[1:]))
+    Path("rows.jsonl").write_text("{}\n")
+    words = ("sweep", run_file, "method.rank=8,16", "stop.epochs=1")
+    first = call(*words)
+    assert first.exit_code == EXIT_FAILED, first.output
+    assert "rank-16: failed" in first.output and "best: " in first.output and "runs/run-sweep/rank-8\n" in first.output
+    monkeypatch.setattr(sweep, "plan_trial", None)  # the GPUs were chosen by the first call
+    second = call(*words)
+    assert second.exit_code == 0, second.output
+    assert "rank-8: started" not in second.output and "runs/run-sweep/rank-16\n" in second.output
+    config = json.loads(Path("runs/run-sweep/rank-16/run.json").read_text())
+    assert (config["method"]["rank"], config["stop"]["epochs"]) == (16, 1)
 
 
 def test_a_value_that_its_key_does_not_take_is_refused_before_anything_starts(run_file):

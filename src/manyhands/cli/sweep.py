@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from manyhands.cli.one_line import as_overrides, takes_short_options
 from manyhands.cli.run_file import Short, load_run
 from manyhands.cli.runs import format_table, summarize
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.files import read_rows, write_json
+from manyhands.core.files import read_object, read_rows, write_json
 
 if TYPE_CHECKING:
     from manyhands.config.schema import RunConfig
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})")
 OWN = ("name", "output.dir")  # the sweep gives them to its runs
+FILE = "sweep.json"
 LONG_NAME, TRIES = 80, 200
 SAVE_S = 600.0  # that runs get to save their state after Ctrl-C
 
@@ -83,7 +83,7 @@ def sweep(
         path = folder / "run.yaml"
         path.write_text(base.run_file or "", encoding="utf-8")
     trials = list(make_trials(path, fixed, choose(keys, num_random, seed), folder))
-    gpus, note = plan_trials(trials)
+    gpus, note = place_before(trials, folder) or plan_trials(trials)
     print(f"{len(trials)} runs in {folder}, {note}", flush=True)
     if dry_run:
         print("\n".join(format_table([tuple(keys), *(tuple(trial.values.values()) for trial in trials)])))
@@ -210,6 +210,21 @@ def name_of(values: Mapping[str, str]) -> str:
     return f"{name[:LONG_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:6]}"
 
 
+def place_before(trials: Sequence[Trial], folder: Path) -> tuple[list[str], str] | None:
+    """What ``plan_trials`` has found when this sweep was started before: runs that are left at work take no memory from
+    a plan. None where it was not, or with fewer runs, or on other GPUs.
+    """
+    from manyhands.facts.host import read_host_facts
+    from manyhands.ui.queue import Queue
+
+    runs = read_object(folder / FILE).get("runs")
+    known = {run.get("name") for run in runs if isinstance(run, dict)} if isinstance(runs, list) else set()
+    gpus = Queue(folder).read()["gpus"]
+    if any(trial.name not in known for trial in trials) or set(gpus) - {gpu.uuid for gpu in read_host_facts().gpus}:
+        return None
+    return gpus, f"one on each of {len(gpus)} GPUs, as before" if gpus else "one after the other, as before"
+
+
 def plan_trials(trials: Sequence[Trial]) -> tuple[list[str], str]:
     """The GPUs of which each gets runs of its own, none where all runs use the whole machine; and that in words.
     UserError for a run that does not fit the machine.
@@ -290,6 +305,7 @@ def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus:
             if trial.name not in at_work and not is_finished(folder, trial):
                 words = [*train, *trial.words, *one, f"output.dir={folder}", f"name={trial.name}"]
                 queue.append(state, words, trial.name)
+    write_table(folder, rank(trials, folder))
     try:
         with raise_when_stopped():
             done = run_queue(queue, is_machine_free, on_change=report)
@@ -332,28 +348,46 @@ def describe(folder: Path, name: str) -> tuple[str, str, bool, float | None]:
     return found.state, "-" if loss is None else f"{loss:.4f}", found.held_out, loss
 
 
-def show(trials: Sequence[Trial], folder: Path) -> str | None:
-    """Prints the table, the best first, writes it into the folder, and returns the best run's name."""
+@dataclass(frozen=True)
+class Row:
+    """A run in the table; ``loss`` is None where it does not take part."""
+
+    trial: Trial
+    state: str
+    text: str
+    held_out: bool
+    loss: float | None
+
+
+def rank(trials: Sequence[Trial], folder: Path) -> list[Row]:
+    """The best first: finished runs by their loss, those with held-out rows before others."""
     rows = []
     for trial in trials:
         state, text, held_out, loss = describe(folder, trial.name)
-        rank = loss if state == "finished" and loss is not None and not math.isnan(loss) else math.inf
-        rows.append((not held_out, rank, trial, state, text))
-    rows.sort(key=lambda row: row[:2])
-    keys = list(trials[0].values)
-    on_training = all(row[0] for row in rows)
-    titles = [*(key.rpartition(".")[2] for key in keys), "state", "training loss" if on_training else "held-out loss"]
-    table = [(*trial.values.values(), state, text) for _, _, trial, state, text in rows]
-    print("\n".join(format_table([tuple(titles), *table])))
-    best = rows[0][2].name if rows[0][1] < math.inf else None
-    if best is not None:
-        print(
-            f"best: {folder / best}" + (", by the loss of its last step: no rows are held out" if on_training else "")
-        )
+        takes_part = state == "finished" and loss is not None and math.isfinite(loss)
+        rows.append(Row(trial, state, text, held_out, loss if takes_part else None))
+    return sorted(rows, key=lambda row: (row.loss is None, not row.held_out, row.loss or 0.0))
+
+
+def write_table(folder: Path, rows: Sequence[Row]) -> str | None:
+    """Writes ``sweep.json`` and returns the best run's name."""
+    best = rows[0].trial.name if rows[0].loss is not None else None
     runs = [
-        {"name": trial.name, "values": dict(trial.values), "state": state, "loss": None if rank == math.inf else rank}
-        for _, rank, trial, state, _ in rows
+        {"name": row.trial.name, "values": dict(row.trial.values), "state": row.state, "loss": row.loss} for row in rows
     ]
-    by = "training loss" if on_training else "held-out loss"
-    write_json(folder / "sweep.json", {"time": time.time(), "by": by, "best": best, "runs": runs})
+    by = "held-out loss" if any(row.held_out for row in rows) else "training loss"
+    write_json(folder / FILE, {"by": by, "best": best, "runs": runs})
+    return best
+
+
+def show(trials: Sequence[Trial], folder: Path) -> str | None:
+    """Prints the table, writes it into the folder, and returns the best run's name."""
+    rows = rank(trials, folder)
+    held_out = any(row.held_out for row in rows)
+    titles = [*(key.rpartition(".")[2] for key in trials[0].values), "state"]
+    table = [(*row.trial.values.values(), row.state, row.text) for row in rows]
+    print("\n".join(format_table([(*titles, "held-out loss" if held_out else "training loss"), *table])))
+    best = write_table(folder, rows)
+    if best is not None:
+        print(f"best: {folder / best}" + ("" if held_out else ", by the loss of its last step: no rows are held out"))
     return best
