@@ -111,6 +111,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         other_linear_shapes={index: found for index, found in linears.items() if found != largest},
         block_norm_elements=norm_elements(block, config),
         head_norm_elements=norm_elements([name for name in block if _norm_of(name) in HEAD_NORMS], config),
+        **_describe_mixers(blocks, config),
         norms_mlp_output=any(_norm_of(name) in MLP_OUTPUT_NORMS for name in block),
         parameter_shapes=shapes,
     )
@@ -136,6 +137,41 @@ def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[
         if match := BLOCK_TENSOR.search(name):
             blocks.setdefault(int(match[1]), {})[match[2]] = shape
     return {index: blocks[index] for index in sorted(blocks)}
+
+
+STATE_SIZES = ("linear_key_head_dim", "mamba_d_state", "ssm_state_size")
+
+
+def _describe_mixers(blocks: Mapping[int, Mapping[str, tuple[int, ...]]], config: Mapping[str, Any]) -> dict[str, int]:
+    """Of a hybrid, whose mixers are told by their convolutions; {} for others.
+
+    With W channels of the convolution, P outputs of the layers before it and V inputs of the one behind, kernels keep
+    ``P + W + 4 V`` numbers a token: what goes into the convolution, into the kernel behind it, its result, gate and
+    norm. The state has V numbers for each of a head's keys.
+    """
+    if not families.find(config).mixers:
+        return {}
+    attention = sum(any(name.endswith("q_proj.weight") for name in block) for block in blocks.values())
+    values = layers = width = 0
+    for block in blocks.values():
+        convolutions = [name for name, shape in block.items() if len(shape) == 3 and name.endswith("conv1d.weight")]
+        convolutions = convolutions or [name for name in block if name.endswith("conv.conv.weight")]
+        if not convolutions:
+            continue
+        parent = convolutions[0].rpartition(".")[0].rpartition(".")[0]
+        own = {name: shape for name, shape in block.items() if name.startswith(f"{parent}.") and len(shape) == 2}
+        last = next(name for name in own if name.endswith(("out_proj.weight", "o_proj.weight")))
+        width = own.pop(last)[1]
+        into = sum(shape[0] for name, shape in own.items() if "A_log" not in name)
+        values = max(values, into + sum(block[name][0] for name in convolutions) + 4 * width)
+        layers += 1
+    keys = next((config[key] for key in STATE_SIZES if config.get(key)), 0)
+    return {
+        "num_attention_layers": attention,
+        "num_mixer_layers": layers,
+        "mixer_values": values,
+        "mixer_state": width * keys,
+    }
 
 
 def _linear_shapes(

@@ -120,6 +120,10 @@ class ModelFacts(Fact):
     other_linear_shapes: dict[int, dict[str, LinearShape]] = {}  # of blocks without stacks where others have some
     block_norm_elements: int  # elements a token that the norms of one block read: hidden_size for each
     head_norm_elements: int = 0  # of these, what norms of queries and keys read
+    num_attention_layers: int | None = None  # None: every block has attention
+    num_mixer_layers: int = 0  # blocks with linear attention, a state space model or a short convolution
+    mixer_values: int = 0  # numbers a token that such a mixer's kernels keep for the backward pass
+    mixer_state: int = 0  # numbers of the state that it carries along a row
     norms_mlp_output: bool = False  # before it is added to the residual stream
     parameter_shapes: dict[str, tuple[int, ...]] = {}  # of every tensor by its name in the files, or in the model
     files: dict[str, str] = {}  # SHA-256 of config.json and, unless weights are random, of each weights file
@@ -133,6 +137,15 @@ class ModelFacts(Fact):
     @property
     def num_in_all_blocks(self) -> int:
         return self.num_in_blocks or self.num_layers * self.num_block_parameters
+
+    @property
+    def attention_share(self) -> float:
+        """Of the blocks, those with attention."""
+        return 1.0 if self.num_attention_layers is None else self.num_attention_layers / self.num_layers
+
+    @property
+    def mixer_share(self) -> float:
+        return self.num_mixer_layers / self.num_layers
 
     @property
     def num_active_parameters(self) -> int:

@@ -41,11 +41,12 @@ def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
     ``T (2 I + 2 H)``: measured, 4.6 GiB of 131,072 tokens of an 8B model.
     """
     m, c = s.model, s.compute_bytes
+    widest = block_bytes_per_token(s, widest=True)
     again = {
         "none": 0,
-        "selective": max(0, block_bytes_per_token(s) - linear_bytes_per_token(s)),
-        "except_attention": block_bytes_per_token(s) - c * m.hidden_size - attention_bytes_per_token(s),
-        "full": block_bytes_per_token(s) - c * m.hidden_size,
+        "selective": max(0, widest - linear_bytes_per_token(s)),
+        "except_attention": widest - c * m.hidden_size - attention_bytes_per_token(s),
+        "full": widest - c * m.hidden_size,
     }
     inner = (2 if s.layout.compile else 3) * c * m.intermediate_size + 2 * c * m.rows_per_token * m.hidden_size
     in_fp8 = 2 * (m.intermediate_size + m.hidden_size) if s.fp8_blocks and s.num_adapter_parameters else 0
@@ -62,8 +63,9 @@ def kept_bytes_per_token(s: EstimateInput, mode: Checkpointing) -> int:
 
 
 def attention_bytes_per_token(s: EstimateInput) -> int:
-    """The result of attention and its log-sum-exp: ``c q + 4 heads``."""
-    return s.compute_bytes * s.model.num_heads * s.model.head_dim + 4 * s.model.num_heads
+    """The result of attention and its log-sum-exp, ``c q + 4 heads``; in a hybrid of a mean block."""
+    m = s.model
+    return int(m.attention_share * (s.compute_bytes * m.num_heads * m.head_dim + 4 * m.num_heads))
 
 
 def linear_bytes_per_token(s: EstimateInput) -> int:
@@ -96,7 +98,7 @@ def moved_bytes(s: EstimateInput) -> int:
     return s.layout.full_micro_tokens * s.model.num_layers * per_token
 
 
-def block_bytes_per_token(s: EstimateInput) -> int:
+def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
     """Bytes a token that one block's autograd graph keeps, with FlashAttention (https://arxiv.org/abs/2205.14135): no
     T x T. With q = heads * head_dim and k = kv_heads * head_dim:
 
@@ -126,6 +128,8 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     of experts with fused adapters  instead of these two 2 c I, and 2 c r + 16 for each group: gate and up, low-rank
                                     values, places of rows
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
+    mixers of a hybrid              c (P + W + 4 V) in place of all that attention keeps (``facts.model``), by the share
+                                    of blocks that have each; of the ``widest`` block where that is meant
     ==============================  ===================================================================================
     """
     m, c = s.model, s.compute_bytes
@@ -136,6 +140,10 @@ def block_bytes_per_token(s: EstimateInput) -> int:
     for_documents = max(c * q, 2 * c * (q - k)) if s.mixed_lengths else c * q * s.pads_rows
     as_kernel_has_them = for_documents + 2 * c * k * eager_fused
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
+    if m.num_mixer_layers:
+        kinds = m.attention_share * attention, m.mixer_share * c * m.mixer_values
+        side_by_side = m.attention_share == m.mixer_share == 1
+        attention = int(max(attention, c * m.mixer_values) if widest and not side_by_side else sum(kinds))
     mlp = c * m.intermediate_size * (2 if eager_fused else 3 if s.layout.compile else 4)
     mlp += 2 * c * m.rows_per_token * m.hidden_size
     if s.fuses_experts:

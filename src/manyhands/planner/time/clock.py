@@ -212,5 +212,6 @@ def model_flops(clock: Clock, asked: EstimateInput) -> float:
     weights = linears + model.vocab_size * model.hidden_size
     tokens = sum(micro.count * micro.tokens for micro in work.micros)
     pairs = sum(micro.count * micro.pairs for micro in work.micros)
+    layers = model.num_layers * model.attention_share
     each = 4.0 if asked.num_adapter_parameters else 6.0
-    return each * weights * tokens + 12.0 * pairs * model.num_layers * model.num_heads * model.head_dim
+    return each * weights * tokens + 12.0 * pairs * layers * model.num_heads * model.head_dim

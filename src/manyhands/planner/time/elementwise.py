@@ -88,7 +88,7 @@ def _one_by_one(e: EstimateInput, *, backward: bool) -> float:
 
 def _rotated(e: EstimateInput) -> int:
     """Queries and keys of a token, ``q + k``."""
-    return (e.model.num_heads + e.model.num_kv_heads) * e.model.head_dim
+    return int(e.model.attention_share * (e.model.num_heads + e.model.num_kv_heads) * e.model.head_dim)
 
 
 def _apart(e: EstimateInput) -> int:

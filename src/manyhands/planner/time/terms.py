@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from manyhands.facts.types import LinearShape
+from manyhands.facts.types import LinearShape, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.layout import Checkpointing
 from manyhands.planner.memory.activations import moved_bytes
@@ -116,7 +116,7 @@ def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
         total += matmul_s(s, tokens, into, out, fp8=fp8)
         if not e.num_adapter_parameters:
             total += trained_share(e) * matmul_s(s, out, into, tokens, fp8=fp8)
-    return total + adapters(s, tokens, backward=backward)
+    return mean_block(e.model) * (total + adapters(s, tokens, backward=backward))
 
 
 def grouped_s(s: TimeInput, tokens: float, shape: LinearShape) -> float:
@@ -170,6 +170,14 @@ def matmuls(s: TimeInput, micro: MicroBatchGroup) -> float:
     return s.estimate.model.num_layers * sum(both)
 
 
+def mean_block(model: ModelFacts) -> float:
+    """Elements that a token is multiplied with in a mean block of a hybrid, in units of its largest block; else 1."""
+    if not model.num_mixer_layers:
+        return 1.0
+    largest = sum(shape.active_size for shape in model.block_linear_shapes.values())
+    return model.sum_linears(lambda shape: shape.active_size) / (model.num_layers * max(1, largest))
+
+
 def block_attention(s: TimeInput, pairs: float, tokens: float, *, backward: bool) -> float:
     """``4 pairs q`` operations forward and ``10 pairs q`` backward, q = heads * head_dim
     (https://arxiv.org/abs/2205.14135), and the softmax of every score, which takes as long as some dimensions more.
@@ -200,7 +208,9 @@ def attention(s: TimeInput, micro: MicroBatchGroup) -> float:
 def all_attention(s: TimeInput, micro: MicroBatchGroup, *, backward: bool) -> float:
     model = s.estimate.model
     windowed = windowed_layers(s)
-    whole = (model.num_layers - windowed) * block_attention(s, micro.pairs, micro.tokens, backward=backward)
+    whole = (model.attention_share * model.num_layers - windowed) * block_attention(
+        s, micro.pairs, micro.tokens, backward=backward
+    )
     return whole + windowed * block_attention(s, micro.window_pairs, micro.tokens, backward=backward)
 
 
@@ -215,7 +225,20 @@ def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
     """Bytes of ``moved_values``, over M; and begin and end of each kernel, whatever the number of tokens."""
     e = s.estimate
     moved = tokens * e.compute_bytes * moved_values(e, backward=backward)
-    return moved / s.rates.memory + KERNEL_S * num_kernels(e, backward=backward)
+    return mixers(s, tokens, backward=backward) + moved / s.rates.memory + KERNEL_S * num_kernels(e, backward=backward)
+
+
+def mixers(s: TimeInput, tokens: float, *, backward: bool) -> float:
+    """What replaces attention in a hybrid, of a mean block: each of the mixer's numbers written and read forward, and
+    twice that backward; 8 operations for each number of the state forward, 20 backward. From the kernels' formulas,
+    not measured.
+    """
+    model = s.estimate.model
+    if not model.num_mixer_layers:
+        return 0.0
+    passes, operations = (4 if backward else 2), (20 if backward else 8) * model.mixer_state
+    moved = passes * s.estimate.compute_bytes * model.mixer_values / s.rates.memory
+    return model.mixer_share * tokens * (moved + operations / s.rates.attention)
 
 
 def elementwise(s: TimeInput, micro: MicroBatchGroup) -> float:
