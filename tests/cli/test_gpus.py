@@ -68,6 +68,11 @@ def test_a_laptop_plans_for_gpus_that_it_does_not_have(run_file, never_looks, gp
     assert plan["disk"]["free_bytes"] is None  # of this machine it would say nothing
 
 
+def test_the_longest_sample_is_planned_for_gpus_that_are_not_there(run_file, never_looks):
+    result = call("plan", run_file, "--gpus", "2xL4", "--longest", COLUMNS="200")
+    assert result.exit_code == 0 and "longest sample: " in result.stdout and "on 2 GPUs" in result.stdout
+
+
 def test_the_plan_says_so_in_words(run_file, never_looks):
     text = call("plan", run_file, "--gpus", "8xH200", COLUMNS="200").stdout
     assert "8 × H200 (not on this machine)" in text and "assumed" in text and "measured: docs/results.md" in text

@@ -179,6 +179,9 @@ def plan(
     compare: Annotated[
         Path | None, typer.Option("--compare", help="Folder of a finished run: what its plan said, and what it took.")
     ] = None,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Plan for the longest sample that fits, whatever the data's lengths are.")
+    ] = False,
     price: Price = None,
     examples: Examples = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -189,7 +192,7 @@ def plan(
 ) -> None:
     """Show what `train` would do, and why."""
     if compare is not None:
-        beside = (run, overrides, short, gpus, price, examples, as_json, accelerate, deepspeed)
+        beside = (run, overrides, short, gpus, longest, price, examples, as_json, accelerate, deepspeed)
         if any(value not in (None, False, [], {}) for value in beside):
             raise UserError(
                 "--compare is given beside a run file or other options",
@@ -211,7 +214,8 @@ def plan(
     from manyhands.launch.run.prepare import gather_facts
     from manyhands.launch.run.rehearsal import refuse_unmatched
     from manyhands.planner.search import plan as make_plan
-    from manyhands.planner.text import describe_cost, explain_plan
+    from manyhands.planner.search import plan_longest
+    from manyhands.planner.text import describe_cost, describe_longest, explain_plan
 
     for line in (line for one in loaded.translations for line in summarize(one)):
         report_aside(line)
@@ -221,7 +225,12 @@ def plan(
         for note in notes:
             report_aside(f"note: {note}")
     facts = gather_facts(config, identify=False, only_plans=True, host=host, report=report_aside)
-    made = make_plan(config, facts)
+    if longest:
+        found = plan_longest(config, facts)
+        made = found.plan
+        report_aside(describe_longest(found, facts)) if as_json else print(describe_longest(found, facts) + "\n")
+    else:
+        made = make_plan(config, facts)
     refuse_unmatched(config, made, facts.model)
     print(made.model_dump_json(indent=2)) if as_json else open_console(wrap=False).print(explain_plan(made))
     if price is not None:

@@ -31,6 +31,7 @@ from manyhands.planner.experts import fuses_experts
 from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
 from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
 from manyhands.planner.layout import DTYPE_BYTES, lay_out, mesh_of
+from manyhands.planner.longest import LongestSample, find_longest
 from manyhands.planner.memory.input import (
     EstimateInput,
     count_adapter_parameters,
@@ -109,6 +110,11 @@ def plan(
         if error.kind != DOES_NOT_FIT:
             raise
         raise with_advice(error, config, facts, lambda c, f: _plan(c, f, LaunchRequest(number))) from None
+
+
+def plan_longest(config: RunConfig, facts: Facts) -> LongestSample:
+    """The longest sample that fits, and its plan. UserError where no length does."""
+    return find_longest(config, facts, lambda c, f: _plan(c, f, LaunchRequest(1)))
 
 
 def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:

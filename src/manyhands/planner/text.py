@@ -26,7 +26,9 @@ from manyhands.core.units import (
 
 if TYPE_CHECKING:
     from manyhands.config.schema import MethodSection, RunConfig
+    from manyhands.facts.types import Facts
     from manyhands.planner.layout import Layout
+    from manyhands.planner.longest import LongestSample
     from manyhands.planner.types import Candidate, Code, Plan, Reason, TimeEstimate
 
 Values = Mapping[str, Any]
@@ -702,6 +704,29 @@ def _brief_time(plan: Plan, price: float | None) -> str:
     time = plan.time
     text += f": {format_duration(time.total_s)}, {time.gpu_hours:.2f} GPU-hours, {time.tokens_per_s:,.0f} tokens/s"
     return text if price is None else f"{text}, costs {time.gpu_hours * price:,.2f}"
+
+
+def describe_longest(found: LongestSample, facts: Facts) -> str:
+    """One sentence on the answer, one on what stands against more, and one where the model knows fewer positions."""
+    layout, memory = found.plan.layout, found.plan.memory
+    checkpointing = layout.activation_checkpointing.replace("_", " ")
+    ranks = count_of(layout.world_size, "GPU" if layout.device == "cuda" else "process")
+    how = f"{layout.strategy}, activation checkpointing: {checkpointing}" + ", activations in host memory" * bool(
+        layout.offload_activations
+    )
+    seconds = "" if found.plan.step_s is None else f", {found.plan.step_s:,.1f} s a step"
+    lines = [
+        f"longest sample: {found.length:,} tokens on {ranks} ({how}; {format_gib(memory.total)} of "
+        f"{format_gib(memory.limit)} per rank{seconds})"
+    ]
+    if found.refusal is None:
+        lines.append("nothing longer was tried")
+    else:
+        lines.append(f"{found.next_length:,} tokens do not fit: {found.refusal.what}")
+    positions = facts.model.max_positions
+    if positions and found.length > positions:
+        lines.append(f"note: the model was made for {positions:,} positions")
+    return "\n".join(lines)
 
 
 def explain_plan(plan: Plan) -> RenderableType:

@@ -1,0 +1,63 @@
+"""``plan --longest``: the answer fits, the next length does not, and other keys act as in any plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.facts.types import ModelFacts
+from manyhands.planner.longest import LENGTH_STEP, LONGEST
+from manyhands.planner.search import plan, plan_longest
+from manyhands.planner.text import describe_longest
+from tests.planner.examples import GIB, data_facts, facts, llama_1b, llama_8b, model_facts, run_config
+
+
+def planned(config: Any, given: Any, length: int) -> Any:
+    data = data_facts(num_samples=8, mean=length - 1, longest=length)
+    data = data.model_copy(update={"num_validation_tokens": 0, "num_validation_samples": 0})
+    longer = config.model_copy(update={"data": config.data.model_copy(update={"max_length": length})})
+    return plan(longer, given.model_copy(update={"data": data}))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "keys"),
+    [
+        (llama_1b(), 1, {"method__name": "lora"}),
+        (llama_8b(), 1, {"method__name": "qlora", "parallel__activation_checkpointing": "full"}),
+        (llama_8b(), 4, {"method__name": "full"}),
+    ],
+)
+def test_the_answer_fits_and_the_next_step_does_not(model: ModelFacts, gpus: int, keys: dict[str, Any]) -> None:
+    config = run_config(**keys, data__packing=True, batch__samples=gpus)
+    given = facts(model, gpus=gpus, gpu_bytes=60 * GIB, host_bytes=1024 * GIB)
+    found = plan_longest(config, given)
+    assert found.length % LENGTH_STEP == 0 and found.next_length == found.length + LENGTH_STEP
+    assert found.plan.memory.fits and found.plan.layout.full_micro_tokens >= found.length
+    assert planned(config, given, found.length).memory.fits
+    with pytest.raises(UserError, match="does not fit"):
+        planned(config, given, found.length + LENGTH_STEP)
+    more = plan_longest(config, facts(model, gpus=gpus, gpu_bytes=120 * GIB, host_bytes=1024 * GIB))
+    assert more.length > 1.5 * found.length
+    text = describe_longest(found, given)
+    assert f"{found.length:,} tokens on {gpus} GPU" in text and f"{found.next_length:,} tokens do not fit" in text
+
+
+def test_what_fits_in_any_case_is_the_longest_that_is_tried() -> None:
+    given = facts(model_facts(head_dim=16), gpus=1)
+    found = plan_longest(run_config(data__packing=True), given)
+    assert (found.length, found.next_length, found.refusal) == (LONGEST, None, None)
+    assert "nothing longer was tried" in describe_longest(found, given)
+    assert "made for 131,072 positions" in describe_longest(found, given)
+
+
+def test_a_key_that_bounds_the_length_is_the_reason() -> None:
+    config = run_config(data__packing=True, batch__micro_tokens=8192)
+    found = plan_longest(config, facts(model_facts(head_dim=16), gpus=1))
+    assert found.length == 8192 and found.refusal is not None and found.refusal.where == "batch.micro_tokens"
+
+
+def test_a_model_that_fits_with_no_sample_is_refused() -> None:
+    with pytest.raises(UserError, match="does not fit"):
+        plan_longest(run_config(method__name="full"), facts(llama_8b(), gpus=1, gpu_bytes=8 * GIB))
