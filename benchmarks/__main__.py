@@ -110,7 +110,7 @@ def sides(
 ) -> list[str]:
     """Who is measured: ours, TRL, and Unsloth with rows of one GPU."""
     chosen = [OURS]
-    if options.peer == "no" or options.shape:
+    if options.peer == "no" or options.shape or row.data == "pairs":  # the peers' scripts train single answers
         return chosen
     if all(is_installed(name) for name in ("trl", "peft", "liger_kernel")):
         chosen += ["trl"] + (["trl-packing"] if row.data == "mix" else [])

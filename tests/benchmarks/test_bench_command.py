@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,13 @@ def test_a_row_clips_as_its_keys_say(tmp_path: Path) -> None:
         )
         case.run(options, BenchRow("clips", "", "tiny", "lora", 1, rows=1, length=64), Norm())
         assert json.loads(output.read_text())["max_grad_norm"] == expected
+
+
+@pytest.mark.parametrize("reference", ["adapters", "stored"])
+def test_a_row_of_pairs_starts_where_no_answer_is_better(tmp_path: Path, reference: str) -> None:
+    """Before the first step a pair's loss is log 2; the step that follows the timed ones has its reference too."""
+    unset = dict.fromkeys(("layers", "lengths", "limit", "plan_limit", "profile"))
+    keys, output = ["parallel.device=cpu", f"preference.reference={reference}"], tmp_path / "rows.jsonl"
+    options = argparse.Namespace(run="r", work=tmp_path, steps=2, warm=1, label="", keys=keys, output=output, **unset)
+    case.run(options, replace(BY_NAME["8b-dpo"], shape="tiny", length=32))
+    assert json.loads(output.read_text())["losses"][0] == 0.6931

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -140,12 +141,15 @@ def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = N
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if launcher.world_size == 1 else {}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
     world = World(launcher.rank, launcher.local_rank, launcher.world_size, device)
-    rank = Rank(config, plan, RunFolder(options.work), world, Process(is_first=world.is_first))
+    process = Process(is_first=world.is_first)
+    process.look_again_at = math.inf  # no run folder is there, whose end would end the run
+    rank = Rank(config, plan, RunFolder(options.work), world, process)
     start = time.monotonic()
     data = stages.open_data(rank)
     observe = observe or Observer()
     built = stages.build_model(rank)
-    data = attach_reference(rank, data, built)
+    epoch = plan.model_copy(update={"num_steps": max(plan.num_steps, plan.steps_per_epoch)})  # for ``more_steps``
+    data = attach_reference(replace(rank, plan=epoch), data, built)
     bench = Bench(rank, data, built)
     observe.after_build(bench)
     stages.check_model(rank, data, built)
