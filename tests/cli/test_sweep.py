@@ -172,6 +172,21 @@ def test_a_run_that_fails_is_tried_again_by_the_same_command(monkeypatch, run_fi
     assert (config["method"]["rank"], config["stop"]["epochs"]) == (16, 1)
 
 
+def test_without_a_run_file(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    planned = []
+    monkeypatch.setattr(
+        sweep, "plan_trial", lambda config, name: planned.append(config) or types.SimpleNamespace(time=None)
+    )
+    Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    words = ("--model", "org/model", "--data", "rows.jsonl", "--lr", "1e-4,1e-3", "method.rank=4", "-o", "runs/s")
+    ended = call("sweep", *words, "--dry-run")
+    assert ended.exit_code == 0 and ended.output.splitlines()[-2:] == ["1e-4", "1e-3"], ended.output
+    assert [config.optimizer.learning_rate for config in planned] == [1e-4, 1e-3]
+    assert {(config.model.name, config.method.rank) for config in planned} == {("org/model", 4)}
+    assert Path("runs/s/run.yaml").is_file()
+
+
 def test_a_value_that_its_key_does_not_take_is_refused_before_anything_starts(run_file):
     ended = call("sweep", run_file, "method.rank=8,many")
     assert ended.exit_code and "method.rank" in ended.output

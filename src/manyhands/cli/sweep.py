@@ -75,7 +75,8 @@ def sweep(
     words = [*as_overrides({key: value for key, value in short.items() if key != "output.dir"}, words)]
     keys, fixed = split_words(words)
     path = None if run is None else Path(run)
-    base = load_run(path, fixed, short=short if path is None else {})
+    first = [f"{key}={values[0]}" for key, values in keys.items() if not RANGE.fullmatch(values[0])]
+    base = load_run(path, fixed if path is not None else [*fixed, *first])
     folder = Path(short.get("output.dir", f"{base.config.output.dir}/{base.config.name}-sweep"))
     folder = Path(os.path.abspath(folder.expanduser()))
     if path is None:
