@@ -296,3 +296,20 @@ def test_variables_of_ours(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MANYHANDS_FORCE_SINGLE_GPU", "maybe")
     with pytest.raises(mh.UserError, match="neither 0 nor 1"):
         load(folder, tmp_path, arguments)
+
+
+@pytest.mark.parametrize(
+    ("fix", "added"),
+    [("use optimizer.name=adamw", "; of a trainer: overrides={'optimizer.name': ...}"), ("free some memory", "")],
+)
+def test_an_error_that_names_a_key_says_how_a_trainer_is_given_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fix: str, added: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise mh.UserError("it does not run here", fix=fix)
+
+    monkeypatch.setattr("manyhands.api.trainer.plan", refuse)
+    trainer = mh.Trainer(str(folder), train_dataset=ROWS, overrides={"data.cache": tmp_path})
+    with pytest.raises(mh.UserError, match="does not run here") as error:
+        trainer.plan()
+    assert error.value.fix == fix + added

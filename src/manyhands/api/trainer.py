@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ from manyhands.api.results import TrainerState, TrainOutput, TransformersCallbac
 from manyhands.api.runs import check_overrides, plan, read_keys
 from manyhands.api.sources import list_rows, write_rows
 from manyhands.api.start import start
+from manyhands.config.keys import table
 from manyhands.config.schema import DataSection
 from manyhands.config.text import names
 from manyhands.core.errors import UserError
@@ -268,13 +271,14 @@ class Trainer:
         called.call("on_train_begin")
         functions = {kind: called.function(kind, own) for kind, own in self.functions.items()}
         numbered = read_arguments(self.args).get("overwrite") == "number"
-        folder = start(
-            self.load,
-            fresh=fresh or numbered,
-            callbacks=Callbacks(functions),
-            hooks=self.hooks,
-            metrics=self.metrics,
-        )
+        with _keys_in_python():
+            folder = start(
+                self.load,
+                fresh=fresh or numbered,
+                callbacks=Callbacks(functions),
+                hooks=self.hooks,
+                metrics=self.metrics,
+            )
         self.run = TrainOutput(folder)
         self.model.trained(folder, self.run.outputs)
         called.call("on_train_end")
@@ -282,7 +286,8 @@ class Trainer:
 
     def plan(self, gpus: int | str | None = None) -> Plan:
         """What ``train`` would do, and why; as ``manyhands.plan``."""
-        return plan(self.load().config, gpus=gpus)
+        with _keys_in_python():
+            return plan(self.load().config, gpus=gpus)
 
     @property
     def state(self) -> TrainerState:
@@ -469,6 +474,18 @@ def _refuse(where: str, given: Mapping[str, Any], reasons: Mapping[str, str]) ->
         details.append(f"`{name}`: {reasons.get(name) or (f'did you mean {near}?' if near else 'there is none')}")
     if details:
         raise UserError("parameters that are not available", where=where, details=details, fix="remove them")
+
+
+@contextmanager
+def _keys_in_python() -> Iterator[None]:
+    """Where an error names a key of a run, which a script has no file for, it says how a trainer is given one."""
+    try:
+        yield
+    except UserError as error:
+        key = next((key for key in re.findall(r"\w+\.\w+", error.fix) if key in table()), None)
+        if key is not None and "overrides" not in error.fix:
+            error.fix += f"; of a trainer: overrides={{'{key}': ...}}"
+        raise
 
 
 def _check_text(text: Any, name: str) -> str:
