@@ -54,3 +54,4 @@ def test_ctrl_c_saves_the_run_and_ends_the_sweep(place: Place, tmp_path: Path) -
     output = place.output.read_text()
     assert "learning_rate-1e-2" in output and "interrupted" in output
     assert Run(folder / "learning_rate-1e-2").read("status.json")["state"] == "interrupted"
+    assert json.loads((folder / "queue.json").read_text())["paused"], "a page that is opened now starts nothing"

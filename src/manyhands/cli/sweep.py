@@ -311,6 +311,7 @@ def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus:
         with raise_when_stopped():
             done = run_queue(queue, is_machine_free, on_change=report)
     except UserError:
+        queue.pause(True)  # else a page that is opened on the folder would go on
         stop_runs(queue.read()["items"])
         raise
     if not done:
