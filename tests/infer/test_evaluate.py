@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from manyhands.config.schema import PreferenceSection
 from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.infer.compare import (
@@ -24,7 +25,7 @@ from manyhands.infer.compare import (
     to_json,
     write_files,
 )
-from manyhands.infer.evaluate import Evaluator, last_turn, sum_losses
+from manyhands.infer.evaluate import Evaluator, judge_pairs, last_turn, sum_losses
 from manyhands.infer.load import find_parts, open_answerer
 from manyhands.infer.replicas import DeviceSlot, Placement
 from manyhands.infer.settings import GenerationSettings
@@ -164,6 +165,15 @@ def test_the_last_turn_is_what_is_asked() -> None:
     assert turn is not None and (turn[0].tolist(), turn[1].tolist()) == ([10, 11, 12, 13, 14, 15], [16, 17])
     assert last_turn({"tokens": np.arange(3), "mask": np.ones(3, dtype=bool)}) is None
     assert last_turn({"tokens": np.arange(3), "mask": np.zeros(3, dtype=bool)}) is None
+
+
+@pytest.mark.parametrize(("loss", "margins"), [("sigmoid", [0.1, -0.3]), ("cpo", [0.2, -0.2]), ("simpo", [0.3, -0.05])])
+def test_pairs_are_judged_by_the_rewards_of_the_loss(loss: str, margins: list[float]) -> None:
+    """Two pairs, of each answer its log-probability and its tokens; beta is 0.1."""
+    pairs = np.array([[[-2.0, 2], [-4.0, 1]], [[-5.0, 5], [-3.0, 6]]])
+    before = np.array([[[-2.0, 2], [-3.0, 1]], [[-5.0, 5], [-6.0, 6]]]) if loss == "sigmoid" else None
+    found = judge_pairs(PreferenceSection(loss=loss), pairs, before)
+    assert found == pytest.approx({"preference_accuracy": 0.5, "reward_margin": sum(margins) / 2})
 
 
 def test_what_the_run_recorded_before_and_after(tmp_path: Path) -> None:

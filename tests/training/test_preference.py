@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from manyhands.config.tasks import PAIRS, TASKS, Task
 from manyhands.core.errors import UserError
 from manyhands.core.terms import LossTerm
+from manyhands.infer.compare import compare
 from manyhands.preview.collect import BETWEEN_DOCUMENTS, collect
 from manyhands.worker import stages
 from manyhands.worker.batches import iterate_steps
@@ -70,6 +71,14 @@ def test_a_whole_run_learns_which_answer_is_chosen(lab: Lab) -> None:
     assert ran.losses[0] == pytest.approx(math.log(2)) and ran.adapter()
     card = (ran.folder / "adapter" / "README.md").read_text()
     assert "preference tuning on pairs of answers" in card and "preference accuracy" in card.lower()
+    found = compare(ran.folder)
+    names = {"preference_accuracy", "reward_margin"}
+    assert found.columns["measured"].keys() == names and "base" not in found.columns
+    assert found.columns["measured"] == pytest.approx({name: last[name] for name in names}, rel=1e-3)
+    with pytest.raises(UserError, match="rewards compare with the model before training"):
+        compare(ran.folder, with_base=False)
+    with pytest.raises(UserError, match="the loss of preferences is measured by the evaluations"):
+        compare(ran.folder, metrics=["loss"])
 
 
 def test_a_stored_reference_is_that_of_adapters_switched_off(lab: Lab) -> None:

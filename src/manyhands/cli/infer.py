@@ -67,7 +67,12 @@ Data = Annotated[
     str | None, typer.Option("--data", metavar="FILE", help="Rows to evaluate on (default: the run's held-out ones).")
 ]
 Metrics = Annotated[
-    str, typer.Option("--metrics", help="Of loss, perplexity, accuracy, exact_match, f1, rouge1, rouge2, rougeL.")
+    str,
+    typer.Option(
+        "--metrics",
+        help="Of loss, perplexity, accuracy, exact_match, f1, rouge1, rouge2, rougeL; of pairs "
+        "preference_accuracy, reward_margin.",
+    ),
 ]
 Extract = Annotated[
     str | None,

@@ -12,18 +12,18 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from manyhands.config.schema import RunConfig
+from manyhands.config.schema import PreferenceSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, write_atomically, write_json
 from manyhands.core.text import report_aside
 from manyhands.core.units import count_of
 from manyhands.data.store.store import TokenStore
 from manyhands.data.tokenize.prepare import prepare
-from manyhands.infer.evaluate import EvaluationData, Scores, measure
+from manyhands.infer.evaluate import EvaluationData, Scores, are_pairs, judge_pairs, measure
 from manyhands.infer.load import ModelLocation, find_parts
 from manyhands.infer.replicas import ALL_GPUS, Placement
 from manyhands.infer.settings import GenerationSettings
-from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
+from manyhands.infer.text_metrics import LOSS_METRICS, PAIR_METRICS, TEXT_METRICS, check_metrics
 from manyhands.launch.run.folder import RunFolder
 from manyhands.metrics.summary import read_evaluations
 
@@ -63,6 +63,10 @@ def compare(
     metrics = check_metrics(metrics, extract)
     found, run = find_parts(folder, base), RunFolder(folder) if (folder / "run.json").is_file() else None
     chosen = replace(choose_data(found, run, folder, data, max_tokens), limit=limit)
+    if metrics == LOSS_METRICS and are_pairs(chosen.open()):  # nothing else was asked for
+        metrics = PAIR_METRICS
+    origin = find_base_parts(found, run) if with_base else None
+    preference = _read_preference(run, origin) if run and not set(PAIR_METRICS).isdisjoint(metrics) else None
     options: dict[str, Any] = dict(settings=settings, extract=extract, placement=placement)
     columns: dict[str, dict[str, float]] = {}
     step, notes = None, []
@@ -76,12 +80,34 @@ def compare(
         if in_4_bits or config.model.frozen_dtype == "fp8":
             notes.append("the base is not quantized here, as it was in training")
     scores = measure(found, chosen, metrics, **options)
-    origin = find_base_parts(found, run) if with_base else None
+    before = None
     if origin is not None:
         report_aside("the base model")
-        columns["base"] = measure(origin, chosen, metrics, **options).values
+        before = measure(origin, chosen, metrics, **options)
+        columns["base"] = before.values
+    if preference is not None:
+        reference = before.pairs if before is not None and preference.needs_reference else None
+        for each in (scores, before):
+            if each is not None and each.pairs is not reference:
+                figures = judge_pairs(preference, each.pairs, reference)
+                each.values |= {metric: figures[metric] for metric in PAIR_METRICS if metric in metrics}
+        if not columns.get("base", True):  # its rewards are 0
+            del columns["base"]
     columns["measured"] = scores.values
     return Comparison(folder, chosen, metrics, columns, scores, step, tuple(notes))
+
+
+def _read_preference(run: RunFolder, origin: ModelLocation | None) -> PreferenceSection:
+    """What rewards are made of. UserError where they compare with a model that is not measured."""
+    config = run.read_config()
+    if config.preference.needs_reference and (origin is None or config.method.adapter):
+        raise UserError(
+            "rewards compare with the model before training, which is not measured",
+            where="method.adapter" if config.method.adapter else str(run.path),
+            why="the run began with an adapter" if config.method.adapter else "--no-base, or its files are not here",
+            fix="leave --no-base out, or read the evaluations of the run's report",
+        )
+    return config.preference
 
 
 def choose_data(
@@ -222,8 +248,8 @@ def describe(comparison: Comparison) -> str:
 def _show(metric: str, value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
-    if metric in ("loss", "perplexity"):
-        return f"{value:.4f}" if metric == "loss" else f"{value:.2f}"
+    if metric in ("loss", "perplexity", "reward_margin"):
+        return f"{value:.2f}" if metric == "perplexity" else f"{value:.4f}"
     return f"{value:.1%}"
 
 

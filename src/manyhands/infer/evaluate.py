@@ -19,14 +19,16 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
+from manyhands.config.schema import PreferenceSection
 from manyhands.core.errors import UserError
-from manyhands.core.terms import LANGUAGE_MODEL
+from manyhands.core.terms import LANGUAGE_MODEL, LossTerm
 from manyhands.core.text import report_aside
-from manyhands.data.batch.batches import collate
+from manyhands.data.batch.batches import collate, to_device
 from manyhands.data.batch.collate import BatchShape
 from manyhands.data.store.store import SampleSet, TokenStore
 from manyhands.data.store.streams import (
     DOCUMENTS,
+    LABELS,
     MASK,
     TOKENS,
     Sample,
@@ -42,9 +44,10 @@ from manyhands.infer.load import ModelLocation, open_found_tokenizer
 from manyhands.infer.prompts import PromptTokens
 from manyhands.infer.replicas import ALL_GPUS, DeviceSlot, Placement, count_weight_bytes, run_tasks
 from manyhands.infer.settings import GenerationSettings
-from manyhands.infer.text_metrics import LOSS_METRICS, TEXT_METRICS, check_metrics, make_extractor, score
+from manyhands.infer.text_metrics import LOSS_METRICS, PAIR_METRICS, TEXT_METRICS, check_metrics, make_extractor, score
 from manyhands.infer.worker import BatchCapacity, PromptQueue
-from manyhands.model.loss import LossModel
+from manyhands.model.loss import Answers, LossModel
+from manyhands.model.preference import compute_rewards
 
 BATCH_TOKENS = 8192  # of a forward pass, padding included
 
@@ -96,6 +99,7 @@ class Scores:
     num_loss_tokens: int = 0
     answers: list[ScoredAnswer] = field(default_factory=list)
     seconds: float = 0.0
+    pairs: np.ndarray = field(default_factory=lambda: np.zeros((0, 2, 2)))  # see ``score_pairs``
 
 
 def measure(
@@ -117,15 +121,23 @@ def measure(
     slots = placement.slots(count_weight_bytes(found.weights))
     has_losses = any(metric in LOSS_METRICS for metric in metrics)
     has_texts = any(metric in TEXT_METRICS for metric in metrics)
+    has_pairs = any(metric in PAIR_METRICS for metric in metrics)
     if has_losses and any(stream.name == DOCUMENTS.name for stream in samples.streams):
         raise UserError(
-            "the loss of a pair of answers is measured by the evaluations of its run",
+            "the loss of preferences is measured by the evaluations of its run",
             where=data.name,
             why="this command has the cross-entropy of single answers alone",
-            fix="read the run's report, or compare texts with the chosen answers: --metrics rougeL",
+            fix="read the run's report; of pairs of answers also --metrics preference_accuracy,reward_margin, and "
+            "compare texts with the chosen answers: rougeL",
+        )
+    if has_pairs and not are_pairs(samples):
+        raise UserError(
+            "these samples are no pairs of answers",
+            where=data.name,
+            fix=f"evaluate a run of task: preference, or choose from {', '.join((*LOSS_METRICS, *TEXT_METRICS))}",
         )
     numbers = data.choose(samples)
-    groups = list(group_by_length(samples.lengths, numbers)) if has_losses else []
+    groups = list(group_by_length(samples.lengths, numbers)) if has_losses or has_pairs else []
     turns: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for number in map(int, numbers[: data.limit] if has_texts else ()):
         turn = last_turn(split_documents(samples.sample(number), samples.streams)[0])
@@ -146,28 +158,33 @@ def measure(
         for number, (prompt, _) in turns.items()
     ]
     queue, waiting = PromptQueue(prompts, settings.max_new_tokens, len(slots)), list(enumerate(groups))[::-1]
+    kind_of_groups = "pairs" if has_pairs else "loss"
 
     def next_task(capacity: BatchCapacity) -> tuple[str, Any] | None:
         if waiting:
-            return "loss", waiting.pop()
+            return kind_of_groups, waiting.pop()
         batch = queue.take(capacity)
         return None if batch is None else ("answers", batch)
 
     sums: dict[int, list[float]] = {}
+    pairs: dict[int, np.ndarray] = {}
     answers: dict[int, Completion] = {}
 
     def take(result: tuple[str, Any]) -> None:
         kind, value = result
-        if kind == "loss":
-            sums.update([value])
-            report(f"loss: {len(sums):,} of {len(groups):,} batches")
+        if kind in ("loss", "pairs"):
+            done: dict[int, Any] = sums if kind == "loss" else pairs
+            done.update([value])
+            report(f"{kind}: {len(done):,} of {len(groups):,} batches")
         else:
             answers.update(value)
             report(f"answers: {len(answers):,} of {len(prompts):,}")
 
     given: dict[str, Any] = dict(found=found, settings=settings, placement=placement, num_replicas=len(slots))
     run_tasks(slots, functools.partial(Evaluator, data=data, **given), next_task, take)
-    scores = Scores(num_samples=len(numbers) if sums else len(answers))
+    scores = Scores(num_samples=len(numbers) if sums or pairs else len(answers))
+    if pairs:
+        scores.pairs = np.concatenate([pairs[number] for number in sorted(pairs)])
     values: dict[str, float] = {}
     if sums:  # in the order of the batches, so that the number of copies does not change a bit
         loss, weight, correct, num_labels = np.sum([sums[number] for number in sorted(sums)], axis=0).tolist()
@@ -184,7 +201,7 @@ def measure(
             scores.answers.append(ScoredAnswer(prompt, expected, answer.text, answer.finish_reason, judged))
         for name in scores.answers[0].scores:
             values[name] = sum(one.scores[name] for one in scores.answers) / len(scores.answers)
-    scores.values = {name: values[name] for name in metrics}
+    scores.values = {name: values[name] for name in metrics if name in values}
     scores.seconds = time.monotonic() - begin
     return scores
 
@@ -230,12 +247,14 @@ class Evaluator:
         self.capacity = self._worker.capacity
 
     def run(self, task: tuple[str, Any]) -> tuple[str, Any]:
-        """Tasks are (``loss``, (number of the batch, samples)) and (``answers``, prompts)."""
+        """Tasks are (``loss`` or ``pairs``, (number of the batch, samples)) and (``answers``, prompts)."""
         kind, value = task
         if kind == "answers":
             return kind, self._worker.run(value)
         number, samples = value
         answerer = self._worker.answerer
+        if kind == "pairs":
+            return kind, (number, score_pairs(answerer.model, self._samples, samples))
         return kind, (number, sum_losses(answerer.model, self._samples, samples, answerer.images))
 
 
@@ -253,6 +272,44 @@ def sum_losses(model: Any, samples: SampleSet, numbers: np.ndarray, images: Prom
     }
     terms = loss_model(batch, metrics=True)
     return torch.stack([*terms["lm"], *terms["correct"]]).double().tolist()
+
+
+def are_pairs(samples: SampleSet) -> bool:
+    """Whether each sample has two answers, and not one that is judged."""
+    names = {stream.name for stream in samples.streams}
+    return DOCUMENTS.name in names and LABELS.name not in names
+
+
+@torch.no_grad()
+def score_pairs(model: Any, samples: SampleSet, numbers: np.ndarray) -> np.ndarray:
+    """(p, 2, 2) float64: of the chosen and the rejected answer of each pair its log-probability and its tokens."""
+    if getattr(model, "hf_device_map", None):
+        raise UserError(
+            "pairs of answers are not measured where one copy's layers are divided over GPUs",
+            where="--device-map",
+            fix="use GPUs that hold a whole copy, or read the evaluations of the run's report",
+        )
+    found: list[Answers] = []
+
+    def collect(loss_model: LossModel, batch: Any, hidden: torch.Tensor, metrics: bool) -> dict[str, Any]:
+        found.append(loss_model.answers(batch, hidden))
+        return {}
+
+    device, loss_model = next(model.parameters()).device, LossModel(model, terms=(LossTerm("pairs", compute=collect),))
+    shape = BatchShape(packed=False, tells_documents=loss_model.needs_documents)
+    loss_model.eval()(to_device(collate(samples, numbers, shape), device))
+    return torch.stack([found[0].log_probabilities, found[0].num_tokens.double()], -1).view(-1, 2, 2).cpu().numpy()
+
+
+def judge_pairs(settings: PreferenceSection, pairs: np.ndarray, reference: np.ndarray | None) -> dict[str, float]:
+    """The metrics of pairs (p, 2, 2), as evaluations of the run have them. ``reference``: those of the model before
+    training.
+    """
+    flat = torch.from_numpy(pairs).flatten(0, 1)
+    before = None if reference is None else torch.from_numpy(reference).flatten(0, 1)[:, 0]
+    rewards = compute_rewards(settings, Answers(flat[:, 0], flat[:, 1]), before)
+    margins = rewards[0::2] - rewards[1::2]
+    return {"preference_accuracy": float((margins > 0).double().mean()), "reward_margin": float(margins.mean())}
 
 
 def _sum_by_logits(model: Any, samples: SampleSet, numbers: np.ndarray, images: PromptImages | None) -> list[float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import regex
 
+from manyhands.config.tasks import PREFERENCE_METRICS
 from manyhands.core.errors import UserError
 from manyhands.core.terms import LANGUAGE_MODEL
 
@@ -130,6 +131,7 @@ def _harmonic(common: int, num_left: int, num_right: int) -> float:
 
 
 LOSS_METRICS = ("loss", *(metric.name for metric in LANGUAGE_MODEL.metrics))
+PAIR_METRICS = tuple(metric.name for metric in PREFERENCE_METRICS)  # of pairs of answers
 TEXT_METRICS: dict[str, Callable[[str, str], float]] = {
     "exact_match": exact_match,
     "f1": f1,
@@ -152,7 +154,7 @@ def score(answer: str, reference: str, metrics: Sequence[str], extractor: Extrac
 
 def check_metrics(asked: Sequence[str], extract: str | None) -> tuple[str, ...]:
     """The metrics, each once. UserError for unknown ones, and for an extraction that nothing would use."""
-    known = (*LOSS_METRICS, *TEXT_METRICS)
+    known = (*LOSS_METRICS, *PAIR_METRICS, *TEXT_METRICS)
     if unknown := next((name for name in asked if name not in known), None):
         raise UserError(f"there is no metric {unknown}", where="--metrics", fix=f"choose from {', '.join(known)}")
     if not asked:
