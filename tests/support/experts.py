@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.support.other_vision import LIKE_OTHERS
 from tests.support.tiny import VOCAB_SIZE
 
 SIZES: dict[str, Any] = {
@@ -41,6 +42,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 258,
     "pad_token_id": 259,
 }
+AROUND_IMAGES = {"glm4v_moe": "glm4v_moe_text"}  # models of images, and the type of their text
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -86,6 +88,10 @@ def expert_config(model_type: str, **changes: Any) -> Any:
     """A config of ``model_type`` with those of the sizes above that it has, and with ``changes``."""
     from transformers import AutoConfig
 
+    if text_type := AROUND_IMAGES.get(model_type):
+        _, own, towers, fields = LIKE_OTHERS[model_type]
+        text = expert_config(text_type, **own | changes).to_dict()
+        return AutoConfig.for_model(model_type, text_config=text, **towers, **fields)
     usual = AutoConfig.for_model(model_type)
     values = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
     if hasattr(usual, "kv_lora_rank"):
@@ -96,14 +102,15 @@ def expert_config(model_type: str, **changes: Any) -> Any:
 def expert_model(model_type: str, *, eager: bool = True, **changes: Any) -> Any:
     """A transformers model in float32 with random weights, its experts computed by its own loop if ``eager``."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     from manyhands.model.attention import plain_attention
 
+    kind: Any = AutoModelForMultimodalLM if model_type in AROUND_IMAGES else AutoModelForCausalLM
     config = expert_config(model_type, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
+        model = kind.from_config(
             config,
             dtype=torch.float32,
             attn_implementation=plain_attention(config),

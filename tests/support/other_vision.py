@@ -10,7 +10,12 @@ from tests.support.multimodal import _CLIP, _PIXTRAL, _SIGLIP, _SIZES, _UNTIED
 
 _SQUARE = {"height": 28, "width": 28}
 
-HOMES = {"vipllava": "llava", "qwen3_5": "qwen3_vl", "mistral3": "pixtral"}  # whose processor it is
+HOMES = {
+    "glm4v_moe": "glm4v",
+    "vipllava": "llava",
+    "qwen3_5": "qwen3_vl",
+    "mistral3": "pixtral",
+}  # whose processor it is
 LIKE_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lighton_ocr": (
         "qwen3",
@@ -19,10 +24,12 @@ LIKE_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
         {"image_token_id": 250, "spatial_merge_size": 2} | _UNTIED,
     )
 }
+_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 LIKE_OTHERS |= {
     kind: (
-        "glm4v_text",
-        {
+        text,
+        experts
+        | {
             "rope_parameters": {
                 "rope_type": "default",
                 "mrope_section": [1, 1, 2],
@@ -36,7 +43,11 @@ LIKE_OTHERS |= {
         },
         {"image_token_id": 250, "video_token_id": 251} | _UNTIED,
     )
-    for kind in ("glm4v", "glm46v")
+    for kind, text, experts in (
+        ("glm4v", "glm4v_text", {}),
+        ("glm46v", "glm4v_text", {}),
+        ("glm4v_moe", "glm4v_moe_text", _EXPERTS),
+    )
 }
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "vipllava": ("llama", {}, {"vision_config": _CLIP}, {"vision_feature_layers": [-2, 1]} | _UNTIED),

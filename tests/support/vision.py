@@ -18,7 +18,17 @@ from tests.support import multimodal, other_vision, tiny
 
 FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl")
 # whose layout is that of one of these: prepared and checked, not trained in tests
-LIKE_THEM = ("qwen2_vl", "qwen3_5", "llava_next", "llava_next_video", "glm4v", "glm46v", "mistral3", "lighton_ocr")
+LIKE_THEM = (
+    "qwen2_vl",
+    "qwen3_5",
+    "llava_next",
+    "llava_next_video",
+    "glm4v",
+    "glm46v",
+    "glm4v_moe",
+    "mistral3",
+    "lighton_ocr",
+)
 CHAT = (
     "{{% for message in messages %}}<|im_start|>{{{{ message['role'] + '\\n' }}}}"
     "{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}"
@@ -92,7 +102,7 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
             {"processor_class": f"{name}Processor"},
             {"image_token_id": "image_token", "video_token_id": "video_token"},
         )
-        for kind, name in {"glm4v": "Glm4v", "glm46v": "Glm46V"}.items()
+        for kind, name in {"glm4v": "Glm4v", "glm46v": "Glm46V", "glm4v_moe": "Glm4v"}.items()
     },
     "mistral3": (
         {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},

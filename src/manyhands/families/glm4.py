@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from manyhands.families.family import Family, KnownModule
+from manyhands.families.family import Experts, Family, KnownModule
 from manyhands.families.qwen2 import QWEN_IMAGES
 
 GLM4 = Family(
@@ -43,4 +43,14 @@ GLM4V = Family(
     ),
 )
 
-FAMILIES = (GLM4, GLM4V_TEXT, GLM4V)
+GLM4V_MOE_TEXT = Family(
+    name="GLM-4.5V",
+    model_types=("glm4v_moe_text",),
+    flags={"attention_bias": True},
+    output_bias=False,
+    mlp_bias=False,
+    experts=Experts(shared="shared_experts"),
+)
+GLM4V_MOE = replace(GLM4V, name="GLM-4.5V", model_types=("glm4v_moe",), text_model_type="glm4v_moe_text")
+
+FAMILIES = (GLM4, GLM4V_TEXT, GLM4V, GLM4V_MOE_TEXT, GLM4V_MOE)

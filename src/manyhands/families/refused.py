@@ -41,7 +41,7 @@ INFERRED = ("aya_vision", "deepseek_vl", "janus", "qianfan_ocr", "vipllava")
 """Model types without a file of their own whose images were trained by what is inferred of them, with 5.17."""
 
 _ALIKE = {
-    EXPERTS: "aria deepseek_ocr2 ernie4_5_vl_moe glm4v_moe glm5_next inkling_mm_model kimi_k25 llama4 minimax_m3_vl "
+    EXPERTS: "aria deepseek_ocr2 ernie4_5_vl_moe glm5_next inkling_mm_model kimi_k25 llama4 minimax_m3_vl "
     "mistral4 qwen3_5_moe qwen3_omni_moe qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp step3p7",
     TORCHVISION: "cohere2_vision gemma4_unified lfm2_vl muse_glimmer perception_lm",
     ENCODER: "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",
