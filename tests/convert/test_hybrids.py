@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from manyhands.config.schema import DataSection
 from manyhands.convert.lora import adapted_layers
+from manyhands.export.model import export_model
 from manyhands.facts.model import read_model_facts
+from manyhands.launch.run import prepare
 from manyhands.model.checks import check_loss, check_packing, pack_documents
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_blocks
 from manyhands.model.weights import quantized_layers
+from tests.planner.examples import facts
 from tests.support.building import load_model
 from tests.support.families import STATEFUL
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
@@ -28,8 +35,10 @@ WITH_MAMBA_2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
 def test_methods_reach_every_linear_layer_that_the_plan_counts(tmp_path: Path, family: str, method: str) -> None:
     folder = write_tiny_model(tmp_path, family, with_tokenizer=False)
     model: Any = load_model(tiny_plan(folder), tiny_run(folder, method)).train()
-    facts = read_model_facts(folder, "tiny", "pretrained")
-    counted = {f"{block}.{name}" for index, block in enumerate(find_blocks(model)) for name in facts.linears_of(index)}
+    described = read_model_facts(folder, "tiny", "pretrained")
+    counted = {
+        f"{block}.{name}" for index, block in enumerate(find_blocks(model)) for name in described.linears_of(index)
+    }
     adapted = adapted_layers(model)
     assert adapted.keys() == counted
     assert method == "lora" or {name for name in quantized_layers(model) if "experts" not in name} <= counted
@@ -42,6 +51,39 @@ def test_methods_reach_every_linear_layer_that_the_plan_counts(tmp_path: Path, f
     batch = pack_documents([torch.randint(256, (1, length)) for length in (40, 23, 9)])
     loss_model(batch | {"labels": batch["input_ids"].roll(-1, 1)})["lm"][0].backward()
     assert not [name for name, layer in adapted.items() if not layer.lora_A.weight.grad.any()]
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_a_saved_model_is_its_source_and_a_merged_one_the_adapted(tmp_path: Path, family: str) -> None:
+    source = write_tiny_model(tmp_path / "source", family, with_tokenizer=False)
+    export_model(tmp_path / "saved", load_model(tiny_plan(source), tiny_run(source)), source, "float32", rank=0)
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    model: Any = load_model(tiny_plan(source), tiny_run(source, "lora")).eval()
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            layer.lora_B.weight.normal_(std=0.1)
+        export_model(tmp_path / "merged", model, source, "float32", rank=0, merge=True)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        found, expected = (each(torch.arange(40)[None], use_cache=False).logits for each in (merged, model))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("gpus", "installed", "noted"), [(1, False, True), (1, True, False), (0, False, False)])
+def test_kernels_that_are_not_installed_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, installed: bool, noted: bool
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", "qwen3_5_text")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    data = DataSection(train=str(rows), cache=str(tmp_path / "cache"))
+    config = tiny_run(folder).model_copy(update={"data": data})
+    find = importlib.util.find_spec
+    there = {"fla": installed, "causal_conv1d": installed}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there[name] if name in there else find(name))
+    said: list[str] = []
+    prepare.gather_facts(config, saves=False, identify=False, host=facts(gpus=gpus).host, report=said.append)
+    assert any("fla and causal_conv1d, with kernels for 2 of 3 blocks" in line for line in said) is noted
 
 
 @pytest.mark.parametrize("family", WITH_MAMBA_2)

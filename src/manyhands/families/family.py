@@ -170,6 +170,7 @@ class Family:
     peft_targets: tuple[str, ...] = ()  # the modules that PEFT adapts if none are named; (): it has to be told
 
     mixers: tuple[str, ...] = ()  # classes of modules that carry a state along a row, apart from attention
+    packages: tuple[str, ...] = ()  # with kernels for these, which transformers takes if they are installed
     bypassed: tuple[str, ...] = ()  # linear layers of a block whose weights are read, and which are never called
     block: Callable[[Config, int, bool], Shapes] | None = None  # its parameters but for experts; bool: it has none
     masks_by_position: bool = True  # transformers' own masks keep documents of a pack apart by their positions

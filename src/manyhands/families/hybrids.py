@@ -195,14 +195,17 @@ def _jamba(config: Config, index: int, dense: bool) -> Shapes:
     return mixer | feed | norms(config, "input_layernorm", "pre_ff_layernorm")
 
 
+_MAMBA = ("mamba_ssm", "causal_conv1d")
+
 OLMO_HYBRID = Family(
     name="OLMo Hybrid",
     model_types=("olmo_hybrid",),
     block=_olmo,
     packs=True,
     mixers=("OlmoHybridGatedDeltaNet",),
+    packages=("fla", "causal_conv1d"),
 )
-BAMBA = Family(name="Bamba", model_types=("bamba",), block=_bamba, packs=True, mixers=("BambaMixer",))
+BAMBA = Family(name="Bamba", model_types=("bamba",), block=_bamba, packs=True, mixers=("BambaMixer",), packages=_MAMBA)
 GRANITE_HYBRID = Family(
     name="Granite 4",
     model_types=("granitemoehybrid",),
@@ -211,8 +214,16 @@ GRANITE_HYBRID = Family(
     masks_by_position=False,
     packs=True,
     mixers=("GraniteMoeHybridMambaLayer",),
+    packages=_MAMBA,
 )
-FALCON_H1 = Family(name="Falcon-H1", model_types=("falcon_h1",), block=_falcon, packs=True, mixers=("FalconH1Mixer",))
+FALCON_H1 = Family(
+    name="Falcon-H1",
+    model_types=("falcon_h1",),
+    block=_falcon,
+    packs=True,
+    mixers=("FalconH1Mixer",),
+    packages=_MAMBA,
+)
 NEMOTRON_H = Family(
     name="Nemotron-H",
     model_types=("nemotron_h",),
@@ -221,6 +232,7 @@ NEMOTRON_H = Family(
     peft_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     packs=True,
     mixers=("NemotronHMamba2Mixer",),
+    packages=_MAMBA,
 )
 JAMBA = Family(
     name="Jamba",
@@ -229,6 +241,7 @@ JAMBA = Family(
     experts=Experts("feed_forward", router="router.weight", inner="intermediate_size"),
     packs=True,
     mixers=("JambaMambaMixer",),
+    packages=_MAMBA,
     bypassed=("mamba.dt_proj",),
 )
 FAMILIES = (OLMO_HYBRID, BAMBA, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, JAMBA)

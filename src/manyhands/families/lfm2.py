@@ -33,7 +33,15 @@ def _inner(config: Config) -> int:
     return multiple * -(-inner // multiple)
 
 
-LFM2 = Family(name="LFM2", model_types=("lfm2",), tied=True, block=_block, packs=True, mixers=("Lfm2ShortConv",))
+LFM2 = Family(
+    name="LFM2",
+    model_types=("lfm2",),
+    tied=True,
+    block=_block,
+    packs=True,
+    mixers=("Lfm2ShortConv",),
+    packages=("causal_conv1d",),
+)
 LFM2_MOE = replace(
     LFM2,
     name="LFM2 MoE",

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from manyhands import families
 from manyhands.config.schema import ModelSection, RunConfig
 from manyhands.core.errors import UserError, require_extras
-from manyhands.core.units import describe_ranks, format_gib
+from manyhands.core.units import count_of, describe_ranks, format_gib
 from manyhands.data.tokenize.summary import PreparedData
 from manyhands.facts.adapter import find_adapter, read_base_files
 from manyhands.facts.host import read_disks, read_host_facts
@@ -380,10 +381,17 @@ def gather_facts(
     data = prepare(config, text_folder, report) if data is None else data
     refuse_outside_ids(config, text_folder, data, model.vocab_size if new_tokens is None else new_tokens.vocab_size)
     disks = folder_of(config).path, config.data.cache, data.num_images
+    host = host or read_host_facts()
+    missing = [name for name in families.find(model.model_type).packages if not importlib.util.find_spec(name)]
+    if missing and host.gpus and host.is_here and model.num_mixer_layers:
+        report(
+            f"note: not installed: {' and '.join(missing)}, with kernels for {model.num_mixer_layers} of"
+            f" {count_of(model.num_layers, 'block')}; transformers' own code is slower and keeps more than planned"
+        )
     return Facts(
         model=resize_vocabulary(model, new_tokens),
         data=DataFacts(**vars(data)),
-        host=host or read_host_facts(),
+        host=host,
         new_tokens=new_tokens,
         adapter=adapter,
         **(read_disks(*disks) if saves and (host is None or host.is_here) else {}),
