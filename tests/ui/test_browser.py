@@ -158,8 +158,9 @@ def test_two_hundred_runs(open_page, folder):
 def test_a_run_whose_launcher_is_killed(open_page, folder):
     launcher = subprocess.Popen(["sleep", "60"])
     write_run(folder, "lost", state="running", pid=launcher.pid)
-    page = open_page("run/lost")
-    expect(page.get_by_text("running", exact=True)).to_be_visible()
+    page = open_page()
+    page.get_by_role("link", name="lost").click(timeout=10_000)
+    expect(page.get_by_role("heading", name="lost", level=1)).to_be_visible()
     launcher.kill()
     launcher.wait()
     expect(page.get_by_text("killed", exact=True)).to_be_visible(timeout=10_000)
