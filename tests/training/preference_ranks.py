@@ -32,7 +32,7 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"loss": "ipo", "beta": 0.3},
     {"loss": "sigmoid_norm", "beta": 2.0},
     {"loss": "cpo"},
-    {"loss": "simpo", "beta": 2.0, "margin": 1.0},
+    {"loss": "simpo", "beta": 2.0, "margin": 1.0, "label_smoothing": 0.1},
     {"loss": "orpo"},
 )
 
@@ -131,7 +131,7 @@ def reference(keys: dict[str, Any], method: str) -> Any:
                 "robust": (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e),
                 "hinge": relu(1 - x),
                 "ipo": (d_norm - 1 / (2 * b)) ** 2,
-                "simpo": -logsigmoid(x - settings.margin),
+                "simpo": -(1 - e) * logsigmoid(x - settings.margin) - e * logsigmoid(settings.margin - x),
                 "orpo": -b * logsigmoid(x),
             }.get(settings.loss, -(1 - e) * logsigmoid(x) - e * logsigmoid(-x))
         )

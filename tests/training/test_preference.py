@@ -6,12 +6,13 @@ import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from manyhands.config.schema import PreferenceSection
 from manyhands.config.tasks import PAIRS, TASKS, Task
 from manyhands.core.errors import UserError
 from manyhands.core.terms import LossTerm
@@ -49,6 +50,10 @@ def test_a_loss_is_its_formula_however_pairs_are_laid_out(world, keys: dict[str,
                 assert found[0] == pytest.approx(loss, rel=1e-5)
                 assert found[1] == pytest.approx(figures, rel=1e-4)
                 assert (found[2] - gradient).norm() <= 1e-5 * gradient.norm()
+
+
+def test_every_loss_is_held_to_its_formula() -> None:
+    assert {keys["loss"] for keys in LOSSES} == set(get_args(PreferenceSection.model_fields["loss"].annotation))
 
 
 @pytest.fixture(scope="module")
