@@ -161,9 +161,9 @@ def test_an_adapter_of_a_mixture_is_written_by_expert(
     monkeypatch.setattr(f"{__name__}.choose_converters", lambda case: choose(replace(case, has_groups=True)))
     run, models = make_run(tmp_path / "mixture", "lora")
     assert main([str(run), "--output", str(tmp_path / "out"), "--by-expert"]) == 0
-    assert "updates of 32 experts read back" in capsys.readouterr().out
+    assert "updates of 32 matrices of experts read back" in capsys.readouterr().out
     record = read_record(tmp_path / "out")
-    assert record is not None and "updates of 32 experts" in record.verified
+    assert record is not None and "updates of 32 matrices" in record.verified
     source = AutoModelForCausalLM.from_pretrained(tmp_path / "mixture" / "base", dtype=torch.float32)
     opened = PeftModel.from_pretrained(source, str(tmp_path / "out"))
     torch.testing.assert_close(logits(opened), logits(models[7]), rtol=0, atol=1e-4)

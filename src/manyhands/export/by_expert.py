@@ -66,8 +66,10 @@ def split_experts(adapter: Path, output: Path, base: Path) -> str:
     write_json(partial / CONFIG, config | {"target_modules": modules, "target_parameters": None})
     commit_folder(partial, output)
     furthest = _compare(stacks, tensors, load_file(output / WEIGHTS))
-    experts = sum(stack.num_experts for stack in stacks)
-    return f"verified: {output}: updates of {experts:,} experts read back, largest deviation {furthest:.1e}"
+    matrices = sum(stack.num_experts for stack in stacks)
+    return (
+        f"verified: {output}: updates of {matrices:,} matrices of experts read back, largest deviation {furthest:.1e}"
+    )
 
 
 def _find_stacks(tensors: Iterable[str], targets: Iterable[str], base: Path) -> Iterable[Stack]:
