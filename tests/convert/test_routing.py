@@ -147,3 +147,21 @@ def test_balance_reaches_what_comes_before_a_frozen_router_or_is_refused() -> No
         else:
             with pytest.raises(UserError, match="would train nothing"):
                 loss_model(batch_of((0,), packed=True))
+
+
+def test_a_decoder_that_is_called_by_itself_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a batch has images."""
+
+    def call_decoder(self: LossModel, batch: dict[str, Any]) -> torch.Tensor:
+        model: Any = self.model
+        embeds = model.get_input_embeddings()(batch["input_ids"])
+        hidden: torch.Tensor = model.get_decoder()(inputs_embeds=embeds, use_cache=False)[0]
+        return hidden.flatten(0, 1)
+
+    found = []
+    for _ in range(2):
+        loss_model = make("qwen3_moe")
+        total, _ = loss_model(batch_of((0, 1, 2), packed=False))["balance"]
+        found.append((total.item(), [figure.item() for figure in loss_model.figures[0].read(lambda tensor: tensor)]))
+        monkeypatch.setattr(LossModel, "_hidden_states", call_decoder)
+    assert found[0] == found[1]

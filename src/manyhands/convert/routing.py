@@ -56,7 +56,7 @@ class Routing:
             if keeps_logits:
                 _find_router(model, name, each).register_forward_hook(partial(self._keep_logits, self.choices[-1]))
         loss_model.register_forward_pre_hook(self._open)
-        getattr(model, model.base_model_prefix).register_forward_hook(self._close)
+        model.get_decoder().register_forward_hook(self._close)  # called by itself where a batch has images
         loss_model.needs_documents = True
 
     def begin(self) -> None:
@@ -101,7 +101,7 @@ class Routing:
     def _open(self, loss_model: nn.Module, args: tuple[Any, ...]) -> None:
         self.batch, self.is_open = args[0], True
 
-    def _close(self, base: nn.Module, args: Any, output: Any) -> None:
+    def _close(self, decoder: nn.Module, args: Any, output: Any) -> None:
         if not self.is_open:  # generation, or a second pass that another loss makes
             return
         self.is_open, self.given = False, []
