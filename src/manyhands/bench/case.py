@@ -252,7 +252,7 @@ def find_facts(
         write_model_folder(folder / "model", row.shape, layers)
     rows = folder / f"{row.data}-{row.length}.jsonl"
     if row.data == "pairs":
-        write_pairs(rows, max(64, row.rows * world_size), row.length)
+        write_pairs(rows, max(16, row.rows * world_size), row.length)
     elif lengths or not rows.exists():
         write_rows(rows, row_lengths(row, lengths, world_size))
     config = make_config(folder, row, world_size, num_steps, keys)

@@ -84,7 +84,10 @@ def make_preference_terms(config: Any) -> tuple[LossTerm, ...]:
     def compute(*arguments: Any) -> Any:
         return import_reference("manyhands.model.preference:compute_preference")(settings, *arguments)
 
-    pairs = LossTerm("preference", 1.0, weigh_samples, compute, PREFERENCE_METRICS, REFERENCE_ENTRIES)
+    pairs = LossTerm(
+        *("preference", 1.0, weigh_samples, compute, PREFERENCE_METRICS, REFERENCE_ENTRIES),
+        needs_reference=settings.needs_reference,
+    )
     sft = LossTerm("sft", settings.sft_share, weigh_chosen_tokens, lambda *arguments: {})
     return (pairs, sft) if settings.sft_share else (pairs,)
 
@@ -113,7 +116,7 @@ def make_kto_terms(config: Any) -> tuple[LossTerm, ...]:
 
     value = StepValue("kl", cycle_answers, compute_kl)
     entries = frozenset({"label", "cu_label"})
-    return (LossTerm("kto", 1.0, weigh_samples, compute, KTO_METRICS, entries, value),)
+    return (LossTerm("kto", 1.0, weigh_samples, compute, KTO_METRICS, entries, value, needs_reference=True),)
 
 
 TASKS = {

@@ -94,6 +94,8 @@ class LossTerm:
         metrics: figures that an evaluation shows of it.
         entries: entries of a batch that ``compute`` alone reads: they are no inputs of the model.
         value: what it needs of the whole step first.
+        needs_reference: it compares with the model before training: ``compute`` finds log-probabilities of answers in
+            its batch, stored ones or those of a pass before the model's own.
     """
 
     name: str
@@ -103,6 +105,7 @@ class LossTerm:
     metrics: tuple[Metric, ...] = ()
     entries: frozenset[str] = frozenset()
     value: StepValue | None = None
+    needs_reference: bool = False
 
 
 IS_FOR_VALUE = "is_for_value"  # True in a batch that goes through the model for the terms' values alone

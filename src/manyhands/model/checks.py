@@ -5,6 +5,7 @@ Every rank runs the same probes in the same order, so they work where weights ar
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -98,12 +99,16 @@ def check_loss(engine: Probed, loss_model: LossModel, device: torch.device) -> f
 
 
 @torch.no_grad()
-def check_packing(engine: Probed, loss_model: LossModel, device: torch.device) -> float:
+def check_packing(
+    engine: Probed, loss_model: LossModel, device: torch.device, *, routes_at_random: bool = False
+) -> float:
     """Pack two documents and compare the logits with those of each alone; returns the relative deviation.
 
     Alone means transformers' plain ``eager`` attention, so that a kernel which drops a soft-cap or a window shows here
     too. A leak is looked for more sharply: another first document of the same length must leave the second one's logits
     as they are, and as no shape changes, rounding does not either. Deviations are root mean squares. Raises UserError.
+    ``routes_at_random``: weights are random and choose experts by near ties, which rounding in 16 bits turns over: of
+    16 bits then only leaks count.
     """
     first, second = _probe_tokens(loss_model, device).split(PROBE_LENGTHS, dim=1)
     with eager_evaluation(loss_model):
@@ -113,11 +118,12 @@ def check_packing(engine: Probed, loss_model: LossModel, device: torch.device) -
     num_first = PROBE_LENGTHS[0]
     leak = relative_deviation(changed[:, num_first:], packed[:, num_first:])
     deviation = relative_deviation(packed, torch.cat(alone, dim=1))
-    if not (leak <= TOLERANCE[packed.dtype] and deviation <= WIDE_TOLERANCE[packed.dtype]):
+    bound = _bound(packed.dtype, routes_at_random)
+    if not (leak <= TOLERANCE[packed.dtype] and deviation <= bound):
         _refuse_encoder(engine, loss_model, second, eager=True)
     if not leak <= TOLERANCE[packed.dtype]:
         _refuse_packing(f"packed documents see each other in {type(loss_model.model).__name__}", leak)
-    if not deviation <= WIDE_TOLERANCE[packed.dtype]:
+    if not deviation <= bound:
         _refuse_packing(
             f"logits of packed documents differ from those alone in {type(loss_model.model).__name__}", deviation
         )
@@ -125,7 +131,9 @@ def check_packing(engine: Probed, loss_model: LossModel, device: torch.device) -
 
 
 @torch.no_grad()
-def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -> float:
+def check_padding(
+    engine: Probed, loss_model: LossModel, device: torch.device, *, routes_at_random: bool = False
+) -> float:
     """The plain path: two documents as rows, the shorter one filled up on the right, against each alone. As
     ``check_packing``.
     """
@@ -135,7 +143,7 @@ def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -
         alone = _logits_alone(engine, loss_model, documents)
     found = torch.cat([row[: document.shape[1]] for row, document in zip(rows, documents, strict=True)])
     deviation = relative_deviation(found, torch.cat(alone, dim=1)[0])
-    if not deviation <= WIDE_TOLERANCE[rows.dtype]:
+    if not deviation <= _bound(rows.dtype, routes_at_random):
         _refuse_encoder(engine, loss_model, documents[0], eager=True)
         raise UserError(
             f"attention of {type(loss_model.model).__name__} is not what the model's own code computes",
@@ -145,6 +153,10 @@ def check_padding(engine: Probed, loss_model: LossModel, device: torch.device) -
             fix="use a model of another family: this one cannot be trained yet",
         )
     return deviation
+
+
+def _bound(dtype: torch.dtype, routes_at_random: bool) -> float:
+    return math.inf if routes_at_random and dtype.itemsize == 2 else WIDE_TOLERANCE[dtype]
 
 
 @torch.no_grad()

@@ -24,9 +24,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from manyhands import families
 from manyhands.core.errors import UserError
+from manyhands.core.holding import is_full
 from manyhands.core.limits import MAX_CHUNK_LOGITS, MIN_CHUNK_TOKENS
 from manyhands.core.terms import IS_FOR_VALUE, LANGUAGE_MODEL, LossTerm
 from manyhands.data.batch.collate import NOISE_KEY, TEXT_ENTRIES
+from manyhands.data.store.streams import REFERENCE
 from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.kernels.matmul import sum_dtype
@@ -151,7 +153,11 @@ class LossModel(nn.Module):
 
     def forward(self, batch: Mapping[str, Any], metrics: bool = False) -> Terms:
         """Loss terms of one micro-batch, 0-d tensors. ``metrics=True`` adds what their metrics are the means of."""
-        hidden = self._hidden_states(batch)  # (n, e)
+        inputs = batch
+        if REFERENCE.name not in batch and any(term.needs_reference for term in self.terms):
+            # before the model's own pass, as each may hold what a backward pass takes
+            batch = {**batch, REFERENCE.name: self.reference_answers(batch).log_probabilities}
+        hidden = self._hidden_states(inputs)  # (n, e)
         if batch.get(IS_FOR_VALUE):
             values = (term.value for term in self.terms if term.value is not None)
             return {value.name: value.compute(self, batch, hidden) for value in values}
@@ -208,7 +214,12 @@ class LossModel(nn.Module):
         return Answers(sums, counts)
 
     def reference_answers(self, batch: Mapping[str, Any]) -> Answers:
-        """The same of the model before training, its adapters switched off, without gradients."""
+        """The same of the model before training, its adapters switched off, without gradients.
+
+        Compiled code for passes with gradients rounds otherwise than code for passes without. So in training, where
+        weights are whole and on the device, the pass is one with gradients, which are not computed: an adapter that has
+        not moved gives the same bits as none.
+        """
         if self.without_adapters is None:
             raise UserError(
                 "the model before training is not at hand",
@@ -216,9 +227,13 @@ class LossModel(nn.Module):
                 why="a preference loss compares with it, and only adapters can be switched off",
                 fix="set preference.reference: stored, or a preference.loss that needs no reference",
             )
-        with torch.no_grad(), self.without_adapters():
-            batch = {name: value for name, value in batch.items() if name != NOISE_KEY}
-            return self.answers(batch, self._hidden_states(batch))
+        batch = {name: value for name, value in batch.items() if name != NOISE_KEY}
+        device = batch["input_ids"].device
+        is_whole = all(is_full(weight) and weight.device == device for weight in self.model.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_whole), self.without_adapters():
+            hidden = self._hidden_states(batch).detach()
+        with torch.no_grad():
+            return self.answers(batch, hidden)
 
     def logits(self, batch: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (b, t, v) from the model's own forward pass, all positions at once: for checks on small batches. Of a

@@ -54,10 +54,7 @@ def compute_preference(
     ``metrics`` adds "preferred" and "margin" over pairs: whose chosen answer has the larger reward, and by how much.
     """
     answers = model.answers(batch, hidden)
-    reference = None
-    if settings.needs_reference:
-        reference = batch.get(REFERENCE.name)  # stored before training, or computed now
-        reference = model.reference_answers(batch).log_probabilities if reference is None else reference
+    reference = batch[REFERENCE.name] if settings.needs_reference else None
     rewards = compute_rewards(settings, answers, reference)  # (2 p)
     margins = rewards[0::2] - rewards[1::2]  # (p)
     num_pairs = torch.tensor(len(margins), device=hidden.device)
@@ -107,7 +104,7 @@ def compute_kto(
     ``batch`` has ``label`` (n) bool, and ``kl``, the step's value of ``compute_kl``. ``metrics`` adds the mean reward
     of good and of bad answers, and the KL.
     """
-    rewards = model.answers(batch, hidden).log_probabilities - model.reference_answers(batch).log_probabilities  # (n)
+    rewards = model.answers(batch, hidden).log_probabilities - batch[REFERENCE.name]  # (n)
     good, num_samples = batch["label"], torch.tensor(len(rewards), device=hidden.device)
     kl = batch.get("kl", rewards.new_zeros(())).clamp(min=0)
     beyond = settings.beta * torch.where(good, rewards - kl, kl - rewards)
@@ -125,6 +122,5 @@ def compute_kto(
 
 def compute_kl(model: LossModel, batch: Mapping[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of log p - log q of the answers, their number)."""
-    answers = model.answers(batch, hidden)
-    rewards = answers.log_probabilities - model.reference_answers(batch).log_probabilities
+    rewards = model.answers(batch, hidden).log_probabilities - batch[REFERENCE.name]
     return rewards.sum(), torch.tensor(len(rewards), device=hidden.device)

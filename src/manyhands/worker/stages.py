@@ -108,7 +108,8 @@ def check_model(rank: Rank, data: Data, built: BuiltModel) -> dict[str, Any]:
     with foreign_errors(loss_model):
         check_loss(engine, loss_model, device)
         check_rows = check_packing if packing else check_padding
-        check_rows(engine, loss_model, device)
+        routes_at_random = rank.config.model.init == "random" and rank.plan.num_active > 0
+        check_rows(engine, loss_model, device, routes_at_random=routes_at_random)
         sets = (data.store.train, data.store.validation)
         longest = max(int(each.lengths.max()) for each in sets if len(each.lengths))
         check_batches(engine, loss_model, device, packing=packing, longest=longest)

@@ -32,6 +32,7 @@ from manyhands.kernels.fp8.ops import (
     scaled_matmul,
     transpose,
 )
+from manyhands.kernels.fp8.select import load_triton
 from manyhands.kernels.lora import ACTIVATIONS, Layer, factor_columns, scaled_b, split_a, stack_a
 from manyhands.kernels.matmul import mm_wide
 
@@ -57,6 +58,11 @@ def quantize_weights(weights: Sequence[Tensor]) -> QuantizedWeights:
 
 def dequantize_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Values (o, i) times the scales (o, 1) of their rows, which are powers of two: exact in any wider dtype."""
+    if values.is_cuda and not torch.compiler.is_compiling():  # compiled code has one kernel for it anyway
+        kernels, _ = load_triton(values.device)
+        if kernels is not None:
+            found: Tensor = kernels.dequantize_rows(values, scales, dtype)
+            return found
     return values.to(dtype) * scales.to(dtype)
 
 

@@ -67,7 +67,10 @@ def _agrees(kernels: ModuleType, device: torch.device) -> bool:
     x, y = (torch.randn(37, 272, generator=draw).to(device, torch.bfloat16) for _ in range(2))
     factors = torch.arange(2 * 272, device=device) % 7 + 0.5
     scales = rows_reference([torch.cat([x, y])])[1]
+    values = rows_reference([x])
+    whole = values[0].to(x.dtype) * values[1].to(x.dtype)
     pairs = [
+        ([kernels.dequantize_rows(*values, x.dtype)], [whole]),
         (kernels.quantize_rows([x]), rows_reference([x])),
         (kernels.quantize_rows([x, y], factors), rows_reference([x, y], factors)),
         (kernels.quantize_stacked([x, y]), stacked_reference([x, y])),

@@ -27,6 +27,7 @@ from manyhands.kernels.fp8.triton_rows import (
 __all__ = [
     "MAX_RANK",
     "add_low_rank",
+    "dequantize_rows",
     "gated_rows",
     "gated_rows_backward",
     "quantize_rows",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 TILE_ROWS, TILE_COLUMNS = 128, 64  # of what is transposed at once
+DEQUANTIZED_COLUMNS = 2048  # of a program
 MAX_RANK = 64  # of what is added by a kernel of its own: above, the product is worth its own pass
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -161,6 +163,27 @@ def transpose(parts: Sequence[torch.Tensor], factors: torch.Tensor, invert: bool
 
 
 # -- act(g) u
+
+
+@triton.jit
+def _dequantize_kernel(  # type: ignore[no-untyped-def]
+    values_pointer, scales_pointer, out_pointer, width, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x = tl.load(values_pointer + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+    x *= tl.load(scales_pointer + row)
+    tl.store(out_pointer + row * width + at, x.to(out_pointer.dtype.element_ty), mask=at < width)
+
+
+def dequantize_rows(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    num_rows, width = values.shape
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    columns = min(DEQUANTIZED_COLUMNS, triton.next_power_of_2(width))
+    _dequantize_kernel[(num_rows, triton.cdiv(width, columns))](
+        values.contiguous(), scales.contiguous(), out, width, COLUMNS=columns
+    )
+    return out
 
 
 @triton.jit

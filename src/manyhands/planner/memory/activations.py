@@ -27,7 +27,17 @@ def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     kept = heavy * kept_bytes_per_token(
         s, s.layout.activation_checkpointing
     ) + s.layout.lighter_layers * kept_bytes_per_token(s, s.layout.last_checkpointing)
-    return s.layout.full_micro_tokens * kept - moved + on_device
+    return s.layout.full_micro_tokens * kept - moved + on_device + _kept_factors(s)
+
+
+def _kept_factors(s: EstimateInput) -> int:
+    """The factors of experts' adapters in compute dtype, which compiled code keeps from forward to backward: ``c r``
+    for each input and output of each expert.
+    """
+    if not (s.fuses_experts and s.layout.compile) or s.layout.activation_checkpointing == "full":
+        return 0
+    sides = s.model.sum_linears(lambda shape: shape.adapter_size if shape.groups > 1 else 0)
+    return s.compute_bytes * s.adapter_rank * sides
 
 
 def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:

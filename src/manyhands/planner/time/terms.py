@@ -140,8 +140,7 @@ def trained_share(e: EstimateInput) -> float:
 def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
     """LoRA's narrow matmuls, which only move bytes: forward ``c T (i + 2 o)`` for each adapted layer of i inputs and o
     outputs (its input read, its output read and written); backward ``c T (2 o + 3 i)``. Fused, layers of one input read
-    it once, and their sums stay in place; else outputs are scaled and added apart, ``c T 3 o`` more each way. Of fused
-    experts the results of both stacks alone are read and written, and backward what their gradients are read from.
+    it once, and their sums stay in place; else outputs are scaled and added apart, ``c T 3 o`` more each way.
     """
     e = s.estimate
     if not e.num_adapter_parameters:
@@ -150,8 +149,7 @@ def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
     moved = 0.0
     for shape in e.model.block_linear_shapes.values():
         out, into = shape.active_out, shape.into * shape.active
-        if shape.groups > 1 and e.fuses_experts:
-            moved += shape.active * e.model.hidden_size * (2 if backward else 1)
+        if shape.groups > 1 and e.fuses_experts:  # counted with the kernels around grouped products
             continue
         moved += (2 * out + 3 * into) if backward else (into + 2 * out)
         moved += 0 if e.fuses_modules else 3 * out
