@@ -63,6 +63,41 @@ def _gate(g, u, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _load_gate(  # type: ignore[no-untyped-def]
+    pointer, rows, start, end, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
+):
+    """Gate and up of these rows from column ``start``. Where they take turns (``STEP`` 2) both are read at once."""
+    at = pointer + rows.to(tl.int64)[:, None] * (2 * width)
+    if STEP == 2:
+        turns = 2 * start + tl.arange(0, 2 * COLUMNS)
+        inside = (rows < end)[:, None] & (turns < 2 * width)[None, :]
+        both = tl.load(at + turns[None, :], mask=inside, other=0.0)
+        g, u = tl.split(tl.reshape(both, (ROWS, COLUMNS, 2)))
+    else:
+        columns = start + tl.arange(0, COLUMNS)
+        inside = (rows < end)[:, None] & (columns < width)[None, :]
+        g = tl.load(at + columns[None, :], mask=inside, other=0.0)
+        u = tl.load(at + width + columns[None, :], mask=inside, other=0.0)
+    return g.to(tl.float32), u.to(tl.float32)
+
+
+@triton.jit
+def _store_gate(  # type: ignore[no-untyped-def]
+    pointer, g, u, rows, start, end, width, COLUMNS: tl.constexpr, STEP: tl.constexpr
+):
+    at = pointer + rows.to(tl.int64)[:, None] * (2 * width)
+    if STEP == 2:
+        turns = 2 * start + tl.arange(0, 2 * COLUMNS)
+        inside = (rows < end)[:, None] & (turns < 2 * width)[None, :]
+        tl.store(at + turns[None, :], tl.interleave(g, u), mask=inside)
+    else:
+        columns = start + tl.arange(0, COLUMNS)
+        inside = (rows < end)[:, None] & (columns < width)[None, :]
+        tl.store(at + columns[None, :], g, mask=inside)
+        tl.store(at + width + columns[None, :], u, mask=inside)
+
+
+@triton.jit
 def _gather_kernel(  # type: ignore[no-untyped-def]
     x_pointer,
     tokens_pointer,
@@ -160,12 +195,10 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
         columns = start + tl.arange(0, COLUMNS)
         in_columns = columns < width
         inside = in_rows[:, None] & in_columns[None, :]
-        at = both_pointer + wide * (2 * width) + STEP * columns[None, :]
         factor = in_rank[:, None] & in_columns[None, :]
         at_b = b_pointer + (group * (2 * width) + STEP * columns[None, :]) * rank + ranks[:, None]
-        g = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        g, u = _load_gate(both_pointer, rows, start, end, width, ROWS, COLUMNS, STEP)
         g += tl.dot(low, tl.load(at_b, mask=factor, other=0.0))
-        u = tl.load(at + up, mask=inside, other=0.0).to(tl.float32)
         u += tl.dot(low, tl.load(at_b + up * rank, mask=factor, other=0.0))
         if BIASED:
             at_bias = bias_pointer + group * (2 * width) + STEP * columns
@@ -270,21 +303,19 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
         wide = rows.to(tl.int64)[:, None]
         inside = in_rows[:, None] & in_columns[None, :]
         narrow = in_rows[:, None] & in_rank[None, :]
-        at = both_pointer + wide * (2 * width) + STEP * columns[None, :]
         low = tl.load(low_pointer + rows[:, None] * rank + ranks[None, :], mask=narrow, other=0.0)
         following = tl.load(following_pointer + rows[:, None] * rank + ranks[None, :], mask=narrow, other=0.0)
         weights = tl.load(weights_pointer + rows, mask=in_rows, other=0.0).to(tl.float32)
-        g = tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.dot(low, b_g) + bias_g[None, :]
-        u = tl.load(at + up, mask=inside, other=0.0).to(tl.float32) + tl.dot(low, b_u) + bias_u[None, :]
+        g, u = _load_gate(both_pointer, rows, tile * COLUMNS, end, width, ROWS, COLUMNS, STEP)
+        g += tl.dot(low, b_g) + bias_g[None, :]
+        u += tl.dot(low, b_u) + bias_u[None, :]
         v = tl.load(v_pointer + wide * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         v += tl.dot(following, a)
         z, slope_g, slope_u = _gate(g, u, GATE)
         tl.store(for_weights_pointer + tile * num_rows + rows, tl.sum(z * v, 1), mask=in_rows)
         dz = v * weights[:, None]
         dg, du = (dz * slope_g).to(kind), (dz * slope_u).to(kind)
-        at = for_both_pointer + wide * (2 * width) + STEP * columns[None, :]
-        tl.store(at, dg, mask=inside)
-        tl.store(at + up, du, mask=inside)
+        _store_gate(for_both_pointer, dg, du, rows, tile * COLUMNS, end, width, COLUMNS, STEP)
         lows = tl.dot(dg, tl.trans(b_g)) + tl.dot(du, tl.trans(b_u))
         tl.store(for_low_pointer + (tile * num_rows + wide) * rank + ranks[None, :], lows, mask=narrow)
         weighted = (following.to(tl.float32) * weights[:, None]).to(kind)

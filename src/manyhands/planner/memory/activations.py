@@ -173,7 +173,7 @@ def _kept_in_fp8(s: EstimateInput) -> int:
         return 0
     m, c = s.model, s.compute_bytes
     if s.num_adapter_parameters:
-        return c * m.intermediate_size
+        return 0 if s.fuses_experts else c * m.intermediate_size
     return (c - 1) * (2 * m.hidden_size + m.intermediate_size) - m.num_heads * m.head_dim
 
 
