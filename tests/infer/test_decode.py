@@ -22,7 +22,7 @@ from tests.export.tiny import make_model, make_tokenizer
 from tests.support.tiny import tiny_model
 
 LENGTHS = (5, 23, 2, 11)  # some longer than the windows of 8
-ALL_FAMILIES = (*measured_types(), *measured_types(packs=False))
+ALL_FAMILIES = measured_types()
 
 
 def make_prompts(vocab: int = 250, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
