@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from manyhands.convert.experts import stack_experts
 from manyhands.convert.lora import apply_lora
 from manyhands.convert.routing import declare_routing
 from manyhands.core.errors import UserError
+from manyhands.core.terms import LossTerm
 from manyhands.data.batch.batches import collate
 from manyhands.data.batch.collate import BatchShape
 from manyhands.data.store.streams import MASK, TOKENS, make_sample
@@ -147,6 +150,35 @@ def test_balance_reaches_what_comes_before_a_frozen_router_or_is_refused() -> No
         else:
             with pytest.raises(UserError, match="would train nothing"):
                 loss_model(batch_of((0,), packed=True))
+
+
+def test_the_pass_of_a_reference_is_not_what_is_balanced_or_counted() -> None:
+    batch = batch_of((0, 2), packed=False)
+    plain = make("qwen3_moe")
+    expected, _ = plain(batch)["balance"]
+    loss_model = make("qwen3_moe")
+    routers = [layer.mlp.gate.weight for layer in loss_model.model.model.layers]
+
+    @contextmanager
+    def other_model() -> Iterator[None]:
+        kept = [weight.detach().clone() for weight in routers]
+        with torch.no_grad():
+            for weight in routers:
+                weight.copy_(weight.flip(0) * 3)
+        yield
+        with torch.no_grad():
+            for weight, old in zip(routers, kept, strict=True):
+                weight.copy_(old)
+
+    def compare(model: LossModel, batch: Any, hidden: torch.Tensor, metrics: bool) -> Any:
+        return {"compared": (hidden.sum() * 0 + batch["reference"].sum() * 0, torch.tensor(1))}
+
+    loss_model.without_adapters = other_model
+    loss_model.terms = (LossTerm("compared", compute=compare, needs_reference=True), *loss_model.terms[1:])
+    found, _ = loss_model({**batch, "documents": torch.tensor([LENGTHS[0], LENGTHS[2]])})["balance"]
+    assert found.item() == pytest.approx(expected.item(), rel=1e-9) and found.requires_grad
+    loads = [list(model.figures[0].read(lambda tensor: tensor)) for model in (plain, loss_model)]
+    assert loads[0] == loads[1]
 
 
 def test_a_decoder_that_is_called_by_itself_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,8 @@ class Routing:
             if keeps_logits:
                 _find_router(model, name, each).register_forward_hook(partial(self._keep_logits, self.choices[-1]))
         loss_model.register_forward_pre_hook(self._open)
-        model.get_decoder().register_forward_hook(self._close)  # called by itself where a batch has images
+        # called by itself where a batch has images
+        model.get_decoder().register_forward_hook(partial(self._close, loss_model))
         loss_model.needs_documents = True
 
     def begin(self) -> None:
@@ -101,8 +102,8 @@ class Routing:
     def _open(self, loss_model: nn.Module, args: tuple[Any, ...]) -> None:
         self.batch, self.is_open = args[0], True
 
-    def _close(self, decoder: nn.Module, args: Any, output: Any) -> None:
-        if not self.is_open:  # generation, or a second pass that another loss makes
+    def _close(self, loss_model: LossModel, decoder: nn.Module, args: Any, output: Any) -> None:
+        if not self.is_open or loss_model.is_reference:  # or generation
             return
         self.is_open, self.given = False, []
         for choice in self.choices:

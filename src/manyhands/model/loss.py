@@ -87,6 +87,7 @@ class LossModel(nn.Module):
     images: Images | None = None  # set where tower and projector are in memory
     terms: Sequence[LossTerm]  # converters may add theirs (``on_loss``)
     without_adapters: Callable[[], AbstractContextManager[None]] | None = None  # set where there are some
+    is_reference = False  # while the model before training computes, and not the trained one
     _head: Head | None
 
     def __init__(self, model: Any, *, fuse: bool = False, terms: Sequence[LossTerm] = (LANGUAGE_MODEL,)) -> None:
@@ -230,8 +231,12 @@ class LossModel(nn.Module):
         batch = {name: value for name, value in batch.items() if name != NOISE_KEY}
         device = batch["input_ids"].device
         is_whole = all(is_full(weight) and weight.device == device for weight in self.model.parameters())
-        with torch.set_grad_enabled(torch.is_grad_enabled() and is_whole), self.without_adapters():
-            hidden = self._hidden_states(batch).detach()
+        self.is_reference = True
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and is_whole), self.without_adapters():
+                hidden = self._hidden_states(batch).detach()
+        finally:
+            self.is_reference = False
         with torch.no_grad():
             return self.answers(batch, hidden)
 
