@@ -214,7 +214,6 @@ def plan(
     from manyhands.launch.run.prepare import gather_facts
     from manyhands.launch.run.rehearsal import refuse_unmatched
     from manyhands.planner.search import plan as make_plan
-    from manyhands.planner.search import plan_longest
     from manyhands.planner.text import describe_cost, describe_longest, explain_plan
 
     for line in (line for one in loaded.translations for line in summarize(one)):
@@ -226,6 +225,8 @@ def plan(
             report_aside(f"note: {note}")
     facts = gather_facts(config, identify=False, only_plans=True, host=host, report=report_aside)
     if longest:
+        from manyhands.planner.search import plan_longest
+
         found = plan_longest(config, facts)
         made = found.plan
         report_aside(describe_longest(found, facts)) if as_json else print(describe_longest(found, facts) + "\n")

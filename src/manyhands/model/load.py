@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands import families
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.core.holding import fill_from, full_shape, local, local_part
@@ -174,11 +175,12 @@ def materialize(
 def rebuild_buffers(model: Any) -> None:
     """Compute buffers that no file holds (rotary frequencies, embedding scales) by the family's own initialization.
 
-    Some families fill the buffers of their blocks by the rule of the decoder around them. All parameters are marked,
+    Hybrids fill the buffers of their blocks by the rule of the decoder around them. All parameters are marked,
     transformers' own way to leave them alone.
     """
+    is_hybrid = bool(families.find(model.config.get_text_config().model_type).mixers)
     for _, module, owner in with_owners(model):
-        if module._non_persistent_buffers_set or module is owner:
+        if module._non_persistent_buffers_set or (is_hybrid and module is owner):
             parameters = list(module.parameters(recurse=module is owner))
             for parameter in parameters:
                 setattr(parameter, MARK, True)

@@ -6,6 +6,8 @@ first step, whatever is trained: less where the run passes over its samples more
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Literal
 
 from manyhands.config.checks import keys_beside_adapters
@@ -13,7 +15,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.config.tasks import TASKS
 from manyhands.facts.types import Facts
 from manyhands.planner.steps import Steps
-from manyhands.planner.types import Reason, reason
+from manyhands.planner.types import Plan, Reason, method_of, reason
 
 Reference = Literal["none", "adapters", "stored"]
 VALUE_BYTES = 8  # float64
@@ -40,3 +42,22 @@ def choose_reference(config: RunConfig, facts: Facts, steps: Steps) -> tuple[Ref
         bytes=VALUE_BYTES * task.num_documents * (facts.data.num_samples + facts.data.num_validation_samples),
     )
     return chosen, (why,)
+
+
+def identify_reference(config: RunConfig, plan: Plan) -> str:
+    """SHA-256 of all that stored log-probabilities depend on: data, weights before training, and dtypes."""
+    method, model = method_of(plan, config), config.model.model_dump(mode="json")
+    quantized = method.name == "qlora"
+    drawn = model["init"] == "random" or bool(config.model.new_tokens) or method.init == "loftq"
+    described = {
+        "data": plan.data_content,
+        "files": plan.model_files,
+        "model": {name: value for name, value in model.items() if name not in ("name", "revision", "master_dtype")},
+        "new_tokens": plan.new_tokens.model_dump(mode="json") if plan.new_tokens is not None else None,
+        "adapter": plan.adapter.model_dump(mode="json") if plan.adapter is not None else None,
+        "nf4": [method.double_quant, method.init] if quantized else None,
+        "rank": [method.rank, method.alpha] if method.init == "loftq" else None,
+        "seed": config.seed if drawn else None,
+        "dtypes": [plan.layout.compute_dtype, plan.layout.frozen_dtype],
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

@@ -9,8 +9,6 @@ base's files, what is loaded besides, and dtypes.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,7 +27,7 @@ from manyhands.data.store.store import SampleSet, read_beside, write_beside
 from manyhands.data.store.streams import REFERENCE
 from manyhands.model.loss import LossModel, Terms
 from manyhands.planner.efficiency import lay_out_evaluation
-from manyhands.planner.types import method_of
+from manyhands.planner.reference import identify_reference
 from manyhands.training.loop import Interrupted
 from manyhands.worker.batches import SetName, iterate_layouts
 from manyhands.worker.rank import BuiltModel, Data, Rank
@@ -38,23 +36,7 @@ from manyhands.worker.training import choose_evaluated, stop_if_asked
 
 def name_reference(rank: Rank) -> Path:
     """The file in which this machine keeps the values."""
-    config, plan = rank.config, rank.plan
-    method, model = method_of(plan, config), config.model.model_dump(mode="json")
-    quantized = method.name == "qlora"
-    drawn = model["init"] == "random" or bool(config.model.new_tokens) or method.init == "loftq"
-    described = {
-        "data": plan.data_content,
-        "files": plan.model_files,
-        "model": {name: value for name, value in model.items() if name not in ("name", "revision", "master_dtype")},
-        "new_tokens": plan.new_tokens.model_dump(mode="json") if plan.new_tokens is not None else None,
-        "adapter": plan.adapter.model_dump(mode="json") if plan.adapter is not None else None,
-        "nf4": [method.double_quant, method.init] if quantized else None,
-        "rank": [method.rank, method.alpha] if method.init == "loftq" else None,
-        "seed": config.seed if drawn else None,
-        "dtypes": [plan.layout.compute_dtype, plan.layout.frozen_dtype],
-    }
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-    return Path(plan.data_folder).parent / f"reference-{digest[:32]}.bin"
+    return Path(rank.plan.data_folder).parent / f"reference-{identify_reference(rank.config, rank.plan)[:32]}.bin"
 
 
 def list_missing(rank: Rank, data: Data) -> tuple[np.ndarray, dict[SetName, np.ndarray]]:
