@@ -89,6 +89,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "moe.balance": model.balance,
     "preference.loss": preferences.loss,
     "preference.reference": preferences.reference,
+    "preference.share_prompts": preferences.share_prompts,
     "preference.beta": preferences.beta,
     "preference.label_smoothing": preferences.label_smoothing,
     "preference.margin": preferences.margin,

@@ -43,6 +43,14 @@ def reference(lab: Lab) -> None:
         lab.config({"task": "preference", "preference.loss": "simpo", "preference.reference": "stored"})
 
 
+def share_prompts(lab: Lab) -> None:
+    once, copied = run_pairs(lab, share_prompts=True), run_pairs(lab, share_prompts=False)
+    assert once.losses == pytest.approx(copied.losses, rel=1e-5)
+    assert once.rank.plan.data.tokens < copied.rank.plan.data.tokens
+    with pytest.raises(UserError, match=r"`preference.share_prompts` has no effect with `task: kto`"):
+        lab.config({"task": "kto", "preference.share_prompts": True})
+
+
 def beta(lab: Lab) -> None:
     assert run_pairs(lab, loss="ipo", beta=0.5).losses[0] == pytest.approx(1.0, rel=1e-6)
     assert run_pairs(lab, beta=0.5).losses[1] < run_pairs(lab).losses[1]

@@ -370,6 +370,11 @@ class PreferenceSection(Section):
         "adapters switched off) or stored (computed once before the first step and kept in data.cache). auto: adapters "
         "for one epoch, stored for more and where adapters are not all that is trained.",
     )
+    share_prompts: Auto | bool = Field(
+        "auto",
+        description="Compute the prompt of a pair once for both answers. auto: where all layers of the model have "
+        "plain full attention.",
+    )
     beta: PositiveFloat = Field(0.1, description="Scale of the rewards; of orpo, weight of the odds ratio.")
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.0, description="Share of pairs taken to be labeled the wrong way round."

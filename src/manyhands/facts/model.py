@@ -32,6 +32,7 @@ TEXT_PREFIX = re.compile(
 )
 BARE_TENSOR = re.compile(r"^(?=(?:layers|embed_tokens|norm)\.)")  # of a text model that was saved without its head
 UNREAD = ".rotary_emb.inv_freq"  # older versions of transformers stored these frequencies; nothing loads them
+ROPE_KEYS = ("rope_parameters", "rope_scaling")
 HEAD_NORMS = ("q_norm", "k_norm")  # of queries and of keys
 MLP_OUTPUT_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
 HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
@@ -98,6 +99,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_windowed_layers=_count_windowed(config),
         attention_softcap=config.get("attn_logit_softcapping", families.find(config).attention_softcap),
         attention_sinks=families.find(config).sinks,
+        rotates_by_length=any(kind in str([config.get(key) for key in ROPE_KEYS]) for kind in ("dynamic", "longrope")),
         stored_dtype=stored,
         stored_nf4=stored_nf4,
         stored_mxfp4=stored_mxfp4,

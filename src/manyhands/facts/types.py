@@ -107,6 +107,7 @@ class ModelFacts(Fact):
     num_windowed_layers: int | None = None  # with that window; None: all, if there is one
     attention_softcap: float | None = None  # scores are soft-capped, which few attention kernels can compute
     attention_sinks: bool = False  # heads have a learned score without a value
+    rotates_by_length: bool = False  # rotary frequencies hang on a document's length
     stored_dtype: StoredDtype
     stored_nf4: Nf4Facts | None = None  # dtype and shapes are then those of the weights before
     stored_mxfp4: tuple[str, ...] = ()  # of ``block_linear_shapes``, stacks in MXFP4; likewise
@@ -168,6 +169,16 @@ class ModelFacts(Fact):
         return max((shape.active for shape in self.block_linear_shapes.values() if shape.groups > 1), default=0)
 
 
+class SharedLengths(Fact):
+    """Fields of ``DataFacts`` where the prompt of several answers is computed once."""
+
+    num_tokens: int
+    max_length: int
+    mean_length: float
+    num_validation_tokens: int
+    first_lengths: tuple[int, ...]
+
+
 class DataFacts(Fact):
     """The prepared samples. Lengths are in tokens."""
 
@@ -180,6 +191,7 @@ class DataFacts(Fact):
     max_length: int  # longest sample
     mean_length: float  # of an epoch
     num_documents: int = 1  # of a sample
+    shared: SharedLengths | None = None
     num_validation_samples: int
     num_validation_tokens: int
     num_repeated: int = 0  # validation samples with the very tokens of a training sample

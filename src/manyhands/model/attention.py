@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands import families
 from manyhands.core.limits import MAX_BLOCK_SCORES
+from manyhands.data.batch.collate import KEY_BOUNDS, KEY_POSITIONS
 from manyhands.kernels.attention.dense import attend_dense, choose_dense
 from manyhands.kernels.attention.flash4 import attend_flash4, choose_packed
 from manyhands.kernels.attention.sinks import TAKES_GROUPS, attend_with_sinks
@@ -161,21 +162,34 @@ def document_mask(positions: torch.Tensor) -> torch.Tensor:
     return ((documents[:, None] == documents) & (order[:, None] >= order))[None, None]
 
 
+def mask_of_keys(batch: Mapping[str, Any]) -> torch.Tensor:
+    """(1, 1, t, t) of a pack that lists its documents' keys, True where a query sees a key."""
+    positions, bounds = batch[KEY_POSITIONS], batch[KEY_BOUNDS]
+    order = torch.arange(batch["input_ids"].shape[1], device=positions.device)
+    keys = torch.arange(len(positions), device=positions.device)
+    seen = torch.zeros(len(bounds) - 1, len(order), dtype=torch.bool, device=positions.device)
+    seen[torch.bucketize(keys, bounds[1:].long(), right=True), positions] = True
+    documents = torch.bucketize(order, batch["cu_seq_lens"][1:].long(), right=True)
+    return (seen[documents] & (order[:, None] >= order))[None, None]
+
+
 def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_positions: int = 1) -> dict[str, Any]:
     """What the model's forward pass needs, besides ``input_ids``, so that no row sees another.
 
     Packed batches (with ``cu_seq_lens``) pass ``position_ids``, from which transformers' ``sdpa`` finds the documents,
     and for our own functions the cumulative lengths. Rows padded on the right need nothing with ``sdpa``: causal
     attention never looks at what follows, and positions count from 0. With our own functions each padded row is one
-    document.
+    document. Where a batch lists its documents' keys, ``sdpa`` gets a mask of them.
     ``num_positions``: see ``count_positions``; more than one stand in front, (4, b, t).
     """
     packed = "cu_seq_lens" in batch
     kwargs: dict[str, Any] = {"position_ids": batch["position_ids"]} if packed else {}
     if packed and num_positions > 1:
         kwargs["position_ids"] = kwargs["position_ids"].expand(num_positions, -1, -1)
+    if KEY_POSITIONS in batch and implementation not in (VARLEN, "sdpa"):
+        raise AttentionRefused(f"{implementation} cannot share the prompt of several answers")
     if implementation not in (VARLEN, BLOCKWISE):
-        return kwargs
+        return kwargs | ({"attention_mask": mask_of_keys(batch)} if KEY_POSITIONS in batch else {})
     ids = batch["input_ids"]
     if packed:
         lengths, longest = batch["cu_seq_lens"], int(batch["max_length"])
@@ -187,7 +201,10 @@ def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_position
     )  # a power of 2: compiled graphs guard on this int, and a bound is all it is
     if "row_length" in batch:
         kwargs["row_length"] = int(batch["row_length"])
-    return kwargs | {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": bound, "max_length_k": bound}
+    if KEY_POSITIONS in batch:
+        kwargs["key_positions"] = batch[KEY_POSITIONS]
+    keys = batch.get(KEY_BOUNDS, lengths)
+    return kwargs | {"cu_seq_lens_q": lengths, "cu_seq_lens_k": keys, "max_length_q": bound, "max_length_k": bound}
 
 
 def attend_varlen(
@@ -206,6 +223,7 @@ def attend_varlen(
     max_length_k: int | None = None,
     row_length: int | None = None,
     image_rows: ImageRows | None = None,
+    key_positions: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -214,7 +232,9 @@ def attend_varlen(
 
     ``row_length``: every document has this length, but for padding at the end of the batch, which gets zeros where it
     is too short for one more. ``image_rows``: queries of an image see
-    all of it, which a window bounds on the left alone; their rows are computed again. ``s_aux`` (h): sinks. Raises
+    all of it, which a window bounds on the left alone; their rows are computed again. ``key_positions``: whose keys the
+    documents see, with the bounds ``cu_seq_lens_k``: a prompt's are copied in front of each answer to it, the last key
+    being the last query's; by torch's varlen alone. ``s_aux`` (h): sinks. Raises
     ``AttentionRefused`` where an argument would be ignored or the documents' lengths did not arrive.
     """
     _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q)
@@ -229,7 +249,7 @@ def attend_varlen(
     longest = max_length_q if row_length is None else row_length
     window = sliding_window - 1 if sliding_window and sliding_window < longest else -1  # positions seen to the left
     kernels = _kernels if _kernels is not None and _kernels.tested_with(query, key) else None
-    plain_rows = row_length is not None and window < 0 and image_rows is None and s_aux is None
+    plain_rows = row_length is not None and window < 0 and all(x is None for x in (key_positions, image_rows, s_aux))
     if kernels is not None and kernels.rows.name and row_length is not None and plain_rows:
         whole = length - length % row_length
         query, key, value = (_split_rows(x[:, :, :whole], row_length) for x in (query, key, value))
@@ -237,7 +257,11 @@ def attend_varlen(
         out = dense.transpose(1, 2).reshape(num_samples, whole, num_heads, -1)[..., :width]
         return (out if whole == length else F.pad(out, (0, 0, 0, 0, 0, length - whole))), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (b t, heads, d)
-    packs_by_flash4 = kernels is not None and kernels.packs.name == "flash4"
+    packs_by_flash4 = kernels is not None and kernels.packs.name == "flash4" and key_positions is None
+    if key_positions is not None:
+        if image_rows is not None or s_aux is not None:
+            raise AttentionRefused(f"{VARLEN} cannot share a prompt with images or sinks")
+        key, value = (x.index_select(0, key_positions) for x in (key, value))
     if s_aux is not None:
         if image_rows is not None:
             raise AttentionRefused(f"{VARLEN} has no attention sinks for queries of images")

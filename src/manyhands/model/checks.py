@@ -10,8 +10,10 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +21,9 @@ from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
 from manyhands.core.terms import LANGUAGE_MODEL
-from manyhands.data.batch.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS
+from manyhands.data.batch.batches import collate, to_device
+from manyhands.data.batch.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS, BatchShape
+from manyhands.data.store.streams import DOCUMENTS, MASK, SHARED, TOKENS, join_documents, make_sample, share_prompt
 from manyhands.model.attention import AttentionRefused
 from manyhands.model.loss import IGNORED, LossModel
 from manyhands.model.structure import set_attention
@@ -128,6 +132,46 @@ def check_packing(
             f"logits of packed documents differ from those alone in {type(loss_model.model).__name__}", deviation
         )
     return deviation
+
+
+@torch.no_grad()
+def check_prompts(
+    engine: Probed, loss_model: LossModel, device: torch.device, *, routes_at_random: bool = False
+) -> None:
+    """A pair whose prompt is computed once against each answer behind a prompt of its own, as ``check_packing``:
+    another first answer must leave the logits of the second one as they are. Raises UserError.
+    """
+    prompt, first, second = _probe_tokens(loss_model, device, 3 * PROBE_LENGTHS[0]).split(PROBE_LENGTHS[0], dim=1)
+    with eager_evaluation(loss_model):
+        packed, changed = (engine.logits(_share_prompt(prompt, answer, second)) for answer in (first, first.flip(1)))
+        whole = [torch.cat([prompt, answer], dim=1) for answer in (first, second)]
+        alone = _logits_alone(engine, loss_model, whole)
+    own = 1 + PROBE_LENGTHS[0]  # of the second answer: the prompt's last token and its own
+    leak = relative_deviation(changed[:, -own:], packed[:, -own:])
+    deviation = relative_deviation(packed, torch.cat([alone[0], alone[1][:, -own:]], dim=1))
+    bounds = TOLERANCE[packed.dtype], _bound(packed.dtype, routes_at_random)
+    for what, found, bound in (
+        ("answers to one prompt see each other", leak, bounds[0]),
+        ("logits of answers that share a prompt differ from those alone", deviation, bounds[1]),
+    ):
+        if not found <= bound:
+            raise UserError(
+                f"{what} in {type(loss_model.model).__name__}",
+                where="preference.share_prompts",
+                why=f"relative deviation of the logits: {found:.1e}",
+                fix="set preference.share_prompts=false",
+            )
+
+
+def _share_prompt(prompt: torch.Tensor, *answers: torch.Tensor) -> dict[str, Any]:
+    """The batch of a pair that has its prompt once."""
+    documents = [torch.cat([prompt, answer], dim=1)[0].cpu().numpy() for answer in answers]
+    masks = [np.arange(len(ids)) >= prompt.shape[1] for ids in documents]
+    samples = [make_sample(ids.astype(np.int32), mask) for ids, mask in zip(documents, masks, strict=True)]
+    sample = {**join_documents(samples), **share_prompt(samples)}
+    held = SimpleNamespace(streams=(TOKENS, MASK, DOCUMENTS, SHARED), sample=lambda _: sample)
+    batch = collate(held, np.arange(1), BatchShape(True, shares_prompts=True))
+    return {name: value for name, value in to_device(batch, prompt.device).items() if name != "labels"}
 
 
 @torch.no_grad()

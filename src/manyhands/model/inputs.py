@@ -34,7 +34,14 @@ def batch_shape(config: RunConfig, plan: Plan, store: TokenStore, loss_model: Lo
     work = image_work(config, plan, store, kept.work if kept is not None else None)
     lengths = (store.train.lengths, store.validation.lengths) if plan.packing else ()
     return _shape_packs(
-        plan, lengths, BatchShape(plan.packing, images=work, tells_documents=loss_model.needs_documents)
+        plan,
+        lengths,
+        BatchShape(
+            plan.packing,
+            images=work,
+            tells_documents=loss_model.needs_documents,
+            shares_prompts=plan.shares_prompts,
+        ),
     )
 
 

@@ -193,7 +193,13 @@ def _grown(host: HostFacts, count: int) -> HostFacts:
 
 def _shorten_facts(data: DataFacts) -> DataFacts:
     """Fewer known samples: a proposal needs no more."""
-    first = {"first_lengths": data.first_lengths[:KNOWN_LENGTHS], "first_labels": data.first_labels[:KNOWN_LENGTHS]}
+    first: dict[str, Any] = {
+        "first_lengths": data.first_lengths[:KNOWN_LENGTHS],
+        "first_labels": data.first_labels[:KNOWN_LENGTHS],
+    }
+    if data.shared is not None:
+        lengths = data.shared.first_lengths[:KNOWN_LENGTHS]
+        first["shared"] = data.shared.model_copy(update={"first_lengths": lengths})
     return data.model_copy(update=first)
 
 
@@ -204,6 +210,7 @@ def _cut(data: DataFacts, length: int) -> DataFacts:
     mean = min(data.mean_length * share, float(length))
     return data.model_copy(
         update={
+            "shared": None,
             "max_length": length,
             "mean_length": mean,
             "num_tokens": min(int(data.num_tokens * share), data.num_samples * length),

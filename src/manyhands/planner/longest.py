@@ -74,6 +74,7 @@ def _of_length(data: DataFacts, config: RunConfig, length: int) -> DataFacts:
     mixed = 0 if has_one_length(data) else 1
     return data.model_copy(
         update={
+            "shared": None,
             "num_samples": count,
             "samples_per_epoch": count,
             "sources": ((count, 1.0),),

@@ -41,6 +41,7 @@ from manyhands.planner.memory.input import (
 )
 from manyhands.planner.oom import choose_smaller, choose_within, explain_smaller, find_ran_out, nothing_smaller
 from manyhands.planner.parts import explain_images, price_images, rate_parts
+from manyhands.planner.prompts import choose_prompts
 from manyhands.planner.reference import Reference, choose_reference
 from manyhands.planner.steps import Steps, count_steps
 from manyhands.planner.time.clock import estimate_time, explain_links, make_clock
@@ -121,6 +122,7 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
     digest = config.digest
     config, why_resolved = resolve_auto(config, facts)  # from here on no `auto`
     decisions = decide(config, facts)
+    facts, shares_prompts, why_prompts = choose_prompts(config, facts, decisions.attention)
     result = _search(config, facts, decisions, launch)
     estimate_input = result.estimate_input
 
@@ -176,6 +178,7 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
         ),
         reference=result.reference,
         packing=config.data.packing is True,
+        shares_prompts=shares_prompts,
         batch_samples=result.split.batch_samples,
         batch_loss_tokens=result.split.batch_loss_tokens,
         batch_packs=result.split.batch_packs,
@@ -200,7 +203,8 @@ def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
         environment=environment,
         candidates=tuple(with_reason(candidate, result.chosen, result.ran_out) for candidate in result.candidates),
         why=_explain(
-            config, facts, decisions, result, disk, saving, why_resolved, reason("environment", **environment)
+            *(config, facts, decisions, result, disk, saving, why_resolved, why_prompts),
+            reason("environment", **environment),
         ),
     )
     return with_efficiency(made, facts)
@@ -328,6 +332,7 @@ def _explain(
     disk: DiskEstimate,
     saving: Saving,
     why_resolved: tuple[Reason, ...],
+    why_prompts: tuple[Reason, ...],
     why_environment: Reason,
 ) -> tuple[Reason, ...]:
     """All reasons, in the order in which they are shown. UserError where the disk or validation samples are lacking."""
@@ -340,6 +345,7 @@ def _explain(
         *decisions.why_numerics,
         *_why_start(facts),
         *result.why_reference,
+        *why_prompts,
         *explain_samples(config, facts.data),
         *result.steps.why,
         *saving.why,

@@ -486,6 +486,12 @@ SENTENCES: dict[Code, Template] = {
         "{asked:?configured|{key:?{key} changes more than adapters|there are {epochs:g} epochs}}",
         "computed at each step with the adapters switched off, as {asked:?configured|there is one epoch}",
     ),
+    "prompts": _if(
+        "shared",
+        "that of a pair is computed once for both answers{asked:?, as configured}: {tokens:,} tokens an epoch in place "
+        "of {copied:,}",
+        "computed for each answer of a pair, {asked:?as configured|as {why}}",
+    ),
     "validation": _validation,
     "left_out": "{by_source:counts}, by {key}",
     "unread": lambda v: (

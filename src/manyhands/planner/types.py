@@ -179,6 +179,7 @@ class Plan(FrozenModel):
     # adapters switched off, or once before the first step
     reference: Literal["none", "adapters", "stored"] = "none"
     packing: bool
+    shares_prompts: bool = False  # the prompt of a pair is computed once for both answers
     batch_samples: int | None  # samples of the global batch, or
     batch_loss_tokens: int | None  # loss tokens of the global batch, or
     batch_packs: int | None = None  # packs whose samples form a step, each of at most
@@ -245,11 +246,11 @@ Code = Literal[
     "hardware", "figures", "assumed", "untried", "device", "processes", "nodes", "node_links", "packing", "targets",
     "stacks", "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "images", "features",
     "batch", "efficiency", "compute", "masters", "frozen", "frozen_experts", "linear", "towers", "parts", "attention",
-    "compile", "data_workers", "new_tokens", "adapter", "reference", "validation", "left_out", "unread", "steps",
-    "warmup", "longer", "evaluation", "checkpoints", "saving", "early_end", "disk", "learning_rate", "output_dtype",
-    "environment", "long_samples", "large_batch", "high_learning_rate", "long_warmup", "high_rank", "not_next_smaller",
-    "exceeds_memory", "exceeds_host_memory", "near_limit", "computes_again", "computes_more_again", "shards_needlessly",
-    "gathers_again", "smaller_micro_batch", "no_faster", "computes_attention_again", "more_memory",
+    "compile", "data_workers", "new_tokens", "adapter", "reference", "prompts", "validation", "left_out", "unread",
+    "steps", "warmup", "longer", "evaluation", "checkpoints", "saving", "early_end", "disk", "learning_rate",
+    "output_dtype", "environment", "long_samples", "large_batch", "high_learning_rate", "long_warmup", "high_rank",
+    "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "computes_again", "computes_more_again",
+    "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster", "computes_attention_again", "more_memory",
     "moves_more_activations", "updates_copies",
 ]  # fmt: skip
 

@@ -160,6 +160,8 @@ def _lay_out(plan: Plan, store: TokenStore, seed: int, step: int) -> tuple[Shown
             why=f"the run has {plan.num_steps:,} steps",
             fix="choose one of them",
         )
+    if plan.shares_prompts:
+        store = store.share_prompts()
     order = store.order_samples(seed, **plan.step_size)
     of_step = order.samples(*order.locate(step - 1))
     layout = lay_out_step(plan, of_step, store.train.lengths, store.train.image_units)

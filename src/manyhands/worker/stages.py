@@ -21,7 +21,14 @@ from manyhands.data.tokenize.tokenizer import open_tokenizer
 from manyhands.engine.apply import apply
 from manyhands.facts.identity import check_files
 from manyhands.launch.run.resume import refuse_other_checkpoint
-from manyhands.model.checks import check_batches, check_loss, check_packing, check_padding, foreign_errors
+from manyhands.model.checks import (
+    check_batches,
+    check_loss,
+    check_packing,
+    check_padding,
+    check_prompts,
+    foreign_errors,
+)
 from manyhands.model.inputs import check_inputs, keep_features
 from manyhands.training.types import TrainState
 from manyhands.worker.batches import probe_batch
@@ -48,6 +55,8 @@ def open_data(rank: Rank) -> Data:
             fix="copy rank 0's folder to this machine again, or start again",
             exit_code=EXIT_FAILED,
         )
+    if plan.shares_prompts:
+        store = store.share_prompts()
     order = store.order_samples(rank.config.seed, **plan.step_size)
     return Data(store, order, open_tokenizer(plan.model_folder, rank.config.model))
 
@@ -110,6 +119,8 @@ def check_model(rank: Rank, data: Data, built: BuiltModel) -> dict[str, Any]:
         check_rows = check_packing if packing else check_padding
         routes_at_random = rank.config.model.init == "random" and rank.plan.num_active > 0
         check_rows(engine, loss_model, device, routes_at_random=routes_at_random)
+        if rank.plan.shares_prompts:
+            check_prompts(engine, loss_model, device, routes_at_random=routes_at_random)
         sets = (data.store.train, data.store.validation)
         longest = max(int(each.lengths.max()) for each in sets if len(each.lengths))
         check_batches(engine, loss_model, device, packing=packing, longest=longest)

@@ -15,6 +15,8 @@ In a batch (T: tokens of all documents laid end to end; B x L: samples x longest
 | cu_ENTRY, beside such an entry | (samples + 1) int32: where each sample begins, and the end | likewise |
 | cu_seq_lens | (documents + 1) int32: where documents begin, and T | absent |
 | max_length | int: no document is longer | absent |
+| key_positions | (keys) int64: flat positions of each document's keys, a shared prompt's before its own | absent |
+| cu_seq_lens_k | (documents + 1) int32, beside it: where the keys of each document begin, and the end | absent |
 | row_length | int: every document has this length, with padding that is too short for one at the end | absent |
 | document_lengths | (1, T) int64: length of the document that a token is of, 0 in padding; on request | (B, L) int64 |
 | distinct_lengths | tuple of int: the lengths in it; stays on the host | likewise |
@@ -50,10 +52,12 @@ from manyhands.data.images.batch import ImageWork, add_images
 from manyhands.data.store.streams import (
     DOCUMENTS,
     PACKED_BY,
+    SHARED,
     BatchEntry,
     Sample,
     Stream,
     add_label_positions,
+    cut_prompts,
     split_documents,
 )
 
@@ -62,6 +66,7 @@ MIN_BOUNDS = 16  # entries of cu_seq_lens where their number is rounded up
 DOCUMENT_LENGTHS, DISTINCT_LENGTHS, SAMPLE_NUMBERS = "document_lengths", "distinct_lengths", "sample_numbers"
 # How the documents of a pack lie as rows of batches, each filled up on the right; see ``lay_out_rows``.
 ROW_SHAPES, ROW_TOKENS, ROW_PLACES = "row_shapes", "row_tokens", "row_places"
+KEY_POSITIONS, KEY_BOUNDS = "key_positions", "cu_seq_lens_k"
 NOISE_KEY = "noise_key"  # int, of a batch that is trained: of its step, for noise that is keyed by it
 IGNORED = (signal.SIGINT, signal.SIGTERM)  # by processes that prepare batches
 
@@ -77,6 +82,8 @@ TEXT_ENTRIES = frozenset(
         "cu_seq_lens",
         "max_length",
         "row_length",
+        KEY_POSITIONS,
+        KEY_BOUNDS,
         "has_images",
         DOCUMENT_LENGTHS,
         DISTINCT_LENGTHS,
@@ -110,7 +117,8 @@ class BatchShape:
     code meets few shapes. ``row_length``: all samples of the run have this length, which batches then say, padding
     included. ``images``: how the samples' images become entries of the batch; None in a run without images.
     ``tells_documents``: the batch says of each token how long its document is, and of which sample it is; a pack also
-    how its documents lie as rows.
+    how its documents lie as rows. ``shares_prompts``: a pack has the prompt of several answers once (``SHARED``), and
+    says which keys each of its documents sees.
     """
 
     packed: bool
@@ -121,6 +129,7 @@ class BatchShape:
     row_length: int | None = None
     images: ImageWork | None = None
     tells_documents: bool = False
+    shares_prompts: bool = False
 
     @property
     def can_cut(self) -> bool:
@@ -136,6 +145,11 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
     """
     samples = [sample_set.sample(int(number)) for number in numbers]
     divided = [split_documents(sample, sample_set.streams) for sample in samples]
+    shared = [0] * sum(map(len, divided))  # tokens before each document that are those of its sample's first one
+    if shape.shares_prompts:
+        shared = [count for sample in samples for count in sample[SHARED.name].tolist()]
+        divided = [cut_prompts(sample, each) for sample, each in zip(samples, divided, strict=True)]
+        samples = [{**each, DOCUMENTS.name: each[DOCUMENTS.name] - each[SHARED.name]} for each in samples]
     documents = [document for each in divided for document in each]
     if shape.images is not None and len(documents) > len(samples):
         raise ValueError("images of samples of several documents cannot be placed")
@@ -145,7 +159,11 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
     else:
         size, batch = (max(1, len(lengths)), max(lengths, default=2)), {}
         starts = [index * size[1] for index in range(len(lengths))]
-    batch["position_ids"] = _count_positions(size, lengths, starts, shape.packed)
+    batch["position_ids"] = _count_positions(size, lengths, starts, shape.packed, shared)
+    if shape.shares_prompts:
+        batch["max_length"] = max([batch["max_length"], *map(sum, zip(lengths, shared, strict=True))])
+        firsts = np.repeat(np.cumsum([0, *map(len, divided)])[:-1], list(map(len, divided)))
+        batch |= list_keys(batch["cu_seq_lens"], shared, [starts[first] for first in firsts])
     if shape.tells_documents:
         batch |= _tell_documents(size, lengths, np.repeat(numbers, list(map(len, divided))), starts, shape.packed)
     for stream in sample_set.streams:
@@ -181,15 +199,35 @@ def _place(
     return out.reshape(*size, *stream.item_shape)
 
 
-def _count_positions(size: tuple[int, int], lengths: list[int], starts: Sequence[int], packed: bool) -> np.ndarray:
-    """From 0 in every document, (*size) int64. The padding of a pack keeps position 0: positions beyond the longest
+def list_keys(bounds: np.ndarray, shared: Sequence[int], prompts: Sequence[int]) -> Arrays:
+    """The entries about keys of a pack whose documents have ``bounds``. ``shared``: tokens that a document sees before
+    its own, which lie in the pack from the position in ``prompts`` on; those beyond these lists see none.
+    """
+    counts = [*shared, *[0] * (len(bounds) - 1 - len(shared))]
+    parts = [
+        part
+        for start, end, count, prompt in zip(
+            bounds[:-1], bounds[1:], counts, [*prompts, *[0] * (len(counts) - len(prompts))], strict=True
+        )
+        for part in (np.arange(prompt, prompt + count), np.arange(start, end))
+    ]
+    ends = bounds + np.cumsum([0, *counts])
+    return {KEY_POSITIONS: np.concatenate(parts).astype(np.int64), KEY_BOUNDS: ends.astype(np.int32)}
+
+
+def _count_positions(
+    size: tuple[int, int], lengths: list[int], starts: Sequence[int], packed: bool, shared: Sequence[int]
+) -> np.ndarray:
+    """From 0 in every document, or behind the prompt that it shares, (*size) int64. The padding of a pack keeps
+    position 0: positions beyond the longest
     document could outgrow a table, or change a dynamic rotary scale."""
-    count = np.arange(max([*lengths, 0 if packed else size[1]], default=0), dtype=np.int64)
+    whole = [length + count for length, count in zip(lengths, shared, strict=True)]
+    count = np.arange(max([*whole, 0 if packed else size[1]], default=0), dtype=np.int64)
     if not packed:
         return np.tile(count, (size[0], 1))
     positions = np.zeros(size, dtype=np.int64)
-    for length, start in zip(lengths, starts, strict=True):
-        positions[0, start : start + length] = count[:length]
+    for length, start, end in zip(lengths, starts, whole, strict=True):
+        positions[0, start : start + length] = count[end - length : end]
     return positions
 
 

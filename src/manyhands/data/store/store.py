@@ -36,6 +36,7 @@ from manyhands.data.batch.order import EVALUATION_STREAM, SampleOrder, permute
 from manyhands.data.store.streams import (
     IMAGES,
     PACKED_BY,
+    SHARED,
     TOKENS_OF_IMAGE,
     UNITS,
     Stream,
@@ -45,7 +46,7 @@ from manyhands.data.store.streams import (
 )
 
 HASH_BYTES = 32  # at the end of a file beside a store
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 SAMPLE_TABLES = ("num_loss_tokens", "loss_weights", "sources", "train", "validation")  # that a process reads
 
 
@@ -81,6 +82,8 @@ class SampleSet:
     ``lengths`` int32 are tokens; ``num_loss_tokens`` int32; ``loss_weights`` float64 are the sums of their weights;
     ``sources`` int16 are positions in ``meta["sources"]``; ``places`` int64 are positions in the store. In a store with
     images ``num_images``, ``image_units`` and ``image_tokens`` int64 are what the images of a sample take, else None.
+    ``num_shared`` int64: tokens of a sample that are in its prompt again (``SHARED``); ``shares_prompts``: lengths are
+    without them.
     """
 
     lengths: np.ndarray
@@ -93,6 +96,18 @@ class SampleSet:
     num_images: np.ndarray | None = None
     image_units: np.ndarray | None = None
     image_tokens: np.ndarray | None = None
+    num_shared: np.ndarray | None = None
+    shares_prompts: bool = False
+
+    def share_prompts(self) -> SampleSet:
+        """The same with lengths as a pack has them in which each prompt is once."""
+        assert self.num_shared is not None and not self.shares_prompts
+        return replace(self, lengths=(self.lengths - self.num_shared).astype(np.int32), shares_prompts=True)
+
+    @property
+    def whole_lengths(self) -> np.ndarray:
+        """Tokens, with the prompt of each answer."""
+        return self.lengths + self.num_shared if self.shares_prompts and self.num_shared is not None else self.lengths
 
     @property
     def num_samples(self) -> int:
@@ -132,15 +147,15 @@ class SampleSet:
         among = np.arange(self.num_samples, dtype=np.int64) if among is None else among
         if max_tokens is None:
             return among
-        taken: list[int] = []
+        taken, lengths = [], self.whole_lengths
         allowed = set(among.tolist())
-        left, shortest = max_tokens, int(self.lengths[among].min()) if len(among) else 0
+        left, shortest = max_tokens, int(lengths[among].min()) if len(among) else 0
         for index in permute(self.num_samples, self.seed, EVALUATION_STREAM):
             if left < shortest:
                 break
-            if int(index) in allowed and self.lengths[index] <= left:
+            if int(index) in allowed and lengths[index] <= left:
                 taken.append(int(index))
-                left -= int(self.lengths[index])
+                left -= int(lengths[index])
         if not taken and len(among):
             raise UserError(
                 f"no validation sample fits into evaluate.max_tokens = {max_tokens:,}",
@@ -196,8 +211,9 @@ class TokenStore:
             meta = _read_meta(folder)
             streams = read_streams(meta["streams"])
             names = [*SAMPLE_TABLES, *(name for stream in streams for name in tables_of(stream))]
-            images = [f"{stream.name}.bin" for stream in streams if stream.name == IMAGES.name]  # what ranks balance by
-            read = list(meta["files"]) if check_tokens else [*(f"{name}.npy" for name in names), *images]
+            whole = (IMAGES.name, SHARED.name)  # what ranks balance by
+            more = [f"{stream.name}.bin" for stream in streams if stream.name in whole]
+            read = list(meta["files"]) if check_tokens else [*(f"{name}.npy" for name in names), *more]
             _compare_hashes(folder, meta["files"], read)
             tables = {name: np.array(_load(folder, name)) for name in names}
             files = []
@@ -206,8 +222,9 @@ class TokenStore:
                 if path.stat().st_size != stream.item_bytes * int(offsets[-1]):
                     raise ValueError(f"{path.name} was cut short")
                 files.append(StreamFile(path, stream, offsets, tables[f"{stream.name}_checksums"]))
+            sums = _sum_images(folder, tables) | _sum_shared(folder, tables)
             train, validation = (
-                _take_samples(tables, tables[name], meta["seed"], tuple(files), _sum_images(folder, tables))
+                _take_samples(tables, tables[name], meta["seed"], tuple(files), sums)
                 for name in ("train", "validation")
             )
         except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
@@ -223,6 +240,10 @@ class TokenStore:
     def num_places(self) -> int:
         """Samples of the store, those of neither set included."""
         return len(_load(self.folder, "sources"))
+
+    def share_prompts(self) -> TokenStore:
+        """The store with ``SampleSet.share_prompts`` of both sets."""
+        return replace(self, train=self.train.share_prompts(), validation=self.validation.share_prompts())
 
     def attach(self, stream: Stream, path: Path) -> TokenStore:
         """The store with a further stream of its own length, which ``write_beside`` has written. UserError where the
@@ -321,13 +342,13 @@ def _take_samples(
     places: np.ndarray,
     seed: int,
     files: tuple[StreamFile, ...],
-    images: Mapping[str, np.ndarray],
+    sums: Mapping[str, np.ndarray],
 ) -> SampleSet:
     offsets = tables[f"{PACKED_BY}_offsets"]
     lengths = (offsets[places + 1] - offsets[places]).astype(np.int32)
     counts, weights, sources = (tables[name][places] for name in ("num_loss_tokens", "loss_weights", "sources"))
-    of_images = {name: counted[places] for name, counted in images.items()}
-    return SampleSet(lengths, counts, weights, sources, places, seed, files, **of_images)
+    more = {name: summed[places] for name, summed in sums.items()}
+    return SampleSet(lengths, counts, weights, sources, places, seed, files, **more)
 
 
 def _sum_images(folder: Path, tables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -337,10 +358,22 @@ def _sum_images(folder: Path, tables: Mapping[str, np.ndarray]) -> dict[str, np.
         return {}
     items = np.fromfile(folder / f"{IMAGES.name}.bin", dtype=IMAGES.item_dtype).reshape(-1, *IMAGES.item_shape)
 
-    def add_up(field: int) -> np.ndarray:
-        return np.diff(np.concatenate([[0], np.cumsum(items[:, field])])[offsets])
+    units, tokens = (_add_up(items[:, field], offsets) for field in (UNITS, TOKENS_OF_IMAGE))
+    return {"num_images": np.diff(offsets), "image_units": units, "image_tokens": tokens}
 
-    return {"num_images": np.diff(offsets), "image_units": add_up(UNITS), "image_tokens": add_up(TOKENS_OF_IMAGE)}
+
+def _sum_shared(folder: Path, tables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """How many tokens of each sample need not be computed again; {} for a store of single documents."""
+    offsets = tables.get(f"{SHARED.name}_offsets")
+    if offsets is None:
+        return {}
+    return {"num_shared": _add_up(np.fromfile(folder / f"{SHARED.name}.bin", dtype=SHARED.item_dtype), offsets)}
+
+
+def _add_up(items: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """The sum of each sample's items, int64."""
+    found: np.ndarray = np.diff(np.concatenate([[0], np.cumsum(items, dtype=np.int64)])[offsets])
+    return found
 
 
 def digest_of(value: Any) -> str:

@@ -166,6 +166,10 @@ def make_sample(ids: np.ndarray, mask: np.ndarray, weights: np.ndarray | None = 
 DOCUMENTS = Stream("documents", "<i4", entries=(BatchEntry("documents", "int32"),))
 
 
+# How many tokens each document of a sample begins with that its first one begins with too, and that need not be
+# computed again: a prompt but for its last token, which predicts what differs.
+SHARED = Stream("shared", "<i4", identifies=False)
+
 # Whether the answer of a sample is a good one.
 LABELS = Stream("label", "?", entries=(BatchEntry("label", "bool"),))
 
@@ -177,6 +181,20 @@ def join_documents(documents: Sequence[Sample]) -> Sample:
     """One sample of several documents, which hold the same streams."""
     joined = {name: np.concatenate([document[name] for document in documents]) for name in documents[0]}
     return joined | {DOCUMENTS.name: np.array([len(document[PACKED_BY]) for document in documents], dtype=np.int32)}
+
+
+def share_prompt(documents: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """The stream ``SHARED`` of documents that follow one prompt, the tokens before the first loss token."""
+    begin = min(int(document[MASK.name].argmax()) for document in documents)
+    return {SHARED.name: np.array([0] + [max(0, begin - 1)] * (len(documents) - 1), dtype=np.int32)}
+
+
+def cut_prompts(sample: Sample, documents: Sequence[Sample]) -> list[Sample]:
+    """The documents of a sample without the tokens that ``SHARED`` counts."""
+    return [
+        {name: values[count:] for name, values in document.items()}
+        for document, count in zip(documents, sample[SHARED.name].tolist(), strict=True)
+    ]
 
 
 def exchange_answer(sample: Sample, other: Sample, max_tokens: int) -> dict[str, np.ndarray]:
@@ -267,7 +285,7 @@ UNITS, TOKENS_OF_IMAGE = 6, 7
 IMAGES = Stream("images", "<i8", (NUM_FIELDS,))
 IMAGE_SOURCES = Stream("image_sources", "u1", identifies=False)  # places and encoded images of a sample, end to end
 WITH_IMAGES = check_streams((*TEXT, IMAGES, IMAGE_SOURCES))
-EVERY = check_streams((*WITH_IMAGES, DOCUMENTS, LABELS))  # that a store may have
+EVERY = check_streams((*WITH_IMAGES, DOCUMENTS, SHARED, LABELS))  # that a store may have
 
 
 @dataclass(frozen=True)

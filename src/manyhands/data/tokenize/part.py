@@ -42,6 +42,7 @@ from manyhands.data.store.streams import (
     DOCUMENTS,
     LABELS,
     MASK,
+    SHARED,
     TEXT,
     TOKENS,
     WEIGHTS,
@@ -50,6 +51,7 @@ from manyhands.data.store.streams import (
     StoredImage,
     join_documents,
     make_sample,
+    share_prompt,
     to_streams,
 )
 from manyhands.data.tokenize.long_text import LONG_CHARACTERS, LongText, read_documents
@@ -106,7 +108,7 @@ class PartTokenizer:
         self._placeholder_ids = np.array(tokenizer.convert_tokens_to_ids(list(self._placeholders)), dtype=np.int64)
         self._kinds: dict[tuple[int, frozenset[str]], Format | RowRefused] = {}
         self._streams = TEXT if images is None else WITH_IMAGES
-        self._streams += (DOCUMENTS,) if TASKS[task].num_documents > 1 else ()
+        self._streams += (DOCUMENTS, SHARED) if TASKS[task].num_documents > 1 else ()
         self._streams += (DOCUMENTS, LABELS) if not set(JUDGED).isdisjoint(TASKS[task].formats) else ()
         # Of the rows that are being written: their source, and what becomes of them.
         self._number, self._source = 0, sources[0]
@@ -278,7 +280,7 @@ class PartTokenizer:
         sample = documents[0]
         if isinstance(item.content, Pair):
             check_pair(documents)
-            sample = join_documents(documents)
+            sample = {**join_documents(documents), **share_prompt(documents)}
         elif isinstance(item.content, Conversation) and item.content.label is not None:
             if WEIGHTS.name in sample:
                 raise RowRefused("every answer weighs 1: leave out the weights of messages")

@@ -57,6 +57,7 @@ class PreparedData:
     first_labels: tuple[int, ...]  # loss tokens of the same; filled when batch.loss_tokens is asked
     as_given: bool  # samples keep their order, also in packs
     num_documents: int = 1  # of a sample
+    shared: dict[str, Any] | None = None  # fields of this class as they are where each prompt is computed once
     num_images: int = 0  # of the training samples, each once
     num_validation_images: int = 0
     max_image_units: int = 0  # of one sample
@@ -116,8 +117,24 @@ def summarize(store: TokenStore, seed: int, batch: BatchSection, pack_tokens: in
         first_labels=tuple(train.num_loss_tokens[first].tolist()) if batch.loss_tokens is not None else (),
         largest_id=meta["largest_id"],
         num_documents=TASKS[meta["task"]].num_documents,
+        shared=_measure_shared(store, first),
         **_sum_images(store),
     )
+
+
+def _measure_shared(store: TokenStore, first: np.ndarray) -> dict[str, Any] | None:
+    """None for a store of single documents."""
+    if store.train.num_shared is None:
+        return None
+    shared = store.share_prompts()
+    train, validation = shared.train.lengths, shared.validation.lengths
+    return {
+        "num_tokens": int(train.sum(dtype=np.int64)),
+        "max_length": int(max(train.max(), validation.max(initial=0))),
+        "mean_length": float(np.average(train, weights=np.array(store.source_weights)[shared.train.sources])),
+        "num_validation_tokens": int(validation.sum(dtype=np.int64)),
+        "first_lengths": tuple(train[first].tolist()),
+    }
 
 
 def _sum_images(store: TokenStore) -> dict[str, Any]:
