@@ -284,7 +284,11 @@ def test_the_batch_of_self_tests_is_small_however_long_samples_are(monkeypatch: 
     rank: Any = SimpleNamespace(
         config=None,
         world=SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")),
-        plan=SimpleNamespace(packing=True, layout=SimpleNamespace(compile=False, device="cpu", pack_tokens=None)),
+        plan=SimpleNamespace(
+            packing=True,
+            shares_prompts=False,
+            layout=SimpleNamespace(compile=False, device="cpu", pack_tokens=None),
+        ),
     )
     batch = worker_batches.probe_batch(rank, data, SimpleNamespace(needs_documents=False, images=None))  # type: ignore
     assert batch["input_ids"].tolist() == [list(range(436, 500))] and int((batch["labels"] >= 0).sum()) == 20
@@ -298,5 +302,8 @@ def test_batches_of_samples_of_one_length_say_so_compiled_or_not(
     lengths = SimpleNamespace(lengths=np.array([4, 4, 4]), num_images=None)
     layout = SimpleNamespace(compile=compiled, device="cpu", pack_tokens=pack_tokens)
     store: Any = SimpleNamespace(train=lengths, validation=lengths)
-    plan, model = SimpleNamespace(packing=True, layout=layout), SimpleNamespace(needs_documents=False, images=None)
+    plan, model = (
+        SimpleNamespace(packing=True, shares_prompts=False, layout=layout),
+        SimpleNamespace(needs_documents=False, images=None),
+    )
     assert batch_shape(None, plan, store, model).row_length == row_length  # type: ignore[arg-type]

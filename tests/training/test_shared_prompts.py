@@ -29,6 +29,8 @@ from manyhands.data.store.streams import (
 )
 from manyhands.facts.types import SharedLengths
 from manyhands.model import attention
+from manyhands.model.attention import document_mask
+from manyhands.model.checks import check_prompts
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import set_attention
 from manyhands.planner.prompts import choose_prompts
@@ -140,15 +142,27 @@ def test_a_whole_run_takes_the_steps_of_two_copies(lab: Lab) -> None:
         assert shared.rank.plan.data.tokens < copied.rank.plan.data.tokens
 
 
-def test_a_leak_between_the_answers_is_refused_before_the_first_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that the first document has, and of the answer behind the prompt."""
+def test_answers_that_see_each_other_are_refused_before_the_first_step(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a mask of all before, by one without the prompt, and by a list of keys that goes on behind it."""
 
     def leak(bounds: np.ndarray, shared: Sequence[int], prompts: Sequence[int]) -> dict[str, Any]:
         return list_keys(bounds, [count + 9 * (count > 0) for count in shared], prompts)
 
+    loss_model = LossModel(make_model(method="full"))
+    check_prompts(loss_model, loss_model, torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        causal = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril()
+        patch.setattr(attention, "mask_of_keys", lambda batch: causal)
+        with pytest.raises(UserError, match="answers to one prompt see each other"):
+            check_prompts(loss_model, loss_model, torch.device("cpu"))
+        patch.setattr(attention, "mask_of_keys", lambda batch: document_mask(batch["position_ids"]))  # no prompt
+        with pytest.raises(UserError, match="logits of answers that share a prompt differ"):
+            check_prompts(loss_model, loss_model, torch.device("cpu"))
     monkeypatch.setattr(collate_module, "list_keys", leak)
     with pytest.raises(UserError, match="answers to one prompt see each other"):
-        lab.run(keys_of_pairs(lab))
+        lab.check(lab.start(keys_of_pairs(lab, seed=3)))
 
 
 def test_the_plan_counts_each_prompt_once_or_says_why_not() -> None:
@@ -178,8 +192,9 @@ def test_the_plan_counts_each_prompt_once_or_says_why_not() -> None:
             asked = config.model_copy(update={"preference": PreferenceSection(share_prompts=True)})
             with pytest.raises(UserError, match="cannot be computed once"):
                 choose_prompts(asked, known, kind)
+    big = model_facts(2048, 8192, 16, 32, 8, 32_000)
     one, other = (
-        plan(run_config(task="preference", preference__share_prompts=shares), facts(data=data, gpus=1))
+        plan(run_config(task="preference", preference__share_prompts=shares), facts(big, data=data, gpus=1))
         for shares in (True, False)
     )
     assert one.shares_prompts and not other.shares_prompts and one.step_s < other.step_s
