@@ -192,9 +192,10 @@ def test_the_plan_counts_each_prompt_once_or_says_why_not() -> None:
             asked = config.model_copy(update={"preference": PreferenceSection(share_prompts=True)})
             with pytest.raises(UserError, match="cannot be computed once"):
                 choose_prompts(asked, known, kind)
-    big = model_facts(2048, 8192, 16, 32, 8, 32_000)
+    big = model_facts(4096, 16384, 32, 32, 8, 32_000)
     one, other = (
         plan(run_config(task="preference", preference__share_prompts=shares), facts(big, data=data, gpus=1))
         for shares in (True, False)
     )
-    assert one.shares_prompts and not other.shares_prompts and one.step_s < other.step_s
+    assert one.shares_prompts and not other.shares_prompts and one.batch_samples == other.batch_samples
+    assert one.step_s < other.step_s

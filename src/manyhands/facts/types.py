@@ -192,6 +192,8 @@ class DataFacts(Fact):
     mean_length: float  # of an epoch
     num_documents: int = 1  # of a sample
     shared: SharedLengths | None = None
+    # mean_length with a prompt for each answer, also where it is computed once
+    whole_length: float = Field(default_factory=lambda fields: fields["mean_length"])
     num_validation_samples: int
     num_validation_tokens: int
     num_repeated: int = 0  # validation samples with the very tokens of a training sample

@@ -69,7 +69,7 @@ def auto_samples(config: RunConfig, data: DataFacts) -> int:
 
     Depends on the data alone, so that a run is the same on any number of processes.
     """
-    samples = 2 * AUTO_SAMPLES if config.data.packing and data.mean_length < SHORT_SAMPLE_TOKENS else AUTO_SAMPLES
+    samples = 2 * AUTO_SAMPLES if config.data.packing and data.whole_length < SHORT_SAMPLE_TOKENS else AUTO_SAMPLES
     while samples > 1 and data.samples_per_epoch < samples * MIN_AUTO_STEPS:
         samples //= 2
     return samples
