@@ -6,6 +6,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts
+from manyhands.planner.text import sentence_of
 from manyhands.planner.types import Reason, reason
 
 
@@ -21,7 +22,7 @@ def choose_prompts(config: RunConfig, facts: Facts, attention: str) -> tuple[Fac
         raise UserError(
             "the prompt of a pair cannot be computed once for both answers",
             where="preference.share_prompts",
-            why=obstacle,
+            why=sentence_of(reason("prompts", shared=False, asked=False, why=obstacle)),
             fix="remove preference.share_prompts: each answer then has a copy of the prompt, with the same loss",
         )
     shared = data.shared
@@ -33,17 +34,17 @@ def choose_prompts(config: RunConfig, facts: Facts, attention: str) -> tuple[Fac
 
 
 def _find_obstacle(config: RunConfig, facts: Facts, attention: str) -> str:
-    """Why prompts cannot be shared, or need not; empty where they can."""
+    """The code of why prompts cannot be shared, or need not; empty where they can."""
     model, shared = facts.model, facts.data.shared
     obstacles = {
-        "no prompt is longer than one token": shared is None or shared.num_tokens == facts.data.num_tokens,
-        "layers have a sliding window": model.sliding_window is not None and model.num_windowed_layers != 0,
-        "layers carry a state along a row": model.num_mixer_layers > 0,
-        "heads have attention sinks": model.attention_sinks,
-        "attention is computed blockwise": attention not in ("varlen", "sdpa"),
-        "rotary frequencies depend on the length of each answer": model.rotates_by_length,
-        "the model has parts for images": model.is_multimodal,
-        "noise on embeddings depends on the length of each answer": bool(config.method.neftune_alpha),
-        "the balance loss is one of each answer with its prompt": config.moe.balance > 0,
+        "short": shared is None or shared.num_tokens == facts.data.num_tokens,
+        "window": model.sliding_window is not None and model.num_windowed_layers != 0,
+        "state": model.num_mixer_layers > 0,
+        "sinks": model.attention_sinks,
+        "blockwise": attention not in ("varlen", "sdpa"),
+        "rope": model.rotates_by_length,
+        "images": model.is_multimodal,
+        "noise": bool(config.method.neftune_alpha),
+        "balance": config.moe.balance > 0,
     }
-    return next((text for text, stands in obstacles.items() if stands), "")
+    return next((code for code, stands in obstacles.items() if stands), "")
