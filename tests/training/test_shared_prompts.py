@@ -96,6 +96,7 @@ def attend_in_a_loop(query, key, value, bounds, key_bounds, *_, scale, window_si
     return torch.cat(out)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("implementation", ["sdpa", attention.VARLEN])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_loss_and_gradients_are_those_of_two_copies(
@@ -128,6 +129,7 @@ def keys_of_pairs(lab: Lab, **keys: Any) -> dict[str, Any]:
     return {"task": "preference", "data.train": path, "stop.max_steps": 4, "optimizer.learning_rate": 0.02, **keys}
 
 
+@pytest.mark.ci
 def test_a_whole_run_takes_the_steps_of_two_copies(lab: Lab) -> None:
     """With the reference of adapters switched off and stored, and where processes collate."""
     copied = lab.run(keys_of_pairs(lab, **{"preference.share_prompts": False}))
