@@ -194,6 +194,9 @@ def test_the_plan_counts_each_prompt_once_or_says_why_not() -> None:
             asked = config.model_copy(update={"preference": PreferenceSection(share_prompts=True)})
             with pytest.raises(UserError, match="cannot be computed once"):
                 choose_prompts(asked, known, kind)
+    config, known = run_config(task="preference"), facts(model_facts(), data=data)
+    _, shares, (reason,) = choose_prompts(config, known, "varlen")
+    assert not shares and "waits for a measurement on GPUs" in sentence_of(reason)
     big = model_facts(4096, 16384, 32, 32, 8, 32_000)
     one, other = (
         plan(run_config(task="preference", preference__share_prompts=shares), facts(big, data=data, gpus=1))

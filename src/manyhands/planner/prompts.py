@@ -26,6 +26,8 @@ def choose_prompts(config: RunConfig, facts: Facts, attention: str) -> tuple[Fac
             fix="remove preference.share_prompts: each answer then has a copy of the prompt, with the same loss",
         )
     shared = data.shared
+    if not obstacle and asked == "auto" and attention == "varlen":
+        obstacle = "gpu"
     if shared is None or obstacle or asked is False:
         return facts, False, (reason("prompts", shared=False, asked=asked is False, why=obstacle),)
     why = reason("prompts", shared=True, asked=asked is True, tokens=shared.num_tokens, copied=data.num_tokens)
