@@ -22,7 +22,7 @@ from manyhands.convert.grouped import GroupedLinear, hold
 from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.routing import declare_routing
 from manyhands.core.errors import UserError
-from manyhands.kernels.experts import select
+from manyhands.kernels.experts import ops, select
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_experts
 from manyhands.model.weights import QuantizedLayer, stored_form
@@ -71,7 +71,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
-        return gradient[places].unflatten(0, (-1, ctx.num_chosen)).sum(1), None, None, None
+        return ops.combine(gradient, places, ctx.num_chosen, None), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -82,7 +82,8 @@ class _Combine(torch.autograd.Function):
         ctx: Any, y: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(y, weights, order, places)
-        return (y[places].unflatten(0, weights.shape) * weights[..., None]).sum(1)
+        out: torch.Tensor = ops.combine(y, places, weights.shape[1], weights)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:

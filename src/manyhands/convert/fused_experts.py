@@ -33,7 +33,7 @@ def can_fuse(experts: Any) -> bool:
 def _is_plain(stack: LoraGrouped) -> bool:
     drops = stack.dropout > 0 and stack.training
     trains = not isinstance(stack, QuantizedLayer) and stack.weight.requires_grad
-    return stack.lora_magnitude_vector is None and not (drops or trains or getattr(stack, "in_fp8", False))
+    return stack.lora_magnitude_vector is None and not drops and not trains
 
 
 def _gate(experts: Any) -> str | None:

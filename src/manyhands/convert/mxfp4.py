@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from manyhands.convert.grouped import hold
+from manyhands.convert.packed import PackedLinear
 from manyhands.convert.protocol import BaseConverter
-from manyhands.core.holding import gather, local, local_slices
+from manyhands.core.holding import local, local_slices
 from manyhands.core.limits import MXFP4_BLOCK_VALUES
 from manyhands.core.progress import advance
 from manyhands.facts.stored_mxfp4 import StoredMxfp4
@@ -28,7 +29,7 @@ from manyhands.model.structure import block_linears
 from manyhands.model.weights import Storage, stacked_layers
 
 
-class Mxfp4Linear(nn.Linear):
+class Mxfp4Linear(PackedLinear):
     """A frozen linear layer without a bias whose weight is in MXFP4. Empty until ``fill``.
 
     ``weight`` is no parameter here but the dequantized weight, computed at each access.
@@ -48,26 +49,9 @@ class Mxfp4Linear(nn.Linear):
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.register_parameter("bias", None)
 
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """The compute dtype, as which the pieces are viewed."""
-        return self.weight_codes.dtype
-
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """(o, i) in the compute dtype, a new tensor. Not for shards: gather them first."""
-        shape, codes = (self.out_features, self.in_features), self.weight_codes
-        if codes.is_meta:
-            return torch.empty(shape, dtype=codes.dtype, device="meta")
-        return self.dequantize((codes.detach(), self.weight_scales.detach()), shape, codes.dtype)
-
     @staticmethod
     def dequantize(pieces: Sequence[torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         return dequantize(pieces[0], pieces[1], shape, dtype)
-
-    def gather_weight(self) -> torch.Tensor:
-        pieces = [gather(self.weight_codes), gather(self.weight_scales)]
-        return self.dequantize(pieces, (self.out_features, self.in_features), self.weight_dtype)
 
     @torch.no_grad()
     def fill(self, weight: Any) -> None:

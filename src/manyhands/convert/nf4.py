@@ -34,10 +34,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.convert.grouped import hold
+from manyhands.convert.packed import PackedLinear
 from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.stored_nf4 import find_quantized, take_stored
 from manyhands.core.errors import UserError
-from manyhands.core.holding import gather, gather_parts, local, local_slices
+from manyhands.core.holding import gather_parts, local, local_slices
 from manyhands.facts.stored_nf4 import StoredNf4
 from manyhands.kernels.backend import Backend
 from manyhands.kernels.lora import Matmuls
@@ -67,7 +68,7 @@ class Rows(Protocol):
     def __getitem__(self, rows: slice, /) -> torch.Tensor: ...
 
 
-class Nf4Linear(nn.Linear):
+class Nf4Linear(PackedLinear):
     """A frozen linear layer that holds its weight in NF4 and dequantizes it for each matmul. Empty until ``fill``.
 
     Its bias stays as it is. ``weight`` is no parameter here but the dequantized weight, computed at each access.
@@ -96,26 +97,9 @@ class Nf4Linear(nn.Linear):
         """What ``kernels.lora.Layer`` takes: the pieces of the weight, and their matmuls."""
         return (self.weight_codes, self.weight_statistics), Nf4Matmuls(self.in_features, self.out_features)
 
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """The compute dtype, as which the pieces are viewed."""
-        return self.weight_codes.dtype
-
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """(o, i) in the compute dtype, a new tensor. Not for shards: gather them first."""
-        shape, codes = (self.out_features, self.in_features), self.weight_codes
-        if codes.is_meta:
-            return torch.empty(shape, dtype=codes.dtype, device="meta")
-        return dequantize(codes.detach(), self.weight_statistics.detach(), shape, codes.dtype)
-
     @staticmethod
     def dequantize(pieces: Sequence[torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         return dequantize(pieces[0], pieces[1], shape, dtype)
-
-    def gather_weight(self) -> torch.Tensor:
-        shape, codes = (self.out_features, self.in_features), gather(self.weight_codes)
-        return dequantize(codes, gather(self.weight_statistics), shape, codes.dtype)
 
     @torch.no_grad()
     def fill(self, weight: Rows | StoredNf4) -> None:
