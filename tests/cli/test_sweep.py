@@ -187,7 +187,8 @@ def test_without_a_run_file(monkeypatch, tmp_path):
     assert Path("runs/s/run.yaml").is_file()
 
 
-def test_a_value_that_its_key_does_not_take_is_refused_before_anything_starts(run_file):
+def test_a_value_that_its_key_does_not_take_is_refused_before_anything_starts(run_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     ended = call("sweep", run_file, "method.rank=8,many")
     assert ended.exit_code and "method.rank" in ended.output
     assert not Path("runs").exists()
