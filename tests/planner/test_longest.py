@@ -52,6 +52,27 @@ def test_what_fits_in_any_case_is_the_longest_that_is_tried() -> None:
     assert "made for 131,072 positions" in describe_longest(found, given)
 
 
+@pytest.mark.parametrize(
+    ("host_gib", "positions", "expected"),
+    [
+        (1024, 2**20, "its smallest layout needs"),  # the device, with activations in host memory
+        (32, 2**20, "activations in host memory would take"),
+        (1024, 2**15, "the limit is the model's: it was made for 32,768 positions"),
+    ],
+)
+def test_the_limit_that_binds_is_named(host_gib: int, positions: int, expected: str) -> None:
+    config = run_config(method__name="lora", data__packing=True, batch__samples=1)
+    model = llama_8b().model_copy(update={"max_positions": positions})
+    given = facts(model, gpus=1, gpu_bytes=60 * GIB, host_bytes=host_gib * GIB)
+    found = plan_longest(config, given)
+    text, terms = describe_longest(found, given), found.plan.memory.terms
+    assert expected in text and found.plan.layout.offload_activations is (host_gib == 1024)
+    assert ("the model's" in text) is (positions < found.length)
+    assert found.refusal is not None and any(line.startswith("activations:") for line in found.refusal.details)
+    if host_gib == 32:  # 32 blocks' inputs of 92,416 tokens: 22.6 GiB, pinned 1.4 times that; 90 % of 32 GiB are 28.8
+        assert "and there are 28.8 GiB of it" in text and terms["activations"] > 0
+
+
 def test_a_key_that_bounds_the_length_is_the_reason() -> None:
     config = run_config(data__packing=True, batch__micro_tokens=8192)
     found = plan_longest(config, facts(model_facts(head_dim=16), gpus=1))

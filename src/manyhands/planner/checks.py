@@ -9,14 +9,14 @@ from manyhands.core.units import format_gib, format_size
 from manyhands.facts.types import DataFacts, Facts, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.advice import DOES_NOT_FIT
-from manyhands.planner.candidates import Limits
+from manyhands.planner.candidates import Limits, move_activations
 from manyhands.planner.choices import Decisions
 from manyhands.planner.features import Features
 from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.memory.terms import state_bytes
 from manyhands.planner.steps import Steps
 from manyhands.planner.text import DISK, describe_limit, fill
-from manyhands.planner.types import LOG_BYTES, Candidate, DiskEstimate, Reason, reason
+from manyhands.planner.types import LOG_BYTES, Candidate, DiskEstimate, MemoryEstimate, Reason, reason
 
 ABSURD_RATE = (
     1.0  # an update of Adam, Adafactor or Muon has about the size of the learning rate, weights are mostly far below 1
@@ -92,8 +92,13 @@ def check_disk(config: RunConfig, disk: DiskEstimate) -> Reason:
     )
 
 
-def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions, limits: Limits) -> UserError:
-    """The smallest candidate's bytes against the limit, its largest terms, and what would make it smaller."""
+def nothing_fits(
+    config: RunConfig, candidates: list[Candidate], base: EstimateInput, made: Decisions, limits: Limits
+) -> UserError:
+    """The smallest candidate's bytes against the limit that binds, its largest terms, and what would make it smaller.
+
+    That is host memory where a layout would fit the device with activations there, and the host has no room for them.
+    """
     smallest = min(candidates, key=lambda candidate: candidate.memory.total)
     if smallest.memory.total <= smallest.memory.limit:
         return _host_does_not_fit(min(candidates, key=lambda candidate: candidate.memory.host_total), made)
@@ -119,18 +124,37 @@ def nothing_fits(config: RunConfig, candidates: list[Candidate], made: Decisions
         "use more GPUs or ones with more memory" if parallel.device != "cpu" else "use a machine with more memory"
     )
     layout = smallest.layout
+    if moved := _short_of_host(config, candidates, base, limits):
+        advice[-1] = "use a machine with more memory"
+        what = f"activations in host memory would take {format_gib(moved.host_total)} per rank, and there are"
+        what = f"{what} {format_gib(moved.host_limit or 0)} of it; without that the smallest layout"
+        why = "the limit is 90 % of the machine's free memory over its ranks; what would lie there by term:"
+        terms = moved.host_terms
+    else:
+        what, terms = "its smallest layout", memory.terms
+        limit = describe_limit(made.device, made.world_size, limits.free_bytes, limits.num_local)
+        why = f"the limit is {limit}; the estimate by term:"
     how = f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}"
-    limit = describe_limit(made.device, made.world_size, limits.free_bytes, limits.num_local)
-    terms = sorted(memory.terms.items(), key=lambda term: -term[1])
     return UserError(
-        f"the run does not fit: its smallest layout needs {format_gib(memory.total)} per rank,"
+        f"the run does not fit: {what} needs {format_gib(memory.total)} per rank,"
         f" and there are {format_gib(memory.limit)}",
         where=f"{made.ranks}: {how}, {layout.full_micro_tokens:,} tokens per micro-batch",
-        why=f"the limit is {limit}; the estimate by term:",
+        why=why,
         fix=", or ".join(advice),
-        details=[f"{name}: {format_gib(size)}" for name, size in terms if size],
+        details=[f"{name}: {format_gib(size)}" for name, size in sorted(terms.items(), key=lambda t: -t[1]) if size],
         kind=DOES_NOT_FIT,
     )
+
+
+def _short_of_host(
+    config: RunConfig, candidates: list[Candidate], base: EstimateInput, limits: Limits
+) -> MemoryEstimate | None:
+    """The least that host memory would have to hold for a layout to fit the device; None where none would."""
+    if config.parallel.offload_activations != "auto":
+        return None
+    moved = [moved.memory for c in candidates if (moved := move_activations(c.layout, base, limits)) is not None]
+    on_device = [memory for memory in moved if memory.total <= memory.limit]
+    return min(on_device, key=lambda memory: memory.host_total, default=None)
 
 
 def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:

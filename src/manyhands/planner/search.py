@@ -245,7 +245,7 @@ def _search(
             lighter = chosen.layout.lighter_layers > 0
             candidates[at : at + (not lighter)] = [chosen]  # lighter layers are listed before what they were made of
     if chosen is None:
-        raise nothing_fits(config, candidates, decisions, limits)
+        raise nothing_fits(config, candidates, base, decisions, limits)
     found = (base, split, steps, features, limits, ran_out, candidates, chosen)
     result = SearchResult(*found, reference, why_reference)
     disk = estimate_disk(config, facts, result.estimate_input, steps, DTYPE_BYTES[decisions.output], features)

@@ -742,13 +742,13 @@ def describe_longest(found: LongestSample, facts: Facts) -> str:
         f"longest sample: {found.length:,} tokens on {ranks} ({how}; {format_gib(memory.total)} of "
         f"{format_gib(memory.limit)} per rank{seconds})"
     ]
+    positions = facts.model.max_positions
+    if positions and found.length > positions:
+        lines.append(f"the limit is the model's: it was made for {positions:,} positions, and memory holds more")
     if found.refusal is None:
         lines.append("nothing longer was tried")
     else:
         lines.append(f"{found.next_length:,} tokens do not fit: {found.refusal.what}")
-    positions = facts.model.max_positions
-    if positions and found.length > positions:
-        lines.append(f"note: the model was made for {positions:,} positions")
     return "\n".join(lines)
 
 
