@@ -162,6 +162,11 @@ def test_an_adapter_of_a_mixture_is_written_by_expert(
     run, models = make_run(tmp_path / "mixture", "lora")
     assert main([str(run), "--output", str(tmp_path / "out"), "--by-expert"]) == 0
     assert "updates of 32 matrices of experts read back" in capsys.readouterr().out
+    assert main([str(run), "--output", str(tmp_path / "stacks")]) == 0
+    assert "export it with --by-expert or --merge" in capsys.readouterr().out
+    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("out", "stacks")}
+    assert ("vllm serve" in cards["out"], "Do not serve" in cards["out"]) == (True, False)
+    assert ("vllm serve" in cards["stacks"], "Do not serve" in cards["stacks"]) == (False, True)
     record = read_record(tmp_path / "out")
     assert record is not None and "updates of 32 matrices" in record.verified
     source = AutoModelForCausalLM.from_pretrained(tmp_path / "mixture" / "base", dtype=torch.float32)

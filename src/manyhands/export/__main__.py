@@ -71,9 +71,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str = "auto") -> str:
+def export_source(
+    source: Path, output: Path, *, merge: bool = False, dtype: str = "auto", by_expert: bool = False
+) -> str:
     """Writes ``output`` and verifies it in a fresh process; returns the line that says so. ``dtype``: of the saved
-    weights; auto is the run's own.
+    weights; auto is the run's own. ``by_expert``: the card is that of an adapter whose experts are then split.
     """
     from manyhands.checkpoint.manifest import TRAIN_STATE
     from manyhands.export.card import make_card
@@ -81,6 +83,8 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
     from manyhands.export.outputs import choose_output_dtype, write_output
     from manyhands.export.record import find_export, mark_verified, name_source
     from manyhands.export.verify_process import verify_in_fresh_process
+    from manyhands.facts.adapter import CONFIG
+    from manyhands.facts.experts import vllm_reads
     from manyhands.facts.identity import check_files
     from manyhands.launch.run.folder import RunFolder
     from manyhands.launch.run.resume import refuse_other_checkpoint
@@ -117,6 +121,7 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
         dtype=saved_dtype,
         versions=versions,
         divergence=divergence,
+        by_expert=by_expert,
     )
     with tempfile.TemporaryDirectory() as scratch:
         reference, probe = Path(scratch) / "reference.json", Path(scratch) / "probe.safetensors"
@@ -125,6 +130,9 @@ def export_source(source: Path, output: Path, *, merge: bool = False, dtype: str
         del model
         said = verify_in_fresh_process(output, reference, base=base if is_adapter else None, probe_path=probe) or ""
     mark_verified(output, said.partition(": ")[2], made_of)
+    parameters = (read_json(output / CONFIG) or {}).get("target_parameters") if is_adapter and not by_expert else ()
+    if not vllm_reads((read_json(base / "config.json") or {}).get("model_type", ""), parameters or ()):
+        said += "\nto serve it with vLLM or llama.cpp, export it with --by-expert or --merge: see its README.md"
     return said
 
 
@@ -141,7 +149,7 @@ def export_by_expert(source: Path, output: Path, *, dtype: str = "auto") -> str:
         raise UserError("--by-expert is for adapters", where=str(source), fix="leave --by-expert out")
     refuse_foreign(output, replace=False)
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=nearest_folder(output.parent)) as scratch:
-        print(export_source(source, Path(scratch) / "adapter", dtype=dtype), flush=True)
+        print(export_source(source, Path(scratch) / "adapter", dtype=dtype, by_expert=True), flush=True)
         said = split_experts(Path(scratch) / "adapter", output, Path(plan.model_folder))
     mark_verified(output, said.partition(": ")[2])
     return said

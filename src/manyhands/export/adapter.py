@@ -41,6 +41,7 @@ from manyhands.facts.adapter import (
     WEIGHTS,
     nf4_options,
 )
+from manyhands.facts.experts import vllm_reads
 from manyhands.model.structure import inside, left_out, text_modules
 from manyhands.model.weights import quantized_layers, stacked_layers
 
@@ -57,15 +58,15 @@ def export_adapter(
     asked: ModelSection | None = None,
     replace: bool = False,
     reference_path: Path | None = None,
-    card: Callable[[], str] | None = None,
+    card: Callable[..., str] | None = None,
     base_files: Mapping[str, str] | None = None,
 ) -> Reference | None:
     """Writes the adapter as ``folder``; the reference on rank 0, None elsewhere.
 
     ``base_name`` (hub name or folder) is what PEFT will load the base from. ``source`` is the base's folder; its
     tokenizer goes with the adapter where ``asked`` changes it. ``replace`` says that the caller owns what is there.
-    ``card`` makes the model card's text, on rank 0. ``base_files``: SHA-256 of the base's files, which the weights
-    carry. UserError on every rank if the folder cannot be written.
+    ``card(vllm_misreads=...)`` makes the model card's text, on rank 0. ``base_files``: SHA-256 of the base's files,
+    which the weights carry. UserError on every rank if the folder cannot be written.
     """
     saved_dtype = getattr(torch, dtype)
     reshard(model)
@@ -100,9 +101,11 @@ def export_adapter(
         metadata |= {BASE_FILES: json.dumps(dict(base_files))} if base_files else {}
         write_tensors(partial / WEIGHTS, tensors, metadata | (BESIDE_NF4 if method.init == "loftq" else {}))
         _sort_metadata(partial / WEIGHTS)
-        write_json(partial / CONFIG, describe_adapter(model, method, base_name, asked.revision if asked else None))
+        config = describe_adapter(model, method, base_name, asked.revision if asked else None)
+        write_json(partial / CONFIG, config)
         if card is not None:
-            write_atomically(partial / CARD, card())
+            misread = not vllm_reads(model.config.model_type, config["target_parameters"] or ())
+            write_atomically(partial / CARD, card(vllm_misreads=misread))
         commit_folder(partial, folder)
         return reference
 

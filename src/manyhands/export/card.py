@@ -58,6 +58,9 @@ class Card:
     versions: Mapping[str, str] | None = None
     has_tokenizer: bool = True  # whether the folder holds one
     divergence: str = ""  # what was found wrong with the course of the loss, if anything was
+    # of an adapter with factors of experts: each expert has its own, or those of all experts are one pair
+    by_expert: bool = False
+    vllm_misreads: bool = False  # which vLLM would give to other experts
     num_repeated: int = 0  # held-out samples with the very tokens of a trained one
     curve: Sequence[Mapping[str, Any]] = ()  # of the steps up to these weights, as ``make_curve`` has it
 
@@ -129,12 +132,12 @@ class Card:
         return fields | {"tags": ["manyhands", self.config.task, self.config.method.name]}
 
     def _vllm(self, method: MethodSection) -> str:
-        """The command that serves it; empty for adapters of kinds that vLLM refuses."""
+        """The command that serves it; empty for adapters that vLLM refuses or misreads."""
         if self.kind != "adapter":
             return "vllm serve path/to/this/folder"
         limit = next((limit for limit in RANK_LIMITS if limit >= method.rank), None)
         refused = method.name != "lora" or method.dora or method.modules_to_save or self.plan.new_tokens is not None
-        if refused or limit is None:
+        if refused or limit is None or self.vllm_misreads:
             return ""
         model = self.config.model
         at = f" --revision {shlex.quote(model.revision)}" if model.revision else ""
@@ -153,6 +156,8 @@ def make_card(
     dtype: str,
     versions: Mapping[str, str] | None,
     divergence: str = "",
+    by_expert: bool = False,
+    vllm_misreads: bool = False,
 ) -> str:
     """The card's text, of the run in the folder ``run``. What is not at hand any more (the token cache, say) is left
     out.
@@ -175,6 +180,8 @@ def make_card(
         curve=read_curve(run / "metrics.jsonl", step),
         versions=versions,
         divergence=divergence,
+        by_expert=by_expert,
+        vllm_misreads=vllm_misreads and not by_expert,
         has_tokenizer=kind != "adapter" or changes_tokenizer(model),
     ).text()
 

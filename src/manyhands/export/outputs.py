@@ -43,7 +43,7 @@ def write_output(
     *,
     rank: int,
     reference_path: Path,
-    card: Callable[[], str],
+    card: Callable[..., str],
     replace: bool = False,
 ) -> None:
     """Write ``folder`` with the hashes that verification compares with. Every rank calls this.

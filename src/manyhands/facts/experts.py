@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from manyhands.facts.safetensors import TensorHeader
 
@@ -24,6 +24,9 @@ ALL = re.compile(
     r"^(?P<parent>.+)\.(?:experts\.(?P<name>gate_up_proj|down_proj)|(?P<linear>input_linear|output_linear)\.weight)$"
 )
 OF_LINEAR = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
+# Model types for which vLLM reads the factors of all experts of a block as one pair: its classes with
+# ``is_3d_moe_weight``, and only where both stacks are adapted (vllm/lora/model_manager.py, read in November 2026).
+VLLM_READS_STACKS = ("gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "glm4_moe_lite")
 OLD_PARENT = "block_sparse_moe"  # of files whose experts have w1, w2 and w3: ``mlp`` in transformers' models
 
 
@@ -51,3 +54,9 @@ def stack_experts(
         first = parts[0][1]
         found[stack] = TensorHeader(first.dtype, (sum(part.shape[0] for _, part in parts), first.shape[1]))
     return found, {stack: len({number for number, _ in parts}) for stack, parts in stacks.items()}
+
+
+def vllm_reads(model_type: str, target_parameters: Iterable[str]) -> bool:
+    """Whether vLLM assigns an adapter's factors of experts to the right experts, in PEFT's layout of stacks."""
+    stacks = {name.rpartition(".")[2] for name in target_parameters if ".experts." in f".{name}"}
+    return not stacks or (model_type in VLLM_READS_STACKS and stacks == {"gate_up_proj", "down_proj"})

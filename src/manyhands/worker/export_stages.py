@@ -124,7 +124,7 @@ def report(rank: Rank, data: Data, engine: RunEngine, state: TrainState, measure
     rank.process.print(f"finished: {folder.path}{note}")
 
 
-def _card(rank: Rank, state: TrainState, output: Output) -> str:
+def _card(rank: Rank, state: TrainState, output: Output, *, vllm_misreads: bool = False) -> str:
     step = state.best_step if rank.config.checkpoint.keep_best and state.best_step is not None else state.step
     return make_card(
         output,
@@ -135,6 +135,7 @@ def _card(rank: Rank, state: TrainState, output: Output) -> str:
         dtype=choose_output_dtype(output, rank.plan, rank.config),
         versions=describe_versions(),
         divergence=state.divergence,
+        vllm_misreads=vllm_misreads,
     )
 
 
