@@ -104,7 +104,7 @@ def export_adapter(
         config = describe_adapter(model, method, base_name, asked.revision if asked else None)
         write_json(partial / CONFIG, config)
         if card is not None:
-            misread = not vllm_reads(model.config.model_type, config["target_parameters"] or ())
+            misread = not vllm_reads(getattr(model.config, "model_type", ""), config["target_parameters"] or ())
             write_atomically(partial / CARD, card(vllm_misreads=misread))
         commit_folder(partial, folder)
         return reference
