@@ -35,7 +35,7 @@ def load(
     """
     from manyhands.infer.load import find_parts
 
-    find_parts(Path(folder), base)  # what cannot be opened is said now
+    find_parts(Path(folder), base)  # fail here rather than at the first call
     return LanguageModel(Path(folder), base=base, device_map=check_device_map(device_map))
 
 

@@ -52,7 +52,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    """What is to be saved. ValueError for a nameless parameter."""
+    """The tensors of a checkpoint by name. ValueError for a nameless parameter."""
     trained = trained_parameters(model)
     tensors = {MODEL + name: _saved_form(parameter) for name, parameter in trained.items()}
     if optimizer is None:

@@ -68,7 +68,7 @@ def sweep(
     """Train every combination of some keys' values, and name the best by its held-out loss.
 
     One run on each GPU where all of them fit one and that is faster, else one after the other on all GPUs. Starting it
-    again goes on with what has not finished."""
+    again continues with the runs that have not finished."""
     words = list(overrides or ())
     if run is not None and "=" in run and not Path(run).exists():
         words, run = [run, *words], None

@@ -122,7 +122,7 @@ def has_deepspeed() -> bool:
 
 
 def missing_deepspeed(why: str = "the package deepspeed is not installed") -> UserError:
-    """What is said where a strategy needs it and it is not there."""
+    """The error where a strategy needs a package that is not installed."""
     return UserError(
         "parallel.strategy: zero1, zero2 and zero3 need DeepSpeed",
         where="parallel.strategy",

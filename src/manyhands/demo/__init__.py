@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def demo_config_path() -> Path:
-    """The run file of ``make train``; its data lies beside it."""
+    """The run file of ``make train``, which has its data in the same folder."""
     return Path(__file__).with_name("run.yaml")
 
 

@@ -41,7 +41,7 @@ def main() -> None:
                 raise SystemExit(code)
     with contextlib.suppress(UserError):  # it is at work since the last time
         Queue(folder).add([*train, "name=live", *LIVE, "--fresh"], "live")
-    print("a third run starts; it goes on without the page, and Stop ends it", flush=True)
+    print("a third run starts; it continues if the page is closed, and Stop ends it", flush=True)
     ui(folder, arguments.port)
 
 

@@ -177,7 +177,7 @@ def probe(run: Run) -> list[AmdGpu]:
 
 
 def _section(entry: dict[str, Any], name: str) -> dict[str, Any]:
-    """A part of what is said of a GPU; empty for ``"N/A"``."""
+    """One field of a GPU; empty for ``"N/A"``."""
     part = entry.get(name)
     return part if isinstance(part, dict) else {}
 

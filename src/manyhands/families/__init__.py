@@ -1,4 +1,4 @@
-"""Model families, one file each: what is true of a family and stands in no config.json.
+"""Model families, one file each: what config.json does not tell of a family.
 
 A new family is one file here with a tuple ``FAMILIES``. Nothing outside this package names a family or a class of its
 implementation. Imports no torch and no transformers, and nothing of the product.

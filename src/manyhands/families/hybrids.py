@@ -1,6 +1,6 @@
 """Hybrids: blocks with linear attention, a state space model or a short convolution in place of attention or beside it.
 
-Which block has what stands in config.json under many names. Functions give the shapes of a block but for its experts.
+config.json names the kind of each block under many keys. Functions give the shapes of a block but for its experts.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def map_uploads(t: Translator, switch: str, keys: Iterable[str]) -> None:
 
 
 def choose_optimizer(t: Translator, key: str, known: Mapping[str, tuple[str, str]], default: str = "") -> None:
-    """``optimizer.name`` from a tool's name of it. ``known``: our name, and what is said where it is not the same."""
+    """``optimizer.name`` from a tool's name of it. ``known``: our name, and a note where it differs."""
     asked = t.get(key, default)
     ours, note = known.get(str(asked), ("", ""))
     if not ours:

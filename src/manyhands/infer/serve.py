@@ -252,7 +252,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 class _Asked:
-    """A request as read: what is to be answered, and how the answer is written."""
+    """A parsed request: its prompts, and the form of its response."""
 
     def __init__(
         self, answerer: Answerer, body: Mapping[str, Any], name: str, defaults: GenerationSettings, is_chat: bool

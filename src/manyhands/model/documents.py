@@ -202,8 +202,8 @@ def _by_rows(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def separate_states(model: Any) -> bool:
-    """Let each mixer of ``model`` that carries a state along a row begin anew at each document of a pack, in place;
-    returns whether there is one. Names of modules and parameters do not change.
+    """Let each mixer of ``model`` that carries a state along a row start from zero at each document of a pack, in
+    place; returns whether there is one. Names of modules and parameters do not change.
 
     The rows of a pack are an argument of each block (``ROWS``), so that a block that is recomputed has those of its own
     batch; a hook takes it out again.

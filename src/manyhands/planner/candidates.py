@@ -48,7 +48,7 @@ class Limits:
     host: int | None
     free_bytes: int
     num_local: int  # ranks that share the host's memory
-    clock: Clock | None = None  # None: nothing is said of time
+    clock: Clock | None = None  # None: seconds are not estimated
 
     def evaluate(self, base: EstimateInput, layout: Layout) -> Candidate:
         """The layout with what it needs; ``base`` is the estimate input of any layout of the run."""

@@ -1,4 +1,4 @@
-"""Decisions about the machine: device, number of processes, their variables; what is said of hardware that is not here.
+"""Decisions about the machine: device, number of processes, their variables; notes on hardware that is not present.
 Pure.
 """
 

@@ -81,7 +81,7 @@ def explain_nonfinite(result: StepResult, samples: str = "") -> Diverged:
 
 
 class RollBack(Exception):
-    """The run is to go on from its newest checkpoint, without the ``left_out`` steps. Raised on all ranks at once."""
+    """Continue from the newest checkpoint, without the ``left_out`` steps. Raised on all ranks at once."""
 
     def __init__(self, left_out: Sequence[int], why: str) -> None:
         super().__init__(why)

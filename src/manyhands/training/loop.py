@@ -1,4 +1,4 @@
-"""The loop, and a pass over validation samples. It knows steps, evaluations and hooks; no feature is named here.
+"""The loop, and a pass over validation samples. Knows steps, evaluations and hooks, and names no feature.
 
 Evaluation sums over all ranks first, then divides each term once by its own weight.
 """

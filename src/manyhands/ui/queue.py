@@ -184,7 +184,7 @@ def _change_item(queue: Queue, number: int, **changes: Any) -> Mapping[str, Any]
 
 
 def _start_item(queue: Queue, number: int, gpu: str | None) -> subprocess.Popen[bytes] | None:
-    """The child has a session of its own: it goes on where this process is ended. None where it cannot be started."""
+    """The child has a session of its own: it survives this process. None where it cannot be started."""
     with queue.change() as state:
         item = next((one for one in state["items"] if one["id"] == number), None)
         if item is None:  # removed meanwhile

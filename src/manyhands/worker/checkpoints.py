@@ -102,7 +102,7 @@ class CheckpointHook(Hook):
             or (minutes is not None and state.elapsed_s - self.saved_elapsed_s >= 60 * minutes)  # alike on all ranks
         )
 
-    # Saving. Collective, but for what goes on beside the training.
+    # Saving. Collective, except for background writes.
 
     def save(self, state: TrainState) -> None:
         """Saves ``state``, or begins to, unless it is saved already."""

@@ -167,7 +167,7 @@ class Session(Process):
         record_for_torch(cause, self.stage, self.launcher.rank)
 
     def show_lost(self, error: BaseException | None = None, silent: Collection[int] = ()) -> None:
-        """Where no rank has reported why the run ends, a surviving one shows what it knows."""
+        """Where no rank has reported why the run ends, a surviving one reports what it has seen."""
         if self.folder is not None and not self.folder.has_cause():
             text = describe_lost(self.folder, self.launcher.rank, self.stage, error, silent)
             self._show(text)

@@ -144,7 +144,7 @@ def _try_and_exit(render: Callable[..., str]) -> None:
                     )
                 except MemoryError:
                     code = TOO_MUCH_MEMORY
-                except Exception:  # what a template refuses is said where rows are rendered
+                except Exception:  # reported where rows are rendered
                     continue
     finally:
         os._exit(code)

@@ -201,7 +201,7 @@ def is_animated(raw: bytes) -> bool:
             formats = [name for name in _known_formats() if name in MOVING]
             with Image.open(io.BytesIO(raw), formats=formats) as image:
                 return bool(getattr(image, "is_animated", False))
-    except Exception:  # what cannot be read is said where it is decoded
+    except Exception:  # reported where it is decoded
         return False
 
 

@@ -5,7 +5,7 @@ A store is a folder. Each stream of the samples (``streams.py``) is a file ``NAM
 samples, and a table ``NAME_checksums.npy`` (uint32); one with a length of its own has ``NAME_offsets.npy`` (int64,
 samples + 1) besides, which bounds its samples. A stream with a default is there only where some sample carries it. One
 entry a sample: ``num_loss_tokens.npy`` (int32), ``loss_weights.npy`` (float64), ``lines.npy`` (int32),
-``continued.npy`` (bool: the sample goes on where the one before was cut), ``hashes.npy`` (uint64, of the streams with a
+``continued.npy`` (bool: the sample continues the one before), ``hashes.npy`` (uint64, of the streams with a
 length of their own) and ``sources.npy`` (int16). ``train.npy`` and ``validation.npy`` (int64) list the samples of each
 set, ``meta.json`` says how the store was made and declares its streams.
 

@@ -372,7 +372,7 @@ def _make_text(ids: np.ndarray, weight: float) -> Sample:
 
 
 def find_any(words: Iterable[str], content: Content) -> str | None:
-    """The first of some words that stands in what people wrote."""
+    """The first of some words that occurs in the text of messages."""
     return next((word for text in texts_of(content) for word in words if word in text), None)
 
 

@@ -4,7 +4,7 @@ On an H200, 32 heads of 128 dimensions over 8 key-value heads, forward and backw
 tokens takes 1.42 ms against 2.54 of torch's varlen (FlashAttention 2), 2 x 4,096 tokens 1.86 against 3.66; gradients
 are as near to float32 (benchmarks/results/h200-flash-attention-4.jsonl). It comes with the package flash-attn-4,
 which torch's own switch for it, ``activate_flash_attention_impl``, does not fit (4.0.0b36 with torch 2.11), so the
-package is called here. Its backward pass is not public: all that is known of it stands in ``bind``, and
+package is called here. Its backward pass is not public: ``bind`` holds all that is assumed of it, and
 ``choose_packed`` uses nothing that fails the self-test. Knows nothing of models, packing or batches.
 
 Shapes: t positions of all documents, h query heads, g key-value heads (h a multiple of g), d dimensions a head, n

@@ -1,4 +1,4 @@
-"""Triton kernels around the grouped products of experts. What they compute stands in ``reference``.
+"""Triton kernels around the grouped products of experts. ``reference`` has the same functions in plain torch.
 
 Each touches a wide tensor once: rows are gathered, gated or summed where the low-rank products on them are made. A
 block of rows lies within one group; a program finds its block from ``ends`` on the device, so that the host waits for

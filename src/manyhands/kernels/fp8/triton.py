@@ -1,5 +1,6 @@
 """Triton kernels that write float8_e4m3fn: rows (``triton_rows``), rows of act(g) u and of its gradient, transposed
-values; and one that adds a matmul of low rank. What they compute stands in ``reference``, fp8 values bit for bit.
+values; and one that adds a matmul of low rank. ``reference`` has the same
+functions in plain torch, with equal fp8 values.
 
 Importing this needs Triton; ``select`` does so only on a GPU, and compares before use. Knows nothing of layers.
 """

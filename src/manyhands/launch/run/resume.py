@@ -175,7 +175,7 @@ def refuse_no_longer(before: Plan, after: Plan, folder: RunFolder, config: RunCo
 
 
 def train_further(config: RunConfig, where: str) -> str:
-    """How a new run goes on from the result of the one in the folder ``where``, with any other key."""
+    """How a new run continues from the result of the one in the folder ``where``, with any other key."""
     key = "method.adapter" if config.method.trains_adapters else "model.name"
     return f"train further from its result in a new run: name=NEW {key}={where}"
 
