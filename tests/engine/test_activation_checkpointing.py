@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from manyhands.config.schema import MethodSection
+from manyhands.convert.experts import stack_experts
 from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.lora import apply_lora
 from manyhands.convert.nf4 import quantize_blocks
@@ -20,6 +21,7 @@ from manyhands.model.weights import quantized_layers
 from manyhands.planner.layout import Checkpointing
 from manyhands.planner.memory.activations import kept_bytes_per_token, linear_bytes_per_token
 from tests.planner.test_memory import FULL
+from tests.support.experts import expert_model
 from tests.support.plans import change_input, make_layout
 from tests.support.tiny import tiny_config, tiny_model
 
@@ -108,6 +110,36 @@ def test_selective_keeps_the_results_of_linear_layers_and_attention_when_compile
     inputs, _ = kept_bytes(build("full", True, 2, **method))
     assert inputs < two < 0.8 * everything
     assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("rank", [0, 4], ids=["trained", "fused adapters"])
+def test_selective_keeps_the_products_of_experts_when_compiled(rank: int, tmp_path) -> None:
+    """What one more block adds is what the plan counts, and no expert is multiplied again."""
+
+    def build_mixture(layers: int) -> nn.Module:
+        model = expert_model("qwen3_moe", eager=False, num_hidden_layers=layers)
+        stack_experts(model)
+        if rank:
+            apply_lora(model, MethodSection(rank=rank), seed=0)
+            fuse_modules(model, known_modules())
+        checkpoint_blocks(model, ("selective",) * layers, compiled=True)
+        torch._dynamo.reset()
+        compile_blocks(model, dynamic=None, backend=BACKEND)
+        return model
+
+    expert_model("qwen3_moe").config.save_pretrained(tmp_path)
+    changes = {"num_adapter_parameters": rank, "adapter_rank": rank, "fuses_experts": rank > 0}
+    facts = read_model_facts(tmp_path, "tiny", "random")
+    given = change_input(FULL, compute_dtype="float32", model=facts, **changes)
+    model = build_mixture(2)
+    kept_bytes(model)  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        two, _ = kept_bytes(model)
+    products = sum(event.name == "manyhands::multiply_groups" for event in profile.events())
+    assert rank or products == 2 * (2 + 2)  # of two stacks, forward and backward
+    three, _ = kept_bytes(build_mixture(3))
+    assert (three - two) / NUM_TOKENS == pytest.approx(linear_bytes_per_token(given), rel=0.02)
 
 
 @pytest.mark.ci

@@ -30,6 +30,8 @@ MATMULS = {
     "manyhands::nf4_low_rank_linear",
     "manyhands::low_rank_linear",
     "manyhands::fp8_matmul",
+    "manyhands::multiply_groups",
+    "manyhands::multiply_quantized",
     "manyhands::fp8_stacked",  # of weights, whose scales alone the backward pass takes
 }
 ATTENTION = {

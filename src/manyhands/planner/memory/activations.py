@@ -81,14 +81,19 @@ def attention_bytes_per_token(s: EstimateInput) -> int:
 def linear_bytes_per_token(s: EstimateInput) -> int:
     """What selective recomputation keeps: a block's input, the results of its linear layers, those of attention.
 
-    ``c H``, ``c`` times the sum of the layers' outputs (compiled all but the MLP's, which only the next block needs,
-    unless a norm reads it first), ``c q + 4 heads``, and adapters' inner results.
+    ``c H``, ``c`` times the sum of the layers' outputs (compiled all but a dense MLP's, which only the next block
+    needs, unless a norm reads it first; beside fused adapters of experts all but that of their second stack), the
+    router's logits, ``c q + 4 heads``, and adapters' inner results, which those of experts make again.
     """
-    m, c = s.model, s.compute_bytes
-    outputs = sum(shape.active_out for shape in m.block_linear_shapes.values())
-    if s.layout.compile and not m.norms_mlp_output:
+    m, c, shapes = s.model, s.compute_bytes, s.model.block_linear_shapes.values()
+    stacks = [shape for shape in shapes if shape.groups > 1]
+    outputs = sum(shape.active_out for shape in shapes) + max((shape.groups for shape in stacks), default=0)
+    if s.fuses_experts:
+        outputs -= m.rows_per_token * m.hidden_size
+    elif s.layout.compile and not m.norms_mlp_output and not stacks:
         outputs -= m.hidden_size
-    inner = c * s.adapter_rank * len(m.block_linear_shapes) if s.num_adapter_parameters else 0
+    num_adapted = len(shapes) - len(stacks) * s.fuses_experts
+    inner = c * s.adapter_rank * num_adapted if s.num_adapter_parameters else 0
     return c * (m.hidden_size + outputs) + attention_bytes_per_token(s) + inner
 
 
