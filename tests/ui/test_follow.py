@@ -2,10 +2,13 @@
 
 import json
 import os
+import time
 
 import pytest
 
 from manyhands.ui.follow import SLICE_BYTES, Metrics, Tail
+from manyhands.ui.runs import Runs
+from tests.ui.conftest import write_run
 
 
 def row(step, loss=1.0, **fields):
@@ -124,3 +127,18 @@ def test_no_file_and_a_line_without_an_end(file):
     file.write_bytes(b"x" * (SLICE_BYTES + 5) + b"\n" + row(1).encode())
     assert tail.read()[0]
     assert tail.read()[0].endswith(row(1).encode())
+
+
+def test_a_million_rows_open_within_a_second(runs):
+    """Of this process's own time, since a machine at work says nothing about the page."""
+    run = write_run(runs, "long", num_rows=0, num_steps=1_000_000)
+    with (run / "metrics.jsonl").open("w") as rows:
+        rows.writelines(
+            f'{{"kind": "step", "step": {step}, "loss": 1.5, "pad": "0123"}}\n' for step in range(1, 1_000_001)
+        )
+    started = time.process_time()
+    found = Runs(runs)
+    found.look()
+    shown = json.dumps(found.get("long").describe())
+    assert time.process_time() - started < 0.5
+    assert '"x": [' in shown and '"step": 1000000' in shown

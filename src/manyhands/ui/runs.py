@@ -17,6 +17,7 @@ from manyhands.launch.run.folder import RunFolder
 from manyhands.ui.follow import Axis, Metrics, Tail, parse_row, to_number
 
 SCAN_S, QUIET_S = 5.0, 5.0  # between looks for new runs; between looks at one that is not running
+AFTER_PREVIEW_S = 0.5  # until the rest of a large file is read: the answer with the preview comes first
 MAX_FOLLOWED = 8  # runs whose rows are kept in memory
 LOG_BYTES, LOG_LINES, HANG_CHARACTERS = 16 << 10, 60, 20_000
 EVALUATION, STEP = b'{"kind": "evaluation"', b'{"kind": "step"'
@@ -123,16 +124,17 @@ class Run:
 
     def follow(self) -> Metrics:
         """The rows of the run: at once those of a small file, of a large one a preview, until a thread has read all."""
-        if self.metrics is None:
-            self.metrics = Metrics(self.folder.metrics)
-            self.metrics.preview()
+        is_first, metrics = self.metrics is None, self.metrics or Metrics(self.folder.metrics)
+        is_preview = is_first and metrics.preview()
+        self.metrics = metrics
         if self.reading.acquire(blocking=False):
-            metrics = self.metrics
-            if metrics.update():
-                threading.Thread(target=self._read_on, args=(metrics,), daemon=True, name="rows").start()
+            if is_preview or metrics.update():
+                reader = threading.Timer(AFTER_PREVIEW_S if is_preview else 0.0, self._read_on, (metrics,))
+                reader.daemon = True
+                reader.start()
             else:
                 self.reading.release()
-        return self.metrics
+        return metrics
 
     def _read_on(self, metrics: Metrics) -> None:
         try:
