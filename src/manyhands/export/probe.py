@@ -13,7 +13,7 @@ from manyhands.core.collective_errors import run_on_rank_0
 from manyhands.data.batch.batches import Batch, collate, to_device
 from manyhands.data.batch.collate import BatchShape
 from manyhands.data.store.store import SampleSet, TokenStore
-from manyhands.data.store.streams import TOKENS, from_streams
+from manyhands.data.store.streams import TOKENS, from_streams, split_documents
 from manyhands.export.reference import save_probe
 from manyhands.infer.images import PromptImages, sizes_of
 from manyhands.model.inputs import image_work
@@ -51,7 +51,8 @@ def write_probe(
     number = find_sample_with_images(train, plan, loss_model) if engine.is_local else None
     if number is not None:
         sample = train.sample(number)
-        ids = torch.from_numpy(sample[TOKENS.name].copy()).long()[None]
+        first = split_documents(sample, train.streams)[0]
+        ids = torch.from_numpy(first[TOKENS.name].copy()).long()[None]
         shape = BatchShape(packed=plan.packing, images=image_work(config, plan, store))
         batch = to_device(collate(train, np.array([number]), shape), device)
         images = PromptImages(Path(plan.model_folder), tokenizer, sizes_of(config))

@@ -254,7 +254,7 @@ class Evaluator:
         number, samples = value
         answerer = self._worker.answerer
         if kind == "pairs":
-            return kind, (number, score_pairs(answerer.model, self._samples, samples))
+            return kind, (number, score_pairs(answerer.model, self._samples, samples, answerer.images))
         return kind, (number, sum_losses(answerer.model, self._samples, samples, answerer.images))
 
 
@@ -281,7 +281,7 @@ def are_pairs(samples: SampleSet) -> bool:
 
 
 @torch.no_grad()
-def score_pairs(model: Any, samples: SampleSet, numbers: np.ndarray) -> np.ndarray:
+def score_pairs(model: Any, samples: SampleSet, numbers: np.ndarray, images: PromptImages | None = None) -> np.ndarray:
     """(p, 2, 2) float64: of the chosen and the rejected answer of each pair its log-probability and its tokens."""
     if getattr(model, "hf_device_map", None):
         raise UserError(
@@ -289,6 +289,13 @@ def score_pairs(model: Any, samples: SampleSet, numbers: np.ndarray) -> np.ndarr
             where="--device-map",
             fix="use GPUs that hold a whole copy, or read the evaluations of the run's report",
         )
+    if samples.num_images is not None and samples.num_images[numbers].any():
+        scores = [
+            (-float(losses[trained].sum()), int(trained.sum()))
+            for number in numbers
+            for losses, _, trained in _compute_alone(model, samples, int(number), images)
+        ]
+        return np.array(scores, dtype=np.float64).reshape(-1, 2, 2)
     found: list[Answers] = []
 
     def collect(loss_model: LossModel, batch: Any, hidden: torch.Tensor, metrics: bool) -> dict[str, Any]:
@@ -317,19 +324,28 @@ def _sum_by_logits(model: Any, samples: SampleSet, numbers: np.ndarray, images: 
     as the parts that ``LossModel`` calls by themselves are not on one device."""
     total = np.zeros(4)
     for number in numbers:
-        sample = dict(samples.sample(int(number)))
-        ids = torch.tensor(sample[TOKENS.name], dtype=torch.int64)
-        weights = torch.from_numpy(weights_of(sample))[1:].double()
-        stored = from_streams(sample) if samples.num_images is not None else ()
-        if stored and images is None:
-            raise refuse_images()
+        weights = torch.from_numpy(weights_of(samples.sample(int(number))))[1:].double()
+        ((losses, hits, trained),) = _compute_alone(model, samples, int(number), images)
+        correct = (hits & trained).sum()
+        total += [float((losses * weights).sum()), float(weights.sum()), float(correct), float(trained.sum())]
+    return total.tolist()
+
+
+def _compute_alone(
+    model: Any, samples: SampleSet, number: int, images: PromptImages | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(losses float64, whether the token is the arg max, whether it is trained) of each document's tokens but the
+    first, by the model's own forward pass on it; all documents of a sample see its images."""
+    sample = samples.sample(number)
+    stored = from_streams(sample) if samples.num_images is not None else ()
+    if stored and images is None:
+        raise refuse_images()
+    for document in split_documents(sample, samples.streams):
+        ids = torch.tensor(document[TOKENS.name], dtype=torch.int64)
         inputs = images.inputs(model, ids.tolist(), stored) if stored and images is not None else {}
         logits = model(input_ids=ids[None].to(model.device), use_cache=False, **inputs).logits[0, :-1].float().cpu()
-        labels, trained = ids[1:], torch.from_numpy(sample[MASK.name].copy())[1:]
-        losses = cross_entropy(logits, labels, reduction="none").double()
-        correct = (logits.argmax(-1) == labels) & trained
-        total += [float((losses * weights).sum()), float(weights.sum()), float(correct.sum()), float(trained.sum())]
-    return total.tolist()
+        losses = cross_entropy(logits, ids[1:], reduction="none").double()
+        yield losses, logits.argmax(-1) == ids[1:], torch.from_numpy(document[MASK.name].copy())[1:]
 
 
 def group_by_length(lengths: np.ndarray, numbers: np.ndarray, max_tokens: int = BATCH_TOKENS) -> Iterator[np.ndarray]:

@@ -199,7 +199,10 @@ class Images:
         if batch[self.layout.names[0]].shape[0] or KEPT in batch:
             features, deeper = self._features(model, batch)
             places = batch[PLACES] if PLACES in batch else is_image.flatten().nonzero().squeeze(1)
-            _check_count(model, len(features), len(places))
+            _check_count(model, len(features), places.shape[-1])
+            if places.dim() > 1:  # each document of a sample sees its images
+                features, *deeper = (values.repeat(len(places), 1) for values in (features, *deeper))
+                places = places.flatten()
             embeds = embeds.flatten(0, 1).index_copy(0, places, features.to(embeds.dtype)).view_as(embeds)
             if deeper:
                 kwargs |= {"visual_pos_masks": places, "deepstack_visual_embeds": deeper}

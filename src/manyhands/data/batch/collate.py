@@ -151,8 +151,6 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
         divided = [cut_prompts(sample, each) for sample, each in zip(samples, divided, strict=True)]
         samples = [{**each, DOCUMENTS.name: each[DOCUMENTS.name] - each[SHARED.name]} for each in samples]
     documents = [document for each in divided for document in each]
-    if shape.images is not None and len(documents) > len(samples):
-        raise ValueError("images of samples of several documents cannot be placed")
     lengths = [len(document[PACKED_BY]) for document in documents]
     if shape.packed:
         size, starts, batch = _size_pack(lengths, shape)
@@ -176,7 +174,7 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
                 batch[entry.name] = np.concatenate([blank, *parts]).astype(entry.dtype)
                 batch[f"cu_{entry.name}"] = np.cumsum([0, *map(len, parts)], dtype=np.int32)
     if shape.images is not None:
-        batch |= add_images(shape.images, samples, batch, starts, shape.packed)
+        batch |= add_images(shape.images, samples, divided, batch, starts, shape.packed)
     return add_label_positions(batch)
 
 

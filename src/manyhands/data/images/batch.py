@@ -39,7 +39,7 @@ from manyhands.core.files import read_object
 from manyhands.data.images.cache import Entries, ImageCache
 from manyhands.data.images.files import DECODING, BadImage, PixelBounds, content_of, decode, name_of, read_bytes
 from manyhands.data.images.open import open_processor
-from manyhands.data.images.places import place_images, read_tower_sizes
+from manyhands.data.images.places import PLACES, divide_places, place_images, read_tower_sizes
 from manyhands.data.images.processor import PROCESSOR_FILES, family_of, processor_digest, update_by_files
 from manyhands.data.store.streams import PACKED_BY, Sample, StoredImage, from_streams
 from manyhands.families.images import PIXELS
@@ -69,16 +69,26 @@ class ImageWork:
 
 
 def add_images(
-    work: ImageWork, samples: Sequence[Sample], batch: Arrays, starts: Sequence[int], packed: bool
+    work: ImageWork,
+    samples: Sequence[Sample],
+    divided: Sequence[Sequence[Sample]],
+    batch: Arrays,
+    starts: Sequence[int],
+    packed: bool,
 ) -> Arrays:
-    """The entries of the images of ``samples``, whose documents begin at the flat positions ``starts`` of ``batch``.
-    Raises UserError for an image that is not what it was when the samples were prepared."""
+    """The entries of the images of ``samples``, once each. All documents of a sample, ``divided``, see its images; they
+    begin at the flat positions ``starts`` of ``batch``. Raises UserError for an image that is not what it was when the
+    samples were prepared."""
     batcher = open_batcher(work)
     entries = batcher.enter([from_streams(sample) for sample in samples])
     if batcher.layout.mrope:
-        entries["rope_positions"] = batcher.place_documents(samples, entries, batch["input_ids"].shape, starts, packed)
+        entries["rope_positions"] = batcher.place_documents(divided, entries, batch["input_ids"].shape, starts, packed)
     tower = batcher.tower if batcher.layout.grid_inputs else {}
-    return entries | place_images(batch | entries, batcher.layout, batcher.token_id, tower)
+    entries |= place_images(batch | entries, batcher.layout, batcher.token_id, tower)
+    num_documents = max(map(len, divided), default=1)
+    if num_documents > 1:
+        entries[PLACES] = divide_places(entries[PLACES], starts, num_documents)
+    return entries
 
 
 @lru_cache(maxsize=2)
@@ -184,7 +194,7 @@ class ImageBatcher:
 
     def place_documents(
         self,
-        samples: Sequence[Sample],
+        divided: Sequence[Sequence[Sample]],
         entries: Arrays,
         size: tuple[int, ...],
         starts: Sequence[int],
@@ -195,10 +205,11 @@ class ImageBatcher:
         if not packed:
             out[:] = np.tile(np.arange(size[1]), size[0])
         bounds, merge = entries["cu_image_grid_thw"], int(self.processor.values["merge_size"])
-        for number, (sample, start) in enumerate(zip(samples, starts, strict=True)):
-            ids = sample[PACKED_BY]
+        places = iter(starts)
+        for number, documents in enumerate(divided):
             grids = entries["image_grid_thw"][bounds[number] : bounds[number + 1], 1:] // merge
-            out[:, start : start + len(ids)] = rotary_positions(ids == self.token_id, grids)
+            for ids, start in zip([document[PACKED_BY] for document in documents], places, strict=False):
+                out[:, start : start + len(ids)] = rotary_positions(ids == self.token_id, grids)
         return out.reshape(3, *size)
 
 

@@ -3,7 +3,8 @@ where images stand among the tokens, and what a tower takes that follows from th
 
 | name | |
 |---|---|
-| image_places | (n) int64: flat positions of the tokens that features take the place of |
+| image_places | (n) int64: flat positions of the tokens that features take the place of; of samples of several \
+documents (documents of each, n), where each document's are |
 | image_rows_FIELD | where the tokens of an image see all of it: the fields of ``model/attention.py``'s ``ImageRows`` |
 | image_position_ids, ... | inputs of the tower under transformers' own names (``transformers.vision_utils``) |
 
@@ -54,6 +55,14 @@ def place_images(batch: Mapping[str, Any], layout: ImageLayout, token_id: int, t
     if layout.grid_inputs:
         placed |= grid_inputs(layout.grid_inputs, batch["image_grid_thw"], tower)
     return placed
+
+
+def divide_places(places: np.ndarray, starts: Sequence[int], num_documents: int) -> np.ndarray:
+    """Flat places in documents that begin at ``starts``, ``num_documents`` of each sample with the same images, as
+    (num_documents, n): those of all first documents, of all second ones, ...
+    """
+    documents = np.searchsorted(np.asarray(starts), places, side="right") - 1
+    return np.stack([places[documents % num_documents == number] for number in range(num_documents)])
 
 
 def find_rows(is_image: np.ndarray, bounds: np.ndarray) -> Arrays:

@@ -8,7 +8,7 @@ image columns have.
 |---|---|
 | parts of a content, ``{type: image, image: ...}`` | in place of these parts |
 | the column ``images`` or ``image``: one, or a list | in place of ``<image>`` in texts, and of parts without an image |
-| the column alone, no such part or mark | before the first user message's text (messages, prompt, question) |
+| the column alone, no such part or mark | before the first user message's text (messages, prompt, question, pairs) |
 
 A line break next to ``<image>`` belongs to it where the column is ``image``, as where the mark comes from; templates
 write their own.
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.config.sources import IMAGES
+from manyhands.config.tasks import PAIRS
 from manyhands.data.read.columns import carries
 from manyhands.data.read.messages import IMAGE_KEYS, Message, Reading, RowRefused, parse_json
 
@@ -32,6 +33,7 @@ SYSTEM_ROLES = ("system", "developer")
 OTHER_MARKS = ("<video>", "<audio>")
 ANY_MARK, LINE_MARK = re.compile(MARK), re.compile(rf"{MARK}\n|\n{MARK}$|{MARK}")
 MAX_IMAGES = 1000  # of one row
+PUT_FIRST = ("messages", "prompt", "question", *PAIRS)  # formats whose images need no place in a text
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def place_images(
             raise RowRefused(
                 f"an image part has the index {index} at place {number} of the row's images: put them in order"
             )
-    if given and not places and format in ("messages", "prompt", "question"):
+    if given and not places and format in PUT_FIRST:
         placed = _put_first(placed, len(given))
         empty = len(given)
     if empty != len(given):
@@ -173,6 +175,11 @@ def parts_of(message: Message) -> Iterator[dict[str, Any]]:
     """The parts of a content that is a list of them."""
     content = message.get("content")
     return iter(content if isinstance(content, list) else ())
+
+
+def has_image(message: Message) -> bool:
+    """Whether a part of its content is an image."""
+    return any(part["type"] == "image" for part in parts_of(message))
 
 
 def texts_of_message(message: Message) -> list[str]:

@@ -20,14 +20,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from manyhands.config.sources import IMAGES, LABEL, MEDIA, OPTIONAL, PREFERENCE, REQUIRED, TRAINED
-from manyhands.config.tasks import PAIRS, READY, name_tasks
+from manyhands.config.tasks import READY, name_tasks
 from manyhands.core.errors import UserError
 from manyhands.data.read.files import Row
 from manyhands.data.read.messages import RowRefused
 from manyhands.data.store.streams import IGNORED
 
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # how data sets of several tools mark where the medium goes
-WITHOUT_IMAGES = ("text", *PAIRS, *READY)  # formats whose rows never have images
+WITHOUT_IMAGES = ("text", *READY)  # formats whose rows never have images
 # Where no row among the first ones has an image, a later one is the first to say that there are some.
 IMAGES_HINT = "data.images: true trains it where the model takes images, "
 MAX_NAMES = 100  # of columns that are not read; more of them are values under names of their own

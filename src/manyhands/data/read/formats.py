@@ -54,7 +54,14 @@ from manyhands.config.tasks import JUDGED, PAIRS, READY, TASKS, name_tasks
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
 from manyhands.data.images.processor import family_of
-from manyhands.data.images.rows import SYSTEM_ROLES, leave_out_system, place_images, read_column, texts_of_message
+from manyhands.data.images.rows import (
+    SYSTEM_ROLES,
+    has_image,
+    leave_out_system,
+    place_images,
+    read_column,
+    texts_of_message,
+)
 from manyhands.data.read.columns import Columns, carries
 from manyhands.data.read.files import Row
 from manyhands.data.read.messages import (
@@ -437,6 +444,8 @@ def to_conversation(
             messages, placed = leave_out_system(messages, placed)
         if not any(message["role"] == "assistant" for message in messages[num_prompt:]):
             raise RowRefused("no assistant message: this row has no loss tokens")
+        if placed and format in PAIRS and any(has_image(message) for message in messages[num_prompt:]):
+            raise RowRefused("an answer of the pair holds an image: images stand in the prompt that both answer")
         calls = [message.get("tool_calls") for message in messages if len(message) > 2]
         for name, shown in (("a tool call", calls), ("tools", tools), ("chat_template_kwargs", arguments)):
             if (found := find_inexpressible(shown)) is not None:
@@ -444,8 +453,8 @@ def to_conversation(
         return Conversation(messages, tools, weight, arguments, placed, num_prompt, frozenset(cells.reading.unread))
 
     if format in PAIRS:
-        if images or weight != 1:
-            raise RowRefused("pairs of answers take no images" if images else "every pair weighs 1: leave out weight")
+        if weight != 1:
+            raise RowRefused("every pair weighs 1: leave out weight")
         prompt, chosen, rejected = _read_pair(cells, format)
         return Pair(join(prompt, chosen), join(prompt, rejected))
     label = None

@@ -7,7 +7,7 @@ What a part gives depends on its rows alone, not on the process, the parts besid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -183,6 +183,9 @@ class PartTokenizer:
                 )
                 if self._images is not None and isinstance(content, Conversation):
                     content = self._images.open(content, row.file)
+                elif self._images is not None and isinstance(content, Pair):  # whose images stand in its prompt
+                    chosen = self._images.open(content.chosen, row.file)
+                    content = Pair(chosen, replace(content.rejected, images=chosen.images))
                 if (characters := count_conversation(content)) > MAX_CONVERSATION_CHARACTERS:
                     if source.too_long == "drop":
                         outcome.num_too_long += 1
@@ -355,7 +358,8 @@ class PartTokenizer:
 
 
 def stored_images(content: Content) -> list[StoredImage]:
-    """The images of a row, in the order of its placeholders."""
+    """The images of a row, in the order of its placeholders; of a pair those of its prompt, once."""
+    content = content.chosen if isinstance(content, Pair) else content
     return [image.stored for image in content.images] if isinstance(content, Conversation) else []
 
 

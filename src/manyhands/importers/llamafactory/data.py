@@ -247,8 +247,9 @@ class _Entry:
             key = "ranking" if is_ranking else "columns"
             raise self.refusal(key, "this is data of preferences: write stage dpo (pairs) or kto (judged answers), or "
                                "choose a data set of conversations")  # fmt: skip
-        if stage in ("dpo", "kto") and self.columns.get("images"):
-            raise self.refusal("columns.images", "preferences are trained on text alone: choose a data set of text")
+        if stage == "kto" and self.columns.get("images"):
+            raise self.refusal("columns.images", "judged answers are trained on text alone: choose a data set of text, "
+                               "or pairs and stage dpo")  # fmt: skip
         if media := [one for one in MEDIA if self.columns.get(one)]:
             raise self.refusal(f"columns.{media[0]}", f"these rows come with {' and '.join(media)}, and only text and "
                                "images can be trained: choose a data set of these")  # fmt: skip
