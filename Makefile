@@ -151,7 +151,7 @@ setup-accelerate: $(READY)
 test: $(READY)
 	@$(PYTHON) -m pytest -q $(SIDE_BY_SIDE) -m "not ci and not slow and not real and not gpu" $(PYTEST_ARGS)
 
-test-ci: WITHOUT := -m "not nightly"
+test-ci: WITHOUT := -m "not nightly" --durations=25
 test-all test-ci: $(READY)
 	@test -s $(SMOLLM2)/model.safetensors || $(PYTHON) -m manyhands.demo.model $(SMOLLM2)
 	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(SIDE_BY_SIDE) $(WITHOUT) $(PYTEST_ARGS)

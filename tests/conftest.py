@@ -23,6 +23,7 @@ NIGHTLY = (
     *("engine/test_image_layouts.py", "data/test_images.py", "model/test_images.py", "importers/test_every_value.py"),
     *("submit/test_cluster.py", "api/test_guide.py", "api/test_examples.py"),
 )
+IN_ROOT = set(os.listdir(ROOT))  # before the tests
 # Workers that tests start import the package from the sources, also where it is not installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -77,6 +78,14 @@ def pytest_collection_finish() -> None:
     """Modules imported so far, hundreds of thousands of objects, are not searched for garbage again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails where a test has written into the repository's folder: another that looks for nothing there finds it."""
+    left = {name for name in {*os.listdir(ROOT)} - IN_ROOT if not name.startswith((".", "__"))} - {"build", "dist"}
+    if left and not hasattr(session.config, "workerinput"):
+        print(f"\nFAILED a test left {', '.join(sorted(left))} in {ROOT}: give it tmp_path to write to")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _count_gpus() -> int:
