@@ -109,6 +109,24 @@ def test_a_reference_is_a_forward_pass_of_the_model_without_its_adapters():
     assert twice.start_s - once.start_s == pytest.approx(once.terms["reference"] * 250, rel=0.1)
 
 
+def test_a_value_of_the_whole_step_is_a_pass_through_the_model_and_one_through_its_reference():
+    """KTO's KL: answers to others' prompts, as many tokens as the step has, before the pass that is trained."""
+    off = asked(change_input(LORA, reference="adapters", num_values=1))
+    assert time.values(off) == pytest.approx(time.forward(off, MICRO) + time.reference(off))
+    assert time.values(asked(change_input(LORA, reference="adapters"))) == 0
+    quantized = [asked(change_input(LORA, nf4_blocks=True, num_values=n, reference="adapters")) for n in (0, 1)]
+    none, one = map(time.dequantization, quantized)
+    assert one / none == pytest.approx(5 / 3), "forward, backward, reference; and for the value two"
+    sharded = change_input(LORA, world_size=8, strategy="fsdp", reshard_after_forward=True, reference="adapters")
+    assert [gathers(asked(replace(sharded, num_values=n))) for n in (0, 1)] == [3, 5]
+    data = data_facts(num_samples=2000, mean=2000, longest=2048)
+    machine = facts(llama_8b(), gpus=1, gpu_bytes=140 * 2**30, data=data)
+    sft, kto = (plan(run_config(task=task, batch__samples=8), machine).time for task in ("sft", "kto"))
+    assert kto.evaluation_s == pytest.approx(4 * sft.evaluation_s, rel=1e-4)
+    assert kto.terms["values"] == pytest.approx(2 * kto.terms["reference"], rel=0.1)
+    assert kto.step_s - sft.step_s == pytest.approx(kto.terms["reference"] + kto.terms["values"], rel=0.05)
+
+
 def test_micro_batches_of_as_many_tokens_are_one_with_the_mean_of_their_pairs():
     """Steps of mixed lengths have hundreds, and a plan with advice looked at each of them for 11 s."""
     packs = [np.array([100, 28]), np.array([64, 64]), np.array([128]), np.array([60])]

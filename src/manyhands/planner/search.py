@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from manyhands import families
 from manyhands.config.schema import RunConfig
+from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
 from manyhands.facts.types import Facts
 from manyhands.planner.advice import DOES_NOT_FIT, with_advice
@@ -229,7 +230,9 @@ def _search(
     steps = count_steps(config, facts.data, split.batch_samples)
     passes, (reference, why_reference) = steps.total / steps.per_epoch, choose_reference(config, facts, steps)
     features = choose_features(config, facts, decisions.parts, DTYPE_BYTES[decisions.compute], passes, obstacle)
-    base = replace(with_features(features, _base_input(config, facts, decisions)), reference=reference)
+    num_values = sum(term.value is not None for term in TASKS[config.task].make_terms(config))
+    base = with_features(features, _base_input(config, facts, decisions))
+    base = replace(base, reference=reference, num_values=num_values)
     num_machines = ceil_div(decisions.world_size, ranks_per_machine(facts, decisions.device, decisions.world_size))
     candidates = list_candidates(config, base, splits, limits, decisions.shard_degree, num_machines)
     ran_out = find_ran_out(launch.cause, launch.before, decisions, limits, launch.found)

@@ -105,8 +105,15 @@ class EstimateInput:
     images: ImageInput | None = None  # of a model whose tower is loaded
     needs_all_gradients: bool = True  # before the update: to clip them, or to skip it
     reference: str = "none"  # Plan.reference
+    num_values: int = 0  # that the loss needs of a whole step first, each by a pass of its own (``StepValue``)
     fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
     fuses_experts: bool = False  # adapters of experts are computed with their gate (fused_experts.py)
+
+    @property
+    def num_more_passes(self) -> int:
+        """Forward passes beside that which is trained: through the reference, and for values, which compare with it."""
+        through_reference = self.reference == "adapters"
+        return through_reference + self.num_values * (1 + through_reference)
 
     @property
     def merges_queries(self) -> bool:

@@ -159,7 +159,7 @@ def estimate_time(
     step_s, work = sum(terms.values()), clock.work(asked)
     ranks, data = asked.layout.world_size, facts.data
     evaluations = count_evaluations(steps, data.num_validation_samples, at_start=clock.evaluates_at_start)
-    evaluation_s = _forward(clock, asked, data.num_validation_tokens) * (1 + (asked.reference == "adapters"))
+    evaluation_s = _forward(clock, asked, data.num_validation_tokens) * (1 + asked.num_more_passes)
     checkpoint_s = disk.checkpoint_bytes / DISK_BYTES_S
     start_s = COMPILE_S + asked.model.num_parameters * 2 / DISK_BYTES_S
     if asked.reference == "stored":

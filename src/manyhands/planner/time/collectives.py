@@ -17,18 +17,18 @@ MIXED_SUM_BYTES = 18
 
 
 def gathers(s: TimeInput) -> float:
-    """Times that a block's shards are gathered in a step: once or twice for each micro-batch, and for the pass through
-    a reference.
+    """Times that a block's shards are gathered in a step: once or twice for each micro-batch, and for each pass beside
+    the trained one.
 
     By ZeRO's stages 1 and 2 once, after the update; by stage 3 in each micro-batch's forward and backward pass, and
     again where blocks are computed again.
     """
-    layout, reference = s.estimate.layout, s.estimate.reference == "adapters"
+    layout, more = s.estimate.layout, s.estimate.num_more_passes
     if layout.zero_stage == 3:
-        return s.work.num_micro * ((3.0 if layout.activation_checkpointing == "full" else 2.0) + reference)
+        return s.work.num_micro * ((3.0 if layout.activation_checkpointing == "full" else 2.0) + more)
     if layout.zero_stage:
         return 1.0
-    return s.work.num_micro * (2 + reference if layout.reshard_after_forward else 1)
+    return s.work.num_micro * (2 + more if layout.reshard_after_forward else 1)
 
 
 def copies(s: TimeInput) -> float:

@@ -66,6 +66,7 @@ def estimate_step(s: TimeInput) -> dict[str, float]:
         "elementwise": sum(micro.count * elementwise(s, micro) for micro in s.work.micros),
         "head": sum(micro.count * head(s, micro) for micro in s.work.micros),
         "reference": reference(s),
+        "values": values(s),
         "towers": towers_s(s),
         "dequantization": s.work.num_micro * dequantization(s),
         "recomputation": sum(micro.count * recomputation(s, micro) for micro in s.work.micros),
@@ -271,11 +272,19 @@ def reference(s: TimeInput) -> float:
     return sum(m.count * (forward(s, m) - spared) for m, spared in zip(s.work.micros, adapted, strict=True))
 
 
+def values(s: TimeInput) -> float:
+    """For each value that the loss needs of the whole step first: a forward pass of as many tokens, without gradients,
+    and one through the reference that it compares with.
+    """
+    trained = sum(micro.count * forward(s, micro) for micro in s.work.micros)
+    return s.estimate.num_values * (trained + reference(s))
+
+
 def dequantization(s: TimeInput) -> float:
     """NF4 weights to compute dtype for y, for dx and where blocks are computed again: ``(1/2 + c) B`` bytes each."""
     e = s.estimate
     passes = 2 + sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
-    passes += e.reference == "adapters"
+    passes += e.num_more_passes
     if e.nf4_blocks:
         return passes * e.num_in_linears * (0.5 + e.compute_bytes) / s.rates.memory
     if e.model.stored_mxfp4:
@@ -399,7 +408,7 @@ def host(s: TimeInput) -> float:
     e = s.estimate
     layer = s.fitted.host_layer_s * ((DYNAMIC if e.layout.dynamic else 1.0) if e.layout.compile else EAGER)
     again = sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
-    layer *= 1 + 0.5 * (again + (e.reference == "adapters"))
+    layer *= 1 + 0.5 * (again + e.num_more_passes)
     if e.num_adapter_parameters:
         layer *= 1.2 if e.fuses_modules else 1.6  # the first with ``host_layer_s`` from two small shapes
     if e.layout.wrapper == "fully_shard":
