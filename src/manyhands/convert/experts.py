@@ -10,9 +10,12 @@ Shapes: n tokens of e values, of which each goes to k of E experts; index (n, k)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -22,6 +25,7 @@ from manyhands.convert.grouped import GroupedLinear, hold
 from manyhands.convert.protocol import BaseConverter
 from manyhands.convert.routing import declare_routing
 from manyhands.core.errors import UserError
+from manyhands.core.holding import own_part
 from manyhands.kernels.experts import ops, select
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_experts
@@ -33,19 +37,36 @@ NAME = "manyhands"  # of the forward pass, in transformers' registry
 def compute_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The sum over each token's experts, weighted: (n, e) -> (n, e).
 
-    Tokens are sorted by expert, so that each projection of all experts is one product. Nothing waits for a GPU, and
-    nothing is added up in an order that changes.
+    Tokens are sorted by expert, so that each projection of all experts is one product. Nothing waits for a GPU, unless
+    ranks divide the experts (``engine/experts.py``), and nothing is added up in an order that changes.
     """
-    num_chosen = index.shape[-1]
+    if getattr(experts, "expert_group", None) is not None:
+        return _compute_divided(experts, hidden, index, weights)
+    return _compute_own(experts, hidden, index, weights, experts.num_experts)
+
+
+def _sort(index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The choices of tokens (n, k) sorted, which of the n k each is, the inverse of that, and where those of each
+    expert end.
+    """
     chosen, order = torch.sort(index.reshape(-1).short(), stable=True)  # 2 bytes are sorted in fewer passes than 8
-    numbers = torch.arange(experts.num_experts, device=index.device, dtype=chosen.dtype)
+    numbers = torch.arange(num_experts, device=index.device, dtype=chosen.dtype)
     ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=index.device))
+    return chosen, order, places, ends
+
+
+def _compute_own(
+    experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """By the ``num_experts`` experts whose parameters are there."""
+    num_chosen = index.shape[-1]
+    chosen, order, places, ends = _sort(index, num_experts)
     if can_fuse(experts):
         sums = compute_adapted(experts, hidden, weights, order, places, ends)
         if not experts.has_bias:
             return sums
-        of_all = weights.new_zeros(len(weights), experts.num_experts).scatter(1, index, weights)
+        of_all = weights.new_zeros(len(weights), num_experts).scatter(1, index, weights)
         return sums + of_all.to(sums.dtype) @ experts.down_proj_bias.to(sums.dtype)
     x = _Dispatch.apply(hidden, order, places, num_chosen)
     first, _ = projections(experts)
@@ -57,6 +78,66 @@ def compute_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, wei
         x = x + experts.down_proj_bias.to(x.dtype)[chosen.int()]
     out: torch.Tensor = _Combine.apply(x, weights, order, places)
     return out.to(hidden.dtype)
+
+
+@torch.compiler.disable
+def _compute_divided(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """By experts of which each rank of a group has its part: a row for each choice goes to the expert's rank, is
+    computed there as a token with one expert, and comes back. Collective, also for a rank that no row comes to.
+
+    The numbers of rows are read on the host, so this waits for a GPU, once a block.
+    """
+    group, size = experts.expert_group, experts.expert_group.size()
+    num_own = experts.num_experts // size
+    _, order, places, ends = _sort(index, experts.num_experts)
+    given = ends.diff(prepend=ends.new_zeros(1))
+    taken = torch.empty_like(given)
+    dist.all_to_all_single(taken, given, group=group)  # (size num_own): rows of each rank for each expert that is here
+    sent, received = torch.stack([given, taken]).view(2, size, num_own).sum(2).tolist()
+    rows = _Exchange.apply(_Dispatch.apply(hidden, order, places, index.shape[-1]), sent, received, group)
+    numbers = torch.arange(num_own, device=index.device).repeat(size)
+    own = numbers.repeat_interleave(taken.long(), output_size=sum(received))[:, None]
+    if not len(own):  # a kernel wants a row
+        rows, own = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), own.new_zeros(1, 1)
+    with _own_parameters(experts):
+        y = _compute_own(experts, rows, own, weights.new_ones(own.shape), num_own)
+    y = _Exchange.apply(y[: sum(received)], received, sent, group)
+    out: torch.Tensor = _Combine.apply(y, weights, order, places)
+    return out.to(hidden.dtype)
+
+
+@contextmanager
+def _own_parameters(experts: Any) -> Iterator[None]:
+    """This rank's part of each parameter in its place."""
+    held = [(module._parameters, dict(module._parameters)) for module in experts.modules()]
+    try:
+        for parameters, whole in held:
+            parameters.update({key: each if each is None else own_part(each) for key, each in whole.items()})
+        yield
+    finally:
+        for parameters, whole in held:
+            parameters.update(whole)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks of a group, ``sent[r]`` of them to rank r, and from them: (n, e) -> (m, e). Gradients go the
+    other way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+    found = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found
 
 
 class _Dispatch(torch.autograd.Function):

@@ -77,7 +77,7 @@ def _multiply(
     """The product with the stack's weight, dequantized if it has to be, and with the product of low and wide added."""
     if frozen is None:
         return multiply_stack(stack, x, ends, transposed=transposed, low=low, wide=wide)
-    weight = frozen.to(x.dtype).unflatten(0, (stack.num_groups, -1))
+    weight = frozen.to(x.dtype).unflatten(0, (len(ends), -1))
     weight = weight.mT if transposed else weight
     out: Tensor = multiply_groups(x, weight, ends) if low is None else ops.multiply_and_add(x, weight, low, wide, ends)
     return out

@@ -3,7 +3,9 @@ of its group.
 
 Shapes: a stack of g groups is an ``nn.Linear`` whose weight (g o, i) has the groups' weights one above the other, so
 that what holds, counts, shards and exports weights needs to know nothing of groups. Its input x (n, i) is sorted by
-group; ``ends`` (g) is where the rows of each group end, as ``torch.nn.functional.grouped_mm`` has it.
+group; ``ends`` (g) is where the rows of each group end, as ``torch.nn.functional.grouped_mm`` has it. Where ranks
+divide the groups, a forward pass has those of this rank: its parameters and ``ends`` are shorter than ``num_groups``
+says.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.core.holding import computed_part
 from manyhands.kernels.experts.select import kernels_for
 from manyhands.kernels.grouped import compute_groups, grouped_matmul
 from manyhands.kernels.operators import operator
@@ -33,9 +36,9 @@ class Grouped:
         """(n, i) -> (n, o)"""
         if isinstance(self, QuantizedLayer):
             pieces = [getattr(self, piece) for piece in self.weight_pieces]
-            shape = (self.num_groups, self.out_features // self.num_groups, self.in_features)
+            shape = (len(ends), self.out_features // self.num_groups, self.in_features)
             return _QuantizedMatmul.apply(x, ends, self.storage, shape, *pieces)
-        return grouped_matmul(x, self.weight.unflatten(0, (self.num_groups, -1)), ends)
+        return grouped_matmul(x, self.weight.to(x.dtype).unflatten(0, (len(ends), -1)), ends)
 
 
 def _multiply_quantized(
@@ -78,8 +81,8 @@ def multiply_stack(
     """The product with a quantized stack, of which nothing is kept, without gradients: (n, i) -> (n, o), or back. With
     low (n, r) and wide (g, r, o) their product is added (``kernels.experts.reference.add_low``).
     """
-    pieces = [getattr(stack, piece) for piece in stack.weight_pieces]
-    shape = [stack.num_groups, stack.out_features // stack.num_groups, stack.in_features]
+    pieces = [computed_part(getattr(stack, piece)) for piece in stack.weight_pieces]
+    shape = [len(ends), stack.out_features // stack.num_groups, stack.in_features]
     out: torch.Tensor = multiply_quantized(x, ends, pieces, stack.storage, shape, transposed, low, wide)
     return out
 

@@ -114,8 +114,9 @@ class LoraGrouped(LoraLinear):
             return multiply(x, ends)
         drops = self.dropout > 0 and self.training
         dropped = F.dropout(x, self.dropout) if drops else x
-        low = grouped_matmul(dropped, self._split(self.lora_A.weight.to(x.dtype)), ends) * self.scaling
-        update = grouped_matmul(low, self._split(self.lora_B.weight.to(x.dtype)), ends)
+        a, b = (factor.weight.to(x.dtype).unflatten(0, (len(ends), -1)) for factor in (self.lora_A, self.lora_B))
+        low = grouped_matmul(dropped, a, ends) * self.scaling
+        update = grouped_matmul(low, b, ends)
         base = multiply(x, ends)
         if self.lora_magnitude_vector is None:
             return base + update

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -147,6 +147,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return holding_of(tensor).local(tensor)
 
 
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part, through which a gradient reaches the parameter: that of these values, not summed over ranks."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def computed_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of what computes, detached: the shard of a DTensor, else the tensor itself, also where masters
     are held in parts beside it."""
@@ -176,6 +181,11 @@ def first_index(tensor: torch.Tensor) -> int:
 def num_shards(tensor: torch.Tensor) -> int:
     """Parts that the tensor is cut into; replicas do not count."""
     return holding_of(tensor).num_shards(tensor)
+
+
+def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
+    """The ranks over which the tensor is a DTensor; None where it is none."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def replica_of(tensor: torch.Tensor) -> tuple[int, int]:

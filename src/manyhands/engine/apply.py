@@ -32,6 +32,7 @@ from manyhands.core.holding import is_full
 from manyhands.core.world import World
 from manyhands.engine import host_shards
 from manyhands.engine.activations import checkpoint_blocks, checkpoint_towers, offload_activations
+from manyhands.engine.experts import DividedExperts, divide_experts
 from manyhands.engine.gradient_memory import GradientMemory
 from manyhands.engine.host_shards import BlockPrefetch, GradientNorms
 from manyhands.engine.masters import ComputeCopy
@@ -78,10 +79,12 @@ def apply(
         assert config is not None
         return apply_zero(loss_model, plan, config, world, materialize)
     mesh = make_mesh(layout, world)
+    experts = divide_experts(loss_model, layout, world)
     if mesh is not None:
         shard(
             loss_model,
             mesh,
+            experts=experts,
             mixed=layout.compute_copy == "gathered",
             reshard_after_forward=layout.reshard_after_forward,
             offload=layout.offload == "all",
@@ -92,15 +95,20 @@ def apply(
     if layout.offload_activations:
         offload_activations(loss_model.model, world.device)
     if mesh is not None:
-        return make_sharded_engine(loss_model, world, mesh, layout)
+        return make_sharded_engine(loss_model, world, mesh, layout, experts)
     if layout.wrapper == "none":
         copy = keep_compute_copy(loss_model) if layout.compute_copy == "kept" else None
         return NativeEngine(loss_model, world, copy=copy)
     trained = "full" if layout.trains_everything else "part"
-    return NativeEngine(loss_model, world, replica=replicate(loss_model, trained, layout.ddp_bucket_mb))
+    if experts is not None and not experts.hide_from_ddp(loss_model):
+        return NativeEngine(loss_model, world, experts=experts)
+    replica = replicate(loss_model, trained, layout.ddp_bucket_mb)
+    return NativeEngine(loss_model, world, replica=replica, experts=experts)
 
 
-def make_sharded_engine(loss_model: LossModel, world: World, mesh: DeviceMesh, layout: Layout) -> NativeEngine:
+def make_sharded_engine(
+    loss_model: LossModel, world: World, mesh: DeviceMesh, layout: Layout, experts: DividedExperts | None = None
+) -> NativeEngine:
     """Of shards that are there; of one rank's in host memory, what FSDP2 does not overlap there (``host_shards``)."""
     overlaps = layout.prefetches_blocks and host_shards.PREFETCH
     memory = GradientMemory() if layout.sums_are_gradients else None
@@ -115,6 +123,7 @@ def make_sharded_engine(loss_model: LossModel, world: World, mesh: DeviceMesh, l
         prefetch=BlockPrefetch([*find_blocks(loss_model.model).values()], world.device) if overlaps else None,
         norms=GradientNorms(loss_model) if overlaps and mesh.size() == 1 else None,
         memory=memory,
+        experts=experts,
     )
 
 
@@ -205,14 +214,20 @@ def make_mesh(layout: Layout, world: World) -> DeviceMesh | None:
 
 
 def shard(
-    loss_model: LossModel, mesh: DeviceMesh, *, mixed: bool, reshard_after_forward: bool, offload: bool = False
+    loss_model: LossModel,
+    mesh: DeviceMesh,
+    *,
+    mixed: bool,
+    reshard_after_forward: bool,
+    offload: bool = False,
+    experts: DividedExperts | None = None,
 ) -> None:
     """FSDP2 on every block, then on the rest (embeddings, last norm, head), whose tied weights must share one unit.
 
     ``mixed``: float32 masters, bfloat16 compute, float32 reduction. Without it parameters compute in the dtype they
     have: adapters cast by themselves. ``reshard_after_forward`` frees a block's gathered weights after its forward
     pass. ``offload``: shards, frozen ones too, and their gradients lie in host memory, pinned where there is a GPU to
-    copy to.
+    copy to. ``experts`` are divided already.
     """
     # Inputs stay as they are: weights of tokens, and the rotary angles of families that have them in float32.
     dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
@@ -220,9 +235,15 @@ def shard(
     place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     parts = loss_model.optional_parts
     optional_blocks, held_in_full = ([], set()) if parts is None else parts.divide_for_sharding(loss_model.model)
+    divided = set() if experts is None else experts.parameters
     for block in (*find_blocks(loss_model.model).values(), *optional_blocks):
         fully_shard(
-            block, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=reshard_after_forward
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=place,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=divided,
         )
     fully_shard(
         loss_model,
@@ -230,7 +251,7 @@ def shard(
         mp_policy=policy,
         offload_policy=place,
         reshard_after_forward=False,
-        ignored_params=held_in_full,
+        ignored_params=held_in_full | divided,
     )
     for module in loss_model.modules():
         if isinstance(module, FSDPModule):

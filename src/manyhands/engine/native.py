@@ -4,7 +4,7 @@ the worker calls (``worker.rank.RunEngine``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -23,6 +23,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.holding import local
 from manyhands.core.limits import UPDATE_SLICE
 from manyhands.core.world import World
+from manyhands.engine.experts import DividedExperts
 from manyhands.engine.gradient_memory import GradientMemory
 from manyhands.engine.host_shards import BackwardUpdate, BlockPrefetch, GradientNorms, PerParameterOptimizer
 from manyhands.engine.masters import ComputeCopy
@@ -120,7 +121,7 @@ class NativeEngine(RankEngine):
     ``mesh``: what FSDP2 shards over; every rank holds only its part of the gradients along its shard axis. ``replica``:
     the DDP module around the loss model. ``reduce_every``: shards are reduced after every micro-batch, not after the
     last one. ``copy``: what computes in place of the parameters, refreshed once a step. ``prefetch`` and ``norms``: of
-    shards in host memory. ``memory``: where sharded gradients are allocated.
+    shards in host memory. ``memory``: where sharded gradients are allocated. ``experts``: those that ranks divide.
     """
 
     def __init__(
@@ -135,10 +136,11 @@ class NativeEngine(RankEngine):
         prefetch: BlockPrefetch | None = None,
         norms: GradientNorms | None = None,
         memory: GradientMemory | None = None,
+        experts: DividedExperts | None = None,
     ) -> None:
         super().__init__(loss_model, world)
         self._replica, self._copy = replica, copy
-        self._prefetch, self._norms, self._memory = prefetch, norms, memory
+        self._prefetch, self._norms, self._memory, self._experts = prefetch, norms, memory, experts
         if replica is not None:
             replica.require_backward_grad_sync = False  # ``backward`` prepares the reducer itself
         self._backward_update: BackwardUpdate | None = None
@@ -159,7 +161,7 @@ class NativeEngine(RankEngine):
     @property
     def is_local(self) -> bool:
         """Whether this rank can run a forward pass without any other rank."""
-        return not self._units
+        return not self._units and self._experts is None
 
     def make_optimizer(self, plan: Plan, config: RunConfig) -> str:
         """The optimizer of the plan over the trained parameters; returns which kernels run it and why, if it is worth
@@ -210,6 +212,8 @@ class NativeEngine(RankEngine):
                 self._backward_update.is_on = False  # further micro-batches compute with the same weights
         with nullcontext() if self._prefetch is None else self._prefetch.backward_pass():
             loss.backward()
+        if last and self._experts is not None:
+            self._experts.reduce_gradients()
         if last and self._has_idle_parts:
             assert self.loss_model.optional_parts is not None
             for parameter in self.loss_model.optional_parts.trained(self.model):
@@ -250,16 +254,24 @@ class NativeEngine(RankEngine):
         norms = None if self._norms is None else self._norms.of(gradients)
         if norms is None:
             assert not updated, "a gradient that has been used comes no second time"
-            norms = tensor_norms([local(g) for g in gradients.values() if g is not None], self.world.device)
-        total = (
-            torch.stack(norms).square().sum()
-            if norms
-            else torch.zeros((), dtype=torch.float64, device=self.world.device)
-        )
-        if self._shard_group is not None:
-            dist.all_reduce(total, group=self._shard_group)
+            divided = set() if self._experts is None else self._experts.parameters
+            norms = self._norms_of(p for p in self.model.parameters() if p not in divided)
+        total = self._sum_squares(norms, self._shard_group)
+        if self._experts is not None:
+            total += self._sum_squares(self._norms_of(divided), self._experts.group)
         self._norm = total.sqrt()
         return self._norm
+
+    def _norms_of(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        return tensor_norms([local(p.grad) for p in parameters if p.grad is not None], self.world.device)
+
+    def _sum_squares(self, norms: list[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
+        """0-d float64, over the ranks of ``group`` too."""
+        none = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        total = torch.stack(norms).square().sum() if norms else none
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total
 
     def step(self, learning_rate: float, *, max_norm: float) -> None:
         """Clips gradients to ``max_norm`` (0: does not), steps at the schedule's ``learning_rate`` and frees them."""

@@ -119,6 +119,7 @@ class Layout:
     accumulates: bool = True  # a step may have several micro-batches
     data_workers: int = 0  # processes a rank that collate batches; 0: a thread
     ddp_bucket_mb: int | None = None  # of gradients that DDP reduces at once; none: as many as suits the method
+    expert_degree: int = 1  # neighboring ranks that divide every block's experts, beside the axes of the mesh
 
     @property
     def world_size(self) -> int:
@@ -137,7 +138,8 @@ class Layout:
     @property
     def weight_shards(self) -> int:
         """Ranks that hold one copy of the trained weights together; ranks that are equal modulo it hold the same."""
-        return self.mesh.num_shards if self.strategy in ("fsdp", "hsdp", "zero3") else 1
+        shards = self.mesh.num_shards if self.strategy in ("fsdp", "hsdp", "zero3") else 1
+        return math.lcm(shards, self.expert_degree)
 
     @property
     def prefetches_blocks(self) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from manyhands.config.patterns import reaches
 from manyhands.config.schema import OptimizerSection
 from manyhands.core.errors import UserError
-from manyhands.core.holding import full_shape
+from manyhands.core.holding import full_shape, mesh_of
 from manyhands.optim.options import TORCHS_ADAMW, Group, MakeAdamW, Options
 from manyhands.optim.registry import OPTIMIZERS, load_factory
 
@@ -48,7 +48,8 @@ def make_optimizer(
 def group_parameters(
     model: nn.Module, section: OptimizerSection, learning_rate: float, parts: Parts = NO_PARTS
 ) -> list[Group]:
-    """Groups of (name, parameter) pairs by pattern, and within it matrices, which decay, and the rest.
+    """Groups of (name, parameter) pairs by pattern, and within it matrices, which decay, and the rest; those apart
+    that other ranks hold together, as torch steps none of these side by side.
 
     Norm weights, biases (one dimension) and embeddings (also where the head is tied to them) do not decay: pulling
     them to zero changes scales that nothing else restores. Embeddings do if ``decay_embeddings`` asks for it.
@@ -58,7 +59,7 @@ def group_parameters(
     rates |= section.learning_rates
     unrated = parts.keys() - section.part_learning_rates.keys()  # named to keep other parts' patterns off them
     chosen = choose_patterns(model, {pattern: (pattern,) for pattern in section.learning_rates} | dict(parts), unrated)
-    groups: dict[tuple[str | None, bool, bool], Group] = {}
+    groups: dict[tuple[object, ...], Group] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             pattern, is_embedding = chosen.get(id(parameter)), id(parameter) in embeddings
@@ -67,7 +68,7 @@ def group_parameters(
             peak = learning_rate if pattern is None else rates[pattern]
             empty = {"params": [], "weight_decay": section.weight_decay if decays else 0.0, "is_matrix": is_matrix}
             group = groups.setdefault(
-                (pattern, is_matrix, decays),
+                (pattern, is_matrix, decays, mesh_of(parameter)),
                 {**empty, "peak_ratio": peak / learning_rate, "pattern": pattern, "lr": peak},
             )
             group["params"].append((name, parameter))
