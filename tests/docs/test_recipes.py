@@ -142,7 +142,7 @@ def test_files_train_and_save_what_they_say(trained: Place) -> None:
         assert len(run.losses()) == 2 and run.read("status.json")["state"] == "finished", path.stem
         assert (run.folder / ("model" if full else "adapter")).is_dir(), path.stem
     assert (trained.run("new-tokens").folder / "merged").is_dir()
-    assert trained.run("experts-full").read("report.json")["training"]["figures"].keys() == {
+    assert trained.run("experts-full").read("report.json")["measured"]["figures"].keys() == {
         "idle_experts",
         "largest_load",
     }

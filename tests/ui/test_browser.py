@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.runs import write_place
 from tests.ui.browser import CHROMIUM, launch, serving
 from tests.ui.conftest import step_row, write_run
 
@@ -140,6 +141,30 @@ def test_two_chosen_runs_are_compared(open_page):
     expect(page.get_by_text("optimizer.learning_rate")).to_be_visible()
     page.get_by_role("combobox", name="Horizontal axis").select_option("tokens")
     expect(page.get_by_role("img", name="Training loss by tokens")).to_be_visible()
+
+
+def test_a_plan_for_absent_gpus_and_a_wrong_value(open_page, tmp_path):
+    write_place(tmp_path)
+    page = open_page("plan", viewport={"width": 375, "height": 800})
+    fields = {"Model": f"{tmp_path}/model", "Training data": f"{tmp_path}/rows.jsonl", "Learning rate": "fast"}
+    for label, value in {**fields, "GPUs, here or not": "2xH100", "Price of a GPU-hour": "2.5"}.items():
+        page.get_by_label(label).fill(value)
+    page.get_by_label("Method").select_option("lora")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    expect(page.get_by_role("alert")).to_contain_text("optimizer.learning_rate", timeout=120_000)
+    page.get_by_label("Learning rate").fill("1e-4")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    chart = page.get_by_role("img", name=re.compile("candidates by memory and seconds"))
+    expect(chart).to_be_visible(timeout=120_000)
+    rows = page.get_by_role("region", name="Candidates").get_by_role("row")
+    assert chart.locator("circle").count() == rows.count() - 1 > 2
+    assert float(chart.locator("text").first.evaluate("text => text.getBoundingClientRect().height")) > 9, (
+        "too small to read"
+    )
+    expect(rows.nth(1)).to_contain_text(re.compile(r"[\d.]+ GiB[\d.]+ schosen"))
+    expect(rows.last).to_contain_text(re.compile("slower|more memory|does not fit"))
+    expect(page.get_by_text("at 2.50 a GPU-hour")).to_be_visible()
+    assert all("400 (Bad Request)" in text for text in page.complaints), "the browser reports the wrong value's answer"
 
 
 def test_two_hundred_runs(open_page, folder):

@@ -337,7 +337,8 @@ def _check_paths(config: RunConfig) -> list[str]:
 def _error(findings: list[str], where: str) -> UserError:
     more = len(findings) - MAX_FINDINGS
     details = findings[:MAX_FINDINGS] + ([f"and {more} more"] if more > 0 else [])
-    what = "the run file has an error" if len(findings) == 1 else f"the run file has {len(findings)} errors"
+    file = "the command line" if where == "command line" else "the run file"
+    what = f"{file} has an error" if len(findings) == 1 else f"{file} has {len(findings)} errors"
     return UserError(
         what, where=where, details=details, fix="correct the keys above; `manyhands config KEY` explains a key"
     )

@@ -83,7 +83,9 @@ class Asker:
                         os.killpg(process.pid, signal.SIGKILL)
         text = out.decode("utf-8", "replace")
         if process.returncode and not text.startswith("{"):
-            raise UserError(err.decode("utf-8", "replace").strip() or f"it ended with code {process.returncode}")
+            lines = f"\n{err.decode('utf-8', 'replace').strip()}"
+            error = lines.rpartition("\nerror: ")[2]  # after lines of progress
+            raise UserError(error.strip() or f"it ended with code {process.returncode}")
         return text
 
 

@@ -219,7 +219,7 @@ function runView(name) {
     const peak = Math.max(0, ...found.ranks.map(rank => rank.peak || 0)), shareOfPlan = run.planned_tokens_per_s && run.tokens_per_s ? run.tokens_per_s / run.planned_tokens_per_s : null;
     tiles.replaceChildren(...[
       ["Training loss", fixed(run.loss), `step ${whole(run.step)}`],
-      ["Best held-out loss", fixed(run.best), known(run.best_step) ? `at step ${whole(run.best_step)} of ${evaluated.length} evaluation${evaluated.length === 1 ? "" : "s"}` : "no evaluation yet"],
+      ["Best held-out loss", fixed(run.best), known(run.best_step) ? `at step ${whole(run.best_step)}; ${evaluated.length} evaluation${evaluated.length === 1 ? "" : "s"}` : "no evaluation yet"],
       ["Tokens/s", whole(run.tokens_per_s), known(shareOfPlan) ? `${percent(shareOfPlan)} of the plan` : "the plan has no figure for this device"],
       ["Peak memory", gib(peak || null), run.planned_bytes ? `planned ${gib(run.planned_bytes)} of ${gib(run.limit_bytes)}` : ""],
       ["Waiting for data", percent(found.wait_share), "of the newest step"],
@@ -382,20 +382,24 @@ function planResult(plan) {
       h("tbody", {}, ordered.map(one => h("tr", { class: one.chosen && "chosen" }, h("th", { scope: "row" }, one.name), h("td", {}, one.checkpointing), h("td", { class: "right" }, whole(one.micro)), h("td", { class: "right" }, gib(one.bytes)), h("td", { class: "right" }, known(one.seconds) ? `${one.seconds.toPrecision(3)} s` : "–"), h("td", {}, one.reason))))))),
     h("details", { class: "card" }, h("summary", {}, "Every decision, and why"), h("dl", { class: "decisions" }, plan.decisions.map(([topic, text]) => [h("dt", { class: "dim" }, topic), h("dd", {}, text)])))];
 }
+function round(low, high) { // some five round numbers from low to high
+  const size = (high - low) / 4 || 1, ten = 10 ** Math.floor(Math.log10(size)), step = ten * [1, 2, 5, 10].find(one => one * ten >= size * 0.999);
+  return Array.from({ length: Math.floor(high / step + 1e-9) - Math.ceil(low / step - 1e-9) + 1 }, (_, number) => +((Math.ceil(low / step - 1e-9) + number) * step).toPrecision(6));
+}
 function scatter(plan) { // each candidate a dot: memory to the right, seconds upwards
-  const shown = plan.candidates.filter(one => known(one.seconds)), W = 900, H = 260, L = 60, B = 36;
+  const shown = plan.candidates.filter(one => known(one.seconds)), W = Math.min(900, Math.max(300, innerWidth - 70)), H = 260, L = 60, B = 36, GiB = 2 ** 30;
   if (shown.length < 2) return h("p", { class: "sub" }, "Seconds are not known on this device: the table has the memory.");
   const make = (tag, props, ...kids) => { const element = document.createElementNS("http://www.w3.org/2000/svg", tag); for (const [name, value] of Object.entries(props)) element.setAttribute(name, value); element.append(...kids); return element; };
   const largest = Math.max(...shown.map(one => one.bytes)), far = plan.limit > 3 * largest; // the limit would leave the dots no room
-  const right = far ? 1.5 * largest : Math.min(Math.max(largest, plan.limit), 2 * plan.limit), low = Math.min(...shown.map(one => one.seconds)), high = Math.max(...shown.map(one => one.seconds)) * 1.05;
-  const x = bytes => L + (W - L - 15) * Math.min(1, bytes / right), y = seconds => H - B - (H - B - 15) * (seconds - low * 0.9) / (high - low * 0.9);
-  const text = (at, top, words, anchor = "middle") => make("text", { x: at, y: top, "text-anchor": anchor }, words), marks = [0, 0.25, 0.5, 0.75, 1];
-  return make("svg", { viewBox: `0 0 ${W} ${H}`, class: "scatter", role: "img", "aria-label": `${shown.length} candidates by memory and seconds of a step; the table below has all of them` },
-    ...marks.map(share => make("line", { class: "grid", x1: L, x2: W - 15, y1: y(low * 0.9 + share * (high - low * 0.9)), y2: y(low * 0.9 + share * (high - low * 0.9)) })),
-    ...marks.map(share => text(L - 8, y(low * 0.9 + share * (high - low * 0.9)) + 4, `${(low * 0.9 + share * (high - low * 0.9)).toPrecision(2)} s`, "end")),
-    ...marks.map(share => text(x(share * right), H - 12, `${+(share * right / 2 ** 30).toPrecision(2)} GiB`, share === 1 ? "end" : "middle")),
+  const right = far ? 1.5 * largest : Math.min(1.05 * Math.max(largest, plan.limit), 2 * plan.limit), low = 0.9 * Math.min(...shown.map(one => one.seconds)), high = 1.05 * Math.max(...shown.map(one => one.seconds));
+  const x = bytes => L + (W - L - 15) * Math.min(1, bytes / right), y = seconds => H - B - (H - B - 15) * (seconds - low) / (high - low);
+  const text = (at, top, words, anchor = "middle") => make("text", { x: at, y: top, "text-anchor": anchor }, words);
+  return [make("svg", { viewBox: `0 0 ${W} ${H}`, class: "scatter", role: "img", "aria-label": `${shown.length} candidates by memory and seconds of a step; the table below has all of them` },
+    ...round(low, high).flatMap(seconds => [make("line", { class: "grid", x1: L, x2: W - 15, y1: y(seconds), y2: y(seconds) }), text(L - 8, y(seconds) + 4, `${seconds} s`, "end")]),
+    ...round(0, right / GiB).map(size => text(x(size * GiB), H - 12, `${size} GiB`)),
     ...(far ? [] : [make("line", { class: "limit", x1: x(plan.limit), x2: x(plan.limit), y1: 8, y2: H - B })]), text(x(plan.limit) - 6, 20, `limit ${gib(plan.limit)}${far ? " →" : ""}`, "end"),
-    ...shown.sort((a, b) => a.chosen - b.chosen).map(one => make("circle", { class: one.chosen ? "chosen" : one.fits ? "fits" : "beyond", cx: x(one.bytes), cy: y(one.seconds), r: one.chosen ? 8 : 4.5 }, make("title", {}, `${one.name}, ${one.checkpointing}, ${whole(one.micro)}: ${gib(one.bytes)}, ${one.seconds.toPrecision(3)} s. ${one.reason}`))));
+    ...shown.sort((a, b) => a.chosen - b.chosen).map(one => make("circle", { class: one.chosen ? "chosen" : one.fits ? "fits" : "beyond", cx: x(one.bytes), cy: y(one.seconds), r: one.chosen ? 8 : 4.5 }, make("title", {}, `${one.name}, ${one.checkpointing}, ${whole(one.micro)}: ${gib(one.bytes)}, ${one.seconds.toPrecision(3)} s. ${one.reason}`)))),
+  h("p", { class: "sub" }, `Seconds upwards, memory to the right; the large dot is chosen${shown.some(one => !one.fits) ? ", an empty one does not fit" : ""}.`)];
 }
 
 function dataView(name) {
