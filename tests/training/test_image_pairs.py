@@ -42,6 +42,7 @@ def write_rows_of(path: str) -> dict[str, dict[str, Any]]:
             "rejected": asked(PART, TEXT) + BAD,
             "images": [path],
         },
+        "a column of another name": {"prompt": asked(PART, TEXT), "pictures": [path], **ANSWERS},
         "the image in its part": {"prompt": asked(shown(path), TEXT), **ANSWERS},
         "LLaMA-Factory, a mark": {
             "conversations": [{"from": "human", "value": "<image>What is it?"}],
@@ -72,7 +73,9 @@ def test_every_tools_rows_become_one_sample_with_one_image(lab: Lab) -> None:
     folder, (path, *_) = write_tiny_processor(lab.folder / "processor", "qwen2_5_vl"), write_pictures(lab.folder)
     made = []
     for number, row in enumerate(write_rows_of(path).values()):
-        found = prepare(config_of(lab, f"row-{number}", [row], {"model.name": str(folder)}), folder, lambda _: None)
+        fields = {"data.fields": {"images": "pictures"}} if "pictures" in row else {}
+        config = config_of(lab, f"row-{number}", [row], {"model.name": str(folder), **fields})
+        found = prepare(config, folder, lambda _: None)
         assert (found.num_images, found.num_documents) == (1, 2)
         made.append(TokenStore.open(found.folder).train)
     samples = [each.sample(0) for each in made]

@@ -328,14 +328,14 @@ MEDIA = MappingProxyType(
 )
 
 
-IMAGES = ("images", "image")  # columns of images, which every format of conversations reads if images are trained
+IMAGES = ("images", "image")  # columns of images, read by formats of conversations and pairs if images are trained
 
 
 def known_fields(format: str) -> tuple[str, ...]:
     """The fields that ``data.fields`` may map for a format; those of all formats for ``auto``."""
     formats = REQUIRED if format == "auto" else (format,)
     names = [name for one in formats for group in (REQUIRED, OPTIONAL, INNER) for name in group.get(one, ())]
-    names += IMAGES if set(formats) - {"text", *PAIRS, *JUDGED, *READY} else ()
+    names += IMAGES if set(formats) - {"text", *JUDGED, *READY} else ()
     return tuple(dict.fromkeys(names))
 
 
