@@ -84,6 +84,7 @@ def test_a_script_of_the_others_runs_with_ours(tmp_path: Path, capsys: pytest.Ca
     [
         ("from trl import DPOTrainer", "task: preference"),
         ("from trl import GRPOConfig", "task: preference"),
+        ("from trl import RewardTrainer", "reward models are not available"),
         ("from trl import ModelConfig", "manyhands train FILE"),
         ("import unsloth; unsloth.FastSentenceTransformer", "FastLanguageModel"),
     ],

@@ -17,8 +17,9 @@ from manyhands.importers.recognize import recognize, translate
 from manyhands.importers.translation import ImportContext, Translation, flatten
 
 TRL = {"model_name_or_path": "org/model", "dataset_name": "org/pairs", "use_peft": True, "output_dir": "out/run"}
+PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
 INFO = {
-    "pairs": {"file_name": "p.json", "ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},
+    "pairs": {"file_name": "p.json", "ranking": True, "columns": PAIR},
     "turns": {
         "file_name": "t.json",
         "formatting": "sharegpt",
@@ -32,6 +33,8 @@ INFO = {
         "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
     },
     "plain": {"file_name": "s.json"},
+    "shown": {"file_name": "i.json", "ranking": True, "columns": {**PAIR, "images": "pictures"}},
+    "judged-shown": {"file_name": "j.json", "columns": {"prompt": "q", "kto_tag": "label", "images": "pictures"}},
 }
 LF = {
     "model_name_or_path": "org/model",
@@ -174,11 +177,14 @@ def test_the_report_says_that_sigmoid_does_not_smooth_labels() -> None:
         ("trl", {"loss_type": "sigmoid", "assistant_only_loss": True}, "a key of SFTConfig"),
         ("trl", {"num_generations": 8}, "(PPO, GRPO) need TRL, verl or prime-rl"),
         ("lf", {"stage": "ppo"}, "use TRL, verl or prime-rl"),
-        ("lf", {"stage": "rm"}, "reward models are not available"),
+        ("lf", {"stage": "rm"}, "TRL's RewardTrainer trains them"),
+        ("axolotl", {"rl": "reward"}, "reward models are not available"),
+        ("axolotl", {"reward_model": True}, "reward models are not available"),
         ("lf", {"pref_loss": "kto_pair"}, "write sigmoid, hinge, ipo, orpo or simpo"),
         ("lf", {"ref_model": "org/other"}, "the reference is the model before training"),
         ("lf", {"dataset": "plain"}, "choose a data set with ranking: true"),
         ("lf", {"stage": "kto"}, "choose a data set with the column kto_tag"),
+        ("lf", {"stage": "kto", "dataset": "judged-shown"}, "judged answers are trained on text alone"),
         ("lf", {"stage": "sft"}, "write stage dpo (pairs) or kto"),
         ("axolotl", {"rl": "grpo"}, "use TRL, verl or prime-rl"),
         ("axolotl", {"rl": "ebft"}, "use TRL, verl or prime-rl"),
@@ -195,6 +201,8 @@ def test_columns_of_data_sets_are_the_tool_s() -> None:
     of_lf = [native("lf", {"dataset": name})["data.train"][0] for name in ("pairs", "turns")]
     assert of_lf[0]["fields"] == {"instruction": "q", "chosen": "good", "rejected": "bad"}
     assert of_lf[1]["format"] == "preference" and "fields" not in of_lf[1]
+    [shown] = native("lf", {"dataset": "shown"})["data.train"]
+    assert shown["fields"] == {**of_lf[0]["fields"], "images": "pictures"}
     judged = native("lf", {"stage": "kto", "dataset": "judged"})["data.train"][0]
     assert judged["format"] == "label" and judged["fields"]["conversations"] == "messages"
     entry = {"path": "org/p", "type": "chat_template.default", "field_messages": "conversation", "field_chosen": "good"}

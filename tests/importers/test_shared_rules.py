@@ -292,14 +292,17 @@ PREFERENCES: tuple[dict[str, Any], ...] = (
 def test_a_recipe_of_preferences_is_refused_as_that(changes: dict[str, Any]) -> None:
     """One reason, which does not advise to remove the key; without the keys that mark a file of TRL, too."""
     [found] = read(TRL, changes).findings()
-    assert "training on preferences, rewards or a teacher" in found and "remove" not in found
+    of_reward = "center_rewards_coefficient" in changes
+    assert ("TRL's RewardTrainer" if of_reward else "training on preferences, rewards or a teacher") in found
+    assert "remove" not in found
     assert ("add `loss_type: sigmoid` for DPO" in found) == (next(iter(changes)) in ("beta", "max_prompt_length")) or (
         "dataset_name" in changes
     )
     key = next(iter(changes))
     if key in preferences.KEYS:
         bare = {"model_name_or_path": "org/model", "learning_rate": 1e-6, **changes}
-        assert [preferences.NOT_HERE in text for text in read(bare, {}).findings()] == [True]
+        why = preferences.REWARD if of_reward else preferences.NOT_HERE
+        assert [why in text for text in read(bare, {}).findings()] == [True]
         assert "training on preferences" in hint(key, 1)
 
 

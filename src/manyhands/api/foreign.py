@@ -13,7 +13,7 @@ from manyhands.api.sources import list_rows
 from manyhands.api.trainer import FastLanguageModel, FastModel, FastVisionModel, Trainer
 from manyhands.config.text import names
 from manyhands.core.errors import UserError
-from manyhands.importers.preferences import NOT_HERE
+from manyhands.importers.preferences import NOT_HERE, REWARD
 
 # Ours of the same format, by Unsloth's names without `-`, `_` and `.`.
 TEMPLATES = {
@@ -137,7 +137,7 @@ def find_name(package: str, name: str) -> Any:
         raise AttributeError(name)
     way = f"the names that are there are {', '.join(sorted(STANDS_FOR[package]))}"
     if name.endswith(("Trainer", "Config")) and name.removesuffix("Trainer").removesuffix("Config") in PREFERENCES:
-        way = NOT_HERE
+        way = REWARD if name.startswith("Reward") else NOT_HERE
     elif name in SCRIPTS:
         way = "`manyhands train FILE` reads the configuration file of `trl sft`"
     raise UserError(f"manyhands has nothing for {package}.{name}", where=f"from {package} import {name}", fix=way)

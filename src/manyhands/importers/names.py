@@ -155,7 +155,8 @@ VALUES = MappingProxyType(
     {
         "task": {
             **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ppo", "grpo"), preferences.NOT_HERE),
-            **dict.fromkeys(("rm", "rl", "rlhf", "reward"), preferences.NOT_HERE),
+            **dict.fromkeys(("rl", "rlhf"), preferences.NOT_HERE),
+            **dict.fromkeys(("rm", "reward"), preferences.REWARD),
             **dict.fromkeys(("pt", "pretrain", "pretraining", "completion", "clm"), "write cpt for training on text"),
             **dict.fromkeys(("chat", "instruct", "instruction", "finetune"), "write sft for training on conversations"),
         },

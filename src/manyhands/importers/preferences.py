@@ -19,6 +19,11 @@ NOT_HERE = (
     "read from here; a run file of manyhands trains DPO, IPO, CPO, SimPO and ORPO by `task: preference`, KTO by "
     "`task: kto`; answers that are sampled while a run trains (PPO, GRPO) need TRL, verl or prime-rl"
 )
+REWARD = (
+    "reward models are not available: plan, checks and exports know the vocabulary's head alone; TRL's RewardTrainer "
+    "trains them (Axolotl: `reward_model: true`, LLaMA-Factory: `stage: rm`), and `task: preference` trains the model "
+    "itself on the same pairs, without one"
+)
 ONLINE = (
     "it trains on answers that are sampled while it runs, which is not available: use TRL, verl or prime-rl for it; "
     "answers that are collected are trained by DPO or KTO"
@@ -105,7 +110,8 @@ def refuse(t: Translator, keys: Collection[str], columns_key: str = "") -> bool:
     for other in t.values:
         if other != key and other in t.known:
             t.ignore(other, f"not looked at, as `{key}` is refused")
-    t.refuse(key, NOT_HERE + WHICH * (t.tool == "TRL" and key in {*OF_SEVERAL, columns_key}))
+    why = REWARD if key == "center_rewards_coefficient" else NOT_HERE
+    t.refuse(key, why + WHICH * (t.tool == "TRL" and key in {*OF_SEVERAL, columns_key}))
     return True
 
 

@@ -123,8 +123,8 @@ NOT_READ_THERE = names(
 OUT_OF_SCOPE = MappingProxyType(
     {
         "rl": preferences.ONLINE,
-        "reward_model": "reward models are not available",
-        "process_reward_model": "reward models are not available",
+        "reward_model": preferences.REWARD,
+        "process_reward_model": preferences.REWARD,
     }
 )
 ONLY_WITH_RL = names(

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from manyhands.config.text import show
-from manyhands.importers import deepspeed, trackers
+from manyhands.importers import deepspeed, preferences, trackers
 from manyhands.importers import transformers as hf
 from manyhands.importers.axolotl import keys, rl
 from manyhands.importers.axolotl.data import limit_stream, map_data
@@ -88,7 +88,8 @@ def _is_out_of_scope(t: Translator) -> bool:
         found.append("model_type")
     if not found:
         return False
-    t.refuse(found[0], keys.OUT_OF_SCOPE.get(found[0], "classifiers are not available: only causal language models"))
+    why = keys.OUT_OF_SCOPE.get(found[0], "classifiers are not available: only causal language models")
+    t.refuse(found[0], preferences.REWARD if rl.asked(t) == "reward" else why)
     for key in t.values:
         if key != found[0]:
             t.ignore(key, f"not looked at, because of `{found[0]}`")

@@ -25,7 +25,7 @@ REFUSES_UNKNOWN = True
 MARKS = keys.MARKS
 OPEN = hf.OPEN | keys.OPEN
 KEYS = hf.KEYS | keys.ALL
-STAGES = {"rm": "reward models are not available", "ppo": preferences.ONLINE}
+STAGES = {"rm": preferences.REWARD, "ppo": preferences.ONLINE}
 JOINED = "LLaMA-Factory joins documents into one sequence in which they see each other; here they are packed and do not"
 CUT = "LLaMA-Factory cuts question and answer in proportion; here the end of the sample is cut off"
 # Its bounds of an image's pixels, which hold where nothing is written, by our keys.
