@@ -53,6 +53,17 @@ def test_json_stays_json() -> None:
     assert json.loads(text) == value and not any(attack in text for attack in ATTACKS)
 
 
+def test_a_console_ends_no_line_with_blanks() -> None:
+    file = io.StringIO()
+    table = Table.grid(padding=(0, 2))
+    table.add_row("a", "two words")
+    table.add_row("longer", "b")
+    console = open_console(file, width=20)
+    console.print(table)
+    console.print("asks: ", end="")
+    assert file.getvalue() == "a       two words\nlonger  b\nasks: "
+
+
 def test_a_console_keeps_its_own_colors_and_cleans_the_rest() -> None:
     file = io.StringIO()
     console = open_console(file, force_terminal=True, color_system="standard", width=200, highlight=False)

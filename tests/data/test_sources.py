@@ -55,6 +55,7 @@ def test_text_documents_are_divided_by_blank_lines(tmp_path: Path) -> None:
             b'{"a": 1}\n[1]\nnull\n"x"',
             ["a.jsonl:2: a row must be an object, this is a list", ":3:", "null", ":4:", "a string"],
         ),
+        (b'{"a": "b"\n', ["a.jsonl:1: broken JSON: Expecting ',' delimiter at column 10"]),
         (b'{"a": 1}\n{"a": "\xff"}\n', ["a.jsonl:2: not UTF-8: invalid start byte (byte 0xff at column 8)"]),
         (b'{"a": "\\ud800"}\n', ["a.jsonl:1", "surrogate"]),
         (b"[" * 3, ["begins with a JSON list", "JSONL"]),

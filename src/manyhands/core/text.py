@@ -164,12 +164,20 @@ def open_console(file: TextIO | None = None, *, wrap: bool = True, **options: An
 
 @dataclass(frozen=True)
 class _Clean:
-    """A renderable whose segments of text are printable."""
+    """A renderable whose segments of text are printable, without the blanks that fill its lines up."""
 
     renderable: Any
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.segment import Segment
 
+        blanks = []
         for text, style, control in console.render(self.renderable, options):
-            yield Segment(text if control else printable(text), style, control)
+            kept = text if control else printable(text).rstrip(" ")
+            if kept:
+                yield from () if kept.startswith("\n") else blanks
+                blanks.clear()
+                yield Segment(kept, style, control)
+            if not control:
+                blanks.append(Segment(text[len(text.rstrip(" ")) :], style))
+        yield from blanks

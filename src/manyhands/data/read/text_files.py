@@ -93,7 +93,7 @@ def read_jsonl(part: FilePart, findings: Findings) -> Iterator[Row]:
             findings.add(part.file, number, fault)
             continue
         try:
-            fields = parse_value(text)
+            fields = parse_value(text.rstrip())  # of a line that ends too early, the fault is not in a second line
         except json.JSONDecodeError as error:
             findings.add(part.file, number, f"broken JSON: {describe_json_fault(error)} at column {error.colno}")
             continue
