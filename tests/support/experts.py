@@ -42,7 +42,11 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 258,
     "pad_token_id": 259,
 }
-AROUND_IMAGES = {"glm4v_moe": "glm4v_moe_text"}  # models of images, and the type of their text
+AROUND_IMAGES = {  # models of images, and the type of their text
+    "glm4v_moe": "glm4v_moe_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,

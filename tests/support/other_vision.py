@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.multimodal import _CLIP, _PIXTRAL, _SIGLIP, _SIZES, _UNTIED
+from tests.support.multimodal import _CLIP, _PIXTRAL, _SIGLIP, _SIZES, _UNTIED, WHOLE
 
 _SQUARE = {"height": 28, "width": 28}
 
 HOMES = {
     "glm4v_moe": "glm4v",
+    "qwen3_vl_moe": "qwen3_vl",
+    "qwen3_5_moe": "qwen3_vl",
     "vipllava": "llava",
     "qwen3_5": "qwen3_vl",
     "mistral3": "pixtral",
@@ -48,6 +50,11 @@ LIKE_OTHERS |= {
         ("glm46v", "glm4v_text", {}),
         ("glm4v_moe", "glm4v_moe_text", _EXPERTS),
     )
+}
+_CHOSEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LIKE_OTHERS |= {
+    f"{dense}_moe": (f"{dense}_moe_text", WHOLE[dense][1] | _CHOSEN, *WHOLE[dense][2:])
+    for dense in ("qwen3_vl", "qwen3_5")
 }
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "vipllava": ("llama", {}, {"vision_config": _CLIP}, {"vision_feature_layers": [-2, 1]} | _UNTIED),

@@ -26,6 +26,8 @@ LIKE_THEM = (
     "glm4v",
     "glm46v",
     "glm4v_moe",
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
     "mistral3",
     "lighton_ocr",
 )
@@ -70,25 +72,24 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"processor_class": "Qwen2_5_VLProcessor"},
         {f"{name}_id": name for name in _QWEN_TOKENS},
     ),
-    "qwen3_vl": (
-        _QWEN_TOKENS,
-        _QWEN_IMAGE,
-        {"image_processor_type": "Qwen2VLImageProcessorFast", "size": {"shortest_edge": 784, "longest_edge": 12_544}},
-        {"processor_class": "Qwen3VLProcessor"},
-        {f"{name}_id": name for name in _QWEN_TOKENS},
-    ),
+    **{
+        kind: (
+            _QWEN_TOKENS,
+            _QWEN_IMAGE,
+            {
+                "image_processor_type": "Qwen2VLImageProcessorFast",
+                "size": {"shortest_edge": 784, "longest_edge": 12_544},
+            },
+            {"processor_class": "Qwen3VLProcessor"},
+            {f"{name}_id": name for name in _QWEN_TOKENS},
+        )
+        for kind in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+    },
     "qwen2_vl": (
         _QWEN_TOKENS,
         _QWEN_IMAGE,
         {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 112 * 112},
         {"processor_class": "Qwen2VLProcessor"},
-        {f"{name}_id": name for name in _QWEN_TOKENS},
-    ),
-    "qwen3_5": (
-        _QWEN_TOKENS,
-        _QWEN_IMAGE,
-        {"image_processor_type": "Qwen2VLImageProcessorFast", "size": {"shortest_edge": 784, "longest_edge": 12_544}},
-        {"processor_class": "Qwen3VLProcessor"},
         {f"{name}_id": name for name in _QWEN_TOKENS},
     ),
     **{

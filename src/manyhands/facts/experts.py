@@ -31,10 +31,10 @@ OLD_PARENT = "block_sparse_moe"  # of files whose experts have w1, w2 and w3: ``
 
 
 def stack_experts(
-    tensors: Mapping[str, TensorHeader], *, transposed: bool = False
+    tensors: Mapping[str, TensorHeader], hidden_size: int, *, transposed: bool = False
 ) -> tuple[dict[str, TensorHeader], dict[str, int]]:
     """The tensors with those of experts as stacks (g o, i), and the number of groups of each stack by its name.
-    ``transposed``: tensors of three dimensions are (g, i, o), not (g, o, i).
+    Tensors of three dimensions are (g, o, i), or (g, i, o) where ``transposed`` or only that fits ``hidden_size``.
     """
     found: dict[str, TensorHeader] = {}
     stacks: dict[str, list[tuple[int, TensorHeader]]] = {}
@@ -45,7 +45,9 @@ def stack_experts(
             stack = f"{one['parent']}.experts.{PROJECTIONS[one['name']]}.weight"
             stacks.setdefault(stack, []).append((int(one["number"]), tensor))
         elif len(tensor.shape) == 3 and (match := ALL.match(name)):
-            groups, size, inner = (tensor.shape[axis] for axis in ((0, 2, 1) if transposed else (0, 1, 2)))
+            hidden_axis = 1 if match["name"] == "down_proj" or match["linear"] == "output_linear" else 2
+            swapped = transposed or (tensor.shape[hidden_axis] != hidden_size == tensor.shape[3 - hidden_axis])
+            groups, size, inner = (tensor.shape[axis] for axis in ((0, 2, 1) if swapped else (0, 1, 2)))
             stack = f"{match['parent']}.experts.{match['name'] or OF_LINEAR[match['linear']]}.weight"
             stacks[stack] = [(group, TensorHeader(tensor.dtype, (size, inner))) for group in range(groups)]
         else:

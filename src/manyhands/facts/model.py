@@ -64,7 +64,9 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         if is_tied(config):
             tensors.pop(HEAD, None)
         experts = families.find(config).experts
-        tensors, stacks = stack_experts(tensors, transposed=experts is not None and experts.transposed)
+        tensors, stacks = stack_experts(
+            tensors, config["hidden_size"], transposed=experts is not None and experts.transposed
+        )
         groups = {
             match[2].removesuffix(".weight"): n for name, n in stacks.items() if (match := BLOCK_TENSOR.search(name))
         }

@@ -108,7 +108,7 @@ class Experts:
     num_shared: str = "n_shared_experts"
     shared_gate: str = ""
     biases: bool = False  # experts and router have them
-    transposed: bool = False  # files have (experts, in, out)
+    transposed: bool = False  # files have (experts, in, out) whatever the sizes
 
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

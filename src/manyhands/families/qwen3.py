@@ -42,4 +42,16 @@ QWEN3_VL = Family(
     images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens", "interp_indices")),
 )
 
-FAMILIES = (QWEN3, QWEN3_MOE, QWEN3_VL_TEXT, QWEN3_VL)
+QWEN3_VL_MOE_TEXT = replace(
+    QWEN3_VL_TEXT,
+    name="Qwen3-VL-MoE",
+    model_types=("qwen3_vl_moe_text",),
+    head_dim=None,
+    known_modules=(),
+    experts=Experts(),
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_VL, name="Qwen3-VL-MoE", model_types=("qwen3_vl_moe",), text_model_type="qwen3_vl_moe_text"
+)
+
+FAMILIES = (QWEN3, QWEN3_MOE, QWEN3_VL_TEXT, QWEN3_VL, QWEN3_VL_MOE_TEXT, QWEN3_VL_MOE)

@@ -19,7 +19,6 @@ POSITIONS = "which positions its tokens of images have, by row and column, is no
 OMNI = "a part that speaks hangs on the hidden states of its text, and positions depend on sound"
 SOUND = "it takes sound, and no images"
 
-TRANSPOSED = "files hold its experts transposed to how its model has them, which is not undone here"
 OWN_EXPERTS = "its experts have a forward pass of their own, which transformers lets nobody replace"
 
 _HYBRID = "its layers that are not attention have not been tried in packs"
@@ -28,7 +27,6 @@ _EXPERTS = {
     _HYBRID: "qwen4_exp qwen4_exp_text kimi_linear zaya minimax",
     "its experts have no gate, which the layout of stacks here requires": "nemotron_h",
     _INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4",
-    TRANSPOSED: "qwen3_vl_moe qwen3_vl_moe_text",
     OWN_EXPERTS: "llama4 llama4_text",
     "its tokens attend in both directions": "openai_privacy_filter",
     "its layers have both experts and a dense MLP, and its router has weights of its own": "gemma4 gemma4_text inkling "
@@ -47,8 +45,7 @@ INFERRED = ("aya_vision", "deepseek_vl", "janus", "qianfan_ocr", "vipllava")
 
 _ALIKE = {
     EXPERTS: "aria deepseek_ocr2 ernie4_5_vl_moe glm5_next inkling_mm_model kimi_k25 minimax_m3_vl "
-    "mistral4 qwen3_5_moe qwen3_omni_moe qwen3_omni_moe_thinker qwen4_exp step3p7",
-    TRANSPOSED: "qwen3_vl_moe",
+    "mistral4 qwen3_omni_moe qwen3_omni_moe_thinker qwen4_exp step3p7",
     OWN_EXPERTS: "llama4",
     TORCHVISION: "cohere2_vision gemma4_unified lfm2_vl muse_glimmer perception_lm",
     ENCODER: "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",

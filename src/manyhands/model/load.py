@@ -234,9 +234,13 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
     With ``new_tokens`` embeddings and head may have more rows than the files. Raises ``UserError`` that lists
     everything missing, unexpected or of another shape.
     """
-    wanted = loaded_tensors(model)
-    checkpoint = read_checkpoint(model, wanted, folder)
+    checkpoint = read_checkpoint(model, loaded_tensors(model), folder)
     shapes = checkpoint.shapes
+    for name, stack in stacked_layers(model).items():  # Qwen3-VL-MoE's files have either order of axes
+        groups, size, inner = stored_shape(stack)
+        if shapes.get(name) == (groups, inner, size):
+            stack.stored_transposed ^= size != inner
+    wanted = loaded_tensors(model)
     # on meta, tied parameters are one object; a wrong tie would show as a shape or as a missing name
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in wanted.items():

@@ -37,6 +37,7 @@ from manyhands.facts.safetensors import DTYPE_BITS, find_weight_files, read_head
 from manyhands.facts.stored_mxfp4 import StoredMxfp4, find_stored_mxfp4
 from manyhands.facts.stored_nf4 import StoredNf4, find_stored_nf4
 from manyhands.model.structure import inside, left_out
+from manyhands.model.weights import stacked_layers
 
 OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # once saved, now computed
 
@@ -120,7 +121,7 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    towers = left_out(model)
+    towers, stacks = left_out(model), stacked_layers(model)
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()] + [
         OLD_BUFFERS
     ]
@@ -137,7 +138,7 @@ def read_checkpoint(model: Any, names: Collection[str], folder: str | Path) -> C
                 untouched.append(stored)
             else:
                 unexpected.append(stored.name)
-        elif pattern is not None:
+        elif pattern is not None and not (name in stacks and len(stored.shape) == 3):  # stacks read any order of axes
             groups.setdefault(name, []).append((pattern, stored))
         elif name in plain:
             raise UserError(
