@@ -46,6 +46,7 @@ QWEN3_VL_MOE_TEXT = replace(
     QWEN3_VL_TEXT,
     name="Qwen3-VL-MoE",
     model_types=("qwen3_vl_moe_text",),
+    tied=True,
     head_dim=None,
     known_modules=(),
     experts=Experts(),
