@@ -109,6 +109,18 @@ def test_a_reference_is_a_forward_pass_of_the_model_without_its_adapters():
     assert twice.start_s - once.start_s == pytest.approx(once.terms["reference"] * 250, rel=0.1)
 
 
+def test_losses_of_answers_are_not_fused_with_a_trained_head() -> None:
+    data = data_facts(num_samples=2000, mean=2000, longest=2048)
+    machine = facts(llama_8b(), gpus=8, gpu_bytes=80 * 2**30, data=data)
+
+    def head(**keys) -> float:
+        return plan(run_config(batch__samples=16, preference__reference="stored", **keys), machine).time.terms["head"]
+
+    lora, full = ({"method__name": name} for name in ("lora", "full"))
+    assert head(task="preference", **lora) == pytest.approx(head(**lora), rel=1e-6)
+    assert head(task="preference", **full) > 1.05 * head(**full)
+
+
 def test_a_value_of_the_whole_step_is_a_pass_through_the_model_and_one_through_its_reference():
     """KTO's KL: answers to others' prompts, as many tokens as the step has, before the pass that is trained."""
     off = asked(change_input(LORA, reference="adapters", num_values=1))
