@@ -35,6 +35,7 @@ from manyhands.data.store.streams import (
 )
 from manyhands.model.inputs import batch_shape
 from manyhands.model.loss import LossModel
+from manyhands.planner.layout import Mesh
 from manyhands.worker import batches as worker_batches
 
 # A value a token; one a label (that of the token which is predicted); patches of a picture, of any number.
@@ -287,7 +288,7 @@ def test_the_batch_of_self_tests_is_small_however_long_samples_are(monkeypatch: 
         plan=SimpleNamespace(
             packing=True,
             shares_prompts=False,
-            layout=SimpleNamespace(compile=False, device="cpu", pack_tokens=None),
+            layout=SimpleNamespace(compile=False, device="cpu", pack_tokens=None, mesh=Mesh()),
         ),
     )
     batch = worker_batches.probe_batch(rank, data, SimpleNamespace(needs_documents=False, images=None))  # type: ignore
@@ -300,7 +301,7 @@ def test_batches_of_samples_of_one_length_say_so_compiled_or_not(
 ) -> None:
     """Attention takes the faster kernel for rows of one length by it."""
     lengths = SimpleNamespace(lengths=np.array([4, 4, 4]), num_images=None)
-    layout = SimpleNamespace(compile=compiled, device="cpu", pack_tokens=pack_tokens)
+    layout = SimpleNamespace(compile=compiled, device="cpu", pack_tokens=pack_tokens, mesh=Mesh())
     store: Any = SimpleNamespace(train=lengths, validation=lengths)
     plan, model = (
         SimpleNamespace(packing=True, shares_prompts=False, layout=layout),

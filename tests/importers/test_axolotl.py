@@ -529,6 +529,14 @@ def test_groups_of_shards(tmp_path: Path) -> None:
     assert done.mapping["parallel"]["strategy"] == "hsdp" and done.mapping["parallel"]["shard_degree"] == 4
 
 
+@pytest.mark.parametrize("key", ["context_parallel_size", "sequence_parallel_degree"])
+def test_gpus_that_divide_samples_count_as_one(tmp_path: Path, key: str) -> None:
+    done = change(tmp_path, **{key: 2}, dp_shard_size=4, micro_batch_size=3, gradient_accumulation_steps=5)
+    assert refused(done) == {} and done.gpus == 8
+    assert done.mapping["parallel"]["context_degree"] == 2
+    assert 3 * 5 * 4 in done.mapping["batch"].values()
+
+
 # substitutions
 
 
@@ -814,7 +822,7 @@ def test_a_key_that_stands_twice_without_a_value_is_one(tmp_path: Path) -> None:
         ({"expert_parallel_size": 2}, "expert_parallel_size", "each GPU computes all experts"),
         ({"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "plugins", "DiffusionPlugin: diffusion"),
         ({"plugins": ["mine.Plugin"]}, "plugins", "mine.Plugin is not available"),
-        ({"context_parallel_size": 2}, "context_parallel_size", "`2`: splitting a sequence"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size", "`2`: splitting a layer"),
         ({"neftune_noise_alpha": 5, "noisy_embedding_alpha": 5}, "noisy_embedding_alpha", "keep one"),
         ({"val_set_size": 1}, "val_set_size", "1 is all rows to Axolotl: write a share below 1, or a number of rows"),
         ({"lr_scheduler": "cosine_with_min_lr"}, "lr_scheduler", "needs options"),

@@ -28,6 +28,7 @@ from manyhands.launch.local.heartbeat import Beat
 from manyhands.launch.local.start import start
 from manyhands.launch.local.watch import Watch
 from manyhands.launch.run.folder import RunFolder
+from manyhands.planner.layout import Mesh
 from manyhands.planner.search import plan
 from manyhands.planner.types import Plan
 from manyhands.worker.batches import open_workers
@@ -99,6 +100,16 @@ def shard_degree(lab: Lab) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(apply, "init_device_mesh", lambda device, shape, mesh_dim_names: shape)
             assert apply.make_mesh(made.layout, World(0, 0, 4, torch.device("cpu"))) == shape
+
+
+def context_degree(lab: Lab) -> None:
+    """So many neighbors are one data-parallel rank, and each has a part of its packs; tests/engine/test_context.py
+    trains.
+    """
+    divided = {"parallel.gpus": 4, "parallel.context_degree": 2, "parallel.strategy": "fsdp"}
+    made = plan(lab.config(divided), facts())
+    assert made.layout.mesh == Mesh(shard=2, context=2) and made.layout.data_parallel_degree == 2
+    assert made.layout.full_micro_tokens == plan(lab.config({"parallel.gpus": 2}), facts()).layout.full_micro_tokens / 2
 
 
 def offload(lab: Lab) -> None:

@@ -114,7 +114,7 @@ def plans() -> tuple[Plan, ...]:
         plan(run_config(**full, model__master_dtype="bfloat16"), eight),
         plan(run_config(**full), facts(llama_8b(), gpus=8, data=LONG, world_size=16)),
         plan(run_config(**full), facts(llama_8b(), gpus=2, gpu_bytes=60 * GIB, data=LONG, world_size=16)),
-        plan(run_config(parallel__strategy="fsdp", data__workers=2), eight),
+        plan(run_config(parallel__strategy="fsdp", parallel__context_degree=2, data__workers=2), eight),
         plan(run_config(data__packing=False, stop__max_time_s=60, batch__samples=32), facts(llama_8b(), data=unread)),
         plan(run_config(optimizer__learning_rate=1.5, method__rank=64), facts(narrow, new_tokens=tokens)),
         plan(run_config(), facts(model_facts(**towers, attention_softcap=5.0), adapter=adapter)),

@@ -382,6 +382,7 @@ def _check_parallel(config: RunConfig) -> Findings:
             f"`parallel.shard_degree: {parallel.shard_degree}` does not divide `parallel.gpus: {parallel.gpus}`: use "
             "a divisor"
         )
+    yield from _check_context(config)
     if parallel.offload == "all" and parallel.strategy == "ddp":
         yield (
             "`parallel.offload: all` offloads sharded weights, and `parallel.strategy: ddp` has none: use fsdp, hsdp "
@@ -392,6 +393,30 @@ def _check_parallel(config: RunConfig) -> Findings:
             f"`parallel.offload: {parallel.offload}` does not support `optimizer.name: {config.optimizer.name}`: use "
             f"{name_those(lambda spec: spec.streams_states)}, or, without parallel.offload, "
             f"{name_those(lambda spec: spec.is_paged)}"
+        )
+
+
+def _check_context(config: RunConfig) -> Findings:
+    """What ranks that divide each pack cannot do (``planner/context.py`` has what follows from model and machine)."""
+    parallel, degree = config.parallel, config.parallel.context_degree
+    if degree == 1:
+        return
+    named = f"`parallel.context_degree: {degree}`"
+    if parallel.gpus != "auto" and parallel.gpus % degree:
+        yield f"{named} does not divide `parallel.gpus: {parallel.gpus}`: use a divisor"
+    if parallel.strategy == "single" or parallel.strategy.startswith("zero"):
+        yield f"{named} is not supported with `parallel.strategy: {parallel.strategy}`: use ddp, fsdp or hsdp"
+    if not config.data.packing:
+        yield f"{named} divides packs, and `data.packing` is false: remove one"
+    if any(term.compute is not None for term in TASKS[config.task].make_terms(config)):
+        yield (
+            f"{named} is not supported with `task: {config.task}`, whose loss compares whole answers, of which a rank "
+            "has a part: remove it"
+        )
+    if config.moe.balance > 0:
+        yield (
+            f"{named} is not supported with `moe.balance: {config.moe.balance:g}`, which counts the experts of whole "
+            "documents, of which a rank has a part: remove one"
         )
 
 

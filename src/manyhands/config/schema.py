@@ -649,6 +649,11 @@ class ParallelSection(Section):
         "zero2, zero3 (DeepSpeed's ZeRO: optimizer states sharded, gradients too, weights too; extra `deepspeed`).",
     )
     shard_degree: PositiveInt | Auto = Field("auto", description="hsdp: ranks per shard group; auto is one machine's.")
+    context_degree: PositiveInt = Field(
+        1,
+        description="Ranks that divide the tokens of each pack (context parallelism), for samples too long for one "
+        "GPU's activations; they gather each other's keys and values.",
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="Keep in host memory: optimizer states (zero1 to zero3: master weights and gradients too), or all "

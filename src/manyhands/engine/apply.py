@@ -37,6 +37,7 @@ from manyhands.engine.gradient_memory import GradientMemory
 from manyhands.engine.host_shards import BlockPrefetch, GradientNorms
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.native import SHARD, NativeEngine
+from manyhands.kernels.attention.context import use_group
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_blocks, find_tower_blocks
 from manyhands.planner.layout import Layout
@@ -65,6 +66,8 @@ def apply(
     """
     layout = plan.layout
     check_trained(loss_model, layout)
+    # the innermost axis: neighbors. A process may carry out several plans, one after the other
+    use_group(dist.new_subgroups(layout.mesh.context)[0] if layout.mesh.context > 1 else None)
     num_blocks = len(find_blocks(loss_model.model))
     checkpoint_blocks(loss_model.model, layout.checkpointing_by_layer(num_blocks), compiled=layout.compile)
     checkpoint_towers(loss_model.model, layout.activation_checkpointing)

@@ -193,7 +193,9 @@ def _map_parallelism(t: Translator) -> None:
         if key.startswith(prefix) and key in KEYS:
             name = key.removeprefix(prefix)
             if name in PARALLEL:
-                t.only(key, (1,), "tensor, context and sequence parallelism are not available: write 1")
+                why = "tensor, context and sequence parallelism are not read from this file: write 1"
+                named = ", and `parallel.context_degree` in the run file" * (name == "cp_size")
+                t.only(key, (1,), f"{why}{named}")
             elif not name.startswith("dp_"):
                 t.no_op(key)
     replicas, shards = prefix + "dp_replicate_size", prefix + "dp_shard_size"

@@ -70,6 +70,7 @@ _SAME = {
     "parallel.gpus": "num_gpus nproc_per_node num_processes n_gpus devices ray_num_workers",
     "parallel.strategy": "fsdp fsdp_config fsdp_version distributed_strategy",
     "parallel.shard_degree": "dp_shard_size",
+    "parallel.context_degree": "context_parallel_size cp_size sequence_parallel_degree",
     "parallel.activation_checkpointing": "gradient_checkpointing activation_checkpointing "
     "enable_activation_checkpointing gradient_checkpointing_kwargs recompute_granularity",
     "parallel.offload_activations": "activation_offloading enable_activation_offloading",
@@ -126,7 +127,6 @@ _NOTES = {
     "`--deepspeed FILE`": "deepspeed zero_stage",
     f"tensor parallelism {_STRATEGIES}": "tensor_parallel_size",
     f"pipeline parallelism {_STRATEGIES}": "pipeline_model_parallel_size",
-    f"context parallelism {_STRATEGIES}": "context_parallel_size cp_size",
     f"sequence parallelism {_STRATEGIES}": "sequence_parallel_size",
     _TRACKERS: "report_to use_wandb wandb wandb_project wandb_entity wandb_watch wandb_log_model use_swanlab "
     "mlflow_tracking_uri trackio_project_name",

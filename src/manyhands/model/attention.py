@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands import families
 from manyhands.core.limits import MAX_BLOCK_SCORES
-from manyhands.data.batch.collate import KEY_BOUNDS, KEY_POSITIONS
+from manyhands.data.batch.divide import GATHERS_KEYS, KEY_BOUNDS, KEY_POSITIONS
+from manyhands.kernels.attention.context import gather_keys
 from manyhands.kernels.attention.dense import attend_dense, choose_dense
 from manyhands.kernels.attention.flash4 import attend_flash4, choose_packed
 from manyhands.kernels.attention.sinks import TAKES_GROUPS, attend_with_sinks
@@ -179,14 +180,18 @@ def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_position
     Packed batches (with ``cu_seq_lens``) pass ``position_ids``, from which transformers' ``sdpa`` finds the documents,
     and for our own functions the cumulative lengths. Rows padded on the right need nothing with ``sdpa``: causal
     attention never looks at what follows, and positions count from 0. With our own functions each padded row is one
-    document. Where a batch lists its documents' keys, ``sdpa`` gets a mask of them.
+    document. Where a batch lists its documents' keys, ``sdpa`` gets a mask of them; not where these are other ranks',
+    too.
     ``num_positions``: see ``count_positions``; more than one stand in front, (4, b, t).
     """
     packed = "cu_seq_lens" in batch
     kwargs: dict[str, Any] = {"position_ids": batch["position_ids"]} if packed else {}
     if packed and num_positions > 1:
         kwargs["position_ids"] = kwargs["position_ids"].expand(num_positions, -1, -1)
-    if KEY_POSITIONS in batch and implementation not in (VARLEN, "sdpa"):
+    gathers = GATHERS_KEYS in batch
+    if gathers and implementation not in (VARLEN, BLOCKWISE):
+        raise AttentionRefused(f"{implementation} cannot see the keys of other ranks")
+    if KEY_POSITIONS in batch and not gathers and implementation not in (VARLEN, "sdpa"):
         raise AttentionRefused(f"{implementation} cannot share the prompt of several answers")
     if implementation not in (VARLEN, BLOCKWISE):
         return kwargs | ({"attention_mask": mask_of_keys(batch)} if KEY_POSITIONS in batch else {})
@@ -202,7 +207,7 @@ def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_position
     if "row_length" in batch:
         kwargs["row_length"] = int(batch["row_length"])
     if KEY_POSITIONS in batch:
-        kwargs["key_positions"] = batch[KEY_POSITIONS]
+        kwargs |= {"key_positions": batch[KEY_POSITIONS]} | ({"gathers_keys": True} if gathers else {})
     keys = batch.get(KEY_BOUNDS, lengths)
     return kwargs | {"cu_seq_lens_q": lengths, "cu_seq_lens_k": keys, "max_length_q": bound, "max_length_k": bound}
 
@@ -224,6 +229,7 @@ def attend_varlen(
     row_length: int | None = None,
     image_rows: ImageRows | None = None,
     key_positions: torch.Tensor | None = None,
+    gathers_keys: bool = False,
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -231,11 +237,12 @@ def attend_varlen(
     d).
 
     ``row_length``: every document has this length, but for padding at the end of the batch, which gets zeros where it
-    is too short for one more. ``image_rows``: queries of an image see
-    all of it, which a window bounds on the left alone; their rows are computed again. ``key_positions``: whose keys the
-    documents see, with the bounds ``cu_seq_lens_k``: a prompt's are copied in front of each answer to it, the last key
-    being the last query's; by torch's varlen alone. ``s_aux`` (h): sinks. Raises
-    ``AttentionRefused`` where an argument would be ignored or the documents' lengths did not arrive.
+    is too short for one more. ``image_rows``: queries of an image see all of it, which a window bounds on the left
+    alone; their rows are computed again. ``key_positions``: whose keys the documents see, with the bounds
+    ``cu_seq_lens_k``: a prompt's are copied in front of each answer to it, the last key being the last query's; by
+    torch's varlen alone. ``gathers_keys``: the batch is a rank's part of a pack, and positions are those of the pack's
+    keys. ``s_aux`` (h): sinks. Raises ``AttentionRefused`` where an argument would be ignored or the documents' lengths
+    did not arrive.
     """
     _refuse_what_is_missed(VARLEN, module, attention_mask, dropout, max_length_q, cu_seq_lens_q)
     if softcap is not None:
@@ -260,8 +267,8 @@ def attend_varlen(
     packs_by_flash4 = kernels is not None and kernels.packs.name == "flash4" and key_positions is None
     if key_positions is not None:
         if image_rows is not None or s_aux is not None:
-            raise AttentionRefused(f"{VARLEN} cannot share a prompt with images or sinks")
-        key, value = (x.index_select(0, key_positions) for x in (key, value))
+            raise AttentionRefused(f"{VARLEN} cannot share a prompt, or divide a pack, with images or sinks")
+        key, value = _select_keys(key, value, key_positions, gathers_keys)
     if s_aux is not None:
         if image_rows is not None:
             raise AttentionRefused(f"{VARLEN} has no attention sinks for queries of images")
@@ -277,6 +284,15 @@ def attend_varlen(
         seen = _attend_image_rows(query, key, value, image_rows, max_length_q, scaling, window)
         out = out.index_copy(0, image_rows.queries, seen.to(out.dtype))
     return out.view(num_samples, length, num_heads, -1)[..., :width], None
+
+
+def _select_keys(
+    key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, gathers: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(t, g, d) -> (s, g, d), of the pack that all ranks of a group have together where it is divided."""
+    if gathers:
+        return gather_keys(key, positions), gather_keys(value, positions)
+    return key.index_select(0, positions), value.index_select(0, positions)
 
 
 def _attend_image_rows(
@@ -338,8 +354,11 @@ def attend_blockwise(
     sliding_window: int | None = None,
     softcap: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     image_rows: ImageRows | None = None,
+    key_positions: torch.Tensor | None = None,
+    gathers_keys: bool = False,
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -348,7 +367,8 @@ def attend_blockwise(
 
     Works on a block of queries at a time against the keys that the longest document lets them reach, and computes the
     scores again in the backward pass: at most ``MAX_BLOCK_SCORES`` of them are held. Softmax in float32 (float64 for
-    float64). Raises ``AttentionRefused`` as ``attend_varlen`` does.
+    float64). Waits for the device where keys are not those of the queries. Raises ``AttentionRefused`` as
+    ``attend_varlen`` does.
     """
     _refuse_what_is_missed(BLOCKWISE, module, attention_mask, dropout, max_length_q, cu_seq_lens_q)
     assert cu_seq_lens_q is not None and max_length_q is not None
@@ -358,19 +378,29 @@ def attend_blockwise(
     key, value = (x.transpose(1, 2).reshape(total, num_groups, -1) for x in (key, value))
     positions = torch.arange(total, device=query.device)
     documents = torch.bucketize(positions, cu_seq_lens_q[1:].long(), right=True)  # (b t): which one each position is in
-    reach = min(max_length_q, total, sliding_window or total)  # keys that a query may see, its own among them
+    num_keys, places, documents_of_keys = total, positions, documents  # (b t): the key that is a query's own
+    if key_positions is not None:
+        assert cu_seq_lens_k is not None and image_rows is None
+        key, value = _select_keys(key, value, key_positions, gathers_keys)
+        num_keys, order = len(key), torch.arange(len(key), device=key.device)
+        places = positions + (cu_seq_lens_k - cu_seq_lens_q)[1:].long()[documents]
+        documents_of_keys = torch.bucketize(order, cu_seq_lens_k[1:].long(), right=True)
+    reach = min(max_length_q, num_keys, sliding_window or num_keys)  # keys that a query may see, its own among them
     scaling = dim**-0.5 if scaling is None else scaling
     ahead = 0 if image_rows is None else image_rows.longest - 1  # keys after a query that it may see
     size = max(16, min(MAX_BLOCK_SCORES // (num_heads * (2 * reach + ahead)), max(reach, 256)))  # queries of one block
+    blocks = [(start, min(start + size, total)) for start in range(0, total, size)]
+    own = blocks if key_positions is None else [(int(places[i]), int(places[j - 1]) + 1) for i, j in blocks]
+    keys = torch.arange(num_keys, device=query.device)
     outs = []
-    for start in range(0, total, size):
-        rows = slice(start, min(start + size, total))
-        seen = slice(max(0, start - reach + 1), min(rows.stop + ahead, total))  # up to reach + size + ahead keys
-        distance = positions[rows, None] - positions[None, seen]
+    for (start, stop), (first, end) in zip(blocks, own, strict=True):
+        rows = slice(start, stop)
+        seen = slice(max(0, first - reach + 1), min(end + ahead, num_keys))  # up to reach + size + ahead keys
+        distance = places[rows, None] - keys[None, seen]
         after = distance < 0
         if image_rows is not None:
             after &= (image_rows.ids[rows, None] != image_rows.ids[None, seen]) | (image_rows.ids[rows, None] < 0)
-        hidden = after | (distance >= reach) | (documents[rows, None] != documents[None, seen])
+        hidden = after | (distance >= reach) | (documents[rows, None] != documents_of_keys[None, seen])
         arguments = (query[rows], key[seen], value[seen], hidden, scaling, softcap, s_aux)
         if torch.is_grad_enabled():
             outs.append(checkpoint(_attend_block, *arguments, use_reentrant=False, preserve_rng_state=False))

@@ -10,6 +10,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 
@@ -23,6 +24,7 @@ from manyhands.core.holding import local
 from manyhands.core.terms import LANGUAGE_MODEL
 from manyhands.data.batch.batches import collate, to_device
 from manyhands.data.batch.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS, BatchShape
+from manyhands.data.batch.divide import chunks_of
 from manyhands.data.store.streams import DOCUMENTS, MASK, SHARED, TOKENS, join_documents, make_sample, share_prompt
 from manyhands.model.attention import AttentionRefused
 from manyhands.model.loss import IGNORED, LossModel
@@ -172,6 +174,30 @@ def _share_prompt(prompt: torch.Tensor, *answers: torch.Tensor) -> dict[str, Any
     held = SimpleNamespace(streams=(TOKENS, MASK, DOCUMENTS, SHARED), sample=lambda _: sample)
     batch = collate(held, np.arange(1), BatchShape(True, shares_prompts=True))
     return {name: value for name, value in to_device(batch, prompt.device).items() if name != "labels"}
+
+
+@torch.no_grad()
+def check_context(engine: Probed, loss_model: LossModel, device: torch.device, rank: int, degree: int) -> float:
+    """The part of a pack of two documents that ``rank`` of ``degree`` computes with the keys of the others, against the
+    pack computed whole; returns the relative deviation. Raises UserError.
+    """
+    documents = _probe_tokens(loss_model, device)[0].cpu().numpy().astype(np.int32)
+    samples = [make_sample(ids, np.ones(len(ids), bool)) for ids in np.split(documents, PROBE_LENGTHS[:1])]
+    held = SimpleNamespace(streams=(TOKENS, MASK), sample=samples.__getitem__)
+    shape = BatchShape(True, tile=2 * degree, tells_documents=loss_model.needs_documents)
+    batches = [collate(held, np.arange(2), each) for each in (shape, replace(shape, context=degree, context_rank=rank))]
+    with eager_evaluation(loss_model):
+        whole, part = (engine.logits(to_device(batch, device)) for batch in batches)
+    own = torch.cat([whole[:, chunk] for chunk in chunks_of(whole.shape[1], rank, degree)], dim=1)
+    deviation = relative_deviation(part, own)
+    if not deviation <= WIDE_TOLERANCE[part.dtype]:
+        raise UserError(
+            f"logits of a divided pack differ from those of the whole one in {type(loss_model.model).__name__}",
+            where="parallel.context_degree",
+            why=f"relative deviation of the logits: {deviation:.1e}",
+            fix="remove parallel.context_degree",
+        )
+    return deviation
 
 
 @torch.no_grad()

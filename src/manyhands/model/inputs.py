@@ -28,8 +28,10 @@ from manyhands.planner.time.clock import pack_tile
 from manyhands.planner.types import Plan
 
 
-def batch_shape(config: RunConfig, plan: Plan, store: TokenStore, loss_model: LossModel) -> BatchShape:
-    """Returns the shape of the run's micro-batches."""
+def batch_shape(
+    config: RunConfig, plan: Plan, store: TokenStore, loss_model: LossModel, context_rank: int = 0
+) -> BatchShape:
+    """Returns the shape of the run's micro-batches; of those of a divided pack, that of ``context_rank``'s part."""
     kept = loss_model.images.kept if loss_model.images is not None else None
     work = image_work(config, plan, store, kept.work if kept is not None else None)
     lengths = (store.train.lengths, store.validation.lengths) if plan.packing else ()
@@ -41,6 +43,8 @@ def batch_shape(config: RunConfig, plan: Plan, store: TokenStore, loss_model: Lo
             images=work,
             tells_documents=loss_model.needs_documents,
             shares_prompts=plan.shares_prompts,
+            context=plan.layout.mesh.context,
+            context_rank=context_rank,
         ),
     )
 
@@ -133,4 +137,5 @@ def _shape_packs(plan: Plan, lengths: Sequence[np.ndarray], shape: BatchShape) -
     if pack_tokens is None:
         return replace(shape, tile=tile, longest=longest)
     documents = pack_tokens // longest
-    return replace(shape, tile=tile, tokens=pack_tokens, longest=longest, documents=documents, row_length=longest)
+    tokens = -(-pack_tokens // tile) * tile
+    return replace(shape, tile=tile, tokens=tokens, longest=longest, documents=documents, row_length=longest)

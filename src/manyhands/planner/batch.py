@@ -40,11 +40,12 @@ class BatchSplit:
 
 
 def useful_splits(config: RunConfig, data: DataFacts, num_ranks: int, device: str) -> list[BatchSplit]:
-    """``possible_splits`` up to ``USEFUL_TOKENS``, and larger ones before them where weights are in host memory.
+    """``possible_splits`` up to ``USEFUL_TOKENS`` on each of the ranks that divide a pack, and larger ones before them
+    where weights are in host memory.
 
     These come on top, as sizes follow from the largest: without the others some runs would find only slower ones.
     """
-    useful = USEFUL_TOKENS[device]
+    useful = USEFUL_TOKENS[device] * config.parallel.context_degree
     splits = possible_splits(config, data, num_ranks, useful)
     if config.parallel.offload != "all":
         return splits

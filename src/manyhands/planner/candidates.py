@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from manyhands.config.schema import RunConfig
 from manyhands.facts.types import Facts
-from manyhands.planner.batch import BatchSplit
+from manyhands.planner.batch import BatchSplit, ceil_div
 from manyhands.planner.choices import Decisions
 from manyhands.planner.hardware import ranks_per_machine
 from manyhands.planner.layout import LIGHTER, ZERO_STAGES, Checkpointing, Layout, Strategy, change, mesh_of
@@ -117,7 +117,7 @@ def list_candidates(
 
     Left to auto, one process and ddp may free what they gather too: in mixed precision that is the bfloat16 copy.
     """
-    parallel, world_size = config.parallel, base.layout.world_size
+    parallel, world_size, context = config.parallel, base.layout.world_size, config.parallel.context_degree
     modes = CHECKPOINTING if parallel.activation_checkpointing == "auto" else (parallel.activation_checkpointing,)
     reshards = (False, True) if parallel.reshard_after_forward == "auto" else (parallel.reshard_after_forward,)
     strategies = _strategies(config, world_size, shard_degree, num_machines)
@@ -131,7 +131,7 @@ def list_candidates(
             continue  # nothing is gathered that could be freed
         layout = change(
             base.layout,
-            mesh=mesh_of(strategy, world_size, shard_degree),
+            mesh=mesh_of(strategy, world_size, shard_degree, context),
             strategy=strategy,
             reshard_after_forward=reshard,
             activation_checkpointing=mode,
@@ -141,7 +141,7 @@ def list_candidates(
             micro_tokens=split.micro_tokens,
             pack_tokens=split.pack_tokens,
             accumulation=split.accumulation,
-            full_micro_tokens=split.full_micro_tokens,
+            full_micro_tokens=ceil_div(split.full_micro_tokens, context),
             accumulates=split.accumulates,
         )
         candidate = limits.evaluate_memory(base, layout)
@@ -179,7 +179,8 @@ def _strategies(config: RunConfig, world_size: int, shard_degree: int, num_machi
     copies: tuple[Strategy, ...] = () if parallel.offload == "all" else ("ddp",)
     if config.model.frozen_dtype == "fp8":
         return copies
-    a_copy_a_machine: tuple[Strategy, ...] = ("hsdp",) if num_machines > 1 and 1 < shard_degree < world_size else ()
+    several = num_machines > 1 and shard_degree % parallel.context_degree == 0
+    a_copy_a_machine: tuple[Strategy, ...] = ("hsdp",) if several and 1 < shard_degree < world_size else ()
     return (*copies, *a_copy_a_machine, "fsdp")
 
 
@@ -225,7 +226,7 @@ def defer_reduction(candidate: Candidate, base: EstimateInput, limits: Limits) -
 
     Nothing changes for copies, and where a step is one micro-batch.
     """
-    if candidate.layout.mesh.num_shards == 1 or not candidate.layout.accumulates or candidate.layout.zero_stage:
+    if candidate.layout.num_shards == 1 or not candidate.layout.accumulates or candidate.layout.zero_stage:
         return candidate
     once = limits.evaluate(base, change(candidate.layout, reduce_every=False))
     return once if once.memory.is_safe and not is_faster(candidate, once) else candidate

@@ -19,6 +19,7 @@ from manyhands.core.units import describe_ranks
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS, name_those
 from manyhands.planner.batch import has_one_length
+from manyhands.planner.context import check_context
 from manyhands.planner.experts import check_experts, name_stacks
 from manyhands.planner.hardware import (
     choose_device,
@@ -202,10 +203,12 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     output, why_output = choose_output_dtype(config, facts.model, compute)
     data_workers, why_workers = choose_data_workers(config, facts, device)
     check_processes(config, facts, device, world_size)
+    shard_degree = choose_shard_ranks(config, facts, device, world_size)
+    why_context = check_context(config, facts, world_size, shard_degree)
     return Decisions(
         device=device,
         world_size=world_size,
-        shard_degree=choose_shard_ranks(config, facts, device, world_size),
+        shard_degree=shard_degree,
         gpus=gpus,
         compute=compute,
         master=master,
@@ -215,7 +218,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         learning_rate=rate,
         output=output,
         parts=parts,
-        why_ranks=(*explain_hardware(device, facts.host), why_device, why_world, *explain_nodes(facts)),
+        why_ranks=(*explain_hardware(device, facts.host), why_device, why_world, *explain_nodes(facts), *why_context),
         why_numerics=(why_compute, *why_master, *why_frozen, why_attention, why_compile, why_workers),
         why_rate=(why_rate, why_output),
     )
@@ -275,9 +278,9 @@ def choose_attention(
     or images are read in both directions, for which others need a mask.
 
     Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out. So
-    are sinks where varlen cannot.
+    are sinks where varlen cannot, and packs that several ranks divide: sdpa sees a rank's own keys.
     """
-    model, tower = facts.model, facts.model.tower
+    model, tower, divides = facts.model, facts.model.tower, config.parallel.context_degree > 1
     both = facts.data.num_images > 0 and tower is not None and tower.bidirectional
     if model.attention_softcap is not None:
         return "blockwise", reason("attention", kind="blockwise", softcap=model.attention_softcap)
@@ -289,6 +292,7 @@ def choose_attention(
         "head_dim": model.head_dim > MAX_FLASH_HEAD_DIM or model.head_dim % 8 != 0,
         "amd": without is not None and without.vendor == "amd",
         "old_gpu": without is not None,
+        "sinks": model.attention_sinks and divides,
     }
     obstacle = next((name for name, stands in obstacles.items() if stands), None)
     if obstacle is None:
@@ -297,6 +301,8 @@ def choose_attention(
     values = {"obstacle": obstacle, "dtype": compute, "head_dim": model.head_dim, "gpu": gpu}
     if model.attention_sinks:
         return "blockwise", reason("attention", kind="sinks", **values)
+    if divides:
+        return "blockwise", reason("attention", kind="divided", **values)
     return "sdpa", reason("attention", kind="sdpa", **values)
 
 

@@ -209,12 +209,13 @@ def _changes(plan: Plan, facts: Facts) -> Iterator[tuple[str, Plan]]:
         factor *= 2
     ranks = plan.layout.data_parallel_degree // 2
     while ranks:
-        yield f"parallel.gpus={ranks}", _with_samples(plan, plan.batch_samples, ranks, data)
+        yield f"parallel.gpus={ranks * plan.layout.mesh.context}", _with_samples(plan, plan.batch_samples, ranks, data)
         ranks //= 2
 
 
 def _with_samples(plan: Plan, samples: int | None, num_ranks: int, data: DataFacts) -> Plan:
-    mesh = mesh_of("ddp", num_ranks)
+    context = plan.layout.mesh.context
+    mesh = mesh_of("ddp", num_ranks * context, context=context)
     pack_tokens = constant_pack_tokens(samples, plan.layout.micro_tokens, data, num_ranks)
     changed = _with_layout(plan, strategy="ddp", mesh=mesh, pack_tokens=pack_tokens)
     return changed.model_copy(update={"batch_samples": samples})

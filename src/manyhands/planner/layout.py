@@ -35,8 +35,8 @@ class Mesh:
     """Degrees of parallelism by named axis, the outermost first.
 
     Ranks are numbered with the last axis varying fastest, as ``init_device_mesh`` numbers them, so that ranks of one
-    machine are neighbors along the inner axes. A plan sets ``replicate`` and ``shard``; a feature that divides a sample
-    sets its own axis and takes its coordinate from ``coordinates``.
+    machine are neighbors along the inner axes. A plan sets ``replicate``, ``shard`` and ``context``; a feature that
+    divides a sample otherwise sets its own axis and takes its coordinate from ``coordinates``.
     """
 
     replicate: int = 1  # copies of the model
@@ -77,12 +77,13 @@ class Mesh:
         return place["replicate"] * self.shard + place["shard"]
 
 
-def mesh_of(strategy: Strategy, world_size: int, shard_degree: int = 1) -> Mesh:
+def mesh_of(strategy: Strategy, world_size: int, shard_degree: int = 1, context: int = 1) -> Mesh:
     """``single``, ``ddp``: a copy on each rank. ``fsdp``, ``zero*``: shards over all. ``hsdp``: in groups of
-    ``shard_degree``.
+    ``shard_degree``. ``context`` neighboring ranks divide the tokens of a pack, and are among those that shard.
     """
-    shard = {"fsdp": world_size, "hsdp": shard_degree, **dict.fromkeys(ZERO_STAGES, world_size)}.get(strategy, 1)
-    return Mesh(replicate=world_size // shard, shard=shard)
+    ranks = world_size // context
+    shard = {"fsdp": ranks, "hsdp": shard_degree // context, **dict.fromkeys(ZERO_STAGES, ranks)}.get(strategy, 1)
+    return Mesh(replicate=ranks // shard, shard=shard, context=context)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Layout:
     micro_tokens: int | None = None  # capacity of a pack
     pack_tokens: int | None = None  # packs of samples of one length: tokens of every micro-batch
     accumulation: int | None = None  # micro-batches of a step; with packing it follows from each step's samples
-    full_micro_tokens: int = 1  # tokens of a full micro-batch, padding included
+    full_micro_tokens: int = 1  # tokens of a full micro-batch on a rank, padding included
     accumulates: bool = True  # a step may have several micro-batches
     data_workers: int = 0  # processes a rank that collate batches; 0: a thread
     ddp_bucket_mb: int | None = None  # of gradients that DDP reduces at once; none: as many as suits the method
@@ -136,9 +137,19 @@ class Layout:
         return self.strategy in ("single", "ddp")
 
     @property
+    def num_shards(self) -> int:
+        """Ranks over which weights, or gradients and optimizer states alone, are sharded."""
+        return 1 if self.holds_copies else self.mesh.num_shards
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks, or groups of them, that hold the same."""
+        return self.world_size // self.num_shards
+
+    @property
     def weight_shards(self) -> int:
         """Ranks that hold one copy of the trained weights together; ranks that are equal modulo it hold the same."""
-        shards = self.mesh.num_shards if self.strategy in ("fsdp", "hsdp", "zero3") else 1
+        shards = self.num_shards if self.strategy in ("fsdp", "hsdp", "zero3") else 1
         return math.lcm(shards, self.expert_degree)
 
     @property

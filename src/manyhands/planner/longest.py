@@ -27,8 +27,9 @@ class LongestSample:
 
 
 def find_longest(config: RunConfig, facts: Facts, make_plan: Callable[[RunConfig, Facts], Plan]) -> LongestSample:
-    """The longest of lengths that are multiples of ``LENGTH_STEP``, up to ``LONGEST``: one such sample for each GPU and
-    step, or ``batch.samples`` of them, with all else as the run's keys say and its facts are.
+    """The longest of lengths that are multiples of ``LENGTH_STEP``, up to ``LONGEST``: one such sample for each GPU, or
+    each group of them that divides a sample, and step, or ``batch.samples`` of them, with all else as the run's keys
+    say and its facts are.
 
     Raises the refusal of ``LENGTH_STEP`` tokens where not even these fit.
     """
@@ -60,7 +61,9 @@ def find_longest(config: RunConfig, facts: Facts, make_plan: Callable[[RunConfig
 def _one_sample_each(config: RunConfig, facts: Facts) -> RunConfig:
     gpus = config.parallel.gpus if config.parallel.gpus != "auto" else facts.world_size
     ranks = gpus or max(1, len(facts.host.gpus) * facts.host.num_nodes)
-    samples = ranks if config.batch.samples == "auto" else config.batch.samples
+    samples = (
+        max(1, ranks // config.parallel.context_degree) if config.batch.samples == "auto" else config.batch.samples
+    )
     counted = config.batch.model_copy(update={"samples": samples, "loss_tokens": None, "packs": None})
     return config.model_copy(update={"batch": counted})
 

@@ -217,7 +217,8 @@ def _search(
     """Estimate every layout and choose one. ``obstacle``: why features of images are not kept, where something is known
     that stands against it.
     """
-    splits = useful_splits(config, facts.data, decisions.world_size, decisions.device)
+    num_ranks = decisions.world_size // config.parallel.context_degree
+    splits = useful_splits(config, facts.data, num_ranks, decisions.device)
     split = splits[0]
     batch = {  # which samples form a step; the same for every split
         "batch_samples": split.batch_samples,
@@ -274,7 +275,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
     partially_trained = count_text(config, facts.model, decisions.parts)
     layout = lay_out(
         device=decisions.device,
-        mesh=mesh_of("single", decisions.world_size),
+        mesh=mesh_of("single", decisions.world_size, context=config.parallel.context_degree),
         strategy="single",
         reshard_after_forward=False,
         activation_checkpointing="none",
@@ -386,7 +387,7 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult) -> list[R
         ),
     ]
     why += explain_links(facts, limits.clock, result.base, result.candidates) if limits.clock is not None else []
-    if layout.mesh.num_shards > 1 and layout.accumulates and not layout.zero_stage:
+    if layout.num_shards > 1 and layout.accumulates and not layout.zero_stage:
         why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))
     moved = {"none": [], "optimizer": ["optimizer"], "all": ["weights", "gradients", "optimizer"]}[parallel.offload]
     if moved := moved + ["activations"] * layout.offload_activations:

@@ -363,6 +363,7 @@ _NO_VARLEN = _by(
     head_dim="a head has {head_dim} dimensions",
     amd="varlen is untested on {gpu}",
     old_gpu="{gpu} is too old",
+    sinks="varlen has none for packs that ranks divide",
 )
 SENTENCES: dict[Code, Template] = {
     "hardware": _hardware,
@@ -386,6 +387,8 @@ SENTENCES: dict[Code, Template] = {
     ),
     "nodes": _nodes,
     "node_links": _node_links,
+    "context": "{degree} ranks divide each pack, in {groups:n group}, and gather each other's keys and values (not "
+    "measured on GPUs)",
     "packing": _if(
         "packed",
         "several samples per batch row{asked:?, as configured}{known:?: {known}}",
@@ -465,6 +468,7 @@ SENTENCES: dict[Code, Template] = {
         blockwise="blockwise in PyTorch, as scores are soft-capped at {softcap:g}",
         varlen="varlen, {packed:?each packed sample on its own|as images are read in both directions}, without a mask",
         sdpa=lambda v: fill("sdpa, as ", v) + fill(_NO_VARLEN, v),
+        divided=lambda v: fill("blockwise in PyTorch, as ranks divide packs and ", v) + fill(_NO_VARLEN, v),
         sinks=lambda v: fill("blockwise in PyTorch, with the heads' sinks, as ", v) + fill(_NO_VARLEN, v),
     ),
     "compile": _by(

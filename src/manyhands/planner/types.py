@@ -244,10 +244,10 @@ def method_of(plan: Plan, config: RunConfig) -> MethodSection:
 # Decisions, in the order of a plan's ``why``; then notes and warnings; then why a candidate was not chosen.
 Code = Literal[
     "hardware", "figures", "assumed", "untried", "device", "processes", "nodes", "node_links", "packing", "targets",
-    "stacks", "smaller", "strategy", "activation_checkpointing", "reduction", "offload", "memory", "images", "features",
-    "batch", "efficiency", "compute", "masters", "frozen", "frozen_experts", "linear", "towers", "parts", "attention",
-    "compile", "data_workers", "new_tokens", "adapter", "reference", "prompts", "validation", "left_out", "unread",
-    "steps", "warmup", "longer", "evaluation", "checkpoints", "saving", "early_end", "disk", "learning_rate",
+    "stacks", "smaller", "strategy", "context", "activation_checkpointing", "reduction", "offload", "memory", "images",
+    "features", "batch", "efficiency", "compute", "masters", "frozen", "frozen_experts", "linear", "towers", "parts",
+    "attention", "compile", "data_workers", "new_tokens", "adapter", "reference", "prompts", "validation", "left_out",
+    "unread", "steps", "warmup", "longer", "evaluation", "checkpoints", "saving", "early_end", "disk", "learning_rate",
     "output_dtype", "environment", "long_samples", "large_batch", "high_learning_rate", "long_warmup", "high_rank",
     "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "computes_again", "computes_more_again",
     "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster", "computes_attention_again", "more_memory",

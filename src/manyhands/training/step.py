@@ -27,7 +27,7 @@ class TermWeight:
     """What the sums of one loss term weigh in one step."""
 
     total: float  # over all ranks and micro-batches
-    own: float  # of this rank's micro-batches
+    own: float  # of this rank's micro-batches; an equal part where ranks divide each
 
 
 @dataclass(frozen=True)

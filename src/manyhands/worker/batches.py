@@ -17,7 +17,7 @@ from manyhands.core import progress
 from manyhands.core.seeds import named_seed
 from manyhands.core.terms import IS_FOR_VALUE
 from manyhands.data.batch.batches import Batch, Collate, MicroBatches, collate, collate_here, iterate, to_device
-from manyhands.data.batch.collate import NOISE_KEY, BatchWorkers, open_store_samples
+from manyhands.data.batch.collate import NOISE_KEY, BatchShape, BatchWorkers, open_store_samples
 from manyhands.data.batch.pack import StepLayout
 from manyhands.data.store.store import SampleSet
 from manyhands.data.store.streams import Sample, cut_to_loss
@@ -52,7 +52,7 @@ def iterate_layouts(
     workers: BatchWorkers | None = None,
 ) -> Iterator[tuple[StepLayout, MicroBatches]]:
     """Each layout of the set's samples with this rank's micro-batches, prepared ahead."""
-    shape = batch_shape(rank.config, rank.plan, data.store, loss_model)
+    shape = _shape(rank, data, loss_model)
     make: Collate = collate_here(getattr(data.store, name), shape)
     if workers is not None:
         make = functools.partial(workers.collate, name, shape)
@@ -66,6 +66,7 @@ def iterate_steps(
     coming: deque[tuple[StepWork, int]] = deque()  # laid out by the thread that reads ahead, not yet trained
     order, train = data.order, data.store.train
     data_rank = rank.plan.layout.mesh.data_rank(rank.world.rank)
+    num_parts = rank.plan.layout.mesh.context
 
     def lay_out_steps() -> Iterator[StepLayout]:
         for step in range(first_step, rank.plan.num_steps):
@@ -75,7 +76,9 @@ def iterate_steps(
             mine = layout.samples_of_rank(data_rank)
             for_values = lay_out_values(rank.plan, train, samples, loss_model.terms)
             weights = {
-                term.name: TermWeight(float(term.weigh(train, samples).sum()), float(term.weigh(train, mine).sum()))
+                term.name: TermWeight(
+                    float(term.weigh(train, samples).sum()), float(term.weigh(train, mine).sum()) / num_parts
+                )
                 for term in loss_model.terms
             }
             work = StepWork(
@@ -113,6 +116,11 @@ def mark_values(micro_batches: Iterable[Batch], num_for_values: int) -> Iterator
         yield batch | {IS_FOR_VALUE: True} if index < num_for_values else batch
 
 
+def _shape(rank: Rank, data: Data, loss_model: LossModel) -> BatchShape:
+    own = rank.plan.layout.mesh.coordinates(rank.world.rank)["context"]
+    return batch_shape(rank.config, rank.plan, data.store, loss_model, own)
+
+
 class ProbeSamples:
     """Samples of which a longer one is cut to ``PROBE_TOKENS``, its last loss token among them."""
 
@@ -131,8 +139,8 @@ def probe_batch(rank: Rank, data: Data, loss_model: LossModel) -> dict[str, Any]
     mine = samples[world.rank % len(samples) :: world.world_size]
     mine = mine[np.argsort(train.lengths[mine], kind="stable")]
     count = int(np.searchsorted(np.cumsum(train.lengths[mine]), PROBE_TOKENS, side="right"))
-    shape = batch_shape(rank.config, rank.plan, data.store, loss_model)
-    shape = replace(shape, tokens=None, longest=None, documents=0, row_length=None)
+    shape = _shape(rank, data, loss_model)
+    shape = replace(shape, tokens=None, longest=None, documents=0, row_length=None, context=1)
     batch = collate(ProbeSamples(train) if shape.can_cut else train, mine[: max(1, count)], shape)
     return to_device(batch, world.device)
 
@@ -140,6 +148,6 @@ def probe_batch(rank: Rank, data: Data, loss_model: LossModel) -> dict[str, Any]
 def largest_batches(rank: Rank, data: Data, loss_model: LossModel, name: SetName) -> Iterator[dict[str, Any]]:
     """The longest samples of a set, as many as a micro-batch holds; then another one that needs more memory, if any."""
     samples: SampleSet = getattr(data.store, name)
-    shape = batch_shape(rank.config, rank.plan, data.store, loss_model)
+    shape = _shape(rank, data, loss_model)
     for chosen in largest_samples(rank.plan.layout, samples):
         yield to_device(collate(samples, chosen, shape), rank.world.device)

@@ -77,7 +77,7 @@ def list_samples(plan: Plan, data: Data, step: int) -> list[dict[str, Any]]:
             "file": store.file_number(int(number)),  # of a source of several, counted from 0
             "line": int(lines[train.places[number]]),
             "tokens": int(train.lengths[number]),
-            "rank": owner,
+            "rank": owner * plan.layout.mesh.context,  # or the first of those that divide it
         }
         for owner in range(plan.layout.data_parallel_degree)
         for number in layout.samples_of_rank(owner)

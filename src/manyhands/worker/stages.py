@@ -23,6 +23,7 @@ from manyhands.facts.identity import check_files
 from manyhands.launch.run.resume import refuse_other_checkpoint
 from manyhands.model.checks import (
     check_batches,
+    check_context,
     check_loss,
     check_packing,
     check_padding,
@@ -121,6 +122,10 @@ def check_model(rank: Rank, data: Data, built: BuiltModel) -> dict[str, Any]:
         check_rows(engine, loss_model, device, routes_at_random=routes_at_random)
         if rank.plan.shares_prompts:
             check_prompts(engine, loss_model, device, routes_at_random=routes_at_random)
+        mesh = rank.plan.layout.mesh
+        if mesh.context > 1:
+            place = mesh.coordinates(rank.world.rank)["context"]
+            check_context(engine, loss_model, device, place, mesh.context)
         sets = (data.store.train, data.store.validation)
         longest = max(int(each.lengths.max()) for each in sets if len(each.lengths))
         check_batches(engine, loss_model, device, packing=packing, longest=longest)

@@ -17,6 +17,7 @@ In a batch (T: tokens of all documents laid end to end; B x L: samples x longest
 | max_length | int: no document is longer | absent |
 | key_positions | (keys) int64: flat positions of each document's keys, a shared prompt's before its own | absent |
 | cu_seq_lens_k | (documents + 1) int32, beside it: where the keys of each document begin, and the end | absent |
+| gathers_keys | True, beside them: the batch is one rank's part of a pack, keys' positions are the pack's | absent |
 | row_length | int: every document has this length, with padding that is too short for one at the end | absent |
 | document_lengths | (1, T) int64: length of the document that a token is of, 0 in padding; on request | (B, L) int64 |
 | distinct_lengths | tuple of int: the lengths in it; stays on the host | likewise |
@@ -48,6 +49,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from manyhands.core.errors import EXIT_FAILED, FAULT, UserError
+from manyhands.data.batch.divide import GATHERS_KEYS, KEY_BOUNDS, KEY_POSITIONS, divide_pack
 from manyhands.data.images.batch import ImageWork, add_images
 from manyhands.data.store.streams import (
     DOCUMENTS,
@@ -66,7 +68,6 @@ MIN_BOUNDS = 16  # entries of cu_seq_lens where their number is rounded up
 DOCUMENT_LENGTHS, DISTINCT_LENGTHS, SAMPLE_NUMBERS = "document_lengths", "distinct_lengths", "sample_numbers"
 # How the documents of a pack lie as rows of batches, each filled up on the right; see ``lay_out_rows``.
 ROW_SHAPES, ROW_TOKENS, ROW_PLACES = "row_shapes", "row_tokens", "row_places"
-KEY_POSITIONS, KEY_BOUNDS = "key_positions", "cu_seq_lens_k"
 NOISE_KEY = "noise_key"  # int, of a batch that is trained: of its step, for noise that is keyed by it
 IGNORED = (signal.SIGINT, signal.SIGTERM)  # by processes that prepare batches
 
@@ -84,6 +85,7 @@ TEXT_ENTRIES = frozenset(
         "row_length",
         KEY_POSITIONS,
         KEY_BOUNDS,
+        GATHERS_KEYS,
         "has_images",
         DOCUMENT_LENGTHS,
         DISTINCT_LENGTHS,
@@ -118,7 +120,8 @@ class BatchShape:
     included. ``images``: how the samples' images become entries of the batch; None in a run without images.
     ``tells_documents``: the batch says of each token how long its document is, and of which sample it is; a pack also
     how its documents lie as rows. ``shares_prompts``: a pack has the prompt of several answers once (``SHARED``), and
-    says which keys each of its documents sees.
+    says which keys each of its documents sees. ``context``: ranks that divide each pack, of which ``context_rank`` gets
+    its part.
     """
 
     packed: bool
@@ -130,6 +133,8 @@ class BatchShape:
     images: ImageWork | None = None
     tells_documents: bool = False
     shares_prompts: bool = False
+    context: int = 1
+    context_rank: int = 0
 
     @property
     def can_cut(self) -> bool:
@@ -175,6 +180,8 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
                 batch[f"cu_{entry.name}"] = np.cumsum([0, *map(len, parts)], dtype=np.int32)
     if shape.images is not None:
         batch |= add_images(shape.images, samples, divided, batch, starts, shape.packed)
+    if shape.context > 1:
+        batch = divide_pack(batch, shape.context_rank, shape.context)
     return add_label_positions(batch)
 
 

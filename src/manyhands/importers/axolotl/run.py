@@ -97,13 +97,13 @@ def _is_out_of_scope(t: Translator) -> bool:
 
 
 def _map_batch(t: Translator) -> None:
-    """micro-batch x accumulation x GPUs: samples, or packs of ``sequence_len`` tokens. How many of them a GPU takes at
-    once changes no result: the plan decides it from memory.
+    """micro-batch x accumulation x GPUs (or groups of them that divide samples): samples, or packs of ``sequence_len``
+    tokens. How many of them a GPU takes at once changes no result: the plan decides it from memory.
     """
     if t.flag("use_ray") and t.integer("ray_num_workers"):
         t.set_gpus(int(t.integer("ray_num_workers") or 1))
     t.no_op(("use_ray", "ray_num_workers"), "the number of GPUs that the batch is counted for")
-    _count_mesh(t)
+    context = _count_mesh(t)
     packs, older = t.flag("sample_packing") and not rl.asked(t), "max_packed_sequence_len"
     if t.integer(older) and t.integer(older) == t.integer("sequence_len"):
         packs = packs or not t.has("sample_packing")
@@ -117,16 +117,20 @@ def _map_batch(t: Translator) -> None:
         t.no_op("sample_packing", "packed or not, a step has the same samples")
     micro, accumulation, gpus = t.integer("micro_batch_size", 1) or 0, _accumulation(t), t.num_gpus()
     t.micro, t.accumulation = micro, accumulation
+    if gpus is not None and gpus % context:
+        t.refuse("context_parallel_size", f"it is no divisor of the {gpus} GPUs of the run")
+    ranks = None if gpus is None else max(1, gpus // context)
     if micro < 1:
         t.refuse("micro_batch_size", f"got {micro}, allowed: a whole number above 0")
-    elif gpus is None:
+    elif ranks is None:
         t.refuse("micro_batch_size", UNKNOWN_GPUS)
     elif accumulation is not None:
-        sum_ = f"{micro} per GPU × {gpus} GPU{'s' if gpus > 1 else ''} × {accumulation} accumulation"
+        each = "GPU" if context == 1 else f"group of {context} GPUs"
+        sum_ = f"{micro} per {each} × {ranks} {each.split()[0]}{'s' if ranks > 1 else ''} × {accumulation} accumulation"
         native = "batch.packs" if packs else "batch.samples"
         for key in ("micro_batch_size", "gradient_accumulation_steps", "batch_size"):
-            t.map(key, native, micro * gpus * accumulation, sum_)
-        t.set_tool_default(native, micro * gpus * accumulation, f"Axolotl's default: {sum_}")
+            t.map(key, native, micro * ranks * accumulation, sum_)
+        t.set_tool_default(native, micro * ranks * accumulation, f"Axolotl's default: {sum_}")
     t.no_op(("micro_batch_size", "gradient_accumulation_steps", "batch_size"))
 
 
@@ -409,15 +413,25 @@ def _map_plugins(t: Translator) -> None:
     t.no_op("plugins", "fused kernels are used where they pass a self-test" if asked else "")
 
 
-def _count_mesh(t: Translator) -> None:
-    """``dp_shard_size`` x ``dp_replicate_size`` are the GPUs of the run."""
+def _count_mesh(t: Translator) -> int:
+    """``dp_shard_size`` x ``dp_replicate_size`` x ``context_parallel_size`` are the GPUs of the run; returns the
+    last, which ``sequence_parallel_degree`` was called before.
+    """
+    named = [key for key in ("context_parallel_size", "sequence_parallel_degree") if t.integer(key, 1) not in (None, 1)]
+    context = int(t.integer(named[0]) or 1) if named else 1
+    if named:
+        t.map(named[0], "parallel.context_degree", context)
+    if len({t.integer(key) for key in named}) > 1:
+        t.contradict(named[1], f"`{named[0]}` is {context}: keep one")
+    t.no_op(("context_parallel_size", "sequence_parallel_degree"))
     shard, replicate = t.integer("dp_shard_size", 1) or 1, t.integer("dp_replicate_size", 1) or 1
     if shard * replicate > 1:
-        t.set_gpus(shard * replicate)
+        t.set_gpus(shard * replicate * context)
     if shard > 1 and replicate > 1:
         t.map("dp_replicate_size", "parallel.strategy", "hsdp")
-        t.map("dp_shard_size", "parallel.shard_degree", shard)
+        t.map("dp_shard_size", "parallel.shard_degree", shard * context)
     t.no_op(("dp_shard_size", "dp_replicate_size"), "the GPUs of the run" if shard * replicate > 1 else "")
+    return context
 
 
 def _map_precision(t: Translator) -> None:
@@ -498,5 +512,4 @@ def _map_sharding(t: Translator) -> None:
             t.ignore(key, "Axolotl's `fsdp_config` has no such key and ignores it")
     t.no_op("fsdp_config")
     deepspeed.map_deepspeed(t, "deepspeed")
-    for key in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"):
-        t.only(key, (1,), "splitting a sequence or a layer over GPUs is not available: set it to 1")
+    t.only("tensor_parallel_size", (1,), "splitting a layer over GPUs is not available: set it to 1")

@@ -60,7 +60,15 @@ def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
     }
     inner = (2 if s.layout.compile else 3) * c * m.intermediate_size + 2 * c * m.rows_per_token * m.hidden_size
     in_fp8 = 2 * (m.intermediate_size + m.hidden_size) if s.fp8_blocks and s.num_adapter_parameters else 0
-    return s.layout.full_micro_tokens * (again[mode] + 2 * c * m.hidden_size + inner + in_fp8)
+    return s.layout.full_micro_tokens * (again[mode] + 2 * c * m.hidden_size + inner + in_fp8 + gathering(s))
+
+
+def gathering(s: EstimateInput) -> int:
+    """Bytes a token of a rank that a block's attention needs for a moment where W ranks divide packs: the gradients of
+    all keys or values, ``W k`` in float32, twice while they are put in the order of ranks. Not measured.
+    """
+    k, context = s.model.num_kv_heads * s.model.head_dim, s.layout.mesh.context
+    return 0 if context == 1 else 2 * 4 * context * k
 
 
 def kept_bytes_per_token(s: EstimateInput, mode: Checkpointing) -> int:
@@ -130,6 +138,8 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
                                     kernel for documents, which before torch 2.12 has no groups of heads. Measured a
                                     token and block beside 2 c (q - k), in four models: 11.9 and 12.3 KB, 4.1 and 4.1,
                                     11.8 and 12.3, 5.2 and 5.1
+    keys and values of all ranks    instead of these 2 c q for each that a rank gathers, W + 1/2 a token of its own
+                                    where W ranks divide packs. Not measured
     result of attention, padded     c q more where rows of one length leave padding at a micro-batch's end: what the
                                     kernel gives is kept beside what the output projection takes. Measured: 3.3 GiB of
                                     36 blocks and 12,416 tokens
@@ -153,6 +163,8 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
     norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * own_gradient)
     eager_fused = s.fuses_modules and s.num_adapter_parameters > 0 and not s.layout.compile
     for_documents = max(c * q, 2 * c * (q - k)) if s.mixed_lengths else c * q * s.pads_rows
+    if s.keys_per_token:
+        for_documents = int(2 * c * q * s.keys_per_token)
     as_kernel_has_them = for_documents + 2 * c * k * eager_fused
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
     if m.num_mixer_layers:
@@ -209,4 +221,5 @@ def block_scores(s: EstimateInput) -> int:
     """
     if not s.attends_blockwise:
         return 0
-    return min(s.model.num_heads * s.layout.full_micro_tokens**2, MAX_BLOCK_SCORES) * (4 * s.compute_bytes + 16)
+    scores = s.model.num_heads * s.layout.full_micro_tokens**2 * s.layout.mesh.context
+    return min(scores, MAX_BLOCK_SCORES) * (4 * s.compute_bytes + 16)

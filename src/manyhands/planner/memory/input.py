@@ -145,7 +145,15 @@ class EstimateInput:
 
     @property
     def num_shards(self) -> int:
-        return self.layout.mesh.num_shards
+        return self.layout.num_shards
+
+    @property
+    def keys_per_token(self) -> float:
+        """Keys that a rank gathers for each of its own tokens where ranks divide packs, at most: of W ranks W + 1/2, in
+        a pack of one document. 0 where they do not.
+        """
+        context = self.layout.mesh.context
+        return 0.0 if context == 1 else context + 0.5
 
     @property
     def weight_shards(self) -> int:

@@ -70,7 +70,7 @@ class Clock:
         layout = asked.layout
         key = (
             *(layout.micro_tokens, layout.micro_samples, layout.pack_tokens),
-            *(layout.accumulation, layout.data_parallel_degree, layout.device),
+            *(layout.accumulation, layout.data_parallel_degree, layout.mesh.context, layout.device),
         )
         if key not in self._works:
             self._works[key] = self._lay_out(layout, asked.model.sliding_window)
@@ -105,9 +105,10 @@ def lay_out(layout: Layout, samples: np.ndarray, lengths: np.ndarray, more: np.n
 
 def pack_tile(layout: Layout) -> int:
     """Packs are padded to multiples of so many tokens: whole tiles on a GPU and where blocks are compiled, else not at
-    all.
+    all. Ranks that divide a pack get whole tiles each, or two chunks of one length.
     """
-    return TILE_TOKENS if layout.compile or layout.device == "cuda" else 1
+    tile = TILE_TOKENS if layout.compile or layout.device == "cuda" else 1
+    return tile if layout.mesh.context == 1 else max(2, tile) * layout.mesh.context
 
 
 def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int, batch: dict[str, Any]) -> Clock:

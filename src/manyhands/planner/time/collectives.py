@@ -84,7 +84,7 @@ def communication(s: TimeInput, compute: float) -> float:
     e, layout = s.estimate, s.estimate.layout
     if layout.world_size == 1:
         return 0.0
-    shard, copies_of = layout.mesh.num_shards, layout.mesh.replicate
+    shard, copies_of = layout.num_shards, layout.num_copies
     across = shard > s.num_local
     rate = s.rates.node_link if across else s.rates.link
     latency = NODE_LATENCY_S if layout.world_size > s.num_local else LATENCY_S
@@ -104,10 +104,29 @@ def communication(s: TimeInput, compute: float) -> float:
         reduced = e.num_trained * e.sum_bytes / shard * 2 * (copies_of - 1) / copies_of
         seconds += (rounds if shard > 1 else 1.0) * (reduced / over + units * latency)
     in_units = layout.wrapper == "fully_shard"
-    alone = seconds * (e.num_root_parameters / e.model.num_parameters if in_units else 0.05)
-    beside = seconds - alone
+    keys = _gathered_keys(s)
+    alone = keys + seconds * (e.num_root_parameters / e.model.num_parameters if in_units else 0.05)
+    beside = seconds + keys - alone
     hidden = min(beside, compute)
     return alone + (beside - hidden) + s.fitted.overlap_cost * hidden
+
+
+def _gathered_keys(s: TimeInput) -> float:
+    """Seconds in which W ranks that divide packs exchange keys and values, which attention waits for: of T tokens of a
+    rank ``2 c k (W - 1) T`` bytes a layer forward, as many where the backward pass computes blocks again, and their
+    gradients in float32. Not measured.
+    """
+    e, layout = s.estimate, s.estimate.layout
+    others = layout.mesh.context - 1
+    if not others:
+        return 0.0
+    again = 2 if layout.activation_checkpointing != "none" else 1
+    tokens = sum(micro.count * micro.tokens for micro in s.work.micros)
+    values = 2 * e.model.num_kv_heads * e.model.head_dim * e.model.num_layers
+    rate = s.rates.node_link if layout.mesh.context > s.num_local else s.rates.link
+    latency = NODE_LATENCY_S if layout.mesh.context > s.num_local else LATENCY_S
+    exchanges = 2 * (again + 1) * e.model.num_layers * s.work.num_micro
+    return values * others * tokens * (again * e.compute_bytes + 4) / rate + exchanges * latency
 
 
 def between_nodes(s: TimeInput) -> float:
@@ -117,7 +136,7 @@ def between_nodes(s: TimeInput) -> float:
     everywhere twice. Shards within a node leave it only as sums of shards: ``2 (C - 1) / C`` of the gradients.
     """
     e, layout = s.estimate, s.estimate.layout
-    shard, copies_of = layout.mesh.num_shards, layout.mesh.replicate
+    shard, copies_of = layout.num_shards, layout.num_copies
     if layout.world_size <= s.num_local:
         return 0.0
     rounds, sums = s.work.num_micro if layout.reduce_every else 1.0, e.num_trained * e.sum_bytes

@@ -56,8 +56,10 @@ def work_of_lengths(
     documents: int = 1,
 ) -> MeanStep:
     """From sample lengths ``[step][micro-batch][rank]``; of each micro-batch the largest rank counts, once for its
-    tokens and once for its pairs. A sample has so many ``documents``, which do not see each other.
+    tokens and once for its pairs. A sample has so many ``documents``, which do not see each other. Ranks that divide
+    packs have equal parts, of pairs as in a pack of one document.
     """
+    parts_of = layout.mesh.context
     micros: list[MicroBatchGroup] = []
     tokens = samples = 0
     for step in steps:
@@ -65,7 +67,7 @@ def work_of_lengths(
             sizes = [_computed_tokens(part, layout, tile) for part in parts]
             pairs = max(_pairs(part, layout, None, documents) for part in parts)
             windows = pairs if window is None else max(_pairs(part, layout, window, documents) for part in parts)
-            micros.append(MicroBatchGroup(1 / len(steps), max(sizes), pairs, windows))
+            micros.append(MicroBatchGroup(1 / len(steps), max(sizes) / parts_of, pairs / parts_of, windows / parts_of))
             tokens += sum(int(part.sum()) for part in parts)
             samples += sum(len(part) for part in parts)
     return MeanStep(_merge(micros), tokens / len(steps), samples / len(steps))
@@ -115,8 +117,9 @@ def mean_work(
         count = float(max(1, ceil_div(round(rank_samples * mean), capacity)))
         filled = rank_samples / count
         micro_tokens = layout.pack_tokens or padded_tokens(round(filled * mean))
-    pairs = (filled * documents * count_pairs(length / documents, each) for each in (None, window))
-    micro = MicroBatchGroup(count, micro_tokens, *pairs)
+    parts_of = layout.mesh.context
+    pairs = (filled * documents * count_pairs(length / documents, each) / parts_of for each in (None, window))
+    micro = MicroBatchGroup(count, micro_tokens / parts_of, *pairs)
     return MeanStep((micro,), samples * mean, samples)
 
 

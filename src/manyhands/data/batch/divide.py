@@ -1,0 +1,56 @@
+"""The part of a pack that one of several context-parallel ranks computes. Pure numpy.
+
+A pack of T tokens is cut into ``2 W`` chunks of one length, of which rank r of W has chunks r and ``2 W - 1 - r``, end
+to end: under causal attention every rank then has as many (query, key) pairs of a document as long as the pack.
+Positions, labels and lengths were made for the whole pack before, so a document may be cut anywhere. Queries are a
+rank's own tokens; its keys are gathered from all ranks (``kernels/attention/context.py``), and of a chunk they are one
+stretch of the pack, from the beginning of the document that the chunk begins in to the chunk's end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+KEY_POSITIONS, KEY_BOUNDS = "key_positions", "cu_seq_lens_k"
+GATHERS_KEYS = "gathers_keys"  # True in a batch that is one rank's part: ``key_positions`` are those of the whole pack
+
+
+def chunks_of(total: int, rank: int, degree: int) -> tuple[slice, slice]:
+    """The stretches of a pack of ``total`` tokens that a rank has. ValueError where chunks have no common length."""
+    size, rest = divmod(total, 2 * degree)
+    if rest:
+        raise ValueError(f"a pack of {total} tokens is not divided by {2 * degree} chunks")
+    return tuple(slice(size * number, size * (number + 1)) for number in (rank, 2 * degree - 1 - rank))  # type: ignore[return-value]
+
+
+def divide_pack(batch: dict[str, Any], rank: int, degree: int) -> dict[str, Any]:
+    """``rank``'s part of a packed batch, of the same form but for its keys: ``key_positions`` (keys) in the whole pack,
+    with ``cu_seq_lens_k`` (segments + 1), of which each of the segments of ``cu_seq_lens`` sees its last ones. A
+    document that is cut has a segment in each part.
+    """
+    total, bounds = batch["input_ids"].shape[1], batch["cu_seq_lens"].tolist()
+    chunks = chunks_of(total, rank, degree)
+    queries, keys, positions = [0], [0], []
+    for chunk in chunks:
+        cuts = [chunk.start, *sorted({bound for bound in bounds if chunk.start < bound < chunk.stop}), chunk.stop]
+        first = max(bound for bound in bounds if bound <= chunk.start)  # where its first document begins
+        queries += [queries[-1] + cut - chunk.start for cut in cuts[1:]]
+        keys += [keys[-1] + cut - first for cut in cuts[1:]]
+        positions.append(np.arange(first, chunk.stop, dtype=np.int64))
+    repeats = max(0, len(bounds) - len(queries))  # as many as before, where compiled code counts on a number
+    parts = {
+        name: np.concatenate([value[:, chunk] for chunk in chunks], axis=1)
+        for name, value in batch.items()
+        if isinstance(value, np.ndarray) and value.shape[:2] == (1, total)
+    }
+    rest = {name: value for name, value in batch.items() if name not in parts and name != "row_length"}
+    return {
+        **rest,
+        **parts,
+        "cu_seq_lens": np.array(queries + queries[-1:] * repeats, dtype=np.int32),
+        KEY_BOUNDS: np.array(keys + keys[-1:] * repeats, dtype=np.int32),
+        KEY_POSITIONS: np.concatenate(positions),
+        GATHERS_KEYS: True,
+    }
