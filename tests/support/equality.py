@@ -243,13 +243,8 @@ class Recorder(Hook):
         self.results.append(result)
 
 
-Works = Iterator[StepWork]
-
-
-def run_rank(
-    config_json: str, plan_json: str, fault: Fault, change_works: Callable[[Rank, Works], Works] | None = None
-) -> Curve:
-    """One rank of one case; the process group exists already. ``change_works`` changes what each step trains."""
+def run_rank(config_json: str, plan_json: str, fault: Fault) -> Curve:
+    """One rank of one case; the process group exists already."""
     import torch.distributed as dist
 
     rank_index, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -260,8 +255,6 @@ def run_rank(
     data, built = stages.open_data(rank), stages.build_model(rank)
     stages.check_model(rank, data, built)
     engine, works = built.engine, iterate_steps(rank, data, built.loss_model)
-    if change_works is not None:
-        works = change_works(rank, works)
     if fault:
         faulty = Faulty(engine, fault)
         engine, works = faulty, faulty.watch(works)  # type: ignore[assignment]
