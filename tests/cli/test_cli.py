@@ -245,6 +245,10 @@ def test_gpu_info_lists_the_machine(monkeypatch):
     assert result.exit_code == 0 and "no GPU found" in result.stdout and "cores" in result.stdout
 
 
+def test_help_cuts_no_summary_at_80_columns():
+    assert "..." not in call("--help", COLUMNS="80").stdout.partition("Commands:")[2]
+
+
 def test_help_is_quick_and_light():
     """0.16 s of a core on the machine where it was written; the bound leaves room for a slower one."""
     probe = (

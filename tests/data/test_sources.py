@@ -89,9 +89,12 @@ def test_twenty_findings_and_the_number_of_the_others(tmp_path: Path) -> None:
 
 
 def test_missing_files_and_unknown_kinds(tmp_path: Path) -> None:
-    assert "no such data file" in refusal(tmp_path / "none.jsonl")
+    (tmp_path / "train.jsonl").write_text("{}")
+    assert f"did you mean {tmp_path / 'train.jsonl'}?" in refusal(tmp_path / "trian.jsonl")
+    assert "did you mean" not in refusal(tmp_path / "none.jsonl")
     assert "cannot be told from its name" in refusal(tmp_path / "rows.xyz", b"{}")
-    assert "holds no data files" in refusal(tmp_path)
+    (tmp_path / "folder").mkdir()
+    assert "holds no data files" in refusal(tmp_path / "folder")
     with pytest.raises(UserError, match="plain text, but its format is messages"):
         resolve_source(Source(path=str(write(tmp_path / "a.txt", "words")), format="messages"))
 

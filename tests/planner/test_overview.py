@@ -66,9 +66,10 @@ def test_of_stacks_it_says_what_a_token_uses():
 
 
 def test_on_a_cpu_the_time_is_not_guessed():
-    shown = lines(run_config(parallel__gpus=2), facts(llama_8b(), host_bytes=900 << 30, data=data_facts(longest=2048)))
+    found = facts(llama_8b(), host_bytes=900 << 30, data=data_facts(longest=2048))
+    shown = lines(run_config(parallel__gpus=2), found, num_steps=1_234_567)
     assert "2 CPU processes, float32" in shown["layout"] and "per process" in shown["memory"]
-    assert shown["time"].endswith("shown after the first steps")
+    assert shown["time"].endswith("time to the end after the first steps")
 
 
 def test_what_asks_for_a_decision_follows():

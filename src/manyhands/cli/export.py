@@ -39,7 +39,7 @@ def export(
         Path | None, typer.Option("--llama-cpp", help="With --gguf: llama.cpp's folder, if it is not on PATH.")
     ] = None,
 ) -> None:
-    """Export a checkpoint as a model, an adapter or a GGUF file, and verify it."""
+    """Export an adapter, a model or a GGUF file; verify it."""
     dtype = DTYPES.get(dtype, dtype)
     if dtype not in ("auto", *DTYPES.values()):
         raise UserError(
@@ -89,7 +89,7 @@ def push(
         str | None, typer.Option("--base", help="The base model's name on the hub, for an adapter trained on a folder.")
     ] = None,
 ) -> None:
-    """Upload a verified model, adapter or GGUF file to the Hugging Face hub; the token is HF_TOKEN of the environment.
+    """Upload a verified result to the Hugging Face hub. The token is HF_TOKEN of the environment.
 
     Without --yes nothing is sent. The repository is private unless --public is given."""
     from manyhands.export.push import plan_upload, upload

@@ -29,7 +29,7 @@ def import_file(
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse keys that are only substituted.")] = False,
 ) -> None:
-    """Translate another tool's file into a run file, and list what becomes of every key.
+    """Translate another tool's file into a run file. Lists what becomes of every key.
 
     Without --output the run file is printed, and the list on standard error. Exit code 1 if a key is refused."""
     from manyhands.importers.report import as_json as plain

@@ -177,7 +177,7 @@ def generate(
     batch_size: BatchSize = None,
     engine: Engine = "transformers",
 ) -> None:
-    """Answer a prompt, or a file of prompts on all GPUs; a file that a kill interrupts is continued."""
+    """Answer a prompt, or a file of prompts on all GPUs. A file that a kill interrupts is continued."""
     sampling = (temperature, top_p, top_k, repetition_penalty, seed)
     settings = GenerationSettings(max_new_tokens, *sampling, tuple(stop or ())).to_json()
     placement = dict(gpus=gpus, processes=processes, device_map=device_map, batch_size=batch_size, engine=engine)
@@ -218,7 +218,7 @@ def chat(
     tools: Tools = None,
     base: Base = None,
 ) -> None:
-    """Chat with a trained model; each line of standard input is a turn."""
+    """Chat with a trained model. Each line of standard input is a turn."""
     sampling = (temperature, top_p, top_k, repetition_penalty, seed)
     request = {
         **find_model("chat", folder, base, model, adapter),
@@ -253,7 +253,7 @@ def serve(
     device_map: DeviceMap = "auto",
     batch_size: BatchSize = None,
 ) -> None:
-    """Serve a trained model to OpenAI's clients, on this machine only; options are for requests without their own."""
+    """Serve a trained model to OpenAI's clients. On this machine only; options are for requests without their own."""
     process.refuse_used_port(port)
     request = {
         **find_model("serve", folder, base, model, adapter),
@@ -292,7 +292,7 @@ def evaluate(
     device_map: DeviceMap = "auto",
     batch_size: BatchSize = None,
 ) -> None:
-    """Evaluate a trained model beside its base: losses, scores of its answers, tasks of lm-eval."""
+    """Evaluate a trained model beside its base. Losses, scores of its answers, tasks of lm-eval."""
     if output is not None and output.is_file():
         raise UserError("--output is a file", where=str(output), fix="name a folder")
     request: dict[str, Any] = {

@@ -56,7 +56,7 @@ def doctor(
         str, typer.Option("--run", metavar="RUN", help="Say what this run does or waits for, without ending it.")
     ] = "",
 ) -> None:
-    """Check Python, packages, GPUs, limits, disk and hub (exit code 1 if something is missing)."""
+    """Check Python, packages, GPUs, limits, disk and hub. Exit code 1 if something is missing."""
     from rich.text import Text
 
     from manyhands.core.text import open_console

@@ -35,7 +35,7 @@ def memory_check(
         typer.Argument(metavar="[RUN]", help="A run's folder or run file; without it, all GPUs and active runs."),
     ] = None,
 ) -> None:
-    """Compare planned with used memory, by rank, of a live or finished run (exit code 1 if a limit is exceeded)."""
+    """Compare planned with used memory, by rank. Of a live or finished run; exit code 1 if a limit is exceeded."""
     from manyhands.launch.run.folder import RunFolder
     from manyhands.launch.run.usage import find_live_runs, read_usage
 

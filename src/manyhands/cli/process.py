@@ -77,7 +77,7 @@ def bench(
     gpus: Annotated[int | None, typer.Option("--gpus", help="Measure on at most this many GPUs.")] = None,
     output: Annotated[str | None, typer.Option("--output", help="JSONL file to append the raw rows to.")] = None,
 ) -> None:
-    """Measure speed and memory on random weights of published sizes, next to figures recorded on H200s."""
+    """Measure speed and memory on random weights. Of published sizes, next to figures recorded on H200s."""
     arguments = [*(rows or ())]
     arguments += ["--list"] if list_rows else []
     arguments += ["--gpus", str(gpus)] if gpus is not None else []

@@ -56,7 +56,7 @@ def prove(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 5,
     limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds that one layout may take.")] = 1800,
 ) -> None:
-    """Run the first steps under several layouts and compare losses and gradient norms (exit code 1 if one deviates)."""
+    """Compare first steps under several layouts. Their losses and gradient norms; exit code 1 if one deviates."""
     batch, dtype = plan_batch(run, overrides)
     runs = parse_layouts(layouts, batch)
     curves = []

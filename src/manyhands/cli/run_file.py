@@ -282,7 +282,7 @@ def data(
     *,
     short: Short,
 ) -> None:
-    """Preview the samples of a step, with their loss tokens marked.
+    """Preview a step's samples, with loss tokens marked.
 
     Also shows lengths, packing and tokens by source, and lists the rows that a run would refuse (exit code 1)."""
     config = load_run(run, overrides, short=short, examples=examples).config

@@ -20,7 +20,7 @@ def ui(
         int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
     ] = PORT,
 ) -> None:
-    """Open a page with the runs of a folder: live curves, comparison, plans and data, and a queue.
+    """Open a page with the runs of a folder. Live curves, comparison, plans and data, and a queue.
 
     Only this machine reaches it, by an address with a token. Runs go on without it."""
     from manyhands.cli.process import refuse_used_port

@@ -8,6 +8,7 @@ names weights by.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import hashlib
 import json
@@ -203,6 +204,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is not UTF-8 text") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def similar_path(path: Path) -> str:
+    """``; did you mean NAME?`` where the folder of a path that does not exist has a similar name; else nothing."""
+    try:
+        close = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.7)
+    except OSError:
+        return ""
+    return f"; did you mean {path.with_name(close[0])}?" if close else ""
 
 
 def describe_json_fault(error: json.JSONDecodeError) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.files import refuse_outside_links
+from manyhands.core.files import refuse_outside_links, similar_path
 from manyhands.facts.safetensors import INDEX_FILE, SINGLE_FILE, find_weight_files
 
 ANSWER_TIMEOUT_S = 5.0
@@ -146,7 +146,7 @@ def _from_hub(name: str, revision: str | None, needs_weights: bool, trust_remote
         where="model.name",
         why=f"no such folder here, no complete copy in the cache {constants.HF_HUB_CACHE},"
         f" and {endpoint} did not respond: {trouble}",
-        fix="check the network, or give a folder with the model",
+        fix=f"check the network, or give a folder with the model{similar_path(Path(name))}",
     )
 
 

@@ -727,7 +727,7 @@ def _brief_time(plan: Plan, price: float | None) -> str:
     of = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
     text = f"{count_of(plan.num_steps, 'step')}, {of}"
     if plan.time is None:
-        return f"{text}; the time to the end is shown after the first steps"
+        return f"{text}; time to the end after the first steps"
     time = plan.time
     text += f": {format_duration(time.total_s)}, {time.gpu_hours:.2f} GPU-hours, {time.tokens_per_s:,.0f} tokens/s"
     return text if price is None else f"{text}, costs {time.gpu_hours * price:,.2f}"

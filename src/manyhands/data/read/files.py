@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import similar_path
 
 MAX_SHOWN = 20
 MAX_PLACES = 5  # of one fault
@@ -157,7 +158,7 @@ def check_file(path: str | Path) -> Path:
             raise UserError(
                 "no such data file",
                 where=str(path),
-                fix="check data.train, data.validation and evaluate.data in the run file",
+                fix=f"check data.train, data.validation and evaluate.data{similar_path(path)}",
             )
         if not path.is_file():
             raise UserError("this is no data file", where=str(path), fix=f"name a file that ends in {KIND_NAMES}")
