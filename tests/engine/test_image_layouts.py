@@ -166,10 +166,14 @@ def batches_of(folder: Path, family: str, store: TokenStore, steps: Any) -> list
 
 @pytest.mark.ci
 @pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=SLOW) for f in TYPES])
-def test_twenty_steps_on_rows_are_those_of_the_types_own_processor_and_plain_adamw(tmp_path: Path, family: str) -> None:
+def test_twenty_steps_on_rows_are_those_of_the_types_own_processor_and_plain_adamw(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From rows on: samples and micro-batches as a run has them, against what the family's processor in transformers
     makes of the same conversations.
     """
+    if family == "qwen3_5_moe":  # experts are chosen by scores that may be nearly equal, which amplifies rounding
+        monkeypatch.setattr(f"{__name__}.RATE", RATE / 10)
     folder = write_tiny_vision(tmp_path / "model", family)
     store, documents = prepare_rows(folder, family, tmp_path, SHOWN)
     steps = [((2,), (4,)) if step == WITHOUT_IMAGES else TURNS[step % len(TURNS)] for step in range(NUM_STEPS)]
