@@ -14,10 +14,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Begun first, so that where files run side by side no long one begins when all others have ended.
 LONGEST = ("docs", "equality", "matrix", "e2e", "faults", "guides", "engine", "convert", "data", "test_every_key.py")
-# Slow tests of these files and folders are too long for CI: `make test-all` runs them before a release.
+# Slow tests of these files and folders are too long for CI, as are the slow cases of a table of which CI runs others:
+# `make test-all` runs them before a release.
 NIGHTLY = (
     *("docs/test_notebook.py", "docs/test_recipes.py", "equality", "matrix", "faults", "test_every_key.py"),
     *(f"e2e/test_{name}.py" for name in ("deepspeed", "endings", "guards", "hangs", "loftq", "loopback")),
+    *("e2e/test_patterns.py", "e2e/test_qlora.py"),  # as cells of the matrix, in the processes of a user
     *("e2e/test_multimodal.py", "guides/test_blocks.py", "guides/test_foreign.py", "engine/test_graph_cache.py"),
     *("e2e/test_multimodal_families.py", "e2e/test_nodes.py", "e2e/test_ropes.py", "engine/test_deepspeed.py"),
     *("engine/test_image_layouts.py", "data/test_images.py", "model/test_images.py", "importers/test_every_value.py"),
@@ -52,7 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place_in_line)
     nightly = tuple(ROOT / "tests" / name for name in NIGHTLY)
     for item in items:
-        if item.get_closest_marker("slow") and any(item.path.is_relative_to(path) for path in nightly):
+        in_part = item.get_closest_marker("ci") or any(item.path.is_relative_to(path) for path in nightly)
+        if item.get_closest_marker("slow") and in_part:
             item.add_marker(pytest.mark.nightly)
         if "many" in getattr(item, "fixturenames", ()):  # whoever comes first makes many runs
             item.add_marker(pytest.mark.timeout(1200))

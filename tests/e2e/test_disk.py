@@ -70,7 +70,7 @@ def test_a_disk_that_fills_up_is_named_and_the_run_goes_on_once_there_is_room(pl
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_checkpoint_that_finds_no_room_names_it_too(place: Place, small_disk: Path, asynchronous: str) -> None:
     plant = NO_VERIFY | {
         "manyhands.worker.checkpoints": "_tensors_to_stage = CheckpointHook._tensors_to_stage\n"

@@ -41,7 +41,7 @@ def check_smaller(made: list[Plan]) -> None:
 
 # Of two ranks the second one runs out. That the first one, which waits for it, is no cause: tests/launch/test_local.py.
 @pytest.mark.ci
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_run_goes_on_with_smaller_micro_batches_and_the_same_batches(
     place: Place, many: str, num_ranks: int
 ) -> None:

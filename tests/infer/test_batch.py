@@ -23,6 +23,7 @@ from manyhands.infer.replicas import Placement, group_size
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.worker import BatchCapacity, PromptQueue, Worker
 from tests.export.tiny import make_model, save_source
+from tests.support.zygote import forking
 
 SETTINGS = GenerationSettings(max_new_tokens=6)
 
@@ -155,7 +156,8 @@ def kill_and_resume(model: Path, tmp_path: Path, num_prompts: int, kills: int, p
 
 @pytest.mark.slow
 def test_killed_twice_and_resumed(model: Path, tmp_path: Path) -> None:
-    found = kill_and_resume(model, tmp_path, 1000, kills=2, processes=2)
+    with forking():
+        found = kill_and_resume(model, tmp_path, 1000, kills=2, processes=2)
     assert 0 < found["answered at the kills"][0] < found["answered at the kills"][1] < 1000
 
 

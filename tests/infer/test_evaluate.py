@@ -33,6 +33,7 @@ from manyhands.launch.run.folder import RunFolder
 from tests.export.tiny import METHOD, adapt
 from tests.launch.builders import make_config
 from tests.support.tiny import tiny_model, write_tiny_model
+from tests.support.zygote import forking
 
 QUESTIONS = ("alpha?", "beta, and what follows?", "gamma delta", "what is <b>bold</b>?")
 SETTINGS = GenerationSettings(max_new_tokens=10)
@@ -137,7 +138,8 @@ def test_the_number_of_copies_changes_no_bit(place: Path, tmp_path: Path) -> Non
     data = write_data(tmp_path / "rows.jsonl", ["one", "two three four", "five", "six seven eight nine ten"])
     options: dict[str, Any] = dict(data=data, metrics=["loss", "accuracy", "exact_match", "f1"], settings=SETTINGS)
     one = compare(place / "base", **options)
-    two = compare(place / "base", **options, placement=Placement(processes=2))
+    with forking():
+        two = compare(place / "base", **options, placement=Placement(processes=2))
     assert one.columns == two.columns and one.scores.answers == two.scores.answers
 
 

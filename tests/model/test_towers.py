@@ -223,8 +223,8 @@ def test_patches_times_a_kernel_are_their_convolution() -> None:
         torch.testing.assert_close(multiply_patches(patches, weight, given), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.ci
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_frozen_towers_compiled_give_the_same_features(folders: dict[str, Path], family: str) -> None:
     """Of batches with other numbers of images, too; trained towers stay as they are."""
     frozen = {"vision": "frozen", "projector": "frozen", "language": "trained"}

@@ -47,8 +47,10 @@ IMPORTED = (
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
     *("transformers.models.auto.tokenization_auto", "bitsandbytes"),
 )
-# Launchers and ranks, which start processes themselves.
-START_OTHERS = ("accelerate.commands.launch", "manyhands", "manyhands.worker", "torch.distributed.run")
+# Launchers, ranks and copies of a model's first process, which start processes themselves.
+START_OTHERS = (
+    *("accelerate.commands.launch", "manyhands", "manyhands.infer", "manyhands.worker", "torch.distributed.run"),
+)
 # Read by the interpreter and by packages when they start: a process whose values differ is not forked.
 READ_EARLY = (
     *("BNB_", "DS_", "HF_", "HUGGINGFACE_", "LD_", "MKL_", "OMP_WAIT", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
