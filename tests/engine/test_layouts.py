@@ -53,6 +53,14 @@ WAYS = {
     "ddp": {"strategy": "ddp"},
     "fsdp": {"strategy": "fsdp"},
     "fsdp-keep-recompute": {"strategy": "fsdp", "reshard_after_forward": False, "activation_checkpointing": "full"},
+    "ddp-tiles": {"strategy": "ddp", "activation_checkpointing": "full", "mlp_tile_tokens": 8},
+    "fsdp-tiles": {
+        "strategy": "fsdp",
+        "reshard_after_forward": True,
+        "activation_checkpointing": "full",
+        "mlp_tile_tokens": 8,
+        "offload_activations": True,
+    },
 }
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
+from manyhands.core.limits import MLP_TILE_TOKENS
 from manyhands.facts.types import ModelFacts
+from manyhands.planner import candidates
 from manyhands.planner.longest import LENGTH_STEP, LONGEST
 from manyhands.planner.search import plan, plan_longest
 from manyhands.planner.text import describe_longest
@@ -71,6 +73,22 @@ def test_the_limit_that_binds_is_named(host_gib: int, positions: int, expected: 
     assert found.refusal is not None and any(line.startswith("activations:") for line in found.refusal.details)
     if host_gib == 32:  # 32 blocks' inputs of 92,416 tokens: 22.6 GiB, pinned 1.4 times that; 90 % of 32 GiB are 28.8
         assert "and there are 28.8 GiB of it" in text and terms["activations"] > 0
+
+
+@pytest.mark.parametrize(("host_gib", "lengths"), [(16, (92_160, 120_064)), (1024, (171_008, 298_240))])
+def test_tiles_of_mlps_let_the_longest_sample_grow(
+    host_gib: int, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA of an 8B model on 60 GiB, a block's input kept of each of 32, on the device or not. In KiB a token a block
+    needs 196 at work, of which 140 are the MLP's: gate, up, product and two gradients of 14,336 values.
+    """
+    config = run_config(method__name="lora", data__packing=True, batch__samples=1)
+    given = facts(llama_8b(), gpus=1, gpu_bytes=60 * GIB, host_bytes=host_gib * GIB)
+    tiled = plan_longest(config, given)
+    assert "MLPs by tiles" in describe_longest(tiled, given) and tiled.plan.layout.mlp_tile_tokens == MLP_TILE_TOKENS
+    assert not planned(config, given, 65_536).layout.mlp_tile_tokens, "which fits without"
+    monkeypatch.setattr(candidates, "can_tile", lambda setup: False)
+    assert (plan_longest(config, given).length, tiled.length) == lengths
 
 
 def test_a_key_that_bounds_the_length_is_the_reason() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.planner.layout import Mesh
 from manyhands.planner.memory import terms as memory
-from manyhands.planner.memory.activations import block_bytes_per_token, kept_bytes_per_token, moved_bytes
+from manyhands.planner.memory.activations import block_at_work, block_bytes_per_token, kept_bytes_per_token, moved_bytes
 from manyhands.planner.memory.input import EstimateInput
 from tests.planner.examples import llama_8b, model_facts
 from tests.support.plans import change_input, make_input
@@ -107,6 +107,24 @@ def test_activations_kept_and_recomputed():
         memory.in_the_backward_pass(except_attention)["activations"]
         == 10 * (kept_bytes_per_token(except_attention, "except_attention") + 216) + GRADIENTS
     )
+
+
+def test_mlps_by_tiles_need_a_tiles_room() -> None:
+    """10 tokens, tiles of 4: 96 bytes a token of gate, up and product, and 64 of two gradients; 384 trained weights'
+    sums in float32, beside one in bfloat16.
+    """
+    full, lora = (
+        change_input(s, activation_checkpointing="full", mlp_tile_tokens=4, accumulates=False) for s in (FULL, LORA)
+    )
+    assert block_at_work(full, "full") == 10 * (216 - 16 + 32 - 96) + 4 * (96 + 64) + 6 * 384
+    assert block_at_work(lora, "full") == 10 * (216 + 56 - 16 + 32 - 96) + 4 * (96 + 64)
+    # of tiles of 2 attention's gradients are more: of its result, and of q, k and v
+    assert block_at_work(change_input(lora, mlp_tile_tokens=2), "full") == 10 * (192 + 2 * (8 + 8 + 4 + 4))
+    whole = change_input(lora, mlp_tile_tokens=0)
+    saved = block_at_work(whole, "full") - block_at_work(lora, "full")
+    assert saved == 6 * (96 + 64)
+    terms = [memory.in_the_backward_pass(s)["activations"] for s in (whole, lora)]
+    assert terms[0] - terms[1] == saved and kept_bytes_per_token(lora, "full") == kept_bytes_per_token(whole, "full")
 
 
 def test_gradients_are_there_while_activations_are_only_where_a_step_goes_on():

@@ -37,6 +37,7 @@ from manyhands.engine.gradient_memory import GradientMemory
 from manyhands.engine.host_shards import BlockPrefetch, GradientNorms
 from manyhands.engine.masters import ComputeCopy
 from manyhands.engine.native import SHARD, NativeEngine
+from manyhands.engine.tiles import compile_tiles, tile_mlps
 from manyhands.kernels.attention.context import use_group
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_blocks, find_tower_blocks
@@ -58,7 +59,8 @@ def apply(
     materialize: Callable[[nn.Module, torch.device], None],
     config: RunConfig | None = None,
 ) -> NativeEngine | ZeroEngine:
-    """Activation checkpointing ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate, by ``plan.layout``.
+    """Activation checkpointing ▸ tiles ▸ compile ▸ shard ▸ materialize ▸ offload activations ▸ replicate, as in
+    ``plan.layout``.
 
     ``loss_model`` is on meta, in training mode, adapters applied and the rest frozen; ``materialize`` gives it memory
     and weights on the device that it is given. A process group is needed but where the layout has no wrapper.
@@ -71,6 +73,8 @@ def apply(
     num_blocks = len(find_blocks(loss_model.model))
     checkpoint_blocks(loss_model.model, layout.checkpointing_by_layer(num_blocks), compiled=layout.compile)
     checkpoint_towers(loss_model.model, layout.activation_checkpointing)
+    if layout.mlp_tile_tokens:
+        tile_mlps(loss_model.model, layout.mlp_tile_tokens)
     if layout.compile:
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
         compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None)
@@ -160,6 +164,7 @@ def compile_blocks(model: nn.Module, *, dynamic: bool | None = True, **options: 
     single document, for which transformers builds none.
     """
     _compile(find_blocks(model).values(), dynamic, **options)
+    compile_tiles(model, dynamic, **options)
 
 
 def compile_towers(model: nn.Module) -> None:

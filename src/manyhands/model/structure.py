@@ -9,6 +9,7 @@ it from the source, byte for byte. With images ``model/multimodal.py`` lets them
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -105,6 +106,21 @@ def find_tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and module not in text and not inside:
             blocks[name] = module
     return blocks
+
+
+def find_mlps(block: nn.Module) -> list[nn.Module]:
+    """A block's dense MLPs, whose result for a token depends on that token alone.
+
+    These are its modules that take hidden states and nothing else, and whose own modules with weights are all linear
+    layers: neither attention, nor a mixer, nor experts.
+    """
+
+    def is_mlp(module: nn.Module) -> bool:
+        weighted = [child for child in module.children() if next(child.parameters(), None) is not None]
+        takes = inspect.signature(type(module).forward).parameters
+        return bool(weighted) and all(isinstance(child, nn.Linear) for child in weighted) and len(takes) == 2
+
+    return [module for module in block.children() if is_mlp(module)]
 
 
 def with_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:

@@ -13,11 +13,13 @@ import itertools
 from dataclasses import dataclass, replace
 
 from manyhands.config.schema import RunConfig
+from manyhands.core.limits import MLP_TILE_TOKENS
 from manyhands.facts.types import Facts
 from manyhands.planner.batch import BatchSplit, ceil_div
 from manyhands.planner.choices import Decisions
 from manyhands.planner.hardware import ranks_per_machine
 from manyhands.planner.layout import LIGHTER, ZERO_STAGES, Checkpointing, Layout, Strategy, change, mesh_of
+from manyhands.planner.memory.activations import can_tile
 from manyhands.planner.memory.host import estimate_host_terms, keep_on_device
 from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.memory.terms import estimate_terms
@@ -71,7 +73,8 @@ def margin_of(s: EstimateInput) -> float:
     """``MARGINS``, of the limit."""
     if s.layout.device == "cpu":
         return MARGINS["cpu"]
-    if s.fp8_blocks or s.offloads or not s.layout.compile or s.partially_trained is not None:
+    rare = s.fp8_blocks or s.offloads or s.layout.mlp_tile_tokens or s.partially_trained is not None
+    if rare or not s.layout.compile:
         return MARGINS["few_rows"]
     return MARGINS["shards" if s.num_shards > 1 else "whole"]
 
@@ -111,9 +114,12 @@ def list_candidates(
     limits: Limits,
     shard_degree: int,
     num_machines: int,
+    *,
+    tiles: bool = False,
 ) -> list[Candidate]:
     """Every layout that the explicit keys leave, in a fixed order; without seconds where none fits. An explicit
-    ``reshard_after_forward`` implies fsdp.
+    ``reshard_after_forward`` implies fsdp. Where none leaves its margin free, or with ``tiles``, those whose MLPs are
+    computed by tiles of the sequence follow.
 
     Left to auto, one process and ddp may free what they gather too: in mixed precision that is the bfloat16 copy.
     """
@@ -124,7 +130,7 @@ def list_candidates(
     if parallel.strategy in ZERO_STAGES:
         reshards = (parallel.strategy == "zero3",)
         modes = tuple(mode for mode in modes if parallel.strategy != "zero3" or mode in ("none", "full"))
-    candidates = []
+    layouts = []
     for strategy, mode, reshard, split in itertools.product(strategies, modes, reshards, splits):
         unsharded = strategy in ("single", "ddp")
         if unsharded and reshard and (parallel.reshard_after_forward != "auto" or not base.gathers_whole):
@@ -144,15 +150,26 @@ def list_candidates(
             full_micro_tokens=ceil_div(split.full_micro_tokens, context),
             accumulates=split.accumulates,
         )
-        candidate = limits.evaluate_memory(base, layout)
-        if parallel.offload_activations == "auto":
-            moved = move_activations(layout, base, limits)
-            if moved is not None and moved.memory.fits_host and moved.memory.total < candidate.memory.total:
-                candidate = moved
-        candidates.append(candidate)
+        layouts.append(layout)
+    candidates = [_evaluate(config, layout, base, limits) for layout in layouts]
+    if tiles or not any(candidate.memory.is_safe for candidate in candidates):
+        tileable = [layout for layout in layouts if can_tile(replace(base, layout=layout))]
+        tiled = (change(layout, mlp_tile_tokens=MLP_TILE_TOKENS) for layout in tileable)
+        candidates += [_evaluate(config, layout, base, limits) for layout in tiled]
     if any(candidate.memory.fits for candidate in candidates):
         return [limits.evaluate(base, candidate.layout) for candidate in candidates]
     return candidates
+
+
+def _evaluate(config: RunConfig, layout: Layout, base: EstimateInput, limits: Limits) -> Candidate:
+    """The layout, with activations in host memory where that is left to the plan, frees memory and the host has
+    room.
+    """
+    candidate = limits.evaluate_memory(base, layout)
+    moved = move_activations(layout, base, limits) if config.parallel.offload_activations == "auto" else None
+    if moved is not None and moved.memory.fits_host and moved.memory.total < candidate.memory.total:
+        return moved
+    return candidate
 
 
 def move_activations(layout: Layout, base: EstimateInput, limits: Limits) -> Candidate | None:
@@ -243,6 +260,7 @@ def relax_checkpointing(config: RunConfig, chosen: Candidate, base: EstimateInpu
         or asked.activation_checkpointing != "auto"
         or asked.offload_activations is True
         or chosen.layout.zero_stage == 3  # which does not compute selectively
+        or chosen.layout.mlp_tile_tokens  # which nothing else fits than
     ):
         return chosen
     uniform = change(
@@ -270,7 +288,7 @@ def is_faster(one: Candidate, other: Candidate, by: float = GAIN) -> bool:
 
 def is_alike(one: Layout, other: Layout) -> bool:
     """The same but for the sizes of micro-batches and what follows from them."""
-    names = ("strategy", "activation_checkpointing", "reshard_after_forward")
+    names = ("strategy", "activation_checkpointing", "mlp_tile_tokens", "reshard_after_forward")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 

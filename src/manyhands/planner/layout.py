@@ -104,6 +104,7 @@ class Layout:
     frozen_dtype: ComputeDtype
     trains_everything: bool  # no weight is frozen, and no adapter added
     lighter_layers: int = 0  # of the last layers: the next lighter activation checkpointing, as there is room
+    mlp_tile_tokens: int = 0  # of the sequence, that a block's MLP computes at a time; 0: all
     reduce_every: bool = True  # sharded gradients after every micro-batch; else unsharded ones wait for the last
     offload: Offload = "none"
     offload_activations: bool = False

@@ -22,6 +22,7 @@ LAYOUT_FIELDS = (  # that decide what memory a layout needs, as ``describe_layou
     "strategy",
     "activation_checkpointing",
     "lighter_layers",
+    "mlp_tile_tokens",
     "reshard_after_forward",
     "reduce_every",
     "offload",

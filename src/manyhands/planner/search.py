@@ -237,8 +237,9 @@ def _search(
     num_values = sum(term.value is not None for term in terms)
     base = replace(base, reference=reference, num_values=num_values, fuse_loss=fuses)
     num_machines = ceil_div(decisions.world_size, ranks_per_machine(facts, decisions.device, decisions.world_size))
-    candidates = list_candidates(config, base, splits, limits, decisions.shard_degree, num_machines)
     ran_out = find_ran_out(launch.cause, launch.before, decisions, limits, launch.found)
+    degree, again = decisions.shard_degree, ran_out is not None
+    candidates = list_candidates(config, base, splits, limits, degree, num_machines, tiles=again)
     chosen: Candidate | None
     if ran_out is not None:
         chosen = choose_within(config, candidates, base, limits, ran_out) or choose_smaller(candidates, ran_out)
@@ -382,6 +383,7 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult) -> list[R
             lighter_layers=layout.lighter_layers,
             layers=result.base.model.num_layers,
             last=layout.last_checkpointing,
+            tile=layout.mlp_tile_tokens,
             no_faster=result.ran_out is None and keeps_less_by_choice(chosen, result.candidates),
             asked=parallel.activation_checkpointing != "auto",
         ),

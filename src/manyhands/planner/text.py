@@ -188,6 +188,7 @@ def describe_layout(v: Values) -> str:
     return fill(
         "{strategy}, activation checkpointing {activation_checkpointing}"
         "{lighter_layers:? (lighter in the last {lighter_layers:n layer})}"
+        "{mlp_tile_tokens:?, MLPs by tiles of {mlp_tile_tokens:,} tokens}"
         "{reshard_after_forward:?, weights freed after the forward pass}"
         "{reduces:?, gradients reduced after every micro-batch}{offloaded:?, {offloaded} in host memory}",
         {**v, "reduces": reduces, "offloaded": offloaded},
@@ -204,9 +205,13 @@ def _hsdp(v: Values) -> str:
 
 
 def describe_checkpointing(layout: Layout) -> str:
-    """``full``, or ``full, the last 63 layers selective``."""
+    """``full``, or ``full, the last 63 layers selective``, or ``full, MLPs by tiles``."""
     last = f", the last {count_of(layout.lighter_layers, 'layer')} {layout.last_checkpointing}"
-    return layout.activation_checkpointing + last * bool(layout.lighter_layers)
+    return (
+        layout.activation_checkpointing
+        + last * bool(layout.lighter_layers)
+        + ", MLPs by tiles" * bool(layout.mlp_tile_tokens)
+    )
 
 
 def describe_limit(device: str, world_size: int, free_bytes: int, num_local: int) -> str:
@@ -417,7 +422,7 @@ SENTENCES: dict[Code, Template] = {
         selective="norms, activation functions and sums are recomputed; results of linear layers and attention are kept"
         + LESS_KEPT,
         except_attention="each block but its attention is recomputed in the backward pass" + LESS_KEPT,
-        full="each block is recomputed in the backward pass" + LESS_KEPT,
+        full="each block is recomputed in the backward pass{tile:?, its MLP by tiles of {tile:,} tokens}" + LESS_KEPT,
     ),
     "reduction": _if(
         "every",
@@ -736,7 +741,7 @@ def _brief_time(plan: Plan, price: float | None) -> str:
 def describe_longest(found: LongestSample, facts: Facts) -> str:
     """One sentence on the answer, one on what stands against more, and one where the model knows fewer positions."""
     layout, memory = found.plan.layout, found.plan.memory
-    checkpointing = layout.activation_checkpointing.replace("_", " ")
+    checkpointing = describe_checkpointing(layout).replace("_", " ")
     ranks = count_of(layout.world_size, "GPU" if layout.device == "cuda" else "process")
     how = f"{layout.strategy}, activation checkpointing: {checkpointing}" + ", activations in host memory" * bool(
         layout.offload_activations
@@ -810,10 +815,11 @@ def _candidates(plan: Plan) -> list[RenderableType]:
     for title in ("strategy", "activation checkpointing", *numbers, ""):
         table.add_column(title, justify="right" if title in numbers else "left")
     table.show_header = True
-    groups: dict[tuple[str, bool, str], list[Candidate]] = {}
+    groups: dict[tuple[str, bool, str, int], list[Candidate]] = {}
     for candidate in plan.candidates:
         layout = candidate.layout
-        kind = (layout.strategy, layout.reshard_after_forward, layout.activation_checkpointing)
+        how = (layout.activation_checkpointing, layout.mlp_tile_tokens)
+        kind = (layout.strategy, layout.reshard_after_forward, *how)
         groups.setdefault(kind, []).append(candidate)
     shown = sorted((max(group, key=_shown_first) for group in groups.values()), key=lambda c: not c.chosen)
     for candidate in shown:

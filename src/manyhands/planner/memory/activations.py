@@ -6,7 +6,7 @@ The notation is that of ``terms.py``.
 
 from __future__ import annotations
 
-from manyhands.core.limits import MAX_BLOCK_SCORES, PASSING_TENSORS
+from manyhands.core.limits import MAX_BLOCK_SCORES, MIN_TILED_TOKENS, PASSING_TENSORS
 from manyhands.planner.layout import Checkpointing
 from manyhands.planner.memory.input import EstimateInput
 
@@ -60,6 +60,8 @@ def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
     }
     inner = (2 if s.layout.compile else 3) * c * m.intermediate_size + 2 * c * m.rows_per_token * m.hidden_size
     in_fp8 = 2 * (m.intermediate_size + m.hidden_size) if s.fp8_blocks and s.num_adapter_parameters else 0
+    if s.layout.mlp_tile_tokens:
+        return _block_by_tiles(s, again[mode] + 2 * c * m.hidden_size + gathering(s), inner)
     return s.layout.full_micro_tokens * (again[mode] + 2 * c * m.hidden_size + inner + in_fp8 + gathering(s))
 
 
@@ -69,6 +71,45 @@ def gathering(s: EstimateInput) -> int:
     """
     k, context = s.model.num_kv_heads * s.model.head_dim, s.layout.mesh.context
     return 0 if context == 1 else 2 * 4 * context * k
+
+
+def _block_by_tiles(s: EstimateInput, others: int, inner: int) -> int:
+    """The same where the MLP is computed by tiles of n tokens (``engine/tiles.py``), which ``others`` counts as a
+    whole: what the MLP keeps and ``inner`` for n tokens, and sums of its trained weights' gradients, ``(4 + c)`` each.
+
+    Or attention's gradients, if these are more: of its result, of q, k and v, ``T c (2 q + 2 k)``, and of keys and
+    values for every query.
+    """
+    m, c, mlp = s.model, s.compute_bytes, mlp_bytes_per_token(s)
+    q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    trained = 0 if s.num_adapter_parameters else mlp_elements(s)
+    if s.partially_trained is not None:
+        trained = min(trained, s.partially_trained.num_in_largest_block)
+    tile = min(s.layout.mlp_tile_tokens, s.layout.full_micro_tokens) * (mlp + inner)
+    repeated = s.keys_per_token * 2 * q or 2 * (q - k) * s.mixed_lengths
+    attention = s.layout.full_micro_tokens * int(c * (2 * q + 2 * k + repeated))
+    return s.layout.full_micro_tokens * (others - mlp) + max(tile + (s.sum_bytes + c) * trained, attention)
+
+
+MLP_MODULES = ("mlp.", "feed_forward.")  # of a block, in names of its weights
+
+
+def mlp_elements(s: EstimateInput) -> int:
+    """Elements of the linear layers of a block's MLP."""
+    shapes = s.model.block_linear_shapes.items()
+    return sum(shape.size for name, shape in shapes if name.startswith(MLP_MODULES))
+
+
+def can_tile(s: EstimateInput) -> bool:
+    """Whether ``engine/tiles.py`` can compute the MLPs of a long micro-batch, and their memory is known: dense ones in
+    blocks with attention that are computed again as a whole. Dropout would be drawn again; scales of fp8 hang on all
+    tokens.
+    """
+    layout, model = s.layout, s.model
+    plain = not (s.adapter_dropout or s.fp8_blocks or s.freezes_text or layout.zero_stage or layout.lighter_layers)
+    dense = mlp_elements(s) > 0 and not model.has_groups and not model.num_mixer_layers
+    is_long = layout.full_micro_tokens >= MIN_TILED_TOKENS
+    return plain and dense and is_long and layout.activation_checkpointing == "full"
 
 
 def kept_bytes_per_token(s: EstimateInput, mode: Checkpointing) -> int:
@@ -161,24 +202,33 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
     own_gradient = s.num_adapter_parameters == 0 and not s.freezes_text
     norms = m.block_norm_elements * (c if s.layout.compile else max(c, 4) + c * own_gradient)
-    eager_fused = s.fuses_modules and s.num_adapter_parameters > 0 and not s.layout.compile
     for_documents = max(c * q, 2 * c * (q - k)) if s.mixed_lengths else c * q * s.pads_rows
     if s.keys_per_token:
         for_documents = int(2 * c * q * s.keys_per_token)
-    as_kernel_has_them = for_documents + 2 * c * k * eager_fused
+    as_kernel_has_them = for_documents + 2 * c * k * _is_eager_fused(s)
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
     if m.num_mixer_layers:
         kinds = m.attention_share * attention, m.mixer_share * c * m.mixer_values
         side_by_side = m.attention_share == m.mixer_share == 1
         attention = int(max(attention, c * m.mixer_values) if widest and not side_by_side else sum(kinds))
-    mlp = c * m.intermediate_size * (2 if eager_fused else 3 if s.layout.compile else 4)
-    mlp += 2 * c * m.rows_per_token * m.hidden_size
-    if s.fuses_experts:
-        mlp = 2 * c * m.intermediate_size + m.rows_per_token * (2 * c * s.adapter_rank + 16)
+    mlp = mlp_bytes_per_token(s)
     merged = c * max(0, q + k - m.head_norm_elements) if s.merges_queries else 0
     if s.freezes_text:
         return norms + attention + merged + mlp - c * m.intermediate_size
     return norms + 2 * c * m.hidden_size + attention + merged + mlp + adapter_bytes_per_token(s) - _kept_in_fp8(s)
+
+
+def mlp_bytes_per_token(s: EstimateInput) -> int:
+    """Of these the MLP's."""
+    m, c = s.model, s.compute_bytes
+    if s.fuses_experts:
+        return 2 * c * m.intermediate_size + m.rows_per_token * (2 * c * s.adapter_rank + 16)
+    mlp = c * m.intermediate_size * (2 if _is_eager_fused(s) else 3 if s.layout.compile else 4)
+    return mlp + 2 * c * m.rows_per_token * m.hidden_size
+
+
+def _is_eager_fused(s: EstimateInput) -> bool:
+    return s.fuses_modules and s.num_adapter_parameters > 0 and not s.layout.compile
 
 
 def _kept_in_fp8(s: EstimateInput) -> int:

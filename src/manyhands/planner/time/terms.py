@@ -17,7 +17,7 @@ import math
 from manyhands.facts.types import LinearShape, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.layout import Checkpointing
-from manyhands.planner.memory.activations import moved_bytes
+from manyhands.planner.memory.activations import mlp_elements, moved_bytes
 from manyhands.planner.memory.host import fetched_alone
 from manyhands.planner.memory.images import mlp_of
 from manyhands.planner.memory.input import EstimateInput
@@ -286,7 +286,10 @@ def dequantization(s: TimeInput) -> float:
     passes = 2 + sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
     passes += e.num_more_passes
     if e.nf4_blocks:
-        return passes * e.num_in_linears * (0.5 + e.compute_bytes) / s.rates.memory
+        again = 0  # by each tile but the first
+        if tile := e.layout.mlp_tile_tokens:
+            again = (e.layout.full_micro_tokens - 1) // tile * e.model.num_layers * mlp_elements(e)
+        return passes * (e.num_in_linears + again) * (0.5 + e.compute_bytes) / s.rates.memory
     if e.model.stored_mxfp4:
         size = sum(e.model.block_linear_shapes[name].size for name in e.model.stored_mxfp4) * e.model.num_layers
         return passes * size * (0.5 + e.compute_bytes) / s.rates.memory
