@@ -20,6 +20,7 @@ from manyhands.families.family import (
     Family,
     ImageLayout,
     KnownModule,
+    MixerKernel,
     block_shapes,
     expert_groups,
     experts_per_token,
@@ -39,6 +40,7 @@ __all__ = [
     "Family",
     "ImageLayout",
     "KnownModule",
+    "MixerKernel",
     "block_shapes",
     "bypassed_linears",
     "expert_groups",
@@ -48,6 +50,7 @@ __all__ = [
     "is_tied",
     "known_modules",
     "measured_types",
+    "mixer_kernels",
     "norm_shapes",
     "num_experts",
     "num_heads",
@@ -128,6 +131,12 @@ def bypassed_linears() -> tuple[str, ...]:
 def stateful_mixers() -> frozenset[str]:
     """Classes of modules that carry a state along a row, from token to token, by name."""
     return frozenset(name for family in FAMILIES for name in family.mixers)
+
+
+@cache
+def mixer_kernels(mixer: str) -> tuple[MixerKernel, ...]:
+    """The kernels that keep documents of a pack apart in mixers of this class; () where none do."""
+    return next((family.kernels for family in FAMILIES if mixer in family.mixers), ())
 
 
 def _describe(module: KnownModule, family: Family) -> KnownModule:

@@ -132,6 +132,27 @@ def experts_per_token(config: Config) -> int:
 
 
 @dataclass(frozen=True)
+class MixerKernel:
+    """A function of a package, which transformers' mixers call where it is installed, and its parameter that keeps the
+    documents of a pack apart: filled from the mixer's ``argument``, it is dropped in silence by versions without it.
+    """
+
+    place: str  # module:function
+    parameter: str
+    argument: str
+
+
+CONVOLUTION = MixerKernel("causal_conv1d:causal_conv1d_fn", "seq_idx", "seq_idx")
+# each with what its mixers need beside it: without the convolution's, a few tokens of the document before are seen
+DELTA_RULE = (
+    CONVOLUTION,
+    MixerKernel("fla.ops.gated_delta_rule:chunk_gated_delta_rule", "cu_seqlens", "cu_seq_lens_q"),
+)
+# its own cu_seqlens resets no state
+MAMBA2 = (CONVOLUTION, MixerKernel("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined", "seq_idx", "seq_idx"))
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of decoders, or of multimodal models around one. Defaults are Llama's.
 
@@ -171,6 +192,7 @@ class Family:
 
     mixers: tuple[str, ...] = ()  # classes of modules that carry a state along a row, apart from attention
     packages: tuple[str, ...] = ()  # with kernels for these, which transformers takes if they are installed
+    kernels: tuple[MixerKernel, ...] = ()  # that together keep documents of a pack apart in these; (): none do
     bypassed: tuple[str, ...] = ()  # linear layers of a block whose weights are read, and which are never called
     block: Callable[[Config, int, bool], Shapes] | None = None  # its parameters but for experts; bool: it has none
     masks_by_position: bool = True  # transformers' own masks keep documents of a pack apart by their positions

@@ -5,7 +5,7 @@ config.json names the kind of each block under many keys. Functions give the sha
 
 from __future__ import annotations
 
-from manyhands.families.family import Config, Experts, Family, Shapes, num_heads
+from manyhands.families.family import DELTA_RULE, MAMBA2, Config, Experts, Family, Shapes, num_heads
 
 BESIDE_EXPERTS = "shared_mlp"
 
@@ -204,8 +204,17 @@ OLMO_HYBRID = Family(
     packs=True,
     mixers=("OlmoHybridGatedDeltaNet",),
     packages=("fla", "causal_conv1d"),
+    kernels=DELTA_RULE,
 )
-BAMBA = Family(name="Bamba", model_types=("bamba",), block=_bamba, packs=True, mixers=("BambaMixer",), packages=_MAMBA)
+BAMBA = Family(
+    name="Bamba",
+    model_types=("bamba",),
+    block=_bamba,
+    packs=True,
+    mixers=("BambaMixer",),
+    packages=_MAMBA,
+    kernels=MAMBA2,
+)
 GRANITE_HYBRID = Family(
     name="Granite 4",
     model_types=("granitemoehybrid",),
@@ -215,6 +224,7 @@ GRANITE_HYBRID = Family(
     packs=True,
     mixers=("GraniteMoeHybridMambaLayer",),
     packages=_MAMBA,
+    kernels=MAMBA2,
 )
 FALCON_H1 = Family(
     name="Falcon-H1",
@@ -223,6 +233,7 @@ FALCON_H1 = Family(
     packs=True,
     mixers=("FalconH1Mixer",),
     packages=_MAMBA,
+    kernels=MAMBA2,
 )
 NEMOTRON_H = Family(
     name="Nemotron-H",
@@ -233,6 +244,7 @@ NEMOTRON_H = Family(
     packs=True,
     mixers=("NemotronHMamba2Mixer",),
     packages=_MAMBA,
+    kernels=MAMBA2,
 )
 JAMBA = Family(
     name="Jamba",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from manyhands.families.family import Config, Experts, Family, Shapes
+from manyhands.families.family import CONVOLUTION, Config, Experts, Family, Shapes
 from manyhands.families.hybrids import attention, has_attention, mlp, norms
 
 
@@ -41,6 +41,7 @@ LFM2 = Family(
     packs=True,
     mixers=("Lfm2ShortConv",),
     packages=("causal_conv1d",),
+    kernels=(CONVOLUTION,),
 )
 LFM2_MOE = replace(
     LFM2,

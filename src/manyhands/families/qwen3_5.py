@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from manyhands.families.family import Config, Experts, Family, Shapes
+from manyhands.families.family import DELTA_RULE, Config, Experts, Family, Shapes
 from manyhands.families.hybrids import attention, delta_net, has_attention, mlp, norms
 from manyhands.families.qwen2 import QWEN_IMAGES
 
@@ -26,6 +26,7 @@ QWEN3_5_TEXT = Family(
     packs=True,
     mixers=("Qwen3_5GatedDeltaNet",),
     packages=("fla", "causal_conv1d"),
+    kernels=DELTA_RULE,
 )
 QWEN3_NEXT = replace(
     QWEN3_5_TEXT,

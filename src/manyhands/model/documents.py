@@ -10,12 +10,15 @@ frequencies of a length, and no device is waited for where batches say their len
 Linear attention, state space models and short convolutions carry a state along a row, which transformers' own code
 does not reset between the documents of a pack. ``RowsOfDocuments`` lets such a mixer compute the documents as rows of a
 few batches. Rows are filled up on the right, where nothing reaches earlier positions and no gradient comes from.
+Where kernels of other packages are installed that reset the state themselves, the mixer computes the pack as it is and
+hands them its documents' bounds, as long as ``model/checks.py`` finds that they do.
 
 Shapes: b rows, t positions, d dimensions of a rotation, e hidden size.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +27,7 @@ from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from manyhands import families
@@ -61,6 +65,23 @@ class Rows(NamedTuple):
             lengths = [length for length in bounds.diff().tolist() if length]
             batch = to_tensors(lay_out_rows(lengths, ids.shape[1]), ids.device)
         return cls(batch[ROW_SHAPES], batch[ROW_TOKENS], batch[ROW_PLACES])
+
+
+class Bounds(NamedTuple):
+    """A pack's documents as mixers' kernels take them, by the names of the mixers' arguments."""
+
+    seq_idx: torch.Tensor  # (1, t) int32: the number of the document that a token is of
+    cu_seq_lens_q: torch.Tensor  # (d + 1) int64: where documents begin and end, no two the same
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> Bounds | None:
+        """None where the batch is no pack. Waits for the device, as the kernels themselves do."""
+        if "cu_seq_lens" not in batch:
+            return None
+        ids = batch["input_ids"]
+        bounds = F.pad(batch["cu_seq_lens"].long(), (0, 1), value=ids.shape[1]).unique_consecutive()
+        places = torch.arange(ids.shape[1], device=ids.device)
+        return cls(torch.bucketize(places, bounds[1:], right=True, out_int32=True)[None], bounds)
 
 
 class Documents:
@@ -162,16 +183,24 @@ class DocumentRope(nn.Module):
 
 
 @dataclass
-class Current:
-    """The rows of the pack that a block computes at present."""
+class MixerStates:
+    """How mixers keep the documents of a pack apart, and those of the pack that a block computes at present."""
 
-    rows: Rows | None = None
+    why_rows: str = ""  # why documents are rows; "": kernels are handed their bounds
+    documents: Rows | Bounds | None = None
+
+    def describe(self, batch: Mapping[str, Any]) -> Rows | Bounds | None:
+        """What blocks are told of a batch; None where it is no pack."""
+        return Rows.of(batch) if self.why_rows else Bounds.of(batch)
+
+    def __str__(self) -> str:
+        return f"documents of a pack as rows ({self.why_rows})" if self.why_rows else "packs, by their kernels' bounds"
 
 
 class RowsOfDocuments(nn.Module):
     """Put before the class of a mixer: of a pack it computes each document from a state of its own."""
 
-    current: Current
+    current: MixerStates
 
     def train(self, mode: bool = True) -> Self:
         """Keeps the mixer itself from training mode, in which Mamba-2 hands the weight of its last layer to a kernel:
@@ -183,10 +212,18 @@ class RowsOfDocuments(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """(b, t, e) -> (b, t, e)"""
-        rows = self.current.rows
-        if rows is None:
+        documents = self.current.documents
+        if documents is None:
             return super().forward(hidden_states, *args, **kwargs)
-        return self._compute_rows(hidden_states, rows)
+        if isinstance(documents, Bounds):
+            return self._compute_pack(hidden_states, documents)
+        return self._compute_rows(hidden_states, documents)
+
+    @torch.compiler.disable
+    def _compute_pack(self, hidden_states: torch.Tensor, documents: Bounds) -> torch.Tensor:
+        names = {kernel.argument for kernel in families.mixer_kernels(type(self).__name__)}
+        out: torch.Tensor = super().forward(hidden_states, **{name: getattr(documents, name) for name in names})
+        return out
 
     @torch.compiler.disable  # each pack has other rows
     def _compute_rows(self, hidden_states: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -201,29 +238,49 @@ def _by_rows(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (RowsOfDocuments, kind), {"__module__": kind.__module__})
 
 
-def separate_states(model: Any) -> bool:
-    """Let each mixer of ``model`` that carries a state along a row start from zero at each document of a pack, in
-    place; returns whether there is one. Names of modules and parameters do not change.
-
-    The rows of a pack are an argument of each block (``ROWS``), so that a block that is recomputed has those of its own
-    batch; a hook takes it out again.
+def why_no_kernels(mixer: nn.Module) -> str:
+    """Why no kernels keep documents of a pack apart in a mixer of this class; "" where each of them is installed and
+    takes what says so.
     """
-    if any(isinstance(module, RowsOfDocuments) for module in model.modules()):
-        return True
-    kinds, current = families.stateful_mixers(), Current()
+    kind = type(mixer).__name__
+    if not families.mixer_kernels(kind):
+        return f"no kernel of {kind} takes them"
+    for kernel in families.mixer_kernels(kind):
+        module, _, name = kernel.place.partition(":")
+        try:  # of any package, which may fail in any way
+            function = getattr(importlib.import_module(module), name)
+        except Exception:
+            return f"{module.partition('.')[0]} is not installed"
+        if kernel.parameter not in inspect.signature(function).parameters:
+            return f"{name} of {module.partition('.')[0]} takes no {kernel.parameter}"
+    return ""
+
+
+def separate_states(model: Any) -> MixerStates | None:
+    """Let each mixer of ``model`` that carries a state along a row start from zero at each document of a pack, in
+    place; None where there is none. Names of modules and parameters do not change.
+
+    The documents of a pack are an argument of each block (``ROWS``), so that a block that is recomputed has those of
+    its own batch; a hook takes it out again.
+    """
+    for module in model.modules():
+        if isinstance(module, RowsOfDocuments):
+            return module.current
+    kinds, current = families.stateful_mixers(), MixerStates()
     mixers = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
     for name, module in mixers.items():
+        current.why_rows = current.why_rows or why_no_kernels(module)
         mixer = with_class(module, _by_rows(type(module)))  # type: ignore[arg-type]
         mixer.current, mixer.training = current, False  # type: ignore[assignment]
         model.set_submodule(name, mixer)
 
     def take_rows(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        current.rows = kwargs.pop(ROWS, None)
+        current.documents = kwargs.pop(ROWS, None)
         return args, kwargs
 
     for block in _blocks(model) if mixers else ():
         block.register_forward_pre_hook(take_rows, with_kwargs=True)
-    return bool(mixers)
+    return current if mixers else None
 
 
 def length_bound(rotary: Any, layer_type: str | None = None) -> tuple[str, int | None]:

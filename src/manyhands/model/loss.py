@@ -33,7 +33,7 @@ from manyhands.kernels.loss import choose_backend
 from manyhands.kernels.loss.head import Head, agrees, read_head
 from manyhands.kernels.matmul import sum_dtype
 from manyhands.model.attention import attention_kwargs, count_positions, document_mask
-from manyhands.model.documents import ROWS, Documents, Rows, follow_documents, separate_states
+from manyhands.model.documents import ROWS, Documents, follow_documents, separate_states
 from manyhands.model.multimodal import BY_OWN_FORWARD, Images
 from manyhands.training.types import StepFigures
 
@@ -122,8 +122,8 @@ class LossModel(nn.Module):
         for rope in ropes:
             rope.documents = self.documents
         self.documents.wants_lengths = bool(ropes)
-        self.has_states = separate_states(model)
-        self.needs_documents = bool(ropes) or self.has_states  # whether batches have to say how long documents are
+        self.states = separate_states(model)
+        self.needs_documents = bool(ropes or self.states)  # whether batches have to say how long documents are
         object.__setattr__(self, "_head", None)
         self._head_agrees = False
         self._computes: tuple[torch.device, torch.dtype] | None = None  # where and in what hidden states came
@@ -281,8 +281,8 @@ class LossModel(nn.Module):
     def _model_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         config = self.model.config
         kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
-        if self.has_states and (rows := Rows.of(batch)) is not None:
-            kwargs[ROWS] = rows
+        if self.states and (documents := self.states.describe(batch)) is not None:
+            kwargs[ROWS] = documents
             if config._attn_implementation == "sdpa" and not families.find(config.model_type).masks_by_position:
                 kwargs["attention_mask"] = document_mask(batch["position_ids"])
         values = {term.value.name for term in self.terms if term.value is not None} | {IS_FOR_VALUE}

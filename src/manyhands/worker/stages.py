@@ -138,6 +138,8 @@ def check_model(rank: Rank, data: Data, built: BuiltModel) -> dict[str, Any]:
                 report(found.text)
                 measured |= found.measured
     report(f"loss: {loss_model.how_loss}")
+    if loss_model.states and packing:
+        report(f"mixers: {loss_model.states}")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the checks held, in pieces of other sizes than a step's
         torch.cuda.reset_peak_memory_stats(device)
