@@ -12,12 +12,13 @@ DIVIDED = (*PLAIN, "parallel.context_degree=2", "parallel.strategy=fsdp")
 
 @pytest.mark.ci
 def test_two_processes_divide_packs_and_one_goes_on(place: Place) -> None:
-    place.many(
+    output = place.many(
         Spec(1, "context-one", PLAIN),
         Spec(2, "context-two", DIVIDED),
         Spec(2, "context-broken", DIVIDED, {"step": 7}),
         Spec(1, "context-broken", PLAIN),
     )
+    assert "deprecated" not in output
     one = place.run("context-one")
     for name in ("context-two", "context-broken"):
         run = place.run(name)

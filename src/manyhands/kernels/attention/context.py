@@ -14,6 +14,10 @@ import torch.distributed as dist
 
 from manyhands.kernels.matmul import sum_dtype
 
+# Renamed in torch 2.13, where the names of 2.11 warn; equal arguments.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _group: dist.ProcessGroup | None = None  # one for the process: operators take tensors alone
 
 
@@ -42,7 +46,7 @@ def gather_keys(part: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     assert _group is not None, "no group divides packs"
     degree = _group.size()
     parts = part.new_empty((degree * part.shape[0], *part.shape[1:]))
-    dist.all_gather_into_tensor(parts, part.contiguous(), group=_group)
+    _all_gather(parts, part.contiguous(), group=_group)
     return _join(parts.unflatten(0, (degree, 2, -1))).index_select(0, positions)
 
 
@@ -54,7 +58,7 @@ def scatter_keys(gradient: torch.Tensor, positions: torch.Tensor, num_tokens: in
     whole = gradient.new_zeros((degree * num_tokens, *gradient.shape[1:]), dtype=dtype)
     whole.index_add_(0, positions, gradient.to(dtype))  # at most two rows to one place: in any order the same sum
     part = whole.new_empty((num_tokens, *gradient.shape[1:]))
-    dist.reduce_scatter_tensor(part, _part(whole, degree).flatten(0, 2), group=_group)
+    _reduce_scatter(part, _part(whole, degree).flatten(0, 2), group=_group)
     return part.to(gradient.dtype)
 
 
