@@ -117,6 +117,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
     "parallel.strategy": work.strategy,
     "parallel.shard_degree": work.shard_degree,
     "parallel.context_degree": work.context_degree,
+    "parallel.expert_degree": work.expert_degree,
     "parallel.offload": work.offload,
     "parallel.offload_activations": work.offload_activations,
     "parallel.reshard_after_forward": work.reshard_after_forward,

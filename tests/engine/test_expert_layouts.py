@@ -34,7 +34,10 @@ def test_several_processes_are_as_one(world: Ranks, tmp_path: Path, method: str)
     else:
         write_mixture(tmp_path)
     one = run_case(world, tmp_path, Case("one", 1, {"parallel.strategy": "single"} | KEYS), "float32", method)
-    for strategy, size, more in (("ddp", 2, {}), ("fsdp", 2, {}), ("hsdp", 4, {"parallel.shard_degree": 2})):
+    layouts = [("ddp", 2, {}), ("fsdp", 2, {}), ("hsdp", 4, {"parallel.shard_degree": 2})]
+    if method != "qlora":  # whose rows of 16,384 values are longer than half of these experts
+        layouts.append(("fsdp", 4, {"parallel.expert_degree": 2}))
+    for strategy, size, more in layouts:
         keys = {"parallel.strategy": strategy, "parallel.activation_checkpointing": "full"} | KEYS | more
         several = run_case(world, tmp_path, Case(strategy, size, keys), "float32", method)
         assert compare(one, several).within("float32"), strategy

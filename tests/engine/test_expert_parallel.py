@@ -34,7 +34,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("mixtures")
     for family in ("qwen3_moe", "gpt_oss"):
         expert_model(family).save_pretrained(root / family)
-    return {family: str(root / family) for family in ("qwen3_moe", "gpt_oss")}
+    expert_model("qwen3_moe", moe_intermediate_size=64).save_pretrained(root / "whole rows")
+    return {path.name: str(path) for path in root.iterdir()}
 
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -44,6 +45,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "experts alone": ("qwen3_moe", "lora", {"target_modules": ["experts.gate_up_proj", "experts.down_proj"]}),
     "biases, full": ("gpt_oss", "full", {}),
     "biases, lora": ("gpt_oss", "lora", {}),
+    "qlora": ("whole rows", "qlora", {}),
+    "qlora, not fused": ("whole rows", "qlora", {"target_modules": ["q_proj", "experts.down_proj"]}),
 }
 
 
@@ -60,7 +63,7 @@ def test_the_step_of_one_process(world: Ranks, folders: dict[str, str], case: st
         for found in world.run(LAYOUTS, tiny_plan(**given, **way), config, STEP, world_size=size):
             assert_equal_step(found, one, 3e-6)
             assert found["weights"].keys() == one["weights"].keys()
-            assert all(np.array_equal(found["weights"][name], one["weights"][name]) for name in one["weights"])
+            assert all(value.tobytes() == found["weights"][name].tobytes() for name, value in one["weights"].items())
 
 
 def measure_faulty(plan: Plan, config: RunConfig, layout: list[list[Documents]], fault: str) -> dict[str, Any]:

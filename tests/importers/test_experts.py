@@ -115,7 +115,9 @@ def test_target_parameters_are_target_modules(tool: str, modules: Any, parameter
         ({"experts_implementation": "grouped_mm"}, "experts_implementation", "ignored", "one implementation"),
         ({"plugins": ["axolotl.integrations.kernels.KernelsPlugin"]}, "plugins", "no_op", "self-test"),
         ({"expert_parallel_size": 1}, "expert_parallel_size", "no_op", ""),
-        ({"expert_parallel_size": 4}, "expert_parallel_size", "refused", "each GPU computes all experts"),
+        ({"expert_parallel_size": 4}, "expert_parallel_size", "mapped", ""),
+        ({"expert_parallel_backend": "deep_ep"}, "expert_parallel_backend", "ignored", "sent by torch.distributed"),
+        ({"expert_parallel_token_capacity": 64}, "expert_parallel_token_capacity", "no_op", "is not set"),
         ({"dense_mixer": True}, "dense_mixer", "refused", "not available for experts"),
     ],
 )

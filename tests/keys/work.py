@@ -34,7 +34,7 @@ from manyhands.planner.types import Plan
 from manyhands.worker.batches import open_workers
 from manyhands.worker.rendezvous import pick_device
 from tests.keys.lab import Lab, LabRank, first_batch
-from tests.planner.examples import facts
+from tests.planner.examples import facts, mixture
 
 
 def gpus(lab: Lab) -> None:
@@ -110,6 +110,15 @@ def context_degree(lab: Lab) -> None:
     made = plan(lab.config(divided), facts())
     assert made.layout.mesh == Mesh(shard=2, context=2) and made.layout.data_parallel_degree == 2
     assert made.layout.full_micro_tokens == plan(lab.config({"parallel.gpus": 2}), facts()).layout.full_micro_tokens / 2
+
+
+def expert_degree(lab: Lab) -> None:
+    """So many ranks divide the experts, beside any strategy. What they train is seen in
+    tests/engine/test_expert_parallel.py.
+    """
+    for degree in (1, 2, 4):
+        made = plan(lab.config({"parallel.gpus": 4, "parallel.expert_degree": degree}), facts(mixture()))
+        assert made.layout.expert_degree == degree and made.layout.world_size == 4
 
 
 def offload(lab: Lab) -> None:
@@ -208,7 +217,7 @@ def ddp_bucket_mb(lab: Lab) -> None:
         layout = plan(lab.config(wish), facts()).layout
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(apply, "DistributedDataParallel", Replica)
-            patch.setattr(apply, "NativeEngine", lambda *_, replica: replica)
+            patch.setattr(apply, "NativeEngine", lambda *_, replica, **others: replica)
             patch.setattr(apply, "make_mesh", lambda *_: None)
             apply.apply(rank.loss_model, rank.plan.model_copy(update={"layout": layout}), rank.world, lambda *_: None)
     assert seen == [7, 4096]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
+from manyhands.facts.types import LinearShape, ModelFacts
 from manyhands.planner.search import plan
-from tests.planner.examples import facts, mixture, run_config
+from tests.planner.examples import facts, mixture, model_facts, run_config
 from tests.support.plans import explain_why
 
 
@@ -71,3 +72,74 @@ def test_projections_of_single_experts_are_their_stacks(targets: list[str], plan
     assert made.target_modules == planned
     told = [line for line in explain_why(made) if "gate and up of each expert are one matrix" in line]
     assert len(told) == (planned != tuple(targets))
+
+
+def large_mixture() -> ModelFacts:
+    """Four blocks, each of eight experts of 98,304 values in two stacks, of which a token goes to two."""
+    dense = model_facts(hidden=128, inner=256, layers=4, heads=4, vocab=512)
+    attention = {name: shape for name, shape in dense.block_linear_shapes.items() if "mlp" not in name}
+    stacks = {"mlp.experts.gate_up_proj": LinearShape(8 * 512, 128, 8, 2)}
+    stacks |= {"mlp.experts.down_proj": LinearShape(8 * 128, 256, 8, 2)}
+    added = sum(stack.size for stack in stacks.values()) - 3 * 128 * 256
+    return dense.model_copy(
+        update={
+            "model_type": "qwen3_moe",
+            "block_linear_shapes": attention | stacks,
+            "num_block_parameters": dense.num_block_parameters + added,
+            "num_parameters": dense.num_parameters + 4 * added,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "what", "fix"),
+    [
+        ({"parallel__expert_degree": 4}, "4 does not divide the 6 ranks of the run", "to 1 or 2, or"),
+        ({"parallel__expert_degree": 3}, "3 does not divide the 8 experts of a block", "to 1 or 2, or"),
+        ({"parallel__expert_degree": 2, "parallel__strategy": "zero3"}, "with parallel.strategy: zero3", "remove par"),
+        ({"parallel__expert_degree": 2, "parallel__offload": "all"}, "with parallel.offload: all", "remove par"),
+        ({"parallel__expert_degree": 2, "optimizer__name": "muon"}, "with optimizer.name: muon", "remove par"),
+        ({"parallel__expert_degree": 2, "parallel__compile": True}, "with parallel.compile: true", "remove par"),
+        (
+            {"parallel__expert_degree": 2, "parallel__context_degree": 2, "parallel__strategy": "fsdp"},
+            "with parallel.context_degree: 2",
+            "remove par",
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_are_refused(keys: dict[str, Any], what: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(run_config(**{"method__name": "full", **keys}), facts(large_mixture(), gpus=6))
+    assert what in caught.value.what and fix in caught.value.fix and caught.value.where == "parallel.expert_degree"
+
+
+def test_a_dense_model_has_no_experts_to_divide() -> None:
+    with pytest.raises(UserError, match="llama has no experts to divide"):
+        plan(run_config(parallel__expert_degree=2), facts(gpus=2))
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(("strategy", "groups"), [("ddp", 1), ("fsdp", 1), ("fsdp", 2)])
+def test_a_rank_holds_its_part_of_the_experts(method: str, strategy: str, groups: int) -> None:
+    """The plan counts it, shows it and prices the exchange; experts are neither gathered nor on every rank."""
+    keys: dict[str, Any] = {"method__name": method, "method__rank": 4, "parallel__strategy": strategy}
+    keys |= {"parallel__activation_checkpointing": "none", "parallel__reshard_after_forward": "auto"}
+    model = large_mixture()
+    one, divided = (
+        plan(run_config(**keys, parallel__expert_degree=degree), facts(model, gpus=2 * groups)) for degree in (1, 2)
+    )
+    experts = 4 * 8 * 98_304  # values
+    sides = 4 * 8 * (512 + 128 + 128 + 256)
+    held, trained = (4 * experts, experts) if method == "full" else (2 * experts + 4 * 4 * sides, 4 * sides)
+    shards = 2 * groups if strategy == "fsdp" else 1
+    assert divided.memory.terms["weights"] - one.memory.terms["weights"] == int(held / 2 - held / shards)
+    assert divided.memory.terms["optimizer"] - one.memory.terms["optimizer"] == int(8 * trained * (1 / 2 - 1 / shards))
+    assert divided.candidates[0].step_s is not None
+    if strategy == "fsdp":
+        assert divided.memory.terms["gathered"] < one.memory.terms["gathered"]
+    assert [f"divided over 2 ranks, to which tokens are sent, in {groups} group{'s' * (groups > 1)}" in line
+        for line in explain_why(divided, "expert_degree")] == [True]  # fmt: skip
+    assert explain_why(divided, "compile") == [
+        "compilation: no, as the host waits for how many tokens go to each rank's experts"
+    ]
+    assert not explain_why(one, "expert_degree") and one.layout.expert_degree == 1

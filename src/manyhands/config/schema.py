@@ -654,6 +654,11 @@ class ParallelSection(Section):
         description="Ranks that divide the tokens of each pack (context parallelism), for samples too long for one "
         "GPU's activations; they gather each other's keys and values.",
     )
+    expert_degree: PositiveInt = Field(
+        1,
+        description="Mixtures of experts: neighboring ranks that divide every block's experts, each holding its part "
+        "whole; tokens are sent to them. A divisor of the ranks and of the experts. 1: each rank computes all experts.",
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="Keep in host memory: optimizer states (zero1 to zero3: master weights and gradients too), or all "

@@ -80,7 +80,6 @@ def _compute_own(
     return out.to(hidden.dtype)
 
 
-@torch.compiler.disable
 def _compute_divided(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """By experts of which each rank of a group has its part: a row for each choice goes to the expert's rank, is
     computed there as a token with one expert, and comes back. Collective, also for a rank that no row comes to.

@@ -71,6 +71,7 @@ _SAME = {
     "parallel.strategy": "fsdp fsdp_config fsdp_version distributed_strategy",
     "parallel.shard_degree": "dp_shard_size",
     "parallel.context_degree": "context_parallel_size cp_size sequence_parallel_degree",
+    "parallel.expert_degree": "expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size",
     "parallel.activation_checkpointing": "gradient_checkpointing activation_checkpointing "
     "enable_activation_checkpointing gradient_checkpointing_kwargs recompute_granularity",
     "parallel.offload_activations": "activation_offloading enable_activation_offloading",

@@ -20,7 +20,7 @@ from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS, name_those
 from manyhands.planner.batch import has_one_length
 from manyhands.planner.context import check_context
-from manyhands.planner.experts import check_experts, name_stacks
+from manyhands.planner.experts import check_expert_degree, check_experts, name_stacks
 from manyhands.planner.hardware import (
     choose_device,
     choose_shard_ranks,
@@ -200,6 +200,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     check_optimizer(config, device, compute)
     check_experts(config, facts.model)
     master, why_master = choose_master_dtype(config, compute, parts)
+    check_expert_degree(config, facts.model, world_size, master)
     output, why_output = choose_output_dtype(config, facts.model, compute)
     data_workers, why_workers = choose_data_workers(config, facts, device)
     check_processes(config, facts, device, world_size)
@@ -372,6 +373,8 @@ def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[
         return asked, reason("compile", compile=asked, source="asked")
     if config.parallel.strategy == "zero3":
         return False, reason("compile", compile=False, source="zero3")
+    if config.parallel.expert_degree > 1:
+        return False, reason("compile", compile=False, source="experts")
     if device == "cpu":
         return False, reason("compile", compile=False, source="cpu")
     if has_one_length(data):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.experts import PROJECTIONS
 from manyhands.facts.types import LinearShape, ModelFacts
-from manyhands.planner.memory.input import is_saved
+from manyhands.planner.memory.input import NF4_ROW_VALUES, is_saved
 from manyhands.planner.types import Reason, reason
 
 FUSED = "experts.gate_up_proj"
@@ -69,6 +71,58 @@ def check_experts(config: RunConfig, model: ModelFacts) -> None:
             )
     elif config.method.trains_adapters:
         _check_adapters(config, model)
+
+
+def check_expert_degree(config: RunConfig, model: ModelFacts, world_size: int, master: str) -> None:
+    """UserError where ranks cannot divide the experts: by their numbers, or beside what this was not tried with."""
+    degree, key = config.parallel.expert_degree, "parallel.expert_degree"
+    if degree == 1:
+        return
+    if not model.has_groups:
+        raise UserError(
+            f"{model.model_type} has no experts to divide",
+            where=key,
+            why="its blocks have one MLP each",
+            fix=f"remove {key}, or use a mixture of experts",
+        )
+    stacks = [shape for shape in model.block_linear_shapes.values() if shape.groups > 1]
+    num_experts = math.gcd(*(stack.groups for stack in stacks))
+    fitting = [number for number in range(1, world_size + 1) if world_size % number == num_experts % number == 0]
+    for count, what in ((world_size, "ranks of the run"), (num_experts, "experts of a block")):
+        if count % degree:
+            raise UserError(
+                f"{key}: {degree} does not divide the {count} {what}",
+                where=key,
+                why="groups of so many neighboring ranks hold as many experts each",
+                fix=f"set {key} to {' or '.join(map(str, fitting))}, or start another number of processes",
+            )
+    others = {
+        f"parallel.strategy: {config.parallel.strategy}": config.parallel.strategy.startswith("zero"),
+        f"parallel.offload: {config.parallel.offload}": config.parallel.offload != "none",
+        f"method.name: {config.method.name}": config.method.name == "patterns",
+        "model.frozen_dtype: fp8": config.model.frozen_dtype == "fp8",
+        "kernels.linear: fp8": config.kernels.linear == "fp8",
+        "model.master_dtype: bfloat16": master == "bfloat16",
+        f"optimizer.name: {config.optimizer.name}": config.optimizer.name != "adamw",
+        "parallel.compile: true": config.parallel.compile is True,
+        f"parallel.context_degree: {config.parallel.context_degree}": config.parallel.context_degree > 1,
+        "model.name, a model of images": model.is_multimodal,
+    }
+    for name, is_set in others.items():
+        if is_set:
+            raise UserError(
+                f"{key} cannot be combined with {name}",
+                where=key,
+                why="experts that ranks divide are held by themselves, and this has not been tried with it",
+                fix=f"remove {key}, or change {name.partition(':')[0].partition(',')[0]}",
+            )
+    if config.method.name == "qlora" and any(stack.size // degree % NF4_ROW_VALUES for stack in stacks):
+        raise UserError(
+            f"experts in NF4 cannot be divided by {key}: {degree}",
+            where=key,
+            why=f"they are held in rows of {NF4_ROW_VALUES:,} values, which would lie on two ranks",
+            fix=f"set method.name: lora, or another {key}",
+        )
 
 
 def _check_adapters(config: RunConfig, model: ModelFacts) -> None:

@@ -36,6 +36,7 @@ from manyhands.planner.longest import LongestSample, find_longest
 from manyhands.planner.memory.input import (
     EstimateInput,
     count_adapter_parameters,
+    count_expert_adapters,
     count_text,
     describe_images,
     with_towers,
@@ -286,6 +287,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         trains_everything=num_adapter_parameters == 0 and partially_trained is None,
         offload=config.parallel.offload,
         compile=decisions.compile,
+        expert_degree=config.parallel.expert_degree,
         dynamic=not has_one_length(facts.data),
         data_workers=decisions.data_workers,
         ddp_bucket_mb=None if config.parallel.ddp_bucket_mb == "auto" else config.parallel.ddp_bucket_mb,
@@ -314,6 +316,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         or "skip" in (config.guards.nonfinite, config.guards.spike),
         fuses_modules="fused_modules" in converters and bool(family.known_modules) and fits,
         fuses_experts=fuses_experts(config, facts.model),
+        num_expert_adapters=count_expert_adapters(config, facts.model),
     )
 
 
@@ -388,6 +391,9 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult) -> list[R
             asked=parallel.activation_checkpointing != "auto",
         ),
     ]
+    if layout.expert_degree > 1:
+        groups = layout.world_size // layout.expert_degree
+        why.append(reason("expert_degree", degree=layout.expert_degree, groups=groups))
     why += explain_links(facts, limits.clock, result.base, result.candidates) if limits.clock is not None else []
     if layout.num_shards > 1 and layout.accumulates and not layout.zero_stage:
         why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))

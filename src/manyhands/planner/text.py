@@ -415,6 +415,8 @@ SENTENCES: dict[Code, Template] = {
         "sharded",
         zero3="DeepSpeed's ZeRO: weights, gradients and optimizer states sharded over {ranks:n {device}}",
     ),
+    "expert_degree": "divided over {degree} ranks, to which tokens are sent, in {groups:n group}; not measured on "
+    "GPUs, and estimated for evenly loaded ranks",
     "activation_checkpointing": _by(
         "mode",
         "{mode}, ",
@@ -482,6 +484,7 @@ SENTENCES: dict[Code, Template] = {
         asked="as configured",
         cpu="on a CPU it costs more than it saves",
         zero3="as DeepSpeed gathers weights in hooks of every module",
+        experts="as the host waits for how many tokens go to each rank's experts",
         one_length="one shape, as all samples have {tokens:,} tokens",
         packs="one graph for packs of any length",
         lengths="dynamic shapes, as samples differ in length",
@@ -597,6 +600,7 @@ TOPICS: dict[Code, str] = {
     "untried": "note",
     "node_links": "between nodes",
     "stacks": "target modules",
+    "expert_degree": "experts",
     "targets": "target modules",
     "unread": "not read",
     "warmup": "warm-up",

@@ -96,6 +96,12 @@ _KERNELS_OF_EXPERTS = names(
     moe_grouped_backend
     """
 )
+_ROUTES_TO_EXPERTS = names(
+    """
+    expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes
+    expert_parallel_fallback_on_unsupported
+    """
+)
 IGNORED = MappingProxyType(
     {
         **dict.fromkeys(UPLOADS, "nothing is uploaded: `hf upload` takes the run's folder"),
@@ -103,6 +109,7 @@ IGNORED = MappingProxyType(
         **dict.fromkeys(("profiler_steps", "profiler_steps_start"), "no profile is written"),
         **dict.fromkeys(("max_memory", "gpu_memory_limit"), "the plan takes the memory that each GPU has free"),
         **dict.fromkeys(_KERNELS_OF_EXPERTS, "experts have one implementation here, of kernels that pass a self-test"),
+        **dict.fromkeys(_ROUTES_TO_EXPERTS, "tokens are sent by torch.distributed"),
         "auto_find_batch_size": "the batch stays as it is written; the plan finds how it fits",
         "save_first_step": "the first checkpoint is at the first interval",
         "dynamic_checkpoint": "a signal that ends the run also saves it",
@@ -137,14 +144,10 @@ ONLY_WITH_RL = names(
 )
 
 _EXPERTS = "not available for experts: remove it"
-_EXPERT_PARALLEL = "each GPU computes all experts of its own samples: remove it"
 _QUANTIZED = "quantized bases are not available but for NF4 (`adapter: qlora` with a model in bfloat16)"
 _OPTIMIZER = "this optimizer is not available"
 _REFUSED = {
-    """
-    expert_parallel_size expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes
-    expert_parallel_token_capacity expert_parallel_fallback_on_unsupported
-    """: _EXPERT_PARALLEL,
+    "expert_parallel_token_capacity": "no token is kept from its experts: remove it",
     """
     llama4_linearized_experts
     dsv4_fp4_grouped_mode dsv4_bf16_all dsv4_fp8_lora_kernel dsv4_fp8_nonexpert_mode dsv4_shared_mlp_lora_kernel
@@ -210,9 +213,7 @@ _SWITCHES = names("relora jagged_restart_steps lisa_n_layers use_eaft scaling_so
 PART_OF = MappingProxyType(
     {
         **{key: switch for switch, *inner in map(str.split, _REFUSED) if switch in _SWITCHES for key in inner},
-        **dict.fromkeys(names("expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes "
-                              "expert_parallel_token_capacity expert_parallel_backend "
-                              "expert_parallel_fallback_on_unsupported"), "expert_parallel_size"),
+        "expert_parallel_token_capacity": "expert_parallel_size",
         "model_quantization_config_kwargs": "model_quantization_config",
         "deepcompile": "deepspeed",
     }
@@ -226,7 +227,7 @@ PLUGINS = MappingProxyType(
         "swanlab": None,
         "lm_eval": None,
         "kernels": None,
-        "expert_parallel": _EXPERT_PARALLEL,
+        "expert_parallel": None,
         "densemixer": _EXPERTS,
         "diffusion": REFUSED["diffusion"],
         "llm_compressor": REFUSED["llmcompressor"],
@@ -268,7 +269,8 @@ MAPPED = names(
     peft_ensure_weight_tying peft_autocast_adapter_dtype loraplus_lr_ratio loraplus_lr_embedding bnb_config_kwargs
     merge_lora unfrozen_parameters bf16 bfloat16 fp16 float16 fp8
     fp8_enable_fsdp_float8_all_gather gradient_checkpointing activation_offloading
-    selective_checkpointing torch_compile fsdp fsdp_config dp_shard_size dp_replicate_size context_parallel_size
+    selective_checkpointing torch_compile fsdp fsdp_config dp_shard_size dp_replicate_size expert_parallel_size
+    context_parallel_size
     sequence_parallel_degree tensor_parallel_size deepspeed use_ray ray_num_workers plugins lora_mlp_kernel
     lora_qkv_kernel lora_o_kernel logging_steps saves_per_epoch evals_per_epoch resume_from_checkpoint save_steps
     save_total_limit save_strategy pretrain_multipack_attn eval_steps eval_strategy ddp_timeout

@@ -385,11 +385,7 @@ def _map_rest(t: Translator) -> None:
             t.ignore(key, keys.IGNORED[key])
     for key in keys.REFUSED.keys() & t.values.keys():
         parent = keys.PART_OF.get(key)
-        if (
-            t.get(key) in off
-            or (key == "skip_prepare_dataset" and t.has("processor_type"))
-            or (key == "expert_parallel_size" and t.get(key) == 1)
-        ):
+        if t.get(key) in off or (key == "skip_prepare_dataset" and t.has("processor_type")):
             t.no_op(key)
         elif parent and t.get(parent) in off:
             t.no_op(key, f"`{parent}` is not set")
@@ -414,8 +410,8 @@ def _map_plugins(t: Translator) -> None:
 
 
 def _count_mesh(t: Translator) -> int:
-    """``dp_shard_size`` x ``dp_replicate_size`` x ``context_parallel_size`` are the GPUs of the run; returns the
-    last, which ``sequence_parallel_degree`` was called before.
+    """``dp_shard_size`` x ``dp_replicate_size`` x ``context_parallel_size`` are the GPUs of the run, or
+    ``expert_parallel_size`` without them; returns the third, which ``sequence_parallel_degree`` was called before.
     """
     named = [key for key in ("context_parallel_size", "sequence_parallel_degree") if t.integer(key, 1) not in (None, 1)]
     context = int(t.integer(named[0]) or 1) if named else 1
@@ -425,6 +421,15 @@ def _count_mesh(t: Translator) -> int:
         t.contradict(named[1], f"`{named[0]}` is {context}: keep one")
     t.no_op(("context_parallel_size", "sequence_parallel_degree"))
     shard, replicate = t.integer("dp_shard_size", 1) or 1, t.integer("dp_replicate_size", 1) or 1
+    experts = t.integer("expert_parallel_size", 1) or 1
+    if experts > 1 and shard * replicate * context > 1:
+        t.refuse("expert_parallel_size", "beside other axes it is one of its own: remove it, and set "
+                 "parallel.expert_degree, which divides the experts over ranks of any strategy")  # fmt: skip
+    elif experts > 1:
+        t.set_gpus(experts)
+        t.map("expert_parallel_size", "parallel.expert_degree", experts)
+    else:
+        t.no_op("expert_parallel_size")
     if shard * replicate > 1:
         t.set_gpus(shard * replicate * context)
     if shard > 1 and replicate > 1:

@@ -227,7 +227,7 @@ def plan_smaller(prepared: Prepared, group: NodeGroup | None = None) -> Prepared
 
 
 # Keys that may leave no plan for a number of ranks, where fewer have one.
-OF_THE_NUMBER = ("batch.samples", "parallel.shard_degree")
+OF_THE_NUMBER = ("batch.samples", "parallel.shard_degree", "parallel.expert_degree")
 
 
 @raise_when_stopped()

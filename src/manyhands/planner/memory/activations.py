@@ -10,6 +10,8 @@ from manyhands.core.limits import MAX_BLOCK_SCORES, MIN_TILED_TOKENS, PASSING_TE
 from manyhands.planner.layout import Checkpointing
 from manyhands.planner.memory.input import EstimateInput
 
+LARGEST_LOAD = 2  # rows that come to one rank of those that divide experts, by their mean: assumed, not measured
+
 
 def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     """What the blocks' graphs keep from forward to backward: ``T`` times ``kept_bytes_per_token`` of each.
@@ -194,6 +196,8 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
     of experts with fused adapters  instead of these two 2 c I, and 2 c r + 16 for each group: gate and up, low-rank
                                     values, places of rows
     adapters' inner results         c r for each adapted layer; with dropout also the dropped input and its mask
+    of experts that ranks divide    all that the MLP keeps LARGEST_LOAD times, and as often the rows that came, c H for
+                                    each group of a token, and once those that came back
     mixers of a hybrid              c (P + W + 4 V) in place of all that attention keeps (``facts.model``), by the share
                                     of blocks that have each; of the ``widest`` block where that is meant
     ==============================  ===================================================================================
@@ -212,6 +216,8 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
         side_by_side = m.attention_share == m.mixer_share == 1
         attention = int(max(attention, c * m.mixer_values) if widest and not side_by_side else sum(kinds))
     mlp = mlp_bytes_per_token(s)
+    if s.layout.expert_degree > 1:
+        mlp = int(LARGEST_LOAD * mlp) + c * int((1 + LARGEST_LOAD) * m.rows_per_token) * m.hidden_size
     merged = c * max(0, q + k - m.head_norm_elements) if s.merges_queries else 0
     if s.freezes_text:
         return norms + attention + merged + mlp - c * m.intermediate_size

@@ -18,7 +18,7 @@ def gradients(s: EstimateInput) -> int:
     """
     if s.layout.zero_stage == 1:  # sums of all on every rank, and where they are cast what the backward pass gives
         return s.num_trained * (s.sum_bytes + (s.compute_bytes if s.is_cast else 0))
-    return s.num_trained * s.gradient_bytes // s.num_shards
+    return s.num_trained * s.gradient_bytes // s.num_shards + s.by_experts(s.trained_in_experts * s.gradient_bytes)
 
 
 def gradients_on_host(s: EstimateInput, moment: dict[str, int]) -> int:
@@ -39,7 +39,7 @@ def unreduced(s: EstimateInput) -> int:
     """
     if s.layout.reduce_every or s.num_shards == 1 or s.layout.zero_stage:
         return 0
-    return s.num_trained * s.sum_bytes
+    return (s.num_trained - s.trained_in_experts) * s.sum_bytes
 
 
 def earlier_gradients(s: EstimateInput) -> dict[str, int]:
@@ -80,7 +80,8 @@ def reduction(s: EstimateInput) -> int:
         return s.model.num_block_parameters * (c if narrow else c + m) + head * (
             c if narrow or s.model.tied_embeddings else m
         )
-    return BLOCKS_IN_FLIGHT * s.model.num_block_parameters * (c + m) + head * c
+    block = s.model.num_block_parameters - s.block_in_experts + s.block_in_experts // s.layout.expert_degree
+    return BLOCKS_IN_FLIGHT * block * (c + m) + head * c
 
 
 def root_reduction(s: EstimateInput) -> int:

@@ -108,6 +108,7 @@ class EstimateInput:
     num_values: int = 0  # that the loss needs of a whole step first, each by a pass of its own (``StepValue``)
     fuses_modules: bool = False  # attention and MLP are replaced by modules that know their layers (fused_modules.py)
     fuses_experts: bool = False  # adapters of experts are computed with their gate (fused_experts.py)
+    num_expert_adapters: int = 0  # of the adapters' parameters, those of experts
 
     @property
     def num_more_passes(self) -> int:
@@ -211,6 +212,33 @@ class EstimateInput:
         if self.layout.accumulates:
             return self.sum_bytes
         return self.compute_bytes if self.keeps_copy and self.fuse_optimizer else self.master_bytes
+
+    @property
+    def block_in_experts(self) -> int:
+        """Elements of a mean block that ``expert_degree`` ranks divide; 0 where ranks do not divide experts."""
+        stacks = self.model.sum_linears(lambda shape: shape.size if shape.groups > 1 else 0)
+        return stacks // self.model.num_layers if self.layout.expert_degree > 1 else 0
+
+    @property
+    def trained_in_experts(self) -> int:
+        """Trained elements that ``expert_degree`` ranks divide."""
+        if self.layout.expert_degree == 1:
+            return 0
+        return self.num_expert_adapters or self.trains_everything * self.block_in_experts * self.model.num_layers
+
+    def by_experts(self, num_bytes: float) -> int:
+        """What a rank holds more than ``1 / S`` of, if these bytes are divided by ``expert_degree`` in place of S."""
+        return int(num_bytes / self.layout.expert_degree - num_bytes / self.num_shards)
+
+    @property
+    def frozen_block_in_experts(self) -> int:
+        """Bytes of a block's frozen experts as they are kept."""
+        others = self.model.num_block_parameters - self.block_in_experts
+        if self.model.stored_mxfp4:
+            return self.frozen_block_bytes - others * self.frozen_bytes if self.block_in_experts else 0
+        if self.nf4_blocks:  # the rest of a block's linear layers is as NF4, too
+            return self.frozen_block_bytes * self.block_in_experts // self.model.num_block_parameters
+        return self.block_in_experts * self.frozen_bytes
 
     @property
     def gathers_whole(self) -> bool:
@@ -387,6 +415,20 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
     num_tokens = 0 if new_tokens is None else len(new_tokens.ids)
     rows = sum(model.vocab_size if is_whole else num_tokens for is_whole in matrices)
     return adapted + whole + rows * model.hidden_size
+
+
+def count_expert_adapters(config: RunConfig, model: ModelFacts) -> int:
+    """``r (in + out)`` for each expert of each adapted stack."""
+    method = config.method
+    if not method.trains_adapters:
+        return 0
+    patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
+    return method.rank * sum(
+        shape.adapter_size
+        for index in range(model.num_layers)
+        for name, shape in model.linears_of(index).items()
+        if shape.groups > 1 and any(matches(f"{model.decoder}.layers.{index}.{name}", pattern) for pattern in patterns)
+    )
 
 
 def is_saved(name: str, patterns: tuple[str, ...]) -> bool:

@@ -123,9 +123,13 @@ def weights(s: EstimateInput) -> int:
             + s.partially_trained.total * s.master_bytes
         ) // s.weight_shards
     if s.trains_everything:
-        return s.model.num_parameters * s.held_bytes // s.weight_shards
+        return s.model.num_parameters * s.held_bytes // s.weight_shards + s.by_experts(
+            s.trained_in_experts * s.held_bytes
+        )
     frozen = s.num_root_parameters * s.frozen_bytes + s.frozen_blocks_bytes
-    return (frozen + s.num_adapter_parameters * s.master_bytes) // s.weight_shards + quantized_weights(s)
+    in_experts = s.frozen_block_in_experts * s.model.num_layers + s.trained_in_experts * s.master_bytes
+    shared = (frozen + s.num_adapter_parameters * s.master_bytes) // s.weight_shards + s.by_experts(in_experts)
+    return shared + quantized_weights(s)
 
 
 def quantized_weights(s: EstimateInput) -> int:
@@ -159,7 +163,8 @@ def optimizer(s: EstimateInput) -> int:
     """
     states = 0 if OPTIMIZERS[s.optimizer_name].is_paged else state_bytes(s)
     masters = s.num_trained * s.master_bytes if s.layout.zero_stage else 0
-    return (masters + states) // s.num_shards
+    in_experts = s.by_experts(states * s.trained_in_experts / s.num_trained) if s.trained_in_experts else 0
+    return (masters + states) // s.num_shards + in_experts
 
 
 def gathered(s: EstimateInput) -> int:
@@ -168,7 +173,8 @@ def gathered(s: EstimateInput) -> int:
     ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass,
     else ``L B c``; of a single shard one block's, as FSDP2 gathers none ahead then, or two where the engine copies the
     next one from host memory (``Layout.prefetches_blocks``). Frozen weights are gathered as they are kept. Nothing
-    where the weights are whole and in compute dtype already. Weights trained by patterns are gathered as masters, and
+    where the weights are whole and in compute dtype already. Experts that ranks divide are not gathered, but cast where
+    they are used, ``X c / expert_degree`` of a block's X. Weights trained by patterns are gathered as masters, and
     cast where they are used: see ``_gathered_partially_trained``.
     """
     if s.partially_trained is not None and not s.layout.zero_stage:
@@ -177,11 +183,14 @@ def gathered(s: EstimateInput) -> int:
         return zero.live_weights(s)
     if s.num_shards == 1 and not s.gathers_whole:
         return 0
+    in_experts = s.frozen_block_in_experts
     ahead = GATHERED_BLOCKS if s.num_shards > 1 else BLOCKS_IN_FLIGHT if s.layout.prefetches_blocks else 1
     num_blocks = min(ahead, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
     if s.trains_everything:
-        return (s.num_root_parameters + num_blocks * s.model.num_block_parameters) * s.compute_bytes
-    return s.num_root_parameters * s.frozen_bytes + num_blocks * s.frozen_block_bytes
+        dense = s.num_root_parameters + num_blocks * (s.model.num_block_parameters - s.block_in_experts)
+        casts = s.model.num_layers if s.layout.last_checkpointing == "none" else 1  # kept for the backward pass
+        return (dense + casts * s.is_cast * s.block_in_experts // s.layout.expert_degree) * s.compute_bytes
+    return s.num_root_parameters * s.frozen_bytes + num_blocks * (s.frozen_block_bytes - in_experts)
 
 
 def fetched(s: EstimateInput) -> int:

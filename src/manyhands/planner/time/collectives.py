@@ -93,22 +93,47 @@ def communication(s: TimeInput, compute: float) -> float:
         hidden = min(beside, compute)
         return alone + (beside - hidden) + s.fitted.overlap_cost * hidden
     rounds = s.work.num_micro if layout.reduce_every else 1.0
+    in_experts = (e.block_in_experts * e.compute_bytes if e.trains_everything else e.frozen_block_in_experts) * (
+        e.model.num_layers
+    )
+    trained = e.num_trained - e.trained_in_experts
     units = e.model.num_layers + 1
     seconds = 0.0
     if shard > 1:
-        times, held = gathers(s), whole_bytes(e)
+        times, held = gathers(s), whole_bytes(e) - in_experts
         seconds += times * (held * (shard - 1) / shard / rate + units * latency)
-        seconds += rounds * (e.num_trained * e.sum_bytes * (shard - 1) / shard / rate + units * latency)
+        seconds += rounds * (trained * e.sum_bytes * (shard - 1) / shard / rate + units * latency)
     if copies_of > 1:
         over = s.rates.node_link if layout.world_size > s.num_local else s.rates.link
-        reduced = e.num_trained * e.sum_bytes / shard * 2 * (copies_of - 1) / copies_of
+        reduced = trained * e.sum_bytes / shard * 2 * (copies_of - 1) / copies_of
         seconds += (rounds if shard > 1 else 1.0) * (reduced / over + units * latency)
     in_units = layout.wrapper == "fully_shard"
     keys = _gathered_keys(s)
     alone = keys + seconds * (e.num_root_parameters / e.model.num_parameters if in_units else 0.05)
     beside = seconds + keys - alone
     hidden = min(beside, compute)
-    return alone + (beside - hidden) + s.fitted.overlap_cost * hidden
+    return alone + (beside - hidden) + s.fitted.overlap_cost * hidden + exchanges(s)
+
+
+def exchanges(s: TimeInput) -> float:
+    """What the ranks that divide experts send one another, which no compute hides: in each block ``T k c H`` there and
+    back, in the forward and the backward pass and where it is computed again, of which ``(D - 1) / D`` leave the rank;
+    and once a step the sums over groups of the gradients. Loads are taken to be even.
+    """
+    e, layout = s.estimate, s.estimate.layout
+    degree, groups = layout.expert_degree, layout.world_size // layout.expert_degree
+    if degree == 1:
+        return 0.0
+    rate = s.rates.node_link if degree > s.num_local else s.rates.link
+    latency = NODE_LATENCY_S if degree > s.num_local else LATENCY_S
+    passes = 3 if layout.activation_checkpointing == "full" else 2
+    rows = layout.full_micro_tokens * e.model.rows_per_token * e.compute_bytes * e.model.hidden_size
+    one = rows * (degree - 1) / degree / rate + 2 * latency  # and the numbers of rows, for which the host waits
+    seconds = s.work.num_micro * e.model.num_layers * passes * 2 * one
+    if groups > 1:
+        over = s.rates.node_link if layout.world_size > s.num_local else s.rates.link
+        seconds += e.trained_in_experts * e.sum_bytes / degree * 2 * (groups - 1) / groups / over
+    return seconds
 
 
 def _gathered_keys(s: TimeInput) -> float:
