@@ -140,6 +140,6 @@ def test_a_rank_holds_its_part_of_the_experts(method: str, strategy: str, groups
     assert [f"divided over 2 ranks, to which tokens are sent, in {groups} group{'s' * (groups > 1)}" in line
         for line in explain_why(divided, "expert_degree")] == [True]  # fmt: skip
     assert explain_why(divided, "compile") == [
-        "compilation: no, as the host waits for how many tokens go to each rank's experts"
+        "compile: no, as the host waits for how many tokens go to each rank's experts"
     ]
     assert not explain_why(one, "expert_degree") and one.layout.expert_degree == 1

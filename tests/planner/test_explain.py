@@ -124,6 +124,7 @@ def plans() -> tuple[Plan, ...]:
             run_config(method__target_modules="peft-default", batch__samples=1), facts(llama_8b(), gpus=1, data=EQUAL)
         ),
         plan(run_config(method__rank=4, method__target_modules=["w1", "w2", "w3"]), facts(mixture())),
+        plan(run_config(method__rank=4, parallel__expert_degree=2), facts(mixture(), gpus=2)),
         plan(run_config(), one.model_copy(update={"host": describe_host(parse_gpus("2x4xMI300X"))})),
         plan(run_config(), on_nodes(facts(gpus=8), 4, 4)),
         plan(run_config(schedule__warmup_steps=100_000, task="preference"), one),
