@@ -819,7 +819,7 @@ def test_a_key_that_stands_twice_without_a_value_is_one(tmp_path: Path) -> None:
         ({"datasets": "ours/turns"}, "datasets", "allowed: a list of data sets"),
         ({"optimizer": "sinkgd"}, "optimizer", "sinkgd is not available: write one of adamw_torch"),
         ({"lr_scheduler": "rex"}, "lr_scheduler", "write one of cosine, linear"),
-        ({"expert_parallel_size": 2, "dp_shard_size": 2}, "expert_parallel_size", "an axis of its own"),
+        ({"expert_parallel_size": 2, "dp_shard_size": 2}, "expert_parallel_size", "it is one of its own"),
         ({"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "plugins", "DiffusionPlugin: diffusion"),
         ({"plugins": ["mine.Plugin"]}, "plugins", "mine.Plugin is not available"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size", "`2`: splitting a layer"),
