@@ -171,7 +171,7 @@ class _Clean:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.segment import Segment
 
-        blanks = []
+        blanks: list[Segment] = []
         for text, style, control in console.render(self.renderable, options):
             kept = text if control else printable(text).rstrip(" ")
             if kept:
