@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from manyhands.facts.safetensors import TensorHeader
+from manyhands.families.family import VLLM_READS_STACKS
 
 ONE = re.compile(r"^(?P<parent>.+)\.experts\.(?P<number>\d+)\.(?P<name>\w+)\.weight$")
 PROJECTIONS = {
@@ -24,9 +25,6 @@ ALL = re.compile(
     r"^(?P<parent>.+)\.(?:experts\.(?P<name>gate_up_proj|down_proj)|(?P<linear>input_linear|output_linear)\.weight)$"
 )
 OF_LINEAR = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
-# Model types for which vLLM reads the factors of all experts of a block as one pair: its classes with
-# ``is_3d_moe_weight``, and only where both stacks are adapted (vllm/lora/model_manager.py, read in November 2026).
-VLLM_READS_STACKS = ("gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "glm4_moe_lite")
 OLD_PARENT = "block_sparse_moe"  # of files whose experts have w1, w2 and w3: ``mlp`` in transformers' models
 
 

@@ -111,6 +111,9 @@ class Experts:
     transposed: bool = False  # files have (experts, in, out) whatever the sizes
 
 
+# Model types for which vLLM reads the factors of all experts of a block as one pair: its classes with
+# ``is_3d_moe_weight``, and only where both stacks are adapted (vllm/lora/model_manager.py, read in November 2026).
+VLLM_READS_STACKS = ("gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "glm4_moe_lite")
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 

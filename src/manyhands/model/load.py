@@ -236,7 +236,7 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
     """
     checkpoint = read_checkpoint(model, loaded_tensors(model), folder)
     shapes = checkpoint.shapes
-    for name, stack in stacked_layers(model).items():  # Qwen3-VL-MoE's files have either order of axes
+    for name, stack in stacked_layers(model).items():  # some families' files have either order of axes
         groups, size, inner = stored_shape(stack)
         if shapes.get(name) == (groups, inner, size):
             stack.stored_transposed ^= size != inner
