@@ -89,7 +89,10 @@ def test_from_python_as_from_the_command(
 
 
 @pytest.mark.ci
-def test_an_error_of_the_start_is_raised(place: Place, whole: tuple[Ended, Run]) -> None:
+def test_an_error_of_the_start_is_raised(
+    place: Place, whole: tuple[Ended, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the run file names no folder of runs
     with pytest.raises(mh.UserError, match="no such data file") as error:
         mh.train(place.folder / "run.yaml", {"data.train": "none.jsonl", "name": "none"})
     assert "none.jsonl" in error.value.where
