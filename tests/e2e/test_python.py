@@ -14,6 +14,7 @@ import pytest
 
 import manyhands as mh
 from tests.e2e.runs import NUM_STEPS, WAIT_S, Ended, Place, Run
+from tests.support.zygote import forking
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 # ``own``: with a process group of the script's; ``cat``: a callback that raises at step 3.
@@ -68,12 +69,13 @@ def test_from_python_as_from_the_command(
 ) -> None:
     steps: list[float] = []
     before = dict(os.environ), signal.getsignal(signal.SIGINT), len(psutil.Process().children(recursive=True))
-    run = mh.train(
-        place.folder / "run.yaml",
-        {"name": "python", "output.dir": place.folder / "runs"},
-        gpus=2,
-        on_step=lambda row: steps.append(row["loss"]),
-    )
+    with forking():
+        run = mh.train(
+            place.folder / "run.yaml",
+            {"name": "python", "output.dir": place.folder / "runs"},
+            gpus=2,
+            on_step=lambda row: steps.append(row["loss"]),
+        )
     assert before == (dict(os.environ), signal.getsignal(signal.SIGINT), len(psutil.Process().children(recursive=True)))
     assert place.run("python").course() == whole[1].course() and run.losses == steps == whole[1].losses()
     theirs = mh.TrainedRun(whole[1].folder)
@@ -108,7 +110,8 @@ def test_an_error_of_the_start_is_raised(
 def test_a_finished_run_becomes_longer_from_python(place: Place) -> None:
     def train(steps: int) -> mh.TrainedRun:
         keys = {"name": "python-longer", "output.dir": place.folder / "runs", "stop.max_steps": steps}
-        return mh.train(place.folder / "run.yaml", keys)
+        with forking():
+            return mh.train(place.folder / "run.yaml", keys)
 
     first = train(2).losses
     longer = train(4)

@@ -49,7 +49,8 @@ IMPORTED = (
 )
 # Launchers, ranks and copies of a model's first process, which start processes themselves.
 START_OTHERS = (
-    *("accelerate.commands.launch", "manyhands", "manyhands.infer", "manyhands.worker", "torch.distributed.run"),
+    *("accelerate.commands.launch", "manyhands", "manyhands.api.launcher", "manyhands.infer", "manyhands.worker"),
+    "torch.distributed.run",
 )
 # Read by the interpreter and by packages when they start: a process whose values differ is not forked.
 READ_EARLY = (
