@@ -33,7 +33,7 @@ def test_every_file_that_a_guide_names_exists(path: str) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("script", ["run_nvidia_all.sh", "run_amd_all.sh"])
 def test_a_launcher_script_never_trains_on_the_cpu_instead(script: str, place: Path) -> None:
-    done = call("bash", script, f"{place}/run.yaml", "--dry-run")
+    done = call("bash", script, f"{place}/run.yaml", f"output.dir={place}/runs", "--dry-run")
     assert done.returncode == 2 and "parallel.device is cuda, but no GPU is visible" in done.stdout, done.stdout
 
 
