@@ -421,11 +421,15 @@ def test_a_folder_that_is_no_run_is_not_touched(world):
     assert files_in(world.run.path) == {"thesis.tex"}
 
 
-def test_a_start_that_fails_leaves_no_folder(world):
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_start_that_fails_leaves_no_folder(world, was_there):
+    """Nor the one that runs are in, unless it was there."""
+    if was_there:
+        world.run.path.parent.mkdir()
     world.plan = None
     with pytest.raises(UserError, match="no such file"):
         prepare()
-    assert not world.run.path.exists()
+    assert world.run.path.parent.exists() == was_there and not world.run.path.exists()
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def prepare_run(
     for note in notes:
         report(f"note: {note}")
     require_extras("" if dry_run else config.parallel.strategy)
-    config, was_there, lock = _take_folder(config, fresh, take_lock, report)
+    config, new_folders, lock = _take_folder(config, fresh, take_lock, report)
     folder = folder_of(config)
     if lock is None:
         return Prepared(folder, config, folder.read_plan(), resume=False, finished=True)
@@ -181,11 +181,12 @@ def prepare_run(
             if not dry_run:
                 folder.clear_ranks()
     except BaseException:
-        if not was_there:
-            with contextlib.suppress(OSError):  # another start of this name has the folder by now
+        if new_folders:
+            with contextlib.suppress(OSError):  # another start has the folder by now, or one above it
                 if {entry.name for entry in folder.path.iterdir()} <= {folder.lock_file.name}:
                     folder.lock_file.unlink(missing_ok=True)
-                    folder.path.rmdir()
+                    for made in new_folders:
+                        made.rmdir()
         lock.release()
         raise
     resume = folder.newest_step() is not None
@@ -194,8 +195,10 @@ def prepare_run(
 
 def _take_folder(
     config: RunConfig, fresh: bool, take_lock: TakeLock, report: Callable[[str], None]
-) -> tuple[RunConfig, bool, FolderLock | None]:
-    """The run under the name that it gets, whether its folder was there, and the lock; None where it is finished."""
+) -> tuple[RunConfig, list[Path], FolderLock | None]:
+    """The run under the name that it gets, the folders that were made for it, the innermost first, and the lock; None
+    where it is finished.
+    """
     asked, running = config, set[str]()
     while True:
         with refuse_unusable(folder_of(config)):
@@ -203,11 +206,11 @@ def _take_folder(
                 config = fresh_name(asked, lambda one: one.name in running or is_taken(one))
             folder = folder_of(config)
             if find_run(folder, config) == "finished":
-                return config, True, None
-            was_there = folder.path.exists()
+                return config, [], None
+            new_folders = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
             folder.path.mkdir(parents=True, exist_ok=True)
             try:
-                return config, was_there, take_lock(folder, report)
+                return config, new_folders, take_lock(folder, report)
             except UserError:
                 if not fresh:
                     raise
