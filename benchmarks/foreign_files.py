@@ -28,6 +28,7 @@ from manyhands.importers.load import config_from_mapping
 from manyhands.importers.recognize import recognize, translate
 from manyhands.importers.translation import STOPS, ImportContext, Translation
 from tests.data.test_tekken import write_tekken
+from tests.support.experts import expert_config
 from tests.support.tiny import OF_FAMILY, TINY, tiny_tokenizer
 
 GPUS = "8xH100-80GB"
@@ -39,7 +40,7 @@ OUT_OF_SCOPE = re.compile(
 # The model type of a name, the first that matches. Types with a star have code of their own and none in transformers.
 TYPES: tuple[tuple[str, str], ...] = (
     ("mixtral|8x7b|8x22b", "mixtral"), ("dbrx", "dbrx"), ("qwen1.5-moe", "qwen2_moe"),
-    ("qwen3-next", "qwen3_next_moe"), (r"qwen3\.5.*-a\d", "qwen3_5_moe"), (r"qwen3\.5", "qwen3_5_text"),
+    ("qwen3-next", "qwen3_next_moe"), (r"qwen3\.5.*-a\d", "qwen3_5_moe_text"), (r"qwen3\.5", "qwen3_5_text"),
     (r"qwen3-\d+b-a\d", "qwen3_moe"), ("qwen3|plano", "qwen3"), ("qwen/qwen-", "qwen*"),
     ("qwen|deepcoder|cogito.*qwen", "qwen2"), ("mimo", "mimo*"), ("deepseek-v4", "deepseek_v4*"),
     ("deepseek-v2", "deepseek_v2"), ("deepseek-(v3|r1)|moonlight|kimi-k2", "deepseek_v3"),
@@ -77,6 +78,8 @@ ROWS: Mapping[str, dict[str, Any]] = {
     "question": {"question": "Hi?", "answer": "Hello."},
     "tokens": {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "attention_mask": [1, 1, 1, 1]},
     "segments": {"segments": [{"label": False, "text": "Hi"}, {"label": True, "text": "Hello."}]},
+    "preference": {"prompt": "Hi", "chosen": "Hello.", "rejected": "Go away."},
+    "label": {"prompt": "Hi", "completion": "Hello.", "label": True},
     "text": {"text": "Once upon a time there was a river that ran up the hill. " * 8},
 }
 
@@ -122,7 +125,8 @@ def judge(path: Path, name: str, gpus: str, work: Path) -> Row | None:
     try:
         plan_it(done, work, gpus)
     except UserError as error:
-        return Row(tool, name, "refused", _one_reason(error), keys=num_keys)
+        verdict = "out of scope" if "images" in error.what else "refused"  # tiny models here are of text alone
+        return Row(tool, name, verdict, _one_reason(error), keys=num_keys)
     return Row(tool, name, "runs", substituted=substituted, keys=num_keys)
 
 
@@ -155,9 +159,10 @@ def plan_it(done: Translation, work: Path, gpus: str) -> None:
     )
     for key in ("adapter", "parts"):  # parts: the tiny model is of text alone
         mapping.setdefault("method", {}).pop(key, None)
+    usual = {"preference": "preference", "kto": "label"}.get(mapping.get("task", ""), "messages")
     for key, first in (("train", 0), ("validation", 1_000_000)):
         if mapping["data"].get(key):
-            mapping["data"][key] = _tiny_sources(mapping["data"][key], mapping["data"], work / "data", first)
+            mapping["data"][key] = _tiny_sources(mapping["data"][key], mapping["data"], work / "data", first, usual)
     if "max_steps" not in mapping.get("stop", {}):  # few rows make few steps: more epochs instead
         mapping.setdefault("stop", {})["epochs"] = 50
     mapping["method"] = {key: _of_text(value) for key, value in mapping["method"].items()}
@@ -176,20 +181,30 @@ def _of_text(value: Any) -> Any:
     return value.replace("language_model.", "").replace(r"language_model\.", "") if isinstance(value, str) else value
 
 
-def _tiny_sources(value: Any, data: Mapping[str, Any], folder: Path, first: int) -> list[dict[str, Any]]:
-    """The same sources with files of a few rows in place of theirs, numbered from ``first`` on."""
+def _tiny_sources(value: Any, data: Mapping[str, Any], folder: Path, first: int, usual: str) -> list[dict[str, Any]]:
+    """The same sources with files of a few rows in place of theirs, numbered from ``first`` on; of the format ``usual``
+    where none is named.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     sources = []
     for index, item in enumerate([value] if isinstance(value, str) else value):
         source = {"path": item} if isinstance(item, str) else dict(item)
         kind = source.get("format") or data.get("format") or "auto"
-        kind = "messages" if kind == "auto" else kind
+        kind = usual if kind == "auto" else kind
         fields = source.get("fields") or data.get("fields") or {}
-        row = {fields.get(name, name): cell for name, cell in ROWS.get(kind, ROWS["messages"]).items()}
+        cells = ROWS.get(kind, ROWS["messages"])
+        if kind in ("preference", "label") and "messages" in fields:  # the prompt's turns, answers as one turn each
+            turn = {"role": "assistant", "content": "Hello."}
+            answers = {name: turn | {"content": cell} for name, cell in cells.items() if name in ("chosen", "rejected")}
+            cells = {"messages": [{"role": "user", "content": "Hi"}, *([turn] if kind == "label" else [])]} | answers
+            cells |= {"label": True} if kind == "label" else {}
+        row = {fields.get(name, name): cell for name, cell in cells.items()}
         inner = {name: fields[name] for name in ("role", "content", "from", "value") if name in fields}
         row = {
             name: [{inner.get(key, key): text for key, text in turn.items()} for turn in cell]
             if isinstance(cell, list) and isinstance(cell[0], dict)
+            else {inner.get(key, key): text for key, text in cell.items()}
+            if isinstance(cell, dict)
             else cell
             for name, cell in row.items()
         }
@@ -253,12 +268,10 @@ def _write_model(kind: str, size: Mapping[str, Any], path: Path) -> None:
     if kind in EXPERTS:
         values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = _configure(CONFIG_MAPPING[EXPERTS.get(kind, kind)], values)
-    text = config.get_text_config()
-    counts = (getattr(text, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
-    if any(isinstance(count, int) and count > 1 for count in counts):
-        config.save_pretrained(path)  # which is enough to refuse experts; hundreds of them would take minutes
-        return
+    counts = (getattr(config, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
     try:
+        if any(isinstance(count, int) and count > 1 for count in counts):
+            config = expert_config(EXPERTS.get(kind, kind), **size)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(path)
     except Exception:  # sizes that a family does not take: its config.json alone

@@ -372,7 +372,7 @@ def test_headers_are_counted_as_stacks() -> None:
         for number in range(11)
         for name, shape in {"w1": (6, 4), "w2": (4, 6), "w3": (6, 4)}.items()
     }
-    found, groups = stack_headers(experts | {"layers.0.block_sparse_moe.gate.weight": TensorHeader("BF16", (11, 4))})
+    found, groups = stack_headers(experts | {"layers.0.block_sparse_moe.gate.weight": TensorHeader("BF16", (11, 4))}, 4)
     assert {name: tensor.shape for name, tensor in found.items()} == {
         "layers.0.mlp.gate.weight": (11, 4),
         "layers.0.mlp.experts.gate_up_proj.weight": (132, 4),

@@ -19,7 +19,7 @@ from manyhands.model.load import match_checkpoint, read_weights
 from tests.support.tiny import tiny_model
 
 SOURCES = Path(manyhands.__file__).parent
-KNOWS_DTENSOR = {"core/holding.py", "engine/apply.py"}
+KNOWS_DTENSOR = {"core/holding.py", "engine/apply.py", "engine/experts.py"}
 
 
 class FlatPartitions(holding.Holding):

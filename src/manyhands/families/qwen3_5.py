@@ -46,6 +46,8 @@ QWEN3_5 = Family(
     projectors=("model.visual.merger",),
     images=replace(QWEN_IMAGES, grid_inputs=("position_ids", "cu_seqlens", "interp_indices"), keeps_features=False),
 )
-QWEN3_5_MOE = replace(QWEN3_5, name="Qwen3.5-MoE", model_types=("qwen3_5_moe",), text_model_type="qwen3_5_moe_text")
+QWEN3_5_MOE = replace(
+    QWEN3_5, name="Qwen3.5-MoE", model_types=("qwen3_5_moe",), text_model_type="qwen3_5_moe_text", packs=None
+)
 
 FAMILIES = (QWEN3_5_TEXT, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

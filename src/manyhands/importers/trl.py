@@ -52,7 +52,7 @@ KEYS = (
         "dataset_text_field dataset_kwargs max_length max_seq_length truncation_mode shuffle_dataset packing "
         "packing_strategy completion_only_loss assistant_only_loss loss_type chat_template chat_template_path "
         "eos_token activation_offloading router_aux_loss_coef env dataset_test_split torch_dtype dtype num_processes "
-        "trust_remote_code"
+        "trust_remote_code hub_model_revision"
     )
 )
 UNLIMITED = 1_000_000  # tokens of a sample
@@ -99,6 +99,7 @@ def translate(t: Translator) -> None:
     hf.map_sharding(t)
     t.map("activation_offloading", "parallel.offload_activations", t.flag("activation_offloading"))
     hf.note_so(t, SO)
+    hf.map_uploads(t, "push_to_hub", names("hub_model_revision"))  # the handbook's name of hub_revision
     t.map("output_dir", split_output(t.get("output_dir")))
 
 
