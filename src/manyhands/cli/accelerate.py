@@ -22,7 +22,7 @@ def setup_accelerate(
         bool, typer.Option("--ask", help="Ask and write a configuration, as `accelerate config` does.")
     ] = False,
 ) -> None:
-    """Say what a start would use on this machine. Nothing needs to be configured."""
+    """Show what a start would use on this machine. Nothing needs to be configured."""
     from manyhands.facts.host import read_host_facts
 
     path = default_config(os.environ)

@@ -253,7 +253,7 @@ def serve(
     device_map: DeviceMap = "auto",
     batch_size: BatchSize = None,
 ) -> None:
-    """Serve a trained model to OpenAI's clients. On this machine only; options are for requests without their own."""
+    """Serve a trained model by OpenAI's protocol. On this machine only; options are for requests without their own."""
     process.refuse_used_port(port)
     request = {
         **find_model("serve", folder, base, model, adapter),
@@ -292,7 +292,7 @@ def evaluate(
     device_map: DeviceMap = "auto",
     batch_size: BatchSize = None,
 ) -> None:
-    """Evaluate a trained model beside its base. Losses, scores of its answers, tasks of lm-eval."""
+    """Evaluate a trained model and its base. Losses, scores of its answers, tasks of lm-eval."""
     if output is not None and output.is_file():
         raise UserError("--output is a file", where=str(output), fix="name a folder")
     request: dict[str, Any] = {

@@ -65,7 +65,7 @@ def sweep(
     *,
     short: Short,
 ) -> None:
-    """Train all combinations of values, and name the best. That has the lowest held-out loss.
+    """Train all combinations of values, show the best. The best has the lowest held-out loss.
 
     One run on each GPU where all of them fit one and that is faster, else one after the other on all GPUs. Starting it
     again continues with the runs that have not finished."""

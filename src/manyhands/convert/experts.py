@@ -59,7 +59,7 @@ def _sort(index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Te
 def _compute_own(
     experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """By the ``num_experts`` experts whose parameters are there."""
+    """The same sum over ``num_experts`` experts whose parameters this rank holds."""
     num_chosen = index.shape[-1]
     chosen, order, places, ends = _sort(index, num_experts)
     if can_fuse(experts):
@@ -81,10 +81,10 @@ def _compute_own(
 
 
 def _compute_divided(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """By experts of which each rank of a group has its part: a row for each choice goes to the expert's rank, is
-    computed there as a token with one expert, and comes back. Collective, also for a rank that no row comes to.
+    """Compute experts that the ranks of a group divide: a row for each choice is sent to the expert's rank, computed
+    there as a token with one expert, and sent back. Collective, also for a rank that receives no row.
 
-    The numbers of rows are read on the host, so this waits for a GPU, once a block.
+    The host reads the numbers of rows, so this waits for a GPU once a block.
     """
     group, size = experts.expert_group, experts.expert_group.size()
     num_own = experts.num_experts // size
@@ -107,7 +107,7 @@ def _compute_divided(experts: Any, hidden: torch.Tensor, index: torch.Tensor, we
 
 @contextmanager
 def _own_parameters(experts: Any) -> Iterator[None]:
-    """This rank's part of each parameter in its place."""
+    """Replace each parameter by this rank's part of it, within the context."""
     held = [(module._parameters, dict(module._parameters)) for module in experts.modules()]
     try:
         for parameters, whole in held:
@@ -119,8 +119,8 @@ def _own_parameters(experts: Any) -> Iterator[None]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks of a group, ``sent[r]`` of them to rank r, and from them: (n, e) -> (m, e). Gradients go the
-    other way.
+    """Send ``sent[r]`` rows to each rank r of a group, and receive as many as each sends here: (n, e) -> (m, e). The
+    backward pass returns the rows' gradients.
     """
 
     @staticmethod

@@ -148,7 +148,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, through which a gradient reaches the parameter: that of these values, not summed over ranks."""
+    """This rank's part, differentiable. Its gradient reaches the parameter without a sum over ranks."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

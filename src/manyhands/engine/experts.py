@@ -1,5 +1,5 @@
-"""Expert parallelism: of each group of ``expert_degree`` neighboring ranks every one holds an equal part of the experts
-of every block, whole, and tokens travel to them (``convert/experts.py``).
+"""Expert parallelism: each of ``expert_degree`` neighboring ranks holds an equal number of the experts of every block,
+and tokens are sent to them (``convert/experts.py``).
 
 The groups are made of data-parallel ranks, as in torchtitan: each has samples of its own, and all other parameters are
 held as the strategy has them. An expert sees the tokens of its whole group, so its gradient is a sum over them already
@@ -48,7 +48,7 @@ class DividedExperts:
         return {parameter for experts in self._experts for parameter in experts.parameters()}
 
     def hide_from_ddp(self, loss_model: nn.Module) -> bool:
-        """Make DDP leave the experts alone; whether anything else is trained, which it takes to be wrapped."""
+        """Exclude the experts from DDP. Returns whether anything else is trained: DDP refuses to wrap nothing."""
         own = self.parameters
         names = [name for name, parameter in loss_model.named_parameters() if parameter in own]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss_model, names)

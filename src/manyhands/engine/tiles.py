@@ -103,7 +103,7 @@ class _BackwardByTiles(torch.autograd.Function):
 
 
 class _ForwardByTiles(torch.autograd.Function):
-    """The result, whose gradient goes on as it is."""
+    """The result in the forward pass; the identity in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, tiled: TiledForward) -> torch.Tensor:
@@ -122,7 +122,7 @@ def tile_mlps(model: nn.Module, tile: int) -> None:
             raise UserError(
                 f"{name} of {type(model).__name__} has no MLP that can be computed by tiles of the sequence",
                 where="the plan's layout.mlp_tile_tokens",
-                why="such samples fit only so, and none of its modules takes hidden states alone and has linear layers",
+                why="samples this long fit only with tiles, and no module of the block is an MLP of linear layers",
                 fix="shorten the samples (data.max_length), or use more GPUs",
             )
         for mlp in found:

@@ -146,7 +146,7 @@ class MixerKernel:
 
 
 CONVOLUTION = MixerKernel("causal_conv1d:causal_conv1d_fn", "seq_idx", "seq_idx")
-# each with what its mixers need beside it: without the convolution's, a few tokens of the document before are seen
+# With the convolution that these mixers run first: without its argument, a few tokens of the previous document leak.
 DELTA_RULE = (
     CONVOLUTION,
     MixerKernel("fla.ops.gated_delta_rule:chunk_gated_delta_rule", "cu_seqlens", "cu_seq_lens_q"),

@@ -238,8 +238,8 @@ def match_checkpoint(model: nn.Module, folder: str, new_tokens: NewTokens | None
     shapes = checkpoint.shapes
     for name, stack in stacked_layers(model).items():  # some families' files have either order of axes
         groups, size, inner = stored_shape(stack)
-        if shapes.get(name) == (groups, inner, size):
-            stack.stored_transposed ^= size != inner
+        if size != inner and shapes.get(name) == (groups, inner, size):
+            stack.stored_transposed = not stack.stored_transposed
     wanted = loaded_tensors(model)
     # on meta, tied parameters are one object; a wrong tie would show as a shape or as a missing name
     by_tensor: dict[int, list[str]] = {}

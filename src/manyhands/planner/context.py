@@ -28,8 +28,8 @@ def check_context(config: RunConfig, facts: Facts, world_size: int, shard_degree
             model.is_multimodal
         ),
     }
-    for why, stands in obstacles.items():
-        if stands:
+    for why, applies in obstacles.items():
+        if applies:
             fix = f"set {KEY} to a divisor of {number}" if number % degree else f"remove {KEY}"
             raise UserError(f"{KEY}: {degree} cannot be carried out", where=KEY, why=why, fix=fix)
     return (reason("context", degree=degree, groups=world_size // degree),)

@@ -113,7 +113,7 @@ def check_expert_degree(config: RunConfig, model: ModelFacts, world_size: int, m
             raise UserError(
                 f"{key} cannot be combined with {name}",
                 where=key,
-                why="experts that ranks divide are held by themselves, and this has not been tried with it",
+                why="divided experts are not part of FSDP2 or DDP, and this combination has not been tested",
                 fix=f"remove {key}, or change {name.partition(':')[0].partition(',')[0]}",
             )
     if config.method.name == "qlora" and any(stack.size // degree % NF4_ROW_VALUES for stack in stacks):

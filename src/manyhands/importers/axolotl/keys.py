@@ -147,7 +147,7 @@ _EXPERTS = "not available for experts: remove it"
 _QUANTIZED = "quantized bases are not available but for NF4 (`adapter: qlora` with a model in bfloat16)"
 _OPTIMIZER = "this optimizer is not available"
 _REFUSED = {
-    "expert_parallel_token_capacity": "no token is kept from its experts: remove it",
+    "expert_parallel_token_capacity": "no token is dropped: remove it",
     """
     llama4_linearized_experts
     dsv4_fp4_grouped_mode dsv4_bf16_all dsv4_fp8_lora_kernel dsv4_fp8_nonexpert_mode dsv4_shared_mlp_lora_kernel

@@ -118,7 +118,7 @@ def _map_batch(t: Translator) -> None:
     micro, accumulation, gpus = t.integer("micro_batch_size", 1) or 0, _accumulation(t), t.num_gpus()
     t.micro, t.accumulation = micro, accumulation
     if gpus is not None and gpus % context:
-        t.refuse("context_parallel_size", f"it is no divisor of the {gpus} GPUs of the run")
+        t.refuse("context_parallel_size", f"it does not divide the {gpus} GPUs of the run")
     ranks = None if gpus is None else max(1, gpus // context)
     if micro < 1:
         t.refuse("micro_batch_size", f"got {micro}, allowed: a whole number above 0")
@@ -423,7 +423,7 @@ def _count_mesh(t: Translator) -> int:
     shard, replicate = t.integer("dp_shard_size", 1) or 1, t.integer("dp_replicate_size", 1) or 1
     experts = t.integer("expert_parallel_size", 1) or 1
     if experts > 1 and shard * replicate * context > 1:
-        t.refuse("expert_parallel_size", "beside other axes it is one of its own: remove it, and set "
+        t.refuse("expert_parallel_size", "with other axes it is one of its own: remove it, and set "
                  "parallel.expert_degree, which divides the experts over ranks of any strategy")  # fmt: skip
     elif experts > 1:
         t.set_gpus(experts)
