@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.engine.host_shards import HELD_BYTES
+from manyhands.core.limits import UPDATE_HELD_BYTES
 from tests.engine.test_layouts import documents
 from tests.support.ranks import Ranks, ranks
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
@@ -199,4 +199,4 @@ def test_on_a_gpu_updates_pass_beside_the_backward_pass_and_none_is_lost() -> No
     assert_updated_alike(found, plain)
     print({name: (run["seconds"], run["peak"]) for name, run in (("early", found), ("late", plain))})
     assert min(found["seconds"][2:]) < min(plain["seconds"][2:])
-    assert found["peak"] <= plain["peak"] + HELD_BYTES
+    assert found["peak"] <= plain["peak"] + UPDATE_HELD_BYTES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.core.limits import GIB
+from manyhands.core.limits import GIB, UPDATE_HELD_BYTES
 from manyhands.planner.memory import host as host_memory
 from manyhands.planner.memory import terms as memory
 from manyhands.planner.search import plan
@@ -102,6 +102,26 @@ def test_a_step_from_host_memory_is_one_micro_batch_where_16_gib_hold_it():
     assert asked.layout.activation_checkpointing == made.layout.activation_checkpointing
     smaller = plan(run_config(**keys, batch__micro_tokens=8192), the_facts)
     assert made.step_s < 0.9 * smaller.step_s
+
+
+def test_weights_updated_in_the_backward_pass_leave_one_blocks_gradients_and_those_whose_updates_run():
+    """Nothing is reduced or goes to the host, and three slices of weights and states are there. One H100 held 13.62 and
+    11.08 GiB (``h100-close``).
+    """
+    samples = data_facts(num_samples=300, mean=8192, longest=8192, num_validation_samples=0, num_validation_tokens=0)
+    the_facts = facts(llama_8b(), gpus=1, gpu_bytes=16 * GIB, host_bytes=1500 * GIB, data=samples)
+    keys = KEYS | {"parallel__offload": "all", "batch__samples": 3, "batch__micro_tokens": 3 * 8192}
+    keys |= {"parallel__activation_checkpointing": "except_attention"}
+    clipped, free = (plan(run_config(**keys, optimizer__max_grad_norm=norm), the_facts).memory for norm in (1.0, 0.0))
+    block, head = llama_8b().num_block_parameters, 128256 * 4096
+    found = [(memory_.terms["reduction"], memory_.terms["optimizer"]) for memory_ in (clipped, free)]
+    assert found == [(2 * 4 * block + 2 * head, 0), (2 * block + 2 * head, 3 * 3 * 2**24 * 2)]
+    assert free.host_terms["gradients"] == 0 < clipped.host_terms["gradients"]
+    assert [clipped.total / GIB, free.total / GIB] == pytest.approx([13.62, 11.08], rel=0.04)
+    setup = change_input(NARROW, model=llama_8b(), offload="all", device="cuda", needs_all_gradients=False)
+    assert memory.reduction(setup) == 2 * block + 2 * head
+    small = change_input(setup, model=llama_1b().model_copy(update={"vocab_size": 1000}))
+    assert memory.reduction(small) == 2 * llama_1b().num_block_parameters + UPDATE_HELD_BYTES
 
 
 def test_one_gpu_has_two_blocks_of_what_is_in_host_memory_at_a_time():

@@ -32,6 +32,7 @@ STATE_CHUNK_BYTES = 2**28  # of parameters whose states are on the device; AdamW
 STATE_CHUNKS_ON_DEVICE = 2  # one is fetched while one steps and is stored
 UPDATE_SLICE = 2**24  # elements of a bfloat16 weight that are updated at once where it or its states are there
 UPDATE_SLICES_ON_DEVICE = 3  # one is fetched, one is updated and one is stored
+UPDATE_HELD_BYTES = 2**29  # of gradients that are used for updates in the backward pass; a larger one is held alone
 BLOCK_VALUES_8BIT = 256  # values in 8 bits that share a float32 scale, fixed by the kernels of bitsandbytes
 
 # Weights in NF4, in rows that shard evenly.

@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from manyhands.core.holding import is_full
+from manyhands.core.limits import UPDATE_HELD_BYTES
 
 PREFETCH = True  # False: FSDP2 alone, to compare with
-HELD_BYTES = 2**29  # of gradients that are being used for updates; a larger one is held alone
 
 
 class BlockPrefetch:
@@ -210,7 +210,7 @@ class BackwardUpdate:
         """Frees the oldest gradients until so many bytes more may be held. The compute stream, which uses their memory
         again, waits for their updates first.
         """
-        while self._held and sum(gradient.nbytes for gradient, _ in self._held) + num_bytes > HELD_BYTES:
+        while self._held and sum(gradient.nbytes for gradient, _ in self._held) + num_bytes > UPDATE_HELD_BYTES:
             _, done = self._held.popleft()
             torch.cuda.current_stream(self._device).wait_event(done)
 

@@ -6,6 +6,7 @@ The notation is that of ``terms.py``.
 
 from __future__ import annotations
 
+from manyhands.core.limits import UPDATE_HELD_BYTES
 from manyhands.planner.memory import zero
 from manyhands.planner.memory.input import EstimateInput
 
@@ -63,7 +64,8 @@ def reduction(s: EstimateInput) -> int:
     else ``V H m``; where the optimizer takes them as they are, ``B c`` and ``V H c``. Plain ones are those that are
     kept. By patterns the same of what is trained. Adapters' gradients are too small to count. Where weights compute in
     the dtype they have, ``m`` is ``c``: nothing is summed over ranks. By ZeRO its buckets, and ``V H c`` of a head that
-    waits for the embeddings.
+    waits for the embeddings. Where weights are updated in the backward pass, the block's, ``B c``, beside those whose
+    updates are not done: at most ``UPDATE_HELD_BYTES``, or one larger.
     """
     c, m, head = s.compute_bytes, s.sum_bytes if s.is_cast else s.master_bytes, s.num_trained_in_head
     if s.layout.zero_stage:
@@ -75,6 +77,8 @@ def reduction(s: EstimateInput) -> int:
         return 0
     if not s.gathers_whole and s.num_shards == 1:
         return head * c
+    if s.updates_in_backward:
+        return s.model.num_block_parameters * c + max(UPDATE_HELD_BYTES, head * c)
     if s.keeps_copy:
         narrow = s.gradient_bytes == c
         return s.model.num_block_parameters * (c if narrow else c + m) + head * (
@@ -86,10 +90,12 @@ def reduction(s: EstimateInput) -> int:
 
 def root_reduction(s: EstimateInput) -> int:
     """Gradients of the root, reduced last of all: ``R (c + m)``. A kept copy's are widened one after the other: ``V H
-    c``.
+    c``. Where weights are updated in the backward pass, those of the embeddings are beside others that are held.
     """
     if s.layout.zero_stage:
         return zero.buckets(s)
+    if s.updates_in_backward:
+        return UPDATE_HELD_BYTES + s.head_elements * s.compute_bytes
     if s.partially_trained is not None:
         return s.partially_trained.num_in_root * (s.compute_bytes + (s.sum_bytes if s.num_shards > 1 else 0))
     if not s.trains_everything or (not s.gathers_whole and s.num_shards == 1):

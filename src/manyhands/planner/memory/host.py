@@ -20,17 +20,18 @@ PAGE_TABLE_SHARE = 8 / 4096
 def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
     """By name, what a rank holds in host memory; ``terms`` are the device's before anything moves.
 
-    ``all``: shards of weights (pinned), gradients and optimizer states, which are pinned where bfloat16 masters are
-    updated on the GPU. ``optimizer``: the states, pinned. Activations: see ``moved_bytes``, pinned. ZeRO's
-    ``optimizer`` holds masters, states and gradients, and while a checkpoint is written or read its masters and states
-    pass through host memory.
+    ``all``: shards of weights (pinned), gradients (none where weights are updated in the backward pass) and optimizer
+    states, which are pinned where bfloat16 masters are updated on the GPU. ``optimizer``: the states, pinned.
+    Activations: see ``moved_bytes``, pinned. ZeRO's ``optimizer`` holds masters, states and gradients, and while a
+    checkpoint is written or read its masters and states pass through host memory.
     """
     host: dict[str, int] = {}
     if s.layout.offload == "all":
         values = s.master_bytes if s.trains_everything else s.frozen_bytes
+        leaving = 0 if s.updates_in_backward else gradients(s)
         host |= {
             "weights": int(pinned(s, values) * terms["weights"]),
-            "gradients": int((pinned(s, s.gradient_bytes) if s.streams_update else 1.0) * gradients(s)),
+            "gradients": int((pinned(s, s.gradient_bytes) if s.streams_update else 1.0) * leaving),
             "optimizer": int((pinned(s, s.master_bytes) if s.streams_update else 1.0) * terms["optimizer"]),
         }
     elif s.layout.offload == "optimizer":
@@ -67,7 +68,8 @@ def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
     """The device's terms without what has moved. Activations have been counted so already.
 
     Of optimizer states two chunks are there while it steps: ``2 states/parameters max(2**28, largest parameter)``. Of
-    masters in bfloat16 three slices are, in whatever is streamed; where that is all, activations are gone by then.
+    masters in bfloat16 three slices are, in whatever is streamed; where that is all, activations are gone by then, but
+    where weights are updated in the backward pass: slices of weights and states, ``3 m`` a value.
     The GPU's page tables of what is pinned are there as well.
     """
     kept = dict(terms)
@@ -75,6 +77,8 @@ def keep_on_device(s: EstimateInput, terms: dict[str, int]) -> dict[str, int]:
         kept["overhead"] += math.ceil(PAGE_TABLE_SHARE * pinned_bytes(s, terms))
     if s.layout.offload == "all":
         kept |= {"weights": 0, "optimizer": 0, "gradients": terms["gradients"] - gradients_on_host(s, terms)}
+        if s.updates_in_backward:
+            kept["optimizer"] = min(terms["optimizer"], UPDATE_SLICES_ON_DEVICE * UPDATE_SLICE * 3 * s.master_bytes)
     elif s.layout.offload == "optimizer" and s.layout.zero_stage:
         kept |= {"optimizer": 0} | ({"gradients": 0} if s.layout.zero_stage == 3 else {})
     elif s.layout.offload == "optimizer" and s.streams_update:

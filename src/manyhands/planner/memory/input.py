@@ -312,6 +312,14 @@ class EstimateInput:
         """Masters in bfloat16 of which something is in host memory: a GPU updates them, a slice at a time."""
         return self.layout.offload != "none" and self.layout.master_dtype == "bfloat16"
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether weights in host memory are updated beside the backward pass (``engine/host_shards.py``)."""
+        layout = self.layout
+        alone = layout.prefetches_blocks and layout.world_size == 1 and not layout.accumulates
+        fits = self.streams_update and OPTIMIZERS[self.optimizer_name].is_fused and self.images is None
+        return alone and fits and not self.needs_all_gradients
+
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 

@@ -357,8 +357,11 @@ def reduce_pool_bytes(s: EstimateInput, counted: int) -> int:
     All of them until the step where they are cast when they are reduced, and of replicas that reduce several
     micro-batches (``engine/gradient_memory.py``): there the largest unit's result lies beside its earlier sum as well
     (``foreach_reduce``: ``partial_reduce_output``). Of those that are offloaded the largest unit's: the pool keeps its
-    room, of which ``reduction`` counts two blocks'.
+    room, of which ``reduction`` counts two blocks'. None where weights are updated in the backward pass: nothing is
+    reduced.
     """
+    if s.updates_in_backward:
+        return 0
     if gradients_leave(s):
         blocks = BLOCKS_IN_FLIGHT * s.model.num_block_parameters * s.master_bytes // s.num_shards
         return max(0, largest_sums(s) - blocks) if s.trains_everything else 0

@@ -333,7 +333,7 @@ def optimizer(s: TimeInput) -> float:
     if e.streams_update:  # gradients for their norm, then all that is on the host, in and out at the same time
         on_host = (1 if overlaps(s) else 2) * e.gradient_bytes + 6 if e.layout.offload == "all" else 4
         rate = min(s.rates.pcie, HOST_COPIES_BYTES_S / (2 * s.num_local))
-        seconds += 0.0 if updates_in_backward(s) else trained * on_host / rate
+        seconds += 0.0 if overlaps(s) and e.updates_in_backward else trained * on_host / rate
     elif e.layout.offload != "none":  # states travel to the device and back, or are updated on the host
         seconds += trained * 2 * (spec.moved_bytes - 4) / s.rates.pcie
     return seconds
@@ -345,13 +345,6 @@ def overlaps(s: TimeInput) -> bool:
     return layout.prefetches_blocks and layout.world_size == s.work.num_micro == 1
 
 
-def updates_in_backward(s: TimeInput) -> bool:
-    """Whether weights in host memory are updated beside the backward pass (``engine/host_shards.py``)."""
-    e = s.estimate
-    fits = e.streams_update and OPTIMIZERS[e.optimizer_name].is_fused and e.images is None
-    return overlaps(s) and fits and not e.needs_all_gradients
-
-
 def offload(s: TimeInput, compute: float) -> float:
     """What moves to host memory and back, as far as compute does not hide it: activations once each way, weights by
     each gather and gradients back, as often as all ranks have reduced them; or weights and states, both ways at once,
@@ -361,7 +354,7 @@ def offload(s: TimeInput, compute: float) -> float:
     reductions = micro if e.layout.reduce_every and e.layout.mesh.replicate == 1 else 1.0
     alone, fetched = fetched_alone(e, micro, gathers(s), whole_bytes(e))
     leaving = e.num_trained * e.sum_bytes / e.num_shards if e.layout.offload == "all" else 0.0
-    leaving = e.num_trained * 3 * e.master_bytes if updates_in_backward(s) else leaving
+    leaving = e.num_trained * 3 * e.master_bytes if overlaps(s) and e.updates_in_backward else leaving
     seconds = (micro * 2 * moved_bytes(e) + reductions * leaving + fetched) / s.rates.pcie
     return alone / s.rates.pcie + max(0.0, seconds - compute) + 0.03 * min(seconds, compute)
 
