@@ -15,7 +15,8 @@ from manyhands.data.store.store import TokenStore
 from manyhands.data.tokenize.prepare import prepare
 from manyhands.data.tokenize.summary import PreparedData
 
-TEMPLATES = Path(__file__).parent / "templates"
+from .families import TEMPLATES, train_tokenizer
+
 SPECIAL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]",
@@ -23,26 +24,8 @@ SPECIAL = [
 
 
 def make_tokenizer(template: str | None = None, trim_offsets: bool = True, adds_bos: bool = False) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(
-        ["Hello there, how are you? Fine. user assistant system model 42 43 Bye Hi   \n\n Be kind."] * 50, trainer
-    )
-    last = processors.ByteLevel(trim_offsets=trim_offsets)
-    if adds_bos:
-        last = processors.Sequence([last, processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])])
-    backend.post_processor = last
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    words = "Hello there, how are you? Fine. user assistant system model 42 43 Bye Hi   \n\n Be kind."
+    tokenizer = train_tokenizer(SPECIAL, words, 400, "<s>", "</s>", trim_offsets=trim_offsets, adds_bos=adds_bos)
     tokenizer.add_tokens(["<think>", "</think>"])
     if template is not None:
         tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()

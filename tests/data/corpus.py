@@ -28,6 +28,7 @@ from manyhands.data.read.formats import Conversation
 from manyhands.data.read.messages import RowRefused
 from tests.conftest import ROOT
 
+from .families import train_tokenizer
 from .oracle import TAG, Verdict, judge, tag
 from .test_masks import CONVERSATIONS
 
@@ -89,24 +90,10 @@ class Report:
 
 def make_tokenizer(template: str, bos: str | None, eos: str | None, texts: Sequence[str]) -> Any:
     """A byte-level tokenizer with what looks like a token in ``template`` and in ``texts``, made of it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
     added = dict.fromkeys(
         [token for token in (bos, eos) if token] + [m for text in (template, *texts) for m in TOKEN.findall(text)]
     )
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330 + len(added),
-        special_tokens=list(added),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([WORDS] * 5, trainer)
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
+    tokenizer = train_tokenizer(list(added), WORDS, 330 + len(added), bos, eos, trim_offsets=False)
     tokenizer.chat_template = template
     return tokenizer
 

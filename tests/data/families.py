@@ -4,6 +4,7 @@ downloaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -91,31 +92,38 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@cache
-def family_tokenizer(name: str, trim_offsets: bool = True, adds_bos: bool = False) -> Any:
-    """The tokenizer of a family with its template. Shared: to be read only."""
+def train_tokenizer(
+    special: Sequence[str], text: str, num_tokens: int, bos: str | None, eos: str | None, **how: bool
+) -> Any:
+    """A byte-level tokenizer with these special tokens, whose others are frequent in ``text``. ``how``:
+    ``trim_offsets``, and ``adds_bos`` in front of every text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    family = FAMILIES[name]
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=list(family.special),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=num_tokens, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator([WORDS] * 50, trainer)
-    last: Any = processors.ByteLevel(trim_offsets=trim_offsets)
-    if adds_bos and family.bos is not None:
-        template = processors.TemplateProcessing(
-            single=f"{family.bos} $A", special_tokens=[(family.bos, backend.token_to_id(family.bos))]
-        )
+    backend.train_from_iterator([text] * 50, trainer)
+    last: Any = processors.ByteLevel(trim_offsets=how.get("trim_offsets", True))
+    if how.get("adds_bos") and bos is not None:
+        tokens = [(bos, backend.token_to_id(bos))]
+        template = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=tokens)
         last = processors.Sequence([last, template])
     backend.post_processor = last
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=family.bos, eos_token=family.eos)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
+
+
+@cache
+def family_tokenizer(name: str, trim_offsets: bool = True, adds_bos: bool = False) -> Any:
+    """The tokenizer of a family with its template. Shared: to be read only."""
+    family = FAMILIES[name]
+    how = {"trim_offsets": trim_offsets, "adds_bos": adds_bos}
+    tokenizer = train_tokenizer(family.special, WORDS, 420, family.bos, family.eos, **how)
     if family.plain:
         tokenizer.add_tokens(list(family.plain))
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")

@@ -106,40 +106,50 @@ CONVERSATIONS: dict[str, tuple[list[dict], list | None]] = {
 EMPTY_THINK = "<think>\n\n</think>\n\n"
 ALTERNATE = "must alternate"
 HIDDEN = "does not show the tool call get_weather"
+CALLING = ("tools", "tools, again", "tools, thinking", "tools, thinking, last")
+UNANSWERED = dict.fromkeys(("two answers", "answer first"), ALTERNATE)
 
 
 def ended(marker: str, *answers: str) -> list[str]:
     return [answer + marker for answer in answers]
 
 
-IM_END, EOT, EOS, TURN, END, STOP = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "</s>",
-    "<end_of_turn>",
-    "<|end|>",
-    "<｜end▁of▁sentence｜>",
-)
+IM_END, EOT, EOS, TURN, END = "<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<|end|>"
+STOP = "<｜end▁of▁sentence｜>"
 THOUGHT = ["<think>\nhm\n</think>\n\nHello", "<think>\nyes\n</think>\n\n43"]
 UNICODE = "naïve 🙂 ok\n\nBye"
 
 
-def plain(marker: str, **other: object) -> dict[str, list[str] | str]:
-    """The templates that show each answer as it is and then the marker."""
-    return {
-        "single": ended(marker, "Hello there"),
-        "several": ended(marker, "Hello", "Hello"),
-        "system": ended(marker, "Hello", "Fine."),
-        "thinking": ended(marker, *THOUGHT),
-        "thinking apart": ended(marker, "Hello", "43"),
-        "empty": ended(marker, "", "Fine."),
-        "empty last": ended(marker, ""),
-        "two answers": ended(marker, "Hello", "Fine."),
-        "answer first": ended(marker, "Hello", "Fine."),
-        "ends with user": ended(marker, "Hello"),
-        "markers": ended(marker, "Hi", "Hi"),
-        "blanks": ended(marker, "Hello\n\n", "Hello "),
-        "characters": ended(marker, UNICODE),
+def plain(
+    marker: str, before: str = "", call: Callable[[str], str] | None = None, beside: str = "", **other: object
+) -> dict[str, list[str] | str]:
+    """The templates that show each answer as it is, between ``before`` and the marker, and hide calls or show each as
+    ``call`` of its city. ``beside``: the text beside a call, of those that show it.
+    """
+
+    def answers(*texts: str) -> list[str]:
+        return ended(marker, *(before + text for text in texts))
+
+    cells: dict[str, list[str] | str] = dict.fromkeys(CALLING, HIDDEN)
+    if call is not None:
+        paris, bonn, rome = ended(marker, call("Paris"), call("Bonn"), call("Rome"))
+        cells["tools"] = cells["tools, thinking, last"] = [paris, *answers("Sunny.")]
+        cells["tools, again"] = [beside + paris, bonn, *answers("Fine."), rome, *answers("Bye")]
+        cells["tools, thinking"] = [paris, bonn, *answers("Fine.", "Bye")]
+    return cells | {
+        "single": answers("Hello there"),
+        "several": answers("Hello", "Hello"),
+        "system": answers("Hello", "Fine."),
+        "thinking": answers(*THOUGHT),
+        "thinking apart": answers("Hello", "43"),
+        "empty": answers("", "Fine."),
+        "empty last": answers(""),
+        "two answers": answers("Hello", "Fine."),
+        "answer first": answers("Hello", "Fine."),
+        "ends with user": answers("Hello"),
+        "markers": answers("Hi", "Hi"),
+        "blanks": answers("Hello\n\n", "Hello "),
+        "characters": answers(UNICODE),
         **other,
     }
 
@@ -186,21 +196,8 @@ def glm45_call(city: str) -> str:
 
 # family: {conversation: the trained stretches, or the reason why the template refuses it}
 EXPECTED: dict[str, dict[str, list[str] | str]] = {
-    "chatml": plain(
-        IM_END,
-        tools=HIDDEN,
-        **{"tools, again": HIDDEN, "tools, thinking, last": HIDDEN, "tools, thinking": HIDDEN},
-    ),
-    "llama3": plain(
-        EOT,
-        tools=ended(EOT, llama_call("Paris"), "Sunny."),
-        blanks=ended(EOT, "Hello", "Hello"),
-        **{
-            "tools, again": ended(EOT, llama_call("Paris"), llama_call("Bonn"), "Fine.", llama_call("Rome"), "Bye"),
-            "tools, thinking, last": ended(EOT, llama_call("Paris"), "Sunny."),
-            "tools, thinking": ended(EOT, llama_call("Paris"), llama_call("Bonn"), "Fine.", "Bye"),
-        },
-    ),
+    "chatml": plain(IM_END),
+    "llama3": plain(EOT, call=llama_call, blanks=ended(EOT, "Hello", "Hello")),
     "qwen3": {
         "single": [EMPTY_THINK + "Hello there<|im_end|>"],
         "several": ["Hello<|im_end|>", EMPTY_THINK + "Hello<|im_end|>"],
@@ -234,95 +231,14 @@ EXPECTED: dict[str, dict[str, list[str] | str]] = {
         "blanks": ["Hello\n\n<|im_end|>", EMPTY_THINK + "Hello <|im_end|>"],
         "characters": [EMPTY_THINK + UNICODE + IM_END],
     },
-    "gemma3": plain(
-        TURN,
-        tools=ALTERNATE,
-        blanks=ended(TURN, "Hello", "Hello"),
-        **{
-            "tools, again": ALTERNATE,
-            "tools, thinking, last": ALTERNATE,
-            "tools, thinking": ALTERNATE,
-            "two answers": ALTERNATE,
-            "answer first": ALTERNATE,
-        },
-    ),
-    "mistral3": {
-        "single": [" Hello there</s>"],
-        "several": [" Hello</s>", " Hello</s>"],
-        "system": [" Hello</s>", " Fine.</s>"],
-        "tools": [mistral_call("Paris") + EOS, " Sunny.</s>"],
-        "tools, again": [
-            mistral_call("Paris") + EOS,
-            mistral_call("Bonn") + EOS,
-            " Fine.</s>",
-            mistral_call("Rome") + EOS,
-            " Bye</s>",
-        ],
-        "tools, thinking, last": [mistral_call("Paris") + EOS, " Sunny.</s>"],
-        "tools, thinking": [mistral_call("Paris") + EOS, mistral_call("Bonn") + EOS, " Fine.</s>", " Bye</s>"],
-        "thinking": [f" {THOUGHT[0]}</s>", f" {THOUGHT[1]}</s>"],
-        "thinking apart": [" Hello</s>", " 43</s>"],
-        "empty": [" </s>", " Fine.</s>"],
-        "empty last": [" </s>"],
-        "two answers": ALTERNATE,
-        "answer first": ALTERNATE,
-        "ends with user": [" Hello</s>"],
-        "markers": [" Hi</s>", " Hi</s>"],
-        "blanks": [" Hello</s>", " Hello</s>"],
-        "characters": [" " + UNICODE + EOS],
-    },
-    "mistral7": plain(
-        EOS,
-        tools=ended(EOS, mistral_call("Paris"), "Sunny."),
-        **{
-            "tools, again": ended(
-                EOS, mistral_call("Paris"), mistral_call("Bonn"), "Fine.", mistral_call("Rome"), "Bye"
-            ),
-            "tools, thinking, last": ended(EOS, mistral_call("Paris"), "Sunny."),
-            "tools, thinking": ended(EOS, mistral_call("Paris"), mistral_call("Bonn"), "Fine.", "Bye"),
-            "two answers": ALTERNATE,
-            "answer first": ALTERNATE,
-        },
-    ),
-    "phi35": plain(
-        END,
-        tools=HIDDEN,
-        **{"tools, again": HIDDEN, "tools, thinking, last": HIDDEN, "tools, thinking": HIDDEN},
-    ),
-    "phi4": plain(
-        END,
-        tools=ended(END, phi_call("Paris"), "Sunny."),
-        **{
-            "tools, again": ended(END, "Look." + phi_call("Paris"), phi_call("Bonn"), "Fine.", phi_call("Rome"), "Bye"),
-            "tools, thinking, last": ended(END, phi_call("Paris"), "Sunny."),
-            "tools, thinking": ended(END, phi_call("Paris"), phi_call("Bonn"), "Fine.", "Bye"),
-        },
-    ),
-    "deepseek3": plain(
-        STOP,
-        tools=ended(STOP, deepseek3_call("Paris"), "Sunny."),
-        thinking=ended(STOP, "\n\nHello", "\n\n43"),
-        **{
-            "tools, again": ended(
-                STOP, "Look." + deepseek3_call("Paris"), deepseek3_call("Bonn"), "Fine.", deepseek3_call("Rome"), "Bye"
-            ),
-            "tools, thinking, last": ended(STOP, deepseek3_call("Paris"), "Sunny."),
-            "tools, thinking": ended(STOP, deepseek3_call("Paris"), deepseek3_call("Bonn"), "Fine.", "Bye"),
-            "two answers": ["Hello" + STOP + "Fine." + STOP],  # nothing stands between them
-        },
-    ),
-    "deepseek1": plain(
-        STOP,
-        tools=ended(STOP, deepseek1_call("Paris"), "Sunny."),
-        thinking=ended(STOP, "\n\nHello", "\n\n43"),
-        **{
-            "tools, again": ended(
-                STOP, deepseek1_call("Paris"), deepseek1_call("Bonn"), "Fine.", deepseek1_call("Rome"), "Bye"
-            ),
-            "tools, thinking, last": ended(STOP, deepseek1_call("Paris"), "Sunny."),
-            "tools, thinking": ended(STOP, deepseek1_call("Paris"), deepseek1_call("Bonn"), "Fine.", "Bye"),
-        },
-    ),
+    "gemma3": plain(TURN, blanks=ended(TURN, "Hello", "Hello")) | dict.fromkeys(CALLING, ALTERNATE) | UNANSWERED,
+    "mistral3": plain(EOS, " ", mistral_call, blanks=[" Hello</s>", " Hello</s>"]) | UNANSWERED,
+    "mistral7": plain(EOS, call=mistral_call) | UNANSWERED,
+    "phi35": plain(END),
+    "phi4": plain(END, call=phi_call, beside="Look."),
+    "deepseek3": plain(STOP, call=deepseek3_call, beside="Look.", thinking=ended(STOP, "\n\nHello", "\n\n43"))
+    | {"two answers": ["Hello" + STOP + "Fine." + STOP]},  # nothing stands between them
+    "deepseek1": plain(STOP, call=deepseek1_call, thinking=ended(STOP, "\n\nHello", "\n\n43")),
     "glm4": {
         "single": ["\nHello there"],
         "several": ["\nHello<|user|>", "\nHello"],
