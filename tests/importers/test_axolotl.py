@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from manyhands.data.read import messages
 from manyhands.data.read.files import Row
 from manyhands.data.read.formats import to_conversation
 from manyhands.data.tokenize.tokenizer import load_tokenizer
-from manyhands.importers.axolotl import keys as axolotl_keys
 from manyhands.importers.axolotl import run as axolotl
 from manyhands.importers.axolotl import templates as axolotl_templates
 from manyhands.importers.axolotl.data import KNOWN_ROLES, TRAIN_KEYS
@@ -502,27 +500,6 @@ def test_deepspeed_s_file_is_read_where_it_is_at_hand(tmp_path: Path) -> None:
     assert "there is no file other.json" in refused(change(tmp_path, deepspeed="other.json"))["deepspeed"]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("zero1_torch_compile", {"zero_optimization": {"stage": 1}, "compile": {"disable": False}}),
-        ("zero2", {"zero_optimization": {"stage": 2}}),
-        ("zero3_bf16_cpuoffload_params", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}),
-        ("zero3_bf16_cpuoffload_all", {"zero_optimization": {
-            "stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}),
-    ],
-)  # fmt: skip
-def test_a_deepspeed_file_of_axolotl_s_own_is_known_by_its_name(
-    tmp_path: Path, name: str, options: dict[str, Any]
-) -> None:
-    by_name = change(tmp_path, deepspeed=f"deepspeed_configs/{name}.json")
-    (tmp_path / "there.json").write_text(json.dumps(options))
-    there = change(tmp_path, deepspeed="there.json")
-    assert by_name.mapping["parallel"] == there.mapping["parallel"] and refused(by_name) == {}
-    (stage,) = (one for one in by_name.outcomes if one.key == "deepspeed > zero_optimization.stage")
-    assert f"{name}.json (not here: read by its name)" in stage.place
-
-
 def test_groups_of_shards(tmp_path: Path) -> None:
     done = change(tmp_path, dp_shard_size=4, dp_replicate_size=2, fsdp_version=2, fsdp_config={"offload_params": False})
     assert refused(done) == {}
@@ -865,10 +842,3 @@ def test_another_kind_of_training_has_one_reason(tmp_path: Path, changes: dict[s
 def test_options_of_a_method_that_is_off_change_nothing(tmp_path: Path) -> None:
     done = change(tmp_path, relora_prune_ratio=0.9, eaft_k=20, gptq=False, load_in_8bit=False, group_by_length=False)
     assert refused(done) == {}
-
-
-def test_no_key_has_two_places_in_the_tables() -> None:
-    groups = (axolotl_keys.ALREADY, axolotl_keys.MAPPED, frozenset(axolotl_keys.IGNORED),
-              frozenset(axolotl_keys.REFUSED), frozenset(axolotl_keys.OUT_OF_SCOPE), axolotl_keys.ONLY_WITH_RL,
-              axolotl_keys.NOT_READ_THERE)  # fmt: skip
-    assert sum(map(len, groups)) == len(frozenset().union(*groups))

@@ -9,7 +9,7 @@ import pytest
 from manyhands.data.chat.render import render
 from manyhands.data.read.formats import Conversation
 from manyhands.data.read.messages import RowRefused
-from manyhands.importers.llamafactory.templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
+from manyhands.importers.llamafactory.templates import CHAT_FORMATS, make_chat_template
 from tests.support.tiny import tiny_tokenizer
 
 TURNS = [("user", "Hi"), ("assistant", "Yes."), ("user", "Why?"), ("assistant", "So.")]
@@ -110,7 +110,3 @@ def test_every_format_can_be_masked_and_refuses_other_roles(name: str) -> None:
     assert "Yes." in trained and "So." in trained and "Hi" not in trained and "Why?" not in trained
     with pytest.raises(RowRefused, match="there is no other role"):
         render(Conversation(messages([TURNS[0], ("tool", "21"), TURNS[1]])), tokenizer)
-
-
-def test_no_name_is_both_built_and_left_out() -> None:
-    assert not CHAT_FORMATS.keys() & OTHER_FORMATS

@@ -272,6 +272,7 @@ def test_deepspeed_s_samples_per_gpu_are_the_batch_where_nothing_else_says_one(t
     ("name", "stage", "offload"),
     [
         ("deepspeed_configs/zero1.json", 1, "none"),
+        ("deepspeed_configs/zero1_torch_compile.json", 1, "none"),
         ("deepspeed/zero2.json", 2, "none"),
         ("zero3_bf16_cpuoffload_params.json", 3, "all"),
         ("examples/deepspeed/ds_z2_offload_config.json", 2, "optimizer"),
@@ -293,7 +294,14 @@ def test_a_deepspeed_file_of_a_well_known_name_says_what_it_holds(
         with pytest.raises(UserError, match="there is no file"):
             load_run(tmp_path / "sft.yaml", context=ImportContext(gpus=1, deepspeed=True))
         return
-    parallel = load_run(tmp_path / "sft.yaml", context=ImportContext(gpus=2, deepspeed=True)).config.parallel
+    loaded = load_run(tmp_path / "sft.yaml", context=ImportContext(gpus=2, deepspeed="compile" not in name))
+    assert loaded.translation is not None
+    (outcome,) = (one for one in loaded.translation.outcomes if one.key == f"deepspeed > {ZERO}.stage")
+    assert f"{Path(name).name} (not here: read by its name)" in outcome.place
+    parallel = loaded.config.parallel
+    if "compile" in name:  # which DeepSpeed's stages do not carry out
+        assert parallel.strategy == "fsdp" and parallel.compile is True
+        return
     assert parallel.strategy == f"zero{stage}" and parallel.offload in (offload, "auto" if offload == "none" else "")
 
 
@@ -364,24 +372,14 @@ def test_what_deepspeed_s_file_may_not_ask(tmp_path: Path, said: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("said", "key"),
-    [
-        ({"communication_data_type": "bf16"}, "communication_data_type"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types"),
-        ({"fp16": {"enabled": False, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
-    ],
-)
-def test_sums_in_fewer_bits_are_not_told_as_already_so(said: dict[str, Any], key: str) -> None:
-    parsed = ParsedFile({ZERO: {"stage": 2}} | said, "ds.json")
-    for strict, kind in ((False, "substituted"), (True, "refused")):
-        t = Translator(parsed, ImportContext(gpus=2, strict=strict), tool="DeepSpeed", known=KEYS, open=OPEN)
-        translate(t)
-        assert {outcome.key: outcome.kind for outcome in t.finish().outcomes}[key] == kind
-
-
-@pytest.mark.parametrize(
     ("said", "key", "kind", "log"),
     [
+        # sums in fewer bits are not told as already so
+        ({"communication_data_type": "bf16"}, "communication_data_type", "substituted", {}),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types", "substituted", {}),
+        ({"fp16": {"enabled": False, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads",
+         "substituted", {}),
+        # trackers
         ({"wandb": {"enabled": True, "project": "mine"}}, "wandb", "mapped", {"wandb": "mine"}),
         ({"wandb": {"enabled": True}}, "wandb", "mapped", {"wandb": "deepspeed"}),
         ({"wandb": {"enabled": False, "project": "mine"}}, "wandb", "no_op", {}),
@@ -389,17 +387,17 @@ def test_sums_in_fewer_bits_are_not_told_as_already_so(said: dict[str, Any], key
         ({"comet": {"enabled": True}}, "comet", "substituted", {}),
         ({"csv_monitor": {"enabled": True}}, "csv_monitor", "substituted", {}),
     ],
-)
-def test_trackers_of_a_deepspeed_file(said: dict[str, Any], key: str, kind: str, log: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_what_becomes_of_a_key_of_deepspeed(said: dict[str, Any], key: str, kind: str, log: dict[str, Any]) -> None:
     for strict in (False, True):
-        parsed = ParsedFile({ZERO: {"stage": 2}} | said, "ds.json")
-        t = Translator(parsed, ImportContext(gpus=2, strict=strict), tool="DeepSpeed", known=KEYS, open=OPEN)
+        context = ImportContext(gpus=2, strict=strict)
+        t = Translator(
+            ParsedFile({ZERO: {"stage": 2}} | said, "ds.json"), context, tool="DeepSpeed", known=KEYS, open=OPEN
+        )
         translate(t)
-        done = t.finish()
-        wanted = "refused" if strict and kind == "substituted" else kind
-        assert {outcome.key: outcome.kind for outcome in done.outcomes}[key] == wanted and done.mapping.get(
-            "log", {}
-        ) == log
+        done, wanted = t.finish(), "refused" if strict and kind == "substituted" else kind
+        assert {outcome.key: outcome.kind for outcome in done.outcomes}[key] == wanted
+        assert done.mapping.get("log", {}) == log
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,34 @@ VALUES: tuple[tuple[str, Any, str], ...] = (
     ("save_strategy", "best", "refused"),
     ("lr_scheduler_type", "warmup_stable_decay", "refused"),
     ("lr_scheduler_kwargs", 3, "refused"),
+    ("lr_scheduler_type", "polynomial", "refused"),
+    ("lora_target_module", ["q_proj"], "refused"),
+    ("lora_r", "eight", "refused"),
+    ("lora_modules_to_save", [], "no_op"),
+    ("loss_type", "dft", "refused"),
+    ("average_tokens_across_devices", False, "refused"),
+    ("load_in_8bit", True, "substituted"),
+    ("fp16", True, "substituted"),
+    ("optim", "adamw_torch_8bit", "substituted"),
+    ("report_to", ["wandb"], "mapped"),
+    ("report_to", [], "no_op"),
+    ("report_to", "wandbb", "refused"),
+    ("report_to", ["none", 3], "refused"),
+    ("logging_steps", 0, "refused"),
+    ("per_device_train_batch_size", 0, "refused"),
+    ("gradient_accumulation_steps", 0, "refused"),
+    ("ddp_find_unused_parameters", False, "no_op"),
+    ("gradient_checkpointing", True, "no_op"),
+    ("gradient_checkpointing", False, "mapped"),
+    ("save_steps", 0.05, "mapped"),
+    ("save_strategy", "epoch", "mapped"),
+    ("max_steps", -1, "no_op"),
+    ("brand_new_key", 1, "refused"),
+)
+CONTRADICTING: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"use_peft": False, "load_in_4bit": True}, "load_in_4bit"),
+    ({"max_length": 512, "max_seq_length": 256}, "max_seq_length"),
+    ({"datasets": [{"path": "org/b"}]}, "dataset_name"),
 )
 
 
@@ -182,6 +210,11 @@ def test_each_value_has_its_fate(key: str, value: Any, kind: str) -> None:
     found = outcome(read(TRL, {key: value}), key)
     assert found.kind == kind
     assert found.why or kind in ("no_op", "mapped")
+
+
+@pytest.mark.parametrize(("changes", "key"), CONTRADICTING)
+def test_keys_of_trl_that_contradict_each_other(changes: dict[str, Any], key: str) -> None:
+    assert outcome(read(TRL, changes), key).kind == "contradicts"
 
 
 # What is ours by default, or says explicitly what is so.

@@ -144,41 +144,6 @@ def test_files_of_the_datasets_library_s_builders_are_paths() -> None:
     assert flat(values)["data"]["train"] == [{"path": "x/train.jsonl"}]
 
 
-@pytest.mark.parametrize(
-    ("change", "key", "expected"),
-    [
-        ({"lora_target_module": ["q_proj"]}, "lora_target_module", "refused"),
-        ({"lora_r": "eight"}, "lora_r", "refused"),
-        ({"loss_type": "dft"}, "loss_type", "refused"),
-        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type", "refused"),
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices", "refused"),
-        ({"use_peft": False, "load_in_4bit": True}, "load_in_4bit", "contradicts"),
-        ({"max_seq_length": 256}, "max_seq_length", "contradicts"),
-        ({"datasets": [{"path": "org/b"}]}, "dataset_name", "contradicts"),
-        ({"load_in_8bit": True}, "load_in_8bit", "substituted"),
-        ({"fp16": True}, "fp16", "substituted"),
-        ({"optim": "adamw_torch_8bit"}, "optim", "substituted"),
-        ({"report_to": ["wandb"]}, "report_to", "mapped"),
-        ({"report_to": []}, "report_to", "no_op"),
-        ({"report_to": "wandbb"}, "report_to", "refused"),
-        ({"report_to": ["none", 3]}, "report_to", "refused"),
-        ({"logging_steps": 0}, "logging_steps", "refused"),
-        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size", "refused"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "refused"),
-        ({"ddp_find_unused_parameters": False}, "ddp_find_unused_parameters", "no_op"),
-        ({"gradient_checkpointing": True}, "gradient_checkpointing", "no_op"),
-        ({"gradient_checkpointing": False}, "gradient_checkpointing", "mapped"),
-        ({"save_steps": 0.05}, "save_steps", "mapped"),
-        ({"save_strategy": "epoch"}, "save_strategy", "mapped"),
-        ({"max_steps": -1}, "max_steps", "no_op"),
-        ({"lora_modules_to_save": []}, "lora_modules_to_save", "no_op"),
-        ({"brand_new_key": 1}, "brand_new_key", "refused"),
-    ],
-)
-def test_each_key_has_its_fate(change: dict[str, Any], key: str, expected: str) -> None:
-    assert kind(LORA | change, key) == expected
-
-
 def test_a_file_is_recognized_and_its_errors_name_file_line_and_key(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text(yaml.safe_dump(LORA | {"lora_droput": 0.1}, sort_keys=False))
