@@ -118,16 +118,6 @@ def test_ranks_by_the_launchers_variables(monkeypatch: pytest.MonkeyPatch, local
     assert (mh.get_rank(), mh.get_world_size(), mh.get_local_rank()) == (3, 4, 1)
 
 
-def test_stages_leave_the_process_alone() -> None:
-    """Signals, descriptors and the end of the process belong to the session around the stages, and to its
-    ``main``.
-    """
-    folder = Path(__file__).parents[2] / "src/manyhands/worker"
-    words = ("os._exit", "signal.signal(", "os.dup2", "set_wakeup_fd", "sys.exit(")
-    found = {(path.name, word) for path in folder.glob("*.py") for word in words if word in path.read_text()}
-    assert {name for name, _ in found} <= {"session.py", "__main__.py"}, found
-
-
 def test_released_weights_are_read_again(model: mh.LanguageModel) -> None:
     before, held = model.generate("alpha", max_new_tokens=3), model.answerer
     model.release()

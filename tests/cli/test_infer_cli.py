@@ -53,6 +53,8 @@ def test_options_reach_the_process(tmp_path: Path, requests: list[tuple[str, dic
     assert call("serve", tmp_path, "--port", 18231, "--name", "mine").exit_code == 0
     assert requests.pop()[1]["name"] == "mine"
     assert call("chat", tmp_path, "--temperature", 1).exit_code == 0
+    assert call("generate", tmp_path, "--prompt", "-hello").exit_code == 0
+    assert requests.pop()[1]["prompt"] == "-hello"
 
 
 @pytest.mark.parametrize("verb", ["chat", "eval", "serve", "generate"])

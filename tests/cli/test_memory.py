@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli import memory
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE
 from manyhands.facts import host
 from manyhands.facts.types import GpuFacts, HostFacts
@@ -185,10 +184,6 @@ def test_a_line_that_was_cut_off_is_skipped(tmp_path):
     path.write_text("x" * TAIL_BYTES + "\n" + "\n".join(rows) + '\n{"kind": "st')
     assert last_row(path) == {"kind": "step", "step": 2}
     assert last_row(Path("none")) == {}
-
-
-def test_advice_belongs_to_a_verdict():
-    assert set(memory._ADVICE) <= set(memory._ORDER)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 PROBE = """
 import importlib, pkgutil, sys
-for name in ("config", "importers", "families", "facts", "planner", "launch", "preview", "submit", "cli", "api"):
+packages = "config importers families facts planner launch preview submit cli api".split()
+for name in (*packages, "data.read", "data.chat", "data.tokenize", "data.store"):
     package = importlib.import_module(f"manyhands.{name}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.endswith(("__main__", "api.rank")):

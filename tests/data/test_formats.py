@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.config.sources import REQUIRED, known_fields
+from manyhands.config.sources import REQUIRED
 from manyhands.core.errors import UserError
 from manyhands.data.read.files import Row
 from manyhands.data.read.formats import (
@@ -308,10 +308,6 @@ def test_rows_are_refused_with_the_reason(format: str, fields: dict, reason: str
     with pytest.raises(RowRefused) as caught:
         to_conversation(row(**fields), format)
     assert reason in str(caught.value)
-
-
-def test_every_format_knows_its_fields() -> None:
-    assert set(known_fields("auto")) == {name for format in REQUIRED for name in known_fields(format)}
 
 
 @given(

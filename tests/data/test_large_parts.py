@@ -15,10 +15,8 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.data.read import sources
-from manyhands.data.read.files import Row
 from manyhands.data.read.sources import read_rows, resolve_source, split_source
 from manyhands.data.tokenize import parallel as tokenize_parallel
-from manyhands.data.tokenize.parallel import cut_batches
 from manyhands.data.tokenize.prepare import prepare
 from tests.data.test_prepare_parallel import WITHOUT_IMPORTS, prepare_by, start, wait_for_end, wait_for_workers
 
@@ -166,21 +164,3 @@ def test_a_packed_file_counts_as_what_it_holds(tmp_path: Path) -> None:
     assert sources.unpacked_bytes(tmp_path / "rows.jsonl.gz") == 5_000 * len(json.dumps(fields(0)) + "\n") > 20 * size
     (tmp_path / "x.gz").write_bytes(b"abc")
     assert sources.unpacked_bytes(tmp_path / "x.gz") == 3
-
-
-def test_batches_hold_all_rows_in_order() -> None:
-    taken: list[str] = []
-
-    def read() -> Iterator[Row]:
-        for number, text in enumerate(["aaaa", "bbbb", "cccc", "d" * 99, iter(["e", "f"]), "g"]):
-            yield Row({"text": text}, "f", number + 1)
-            if isinstance(text, Iterator):
-                assert "".join(taken[-2:]) == "ef", "the pieces were used up before the next row"
-
-    lines = []
-    for batch in cut_batches(7, read(), 10):
-        assert batch.part == 7 and batch.number == len(lines)
-        lines.append([row.line for row in batch.rows])
-        if batch.num_characters == float("inf"):
-            taken += list(batch.rows[0].fields["text"])
-    assert lines == [[1, 2], [3], [4], [5], [6]]

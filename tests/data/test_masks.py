@@ -359,20 +359,3 @@ def test_last_turn_only_and_all_tokens() -> None:
         assert whole.trained.all() and whole.weights is None
 
     check_all(check)
-
-
-def test_every_cell_that_fails_is_named() -> None:
-    """A planted fault: two cells that expect another text are both named."""
-    wrong = {("qwen3", "single"), ("glm45", "blanks")}
-
-    def check(family: str, name: str) -> None:
-        if (family, name) in wrong:
-            expected = EXPECTED[family][name]
-            assert trained_texts(
-                family_tokenizer(family),
-                render(Conversation(*CONVERSATIONS[name]), family_tokenizer(family), date=DATE),
-            ) == [f"{text}!" for text in expected]
-
-    with pytest.raises(AssertionError, match="2 conversations") as caught:
-        check_all(check)
-    assert all(f"{family}, {name}" in str(caught.value) for family, name in wrong)

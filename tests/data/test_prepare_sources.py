@@ -4,7 +4,6 @@ documents.
 
 from __future__ import annotations
 
-import json
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -307,11 +306,6 @@ def test_documents_of_a_text_file_come_as_the_reader_gives_them(tmp_path: Path, 
     path.write_bytes(b"one\n\n\xff\n\nthree\n")
     findings = Findings()
     assert [row.line for row in read_documents(part, findings)] == [1] and findings.count == 1
-
-
-def test_configs_travel_between_processes_as_json(two, make_mixed) -> None:
-    config = make_mixed([{**two[0], "weight": 0.1, "fields": {"messages": "m"}}, two[1]["path"]])
-    assert type(config).model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
 
 
 def test_copies_in_another_source_are_held_out_with_the_sample(make_config) -> None:
