@@ -1,6 +1,7 @@
 """``manyhands sweep``: what its words mean, which runs they make, and how many GPUs each of them gets."""
 
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -116,7 +117,8 @@ def test_gpus_of_a_run_follow_from_the_plans(monkeypatch, gpus, asked, seconds, 
     monkeypatch.setattr(sweep, "plan_trial", plan_trial)
     monkeypatch.setattr(sweep, "on_one_gpu", lambda _: config(1))
     trials = [sweep.Trial(str(number), {}, config(asked)) for number in range(4)]
-    found, note = plan_trials(trials)
+    found, note, plans = plan_trials(trials)
+    assert [plan.time.total_s for plan in plans] == 4 * [seconds.get(1 if placed else asked, 10.0)]
     assert found == placed and words in note
 
 
@@ -175,13 +177,23 @@ def test_a_run_that_fails_is_tried_again_by_the_same_command(monkeypatch, run_fi
 def test_without_a_run_file(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     planned = []
-    monkeypatch.setattr(
-        sweep, "plan_trial", lambda config, name: planned.append(config) or types.SimpleNamespace(time=None)
-    )
+    memory, no_time = types.SimpleNamespace(total=2.25 * 2**30, limit=70 * 2**30), 1e-3  # the rate that has none
+
+    def plan_trial(config, name):
+        planned.append(config)
+        timed = config.optimizer.learning_rate != no_time
+        return types.SimpleNamespace(memory=memory, time=types.SimpleNamespace(total_s=1234.4) if timed else None)
+
+    monkeypatch.setattr(sweep, "plan_trial", plan_trial)
     Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
     words = ("--model", "org/model", "--data", "rows.jsonl", "--lr", "1e-4,1e-3", "method.rank=4", "-o", "runs/s")
     ended = call("sweep", *words, "--dry-run")
-    assert ended.exit_code == 0 and ended.output.splitlines()[-2:] == ["1e-4", "1e-3"], ended.output
+    lines = [re.split("  +", line) for line in ended.output.splitlines()[-3:]]
+    assert ended.exit_code == 0 and lines == [
+        ["optimizer.learning_rate", "memory per rank", "seconds"],
+        ["1e-4", "2.2 of 70.0 GiB", "1,234"],
+        ["1e-3", "2.2 of 70.0 GiB", "not known"],
+    ], ended.output
     assert [config.optimizer.learning_rate for config in planned] == [1e-4, 1e-3]
     assert {(config.model.name, config.method.rank) for config in planned} == {("org/model", 4)}
     assert Path("runs/s/run.yaml").is_file()

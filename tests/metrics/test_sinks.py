@@ -250,9 +250,41 @@ def test_evaluation_and_saving_have_a_bar_with_their_name_and_progress_and_the_l
     assert any("after step 4: held-out loss 1.5000" in line for line in lines) and "\x1b" not in log.getvalue()
 
 
-def bars(sink: ConsoleSink) -> str:
+FIGURES = {"idle_experts": 0.125, "largest_load": 1.75}
+PREFERENCE = {"preference_accuracy": 0.625, "reward_margin": 0.25, "image_tokens": 1234567.0}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_lines_fit_the_terminal_and_drop_whole_figures(monkeypatch, width, term):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("LINES", "25")
+    out, log = Terminal(), io.StringIO()
+    sink = ConsoleSink(out, num_steps=12000, log=log)
+    sink.before_training(TrainState())
+    sink.record_devices(1, [{"peak_bytes": 120.25 * 2**30}])
+    sink.after_step(TrainState(), step_result(1, loss=11.2345, tokens_per_s=1234567.0, figures=FIGURES))
+    sink.after_evaluation(TrainState(), replace(evaluation(1), figures=PREFERENCE))
+    sink.show_progress("checkpoint 1", 0, 4)
+    full, evaluated, *_ = log.getvalue().splitlines()
+    assert "grad norm 0.500  idle experts 0.125  largest load 1.75  100 min left" in full
+    assert ", reward margin 0.25, image tokens 1.2e+06 (3 samples" in evaluated
+    if term == "dumb":
+        step, held_out, *_ = out.getvalue().splitlines()
+        assert {"step 1/12000", "loss 11.2345", "100 min left"} <= set(step.split("  ")) <= set(full.split("  "))
+        assert ("idle experts 0.125" in step) == (width == 120) and "grad norm" not in step
+        assert evaluated.startswith(held_out) and evaluated[len(held_out)] in ", " and len(held_out) <= width
+    else:
+        step, *_ = bars(sink, width).splitlines()
+        assert "1/12000" in step and "loss 11.2345 " in step and step.rstrip().endswith("100 min left")
+        assert ("1,234,567 tokens/s" in step) == (width >= 80) and ("memory 120.2 GiB" in step) == (width == 120)
+    assert len(step.rstrip()) <= width
+
+
+def bars(sink: ConsoleSink, width: int = 160) -> str:
     """What the bars show now."""
-    console = Console(width=160)
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(sink._progress.get_renderable())
     return capture.get()

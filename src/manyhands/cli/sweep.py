@@ -23,6 +23,7 @@ from manyhands.cli.run_file import Short, load_run
 from manyhands.cli.runs import format_table, summarize
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import read_object, read_rows, write_json
+from manyhands.core.limits import GIB
 
 if TYPE_CHECKING:
     from manyhands.config.schema import RunConfig
@@ -84,10 +85,16 @@ def sweep(
         path = folder / "run.yaml"
         path.write_text(base.run_file or "", encoding="utf-8")
     trials = list(make_trials(path, fixed, choose(keys, num_random, seed), folder))
-    gpus, note = place_before(trials, folder) or plan_trials(trials)
+    plans: Sequence[Plan] = ()
+    if before := place_before(trials, folder):
+        gpus, note = before
+    else:
+        gpus, note, plans = plan_trials(trials)
     print(f"{len(trials)} runs in {folder}, {note}", flush=True)
     if dry_run:
-        print("\n".join(format_table([tuple(keys), *(tuple(trial.values.values()) for trial in trials)])))
+        plans = plans or [plan_trial(on_one_gpu(each.config) if gpus else each.config, each.name) for each in trials]
+        rows = [(*each.values.values(), *describe_plan(plan)) for each, plan in zip(trials, plans, strict=True)]
+        print("\n".join(format_table([(*keys, "memory per rank", "seconds"), *rows])))
         return
     train = ["train", str(path.absolute()), *(word for word in fixed if word.partition("=")[0] not in OWN)]
     try:
@@ -226,9 +233,9 @@ def place_before(trials: Sequence[Trial], folder: Path) -> tuple[list[str], str]
     return gpus, f"one on each of {len(gpus)} GPUs, as before" if gpus else "one after the other, as before"
 
 
-def plan_trials(trials: Sequence[Trial]) -> tuple[list[str], str]:
-    """The GPUs of which each gets runs of its own, none where all runs use the whole machine; and that in words.
-    UserError for a run that does not fit the machine.
+def plan_trials(trials: Sequence[Trial]) -> tuple[list[str], str, list[Plan]]:
+    """The GPUs of which each gets runs of its own, none where all runs use the whole machine; that in words; and the
+    plan of each run. UserError for a run that does not fit the machine.
     """
     from manyhands.facts.host import read_host_facts
 
@@ -238,20 +245,26 @@ def plan_trials(trials: Sequence[Trial]) -> tuple[list[str], str]:
     apart = "one after the other"
     asked = {trial.config.parallel.gpus for trial in trials}
     if len(uuids) < 2 or not all(uuids) or asked - {"auto", 1}:
-        return [], apart
+        return [], apart, whole
     uuids = uuids[: len(trials)]
     alone = f"one on each of {len(uuids)} GPUs"
     if asked == {1}:
-        return uuids, alone
+        return uuids, alone, whole
     try:
         single = [plan_trial(on_one_gpu(trial.config), trial.name) for trial in trials]
     except UserError as error:
-        return [], f"{apart} on all {len(host.gpus)} GPUs: one GPU is too small ({error.what})"
+        return [], f"{apart} on all {len(host.gpus)} GPUs: one GPU is too small ({error.what})", whole
     together, beside = (sum(plan.time.total_s for plan in plans if plan.time) for plans in (whole, single))
     rounds = math.ceil(len(trials) / len(uuids))
     if together and beside and together < rounds * beside / len(trials):
-        return [], f"{apart} on all {len(host.gpus)} GPUs, which the plans expect to be faster than one on each"
-    return uuids, alone
+        return [], f"{apart} on all {len(host.gpus)} GPUs, which the plans expect to be faster than one on each", whole
+    return uuids, alone, single
+
+
+def describe_plan(plan: Plan) -> tuple[str, str]:
+    """Planned memory of a rank and seconds of the run, as ``manyhands plan`` has them."""
+    memory = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB"
+    return memory, f"{plan.time.total_s:,.0f}" if plan.time else "not known"
 
 
 def on_one_gpu(config: RunConfig) -> RunConfig:
