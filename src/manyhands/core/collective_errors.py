@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +57,25 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
             raise error
         raise (shown or PeerError(text)) from error
     return [one for one, _ in gathered]
+
+
+@contextlib.contextmanager
+def user_errors_on_all_ranks() -> Iterator[None]:
+    """Raises a UserError of any rank on every rank, the first one's, which names the ranks that have one where others
+    have none. Collective: every rank comes here, and calls no collective within.
+    """
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    errors = run_on_all_ranks(lambda: error)
+    failed = [rank for rank, each in enumerate(errors) if each is not None]
+    first = next((each for each in errors if each is not None), None)
+    if first is not None:
+        if len(failed) < len(errors):
+            first.details = (*first.details, f"only on rank {', '.join(map(str, failed))} of {len(errors)}")
+        raise first from error
 
 
 def run_on_rank_0(work: Callable[[], T]) -> T | None:

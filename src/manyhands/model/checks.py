@@ -1,6 +1,7 @@
 """Is the fast path right for this model? Asked of the loaded model, before the first step, on a few random tokens.
 
-Every rank runs the same probes in the same order, so they work where weights are sharded. Must not know how.
+Every rank runs the same probes in the same order, so they work where weights are sharded. Must not know how. What one
+rank finds wrong is raised on all: else the others would wait for it in the next probe.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from manyhands import families
+from manyhands.core.collective_errors import run_on_all_ranks, user_errors_on_all_ranks
 from manyhands.core.errors import UserError
 from manyhands.core.holding import local
 from manyhands.core.terms import LANGUAGE_MODEL
@@ -87,20 +89,22 @@ def check_loss(engine: Probed, loss_model: LossModel, device: torch.device) -> f
     with eager_evaluation(loss_model):
         fast = engine.forward(batch)["lm"][0].double()
         logits = engine.logits(batch)
-        _refuse_values(logits, loss_model)
+        with user_errors_on_all_ranks():
+            _refuse_values(logits, loss_model)
         _refuse_encoder(engine, loss_model, ids)
     trained = batch["labels"] != IGNORED
     expected = torch.nn.functional.cross_entropy(logits[trained].double(), batch["labels"][trained], reduction="sum")
     deviation = float((fast - expected).abs() / expected.abs())
     tolerance = TOLERANCE[logits.dtype]
-    if not deviation <= tolerance:  # also refuses nan
-        raise UserError(
-            f"the loss of {type(loss_model.model).__name__} does not follow from its own logits",
-            where="model.name",
-            why=f"relative deviation {deviation:.1e}, allowed {tolerance:.0e}:"
-            f" {float(fast):.6g} against {float(expected):.6g}",
-            fix="use a model of another family: this one cannot be trained yet",
-        )
+    with user_errors_on_all_ranks():
+        if not deviation <= tolerance:  # also refuses nan
+            raise UserError(
+                f"the loss of {type(loss_model.model).__name__} does not follow from its own logits",
+                where="model.name",
+                why=f"relative deviation {deviation:.1e}, allowed {tolerance:.0e}:"
+                f" {float(fast):.6g} against {float(expected):.6g}",
+                fix="use a model of another family: this one cannot be trained yet",
+            )
     return deviation
 
 
@@ -119,18 +123,24 @@ def check_packing(
     first, second = _probe_tokens(loss_model, device).split(PROBE_LENGTHS, dim=1)
     states = loss_model.states
     if states and not states.why_rows:
-        states.why_rows = _why_kernels_fail(engine, loss_model, first, second, routes_at_random)
+        why = _why_kernels_fail(engine, loss_model, first, second, routes_at_random)
+        states.why_rows = next(filter(None, run_on_all_ranks(lambda: why)), "")
     leak, deviation, dtype = _compare_packed(engine, loss_model, first, second)
     bound = _bound(dtype, routes_at_random)
-    if not (leak <= TOLERANCE[dtype] and deviation <= bound):
+    if _any_rank(not (leak <= TOLERANCE[dtype] and deviation <= bound)):
         _refuse_encoder(engine, loss_model, second, eager=True)
-    if not leak <= TOLERANCE[dtype]:
-        _refuse_packing(f"packed documents see each other in {type(loss_model.model).__name__}", leak)
-    if not deviation <= bound:
-        _refuse_packing(
-            f"logits of packed documents differ from those alone in {type(loss_model.model).__name__}", deviation
-        )
+    with user_errors_on_all_ranks():
+        if not leak <= TOLERANCE[dtype]:
+            _refuse_packing(f"packed documents see each other in {type(loss_model.model).__name__}", leak)
+        if not deviation <= bound:
+            what = f"logits of packed documents differ from those alone in {type(loss_model.model).__name__}"
+            _refuse_packing(what, deviation)
     return deviation
+
+
+def _any_rank(is_so: bool) -> bool:
+    """Whether it is so on any rank, where what follows takes every rank."""
+    return any(run_on_all_ranks(lambda: is_so))
 
 
 def _compare_packed(
@@ -177,17 +187,18 @@ def check_prompts(
     leak = relative_deviation(changed[:, -own:], packed[:, -own:])
     deviation = relative_deviation(packed, torch.cat([alone[0], alone[1][:, -own:]], dim=1))
     bounds = TOLERANCE[packed.dtype], _bound(packed.dtype, routes_at_random)
-    for what, found, bound in (
-        ("answers to one prompt see each other", leak, bounds[0]),
-        ("logits of answers that share a prompt differ from those alone", deviation, bounds[1]),
-    ):
-        if not found <= bound:
-            raise UserError(
-                f"{what} in {type(loss_model.model).__name__}",
-                where="preference.share_prompts",
-                why=f"relative deviation of the logits: {found:.1e}",
-                fix="set preference.share_prompts=false",
-            )
+    with user_errors_on_all_ranks():
+        for what, found, bound in (
+            ("answers to one prompt see each other", leak, bounds[0]),
+            ("logits of answers that share a prompt differ from those alone", deviation, bounds[1]),
+        ):
+            if not found <= bound:
+                raise UserError(
+                    f"{what} in {type(loss_model.model).__name__}",
+                    where="preference.share_prompts",
+                    why=f"relative deviation of the logits: {found:.1e}",
+                    fix="set preference.share_prompts=false",
+                )
 
 
 def _share_prompt(prompt: torch.Tensor, *answers: torch.Tensor) -> dict[str, Any]:
@@ -215,13 +226,14 @@ def check_context(engine: Probed, loss_model: LossModel, device: torch.device, r
         whole, part = (engine.logits(to_device(batch, device)) for batch in batches)
     own = torch.cat([whole[:, chunk] for chunk in chunks_of(whole.shape[1], rank, degree)], dim=1)
     deviation = relative_deviation(part, own)
-    if not deviation <= WIDE_TOLERANCE[part.dtype]:
-        raise UserError(
-            f"logits of a divided pack differ from those of the whole one in {type(loss_model.model).__name__}",
-            where="parallel.context_degree",
-            why=f"relative deviation of the logits: {deviation:.1e}",
-            fix="remove parallel.context_degree",
-        )
+    with user_errors_on_all_ranks():
+        if not deviation <= WIDE_TOLERANCE[part.dtype]:
+            raise UserError(
+                f"logits of a divided pack differ from those of the whole one in {type(loss_model.model).__name__}",
+                where="parallel.context_degree",
+                why=f"relative deviation of the logits: {deviation:.1e}",
+                fix="remove parallel.context_degree",
+            )
     return deviation
 
 
@@ -238,15 +250,18 @@ def check_padding(
         alone = _logits_alone(engine, loss_model, documents)
     found = torch.cat([row[: document.shape[1]] for row, document in zip(rows, documents, strict=True)])
     deviation = relative_deviation(found, torch.cat(alone, dim=1)[0])
-    if not deviation <= _bound(rows.dtype, routes_at_random):
+    is_wrong = not deviation <= _bound(rows.dtype, routes_at_random)
+    if _any_rank(is_wrong):
         _refuse_encoder(engine, loss_model, documents[0], eager=True)
-        raise UserError(
-            f"attention of {type(loss_model.model).__name__} is not what the model's own code computes",
-            where="model.name",
-            why=f"relative deviation of the logits {deviation:.1e}:"
-            " the kernel leaves something out, or padding is seen",
-            fix="use a model of another family: this one cannot be trained yet",
-        )
+    with user_errors_on_all_ranks():
+        if is_wrong:
+            raise UserError(
+                f"attention of {type(loss_model.model).__name__} is not what the model's own code computes",
+                where="model.name",
+                why=f"relative deviation of the logits {deviation:.1e}:"
+                " the kernel leaves something out, or padding is seen",
+                fix="use a model of another family: this one cannot be trained yet",
+            )
     return deviation
 
 
@@ -274,8 +289,9 @@ def check_batches(
         with _training_without_dropout(loss_model):
             found = [_draw_alike(engine, batch, rows) for batch in (one, other)]
         after = engine.logits(one, rows)
-    refuse(after, before, TOLERANCE, EARLIER)
-    refuse(found[1], found[0], TOLERANCE, OTHERS)
+    with user_errors_on_all_ranks():
+        refuse(after, before, TOLERANCE, EARLIER)
+        refuse(found[1], found[0], TOLERANCE, OTHERS)
     for bound, name in sorted(length_bounds(loss_model.model.config.get_text_config().to_dict()).items()):
         if PROBE_LENGTHS[0] < bound < longest:
             _check_bound(engine, loss_model, device, packing, bound, name)
@@ -300,9 +316,10 @@ def _check_bound(
         alone = engine.logits(lay_out([long]), alone_rows)
         after = engine.logits(lay_out(calm), calm_rows)
     beside, own = mixed.split([len(short_rows), len(long_rows)])
-    refuse(after, before, TOLERANCE, EARLIER)
-    refuse(beside, before, TOLERANCE if packing else WIDE_TOLERANCE, OTHERS)
-    refuse(own, alone, WIDE_TOLERANCE, OTHERS)
+    with user_errors_on_all_ranks():
+        refuse(after, before, TOLERANCE, EARLIER)
+        refuse(beside, before, TOLERANCE if packing else WIDE_TOLERANCE, OTHERS)
+        refuse(own, alone, WIDE_TOLERANCE, OTHERS)
 
 
 def _last_rows(documents: list[torch.Tensor], packed: bool, count: int) -> list[torch.Tensor]:
@@ -401,14 +418,15 @@ def _refuse_encoder(engine: Probed, loss_model: LossModel, ids: torch.Tensor, *,
     else:
         first, second = (engine.logits({"input_ids": each}) for each in (ids, changed))
     deviation = relative_deviation(second[:, :-1], first[:, :-1])
-    if not deviation <= WIDE_TOLERANCE[first.dtype]:
-        raise UserError(
-            f"{type(loss_model.model).__name__} is an encoder: its tokens attend to those after them",
-            where="model.name",
-            why=f"another last token changes the logits before it (relative deviation {deviation:.1e}):"
-            " there is no next one to learn",
-            fix=f"use a model that generates text, such as {families.EXAMPLES}",
-        )
+    with user_errors_on_all_ranks():
+        if not deviation <= WIDE_TOLERANCE[first.dtype]:
+            raise UserError(
+                f"{type(loss_model.model).__name__} is an encoder: its tokens attend to those after them",
+                where="model.name",
+                why=f"another last token changes the logits before it (relative deviation {deviation:.1e}):"
+                " there is no next one to learn",
+                fix=f"use a model that generates text, such as {families.EXAMPLES}",
+            )
 
 
 def _logits_alone(engine: Probed, loss_model: LossModel, documents: list[torch.Tensor]) -> list[torch.Tensor]:

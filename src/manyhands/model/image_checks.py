@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from manyhands.config.schema import RunConfig
+from manyhands.core.collective_errors import user_errors_on_all_ranks
 from manyhands.core.errors import UserError
 from manyhands.data.batch.batches import Batch, collate, to_device
 from manyhands.data.batch.collate import BatchShape
@@ -111,9 +112,10 @@ def check_images(
         probe.num_tokens,
         time.perf_counter() - begun,
     )
-    _judge(found, loss_model.model, own.dtype, packing)
-    if must_see and not found.seen > 0:
-        _refuse(loss_model.model, "another image changes no logits of its own document")
+    with user_errors_on_all_ranks():
+        _judge(found, loss_model.model, own.dtype, packing)
+        if must_see and not found.seen > 0:
+            _refuse(loss_model.model, "another image changes no logits of its own document")
     return found
 
 

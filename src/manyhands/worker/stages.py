@@ -13,7 +13,7 @@ from manyhands.checkpoint.load import find_sound
 from manyhands.checkpoint.manifest import clean_leftovers
 from manyhands.convert.build import build_on_meta, count_parameters, describe_new, load_weights, make_all
 from manyhands.convert.protocol import Context
-from manyhands.core.collective_errors import run_on_rank_0
+from manyhands.core.collective_errors import run_on_rank_0, user_errors_on_all_ranks
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.holding import full_numel
 from manyhands.data.store.store import TokenStore
@@ -88,9 +88,10 @@ def build_model(rank: Rank, *, resumes: bool = False) -> BuiltModel:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
     context = Context(config, plan, world.device, resumes=resumes)
-    converters = make_all(context)
     reported: set[str] = set()
-    loss_model = build_on_meta(context, converters, report)
+    with user_errors_on_all_ranks():  # such as a kernel that fails its self-test on one GPU alone
+        converters = make_all(context)
+        loss_model = build_on_meta(context, converters, report)
     for line in describe_new(converters, reported):
         report(line)
     engine = apply(
@@ -133,7 +134,8 @@ def check_model(rank: Rank, data: Data, built: BuiltModel) -> dict[str, Any]:
             report(line)
         batch = probe_batch(rank, data, loss_model)
         for converter in built.converters:
-            found = converter.before_first_step(built.model, engine, batch)
+            with user_errors_on_all_ranks():
+                found = converter.before_first_step(built.model, engine, batch)
             if found is not None:
                 report(found.text)
                 measured |= found.measured
