@@ -49,7 +49,7 @@ TYPES = [
     for model_type in family.model_types
     if model_type not in AROUND_IMAGES.values()
 ]
-PLAIN = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "granitemoe", *HYBRIDS, "gpt_oss")
+PLAIN = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "granitemoe", *HYBRIDS, "gpt_oss", "gemma4_text")
 SINKS = [model_type for family in families.FAMILIES if family.sinks for model_type in family.model_types]
 METHOD = MethodSection(name="lora", rank=4, alpha=8.0)
 CPU = torch.device("cpu")
@@ -224,11 +224,15 @@ def test_a_saved_model_is_its_source_and_its_facts_count_it(tmp_path: Path, mode
         assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
 
 
-@pytest.mark.parametrize("transposed", [True, False], ids=["as published", "as transformers saves it"])
-def test_stacks_are_read_and_saved_in_either_order_of_axes(tmp_path: Path, transposed: bool) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "transposed"),
+    [("qwen3_vl_moe", True), ("qwen3_vl_moe", False), ("gemma4", False)],
+    ids=["as published", "as transformers saves it", "beside a dense MLP"],
+)
+def test_stacks_are_read_and_saved_in_either_order_of_axes(tmp_path: Path, model_type: str, transposed: bool) -> None:
     from safetensors.torch import save_file
 
-    source = write(tmp_path / "source", "qwen3_vl_moe")
+    source = write(tmp_path / "source", model_type)
     before, logits = contents(source), []
     stacks = [name for name, tensor in before.items() if ".experts." in name and tensor.dim() == 3]
     if transposed:
@@ -236,7 +240,9 @@ def test_stacks_are_read_and_saved_in_either_order_of_axes(tmp_path: Path, trans
         save_file(before, source / "model.safetensors", metadata={"format": "pt"})
     assert {before[name].shape[1] == 64 for name in stacks if "gate_up" in name} == {transposed}
     facts = read_model_facts(source, "tiny", "pretrained")
-    assert [facts.block_linear_shapes[f"mlp.experts.{name}"][:2] for name in ("gate_up_proj", "down_proj")] == [
+    parent = "" if model_type == "gemma4" else "mlp."
+    names = [f"{parent}experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    assert [facts.block_linear_shapes[name][:2] for name in names] == [
         (8 * 2 * 48, 64),
         (8 * 64, 48),
     ]
@@ -262,7 +268,7 @@ def test_a_model_from_new_weights_is_saved_by_experts(tmp_path: Path, model_type
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "gemma4_text"])
 def test_adapters_are_merged_expert_by_expert(tmp_path: Path, model_type: str, method: str) -> None:
     source = write(tmp_path / "source", model_type)
     model: Any = load_model(tiny_plan(source), tiny_run(source, method))
@@ -384,6 +390,7 @@ def test_headers_are_counted_as_stacks() -> None:
 TARGETS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     **{model_type: (model_type, "all-linear", {}) for model_type in PLAIN},
     "a dense block first": ("deepseek_v3", "all-linear", {"first_k_dense_replace": 1}),
+    "around images": ("gemma4", "all-linear", {}),
     "attention and shared experts": ("deepseek_v3", ("q_b_proj", "shared_experts.up_proj"), {}),
     "the first projection alone": ("qwen3_moe", ("gate_up_proj",), {}),
     "the last projection of one block": ("qwen3_moe", ("layers.1.mlp.experts.down_proj", "v_proj"), {}),

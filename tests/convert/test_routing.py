@@ -58,21 +58,24 @@ def make(model_type: str, dtype: torch.dtype = torch.float64, coefficient: float
 
 def compute_reference(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Its sum over all documents, each alone, and how many tokens each expert of each layer got."""
-    seen: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    seen: list[tuple[Any, torch.Tensor]] = []
+    routed: list[torch.Tensor] = []
     for name, experts in find_experts(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
         own = {n: p for n, p in parent.named_parameters() if "experts." not in n}
         ((name, weight),) = ((n, p) for n, p in own.items() if p.dim() == 2 and len(p) == 8)
         router = partial(F.linear, weight=weight, bias=own.get(name.replace("weight", "bias")))
-        experts.register_forward_pre_hook(lambda _, args, router=router: seen.append((router, args[0], args[1])))
+        owner = parent.get_submodule(name.rpartition(".")[0])
+        owner.register_forward_pre_hook(lambda _, args: routed.append(args[0].flatten(0, -2)))
+        experts.register_forward_pre_hook(lambda _, args, router=router: seen.append((router, args[1])))
     total, loads = torch.zeros((), dtype=torch.float64), 0
     for number, length in enumerate(LENGTHS):
-        seen.clear()
+        seen.clear(), routed.clear()
         model(input_ids=torch.from_numpy(Rows().sample(number)["tokens"]).long()[None], use_cache=False)
-        for router, hidden, index in seen:
+        for (router, index), hidden in zip(seen, routed, strict=True):
             p, chosen = router(hidden).softmax(-1).sum(0), F.one_hot(index, 8).sum((0, 1))
             total = total + length * 8 / 2 * (chosen / length * p / length).sum() / len(seen)
-        loads = loads + torch.stack([F.one_hot(index, 8).sum((0, 1)) for _, _, index in seen])
+        loads = loads + torch.stack([F.one_hot(index, 8).sum((0, 1)) for _, index in seen])
     return total, loads
 
 

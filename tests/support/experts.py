@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.support.multimodal import WHOLE
 from tests.support.other_vision import LIKE_OTHERS
 from tests.support.tiny import VOCAB_SIZE
 
@@ -46,6 +47,7 @@ AROUND_IMAGES = {  # models of images, and the type of their text
     "glm4v_moe": "glm4v_moe_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma4": "gemma4_text",
 }
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -86,6 +88,17 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
 }
+OWN: dict[str, dict[str, Any]] = HYBRIDS | {
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+    }
+}
 
 
 def expert_config(model_type: str, **changes: Any) -> Any:
@@ -93,14 +106,15 @@ def expert_config(model_type: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
     if text_type := AROUND_IMAGES.get(model_type):
-        _, own, towers, fields = LIKE_OTHERS[model_type]
+        _, own, towers, fields = (LIKE_OTHERS | {"gemma4": ("", {}, *WHOLE["gemma4"][2:])})[model_type]
         text = expert_config(text_type, **own | changes).to_dict()
         return AutoConfig.for_model(model_type, text_config=text, **towers, **fields)
     usual = AutoConfig.for_model(model_type)
+    usual.allow_global_per_layer_attribute_access = True  # of one whose layers differ
     values = {key: value for key, value in SIZES.items() if hasattr(usual, key)}
     if hasattr(usual, "kv_lora_rank"):
         values |= LATENT
-    return AutoConfig.for_model(model_type, **values | HYBRIDS.get(model_type, {}) | changes)
+    return AutoConfig.for_model(model_type, **values | OWN.get(model_type, {}) | changes)
 
 
 def expert_model(model_type: str, *, eager: bool = True, **changes: Any) -> Any:
@@ -124,7 +138,7 @@ def expert_model(model_type: str, *, eager: bool = True, **changes: Any) -> Any:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if "correction_bias" in name or "expert_bias" in name:
                     tensor.normal_(std=0.05)
-                elif name.endswith(("sinks", "router.bias")):
+                elif name.endswith(("sinks", "router.bias", "expert_scale", "router.scale")):
                     tensor.normal_()
                 elif isinstance(tensor, torch.nn.Parameter) and tensor.dim() > 1:
                     tensor.normal_(std=0.08)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from manyhands import families
 from manyhands.core.errors import UserError
 from manyhands.core.terms import LossTerm
 from manyhands.data.batch.collate import DOCUMENT_LENGTHS
@@ -153,9 +154,12 @@ def _weigh_tokens(samples: Any, numbers: np.ndarray) -> np.ndarray:
 
 def _find_router(model: nn.Module, name: str, experts: Any) -> nn.Module:
     """The module beside experts that has a row of weights for each of them."""
-    for module in model.get_submodule(name.rpartition(".")[0]).children():
-        sizes = {len(parameter) for parameter in module.parameters() if parameter.dim() == 2}
-        if module is not experts and experts.num_experts in sizes:
+    parent = name.rpartition(".")[0]
+    for own_name, module in model.get_submodule(parent).named_modules():
+        sizes = {len(parameter) for parameter in module.parameters(recurse=False) if parameter.dim() == 2}
+        if families.routes(own_name, experts.num_experts, {"experts": experts.num_experts}) and (
+            experts.num_experts in sizes
+        ):
             return module
     raise AssertionError(f"no router beside {name}")  # convert/experts.py knows the families
 

@@ -182,7 +182,7 @@ def _linear_shapes(
     block: Mapping[str, tuple[int, ...]], groups: Mapping[str, int], active: int
 ) -> dict[str, LinearShape]:
     """Without routers, which give a value for each expert, or one for a shared one, and layers that are not called."""
-    parents = {(name.rpartition(".experts.")[0], size) for name, num in groups.items() for size in (1, num)}
+    experts = {name.rpartition(".")[0]: number for name, number in groups.items()}
     return {
         name: LinearShape(shape[0], shape[1], groups[name], active) if name in groups else LinearShape(*shape)
         for full_name, name, shape in ((name, name.removesuffix(".weight"), shape) for name, shape in block.items())
@@ -190,15 +190,15 @@ def _linear_shapes(
         and full_name.endswith(".weight")
         and not _is_norm(f"{name}.weight")
         and name not in families.bypassed_linears()
-        and not any(name.startswith(f"{parent}.") and shape[0] == size for parent, size in parents)
+        and not families.routes(name, shape[0], experts)
     }
 
 
 def _active_width(linears: Mapping[str, LinearShape]) -> int:
-    """The inner size of the MLPs that a token passes through, its experts and a shared one; 0 without experts."""
+    """The inner size of the MLPs that a token passes through, its experts and one beside them; 0 without experts."""
     routed = sum(s.active * s.into for name, s in linears.items() if s.groups > 1 and name.endswith("down_proj"))
-    shared = (s.into for name, s in linears.items() if "shared" in name and re.search(r"down_proj|output_linear", name))
-    return routed and routed + sum(shared)
+    beside = (s.into for name, s in linears.items() if s.groups == 1 and re.search(r"down_proj|output_linear", name))
+    return routed and routed + sum(beside)
 
 
 def _count_windowed(config: Mapping[str, Any]) -> int | None:

@@ -30,6 +30,7 @@ from manyhands.families.family import (
     norm_shapes,
     num_experts,
     num_heads,
+    routes,
 )
 from manyhands.families.refused import EXPERTS_REFUSED, IMAGES_REFUSED, STRUCTURE_REFUSED
 
@@ -54,6 +55,7 @@ __all__ = [
     "norm_shapes",
     "num_experts",
     "num_heads",
+    "routes",
     "stateful_mixers",
     "types_with_images",
     "why_no_experts",

@@ -8,6 +8,7 @@ transformers, reads no file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -100,7 +101,7 @@ def infer_images(config: Config) -> ImageLayout | None:
 class Experts:
     """Where a family's config.json describes its experts, and what its blocks call them."""
 
-    parent: str = "mlp"  # the module of a block that holds experts and router
+    parent: str = "mlp"  # the module of a block that holds experts and router; "": the block
     router: str = "gate.weight"  # (experts, hidden_size) within the parent
     inner: str = "moe_intermediate_size"  # of one expert
     shared: str = ""  # a module within the parent that every token passes through
@@ -109,6 +110,15 @@ class Experts:
     shared_gate: str = ""
     biases: bool = False  # experts and router have them
     transposed: bool = False  # files have (experts, in, out) whatever the sizes
+
+    def within(self, name: str) -> str:
+        """The name in a block of what the parent calls ``name``."""
+        return f"{self.parent}.{name}" if self.parent else name
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """The names in a block of the stacks, in the order in which a token passes them."""
+        return self.within("experts.gate_up_proj"), self.within("experts.down_proj")
 
 
 # Model types for which vLLM reads the factors of all experts of a block as one pair: its classes with
@@ -121,7 +131,7 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"
 def num_experts(config: Config) -> int:
     """Routed experts of a block; 0 for a dense model."""
     kind, number = config.get("model_type"), next((config[key] for key in NUM_EXPERTS if config.get(key)), 0)
-    if kind == "jamba" and number == 1:
+    if (kind == "jamba" and number == 1) or not config.get("enable_moe_block", True):
         return 0
     if kind == "nemotron_h":  # its configuration counts experts of a kind of block that a model need not have
         blocks = config.get("layers_block_type") or config.get("hybrid_override_pattern") or ()
@@ -243,7 +253,7 @@ def block_shapes(family: Family, config: Config, index: int = 0) -> Shapes:
         if bias:
             shapes[f"{name}.bias"] = (out,)
     if experts is not None:
-        shapes[f"{experts.parent}.{experts.router}"] = (num_experts(config), config["hidden_size"])
+        shapes[experts.within(experts.router)] = (num_experts(config), config["hidden_size"])
         if experts.biases:
             shapes |= _expert_biases(config, experts)
     if family.block is not None:
@@ -283,7 +293,22 @@ def expert_groups(family: Family, config: Config) -> dict[str, int]:
     number = num_experts(config)
     if family.experts is None or not number:
         return {}
-    return {f"{family.experts.parent}.experts.{name}": number for name in ("gate_up_proj", "down_proj")}
+    return dict.fromkeys(family.experts.stacks, number)
+
+
+ROUTER = re.compile(r"(?:gate|router|shared_expert_gate)(?:\.|$)")
+
+
+def routes(name: str, size: int, experts: Mapping[str, int]) -> bool:
+    """Whether a linear layer of ``size`` values beside experts gives one for each of them, or one for a shared one.
+
+    ``experts``: how many there are in each module of experts, by its name.
+    """
+    parents = ((path.rpartition("experts")[0], number) for path, number in experts.items())
+    return any(
+        size in (1, number) and name.startswith(parent) and ROUTER.match(name, len(parent))
+        for parent, number in parents
+    )
 
 
 def _is_dense(family: Family, config: Config, index: int) -> bool:
@@ -319,30 +344,27 @@ def _latent(config: Config) -> dict[str, tuple[int, int, bool]]:
 
 def _experts(config: Config, experts: Experts) -> dict[str, tuple[int, int, bool]]:
     hidden, inner, number = config["hidden_size"], config[experts.inner], num_experts(config)
-    stacks = f"{experts.parent}.experts"
-    linears = {
-        f"{stacks}.gate_up_proj": (number * 2 * inner, hidden, False),
-        f"{stacks}.down_proj": (number * hidden, inner, False),
-    }
+    first, last = experts.stacks
+    linears = {first: (number * 2 * inner, hidden, False), last: (number * hidden, inner, False)}
     if experts.shared_inner:
         size = config.get(experts.shared_inner) or 0
     else:
         size = inner * (config.get(experts.num_shared) or 0) if experts.shared else 0
     if size:
-        shared = f"{experts.parent}.{experts.shared}"
+        shared = experts.within(experts.shared)
         linears |= {f"{shared}.{name}": (size, hidden, False) for name in ("gate_proj", "up_proj")}
         linears[f"{shared}.down_proj"] = (hidden, size, False)
     if experts.shared_gate:
-        linears[f"{experts.parent}.{experts.shared_gate}"] = (1, hidden, False)
+        linears[experts.within(experts.shared_gate)] = (1, hidden, False)
     return linears
 
 
 def _expert_biases(config: Config, experts: Experts) -> Shapes:
-    number, stacks = num_experts(config), f"{experts.parent}.experts"
+    number, (first, last) = num_experts(config), experts.stacks
     return {
-        f"{experts.parent}.{experts.router.removesuffix('weight')}bias": (number,),
-        f"{stacks}.gate_up_proj_bias": (number, 2 * config[experts.inner]),
-        f"{stacks}.down_proj_bias": (number, config["hidden_size"]),
+        experts.within(f"{experts.router.removesuffix('weight')}bias"): (number,),
+        f"{first}_bias": (number, 2 * config[experts.inner]),
+        f"{last}_bias": (number, config["hidden_size"]),
     }
 
 

@@ -18,19 +18,19 @@ CODEBOOK = "its images become tokens of a codebook, which it also predicts"
 POSITIONS = "which positions its tokens of images have, by row and column, is not described yet"
 OMNI = "a part that speaks hangs on the hidden states of its text, and positions depend on sound"
 SOUND = "it takes sound, and no images"
+DIFFUSION = "it learns to restore blocks of tokens, not to predict the next one"
 
 OWN_EXPERTS = "its experts have a forward pass of their own, which transformers lets nobody replace"
 
 _HYBRID = "its layers that are not attention have not been tried in packs"
 _INDEXER = "a part of its attention chooses tokens and gets no gradient"
 _EXPERTS = {
-    _HYBRID: "qwen4_exp qwen4_exp_text kimi_linear zaya minimax",
+    _HYBRID: "qwen4_exp qwen4_exp_text kimi_linear zaya minimax inkling inkling_text",
     "its experts have no gate, which the layout of stacks here requires": "nemotron_h",
     _INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4",
     OWN_EXPERTS: "llama4 llama4_text",
     "its tokens attend in both directions": "openai_privacy_filter",
-    "its layers have both experts and a dense MLP, and its router has weights of its own": "gemma4 gemma4_text inkling "
-    "inkling_text diffusion_gemma",
+    DIFFUSION: "diffusion_gemma",
 }
 EXPERTS_REFUSED = {name: reason for reason, names in _EXPERTS.items() for name in names.split()}
 """Model types with experts that cannot be trained here, each with its reason."""
@@ -62,7 +62,7 @@ _ALIKE = {
 }
 IMAGES_REFUSED: dict[str, str] = {name: reason for reason, names in _ALIKE.items() for name in names.split()} | {
     "deepseek_vl_hybrid": "each image is prepared twice, for towers of two resolutions",
-    "diffusion_gemma": "it learns to restore blocks of tokens, not to predict the next one",
+    "diffusion_gemma": DIFFUSION,
     "evolla": "it takes proteins, and no images",
     "exaone4_5": "its text beside images was not measured yet",
     "fuyu": "it has no vision tower: patches of an image are projected straight to the embeddings",

@@ -10,7 +10,7 @@ it from the source, byte for byte. With images ``model/multimodal.py`` lets them
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -153,22 +153,15 @@ def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer inside a block, by its full name; neither embeddings nor the head, nor routers, nor layers
     that are not called.
     """
-    parents = {name.rpartition(".")[0]: experts.num_experts for name, experts in find_experts(model).items()}
+    numbers = {name: experts.num_experts for name, experts in find_experts(model).items()}
     return {
         full_name: module
         for block_name, block in find_blocks(model).items()
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear)
-        and not _routes(full_name := f"{block_name}.{name}", module, parents)
+        and not families.routes(full_name := f"{block_name}.{name}", module.out_features, numbers)
         and not full_name.endswith(families.bypassed_linears() or ("-",))
     }
-
-
-def _routes(name: str, linear: nn.Linear, num_experts: Mapping[str, int]) -> bool:
-    """Whether a linear layer beside experts gives a value for each of them, or one for a shared one."""
-    return any(
-        linear.out_features in (1, count) and name.startswith(f"{parent}.") for parent, count in num_experts.items()
-    )
 
 
 class TextNeedsTower(UserError, AttributeError):
