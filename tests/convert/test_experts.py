@@ -19,6 +19,7 @@ from manyhands import families
 from manyhands.config.schema import MethodSection
 from manyhands.convert.adapter import read_adapter
 from manyhands.convert.experts import stack_experts
+from manyhands.convert.fused_experts import can_fuse
 from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.grouped import GroupedLinear
 from manyhands.convert.lora import adapted_layers, apply_lora
@@ -37,6 +38,7 @@ from manyhands.kernels.grouped import gradients_in_one_launch, group_gradients, 
 from manyhands.model.attention import IMPLEMENTATIONS, VARLEN, attention_kwargs, plain_attention, register_attention
 from manyhands.model.checks import check_loss, check_packing, pack_documents
 from manyhands.model.loss import LossModel
+from manyhands.model.structure import find_experts
 from manyhands.model.weights import StackedRows, stacked_layers, stored_form
 from tests.support.building import load_model
 from tests.support.experts import AROUND_IMAGES, HYBRIDS, expert_model
@@ -49,7 +51,18 @@ TYPES = [
     for model_type in family.model_types
     if model_type not in AROUND_IMAGES.values()
 ]
-PLAIN = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "granitemoe", *HYBRIDS, "gpt_oss", "gemma4_text")
+PLAIN = (
+    "qwen3_moe",
+    "olmoe",
+    "mixtral",
+    "qwen2_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "granitemoe",
+    *HYBRIDS,
+    "gpt_oss",
+    "gemma4_text",
+)
 SINKS = [model_type for family in families.FAMILIES if family.sinks for model_type in family.model_types]
 METHOD = MethodSection(name="lora", rank=4, alpha=8.0)
 CPU = torch.device("cpu")
@@ -93,6 +106,7 @@ def test_loss_and_gradients_are_those_of_the_loop(model_type: str) -> None:
     fuse_modules(model, families.known_modules())
     adapted = {name: layer for name, layer in adapted_layers(model).items() if name in names}
     assert adapted.keys() == set(names)  # all-linear reaches experts, and no router
+    assert all(can_fuse(experts) for experts in find_experts(model).values())
     assert not any(name.endswith((".gate", "router.layer", "shared_expert_gate")) for name in adapted_layers(model))
     with torch.no_grad():
         for name, layer in adapted_layers(model).items():

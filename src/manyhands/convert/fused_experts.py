@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -22,6 +24,8 @@ from manyhands.kernels.experts import ops
 from manyhands.kernels.experts.reference import ALPHA, LIMIT
 from manyhands.kernels.grouped import multiply_groups
 from manyhands.model.weights import QuantizedLayer
+
+ACTIVATIONS: dict[Any, str] = {type(ACT2FN[name]): own for name, own in ACTIVATION_NAMES.items()} | {F.silu: "silu"}
 
 
 def can_fuse(experts: Any) -> bool:
@@ -41,7 +45,7 @@ def _gate(experts: Any) -> str | None:
     if not experts.has_gate or (experts.has_bias and experts.gate_up_proj_bias.requires_grad):
         return None
     if type(experts)._apply_gate is _default_apply_gate and experts.is_concatenated:
-        return ACTIVATION_NAMES.get(getattr(experts.config, "hidden_act", ""))
+        return ACTIVATIONS.get(experts.act_fn) or ACTIVATIONS.get(type(experts.act_fn))
     if type(experts)._apply_gate is GptOssExperts._apply_gate and (experts.alpha, experts.limit) == (ALPHA, LIMIT):
         return "clamped"
     return None

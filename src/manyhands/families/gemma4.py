@@ -26,7 +26,9 @@ def _block(config: Config, index: int, dense: bool) -> Shapes:
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(("self_attn.k", "self_attn.v"))}
     elif is_full and config.get("attention_k_eq_v"):
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("self_attn.v")}
-    shapes |= mlp(config, config["intermediate_size"] * (1 + (shares and config.get("use_double_wide_mlp", False))), "mlp")
+    shapes |= mlp(
+        config, config["intermediate_size"] * (1 + (shares and config.get("use_double_wide_mlp", False))), "mlp"
+    )
     shapes |= norms(config, *NORMS)
     if width := config.get("hidden_size_per_layer_input", 256):
         hidden = config["hidden_size"]
