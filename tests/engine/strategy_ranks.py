@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.schema import RunConfig
+from manyhands.core.holding import is_full
 from manyhands.engine.optimizers import StreamedOptimizer
 from manyhands.export.model import export_model
 from manyhands.model.structure import find_blocks
@@ -87,3 +88,25 @@ def count_reductions(plan: Plan, config: RunConfig, layout: Sequence[Sequence[Do
     with_gradient = {name for name, p in engine.model.named_parameters() if p.grad is not None}
     trained = {name for name, p in engine.model.named_parameters() if p.requires_grad}
     return {"count": reduced.call_count, "gradients": with_gradient, "trained": trained, "states": len(optimizer.state)}
+
+
+def whole_weights(plan: Plan, config: RunConfig, micro: Sequence[Documents]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of weights that are whole on this rank, by name: after the last block's forward pass, and when its backward
+    pass begins.
+    """
+    engine = build(plan, config)
+    last = [*find_blocks(engine.model).values()][-1]
+    found: list[dict[str, int]] = []
+
+    def count(*_: Any) -> None:
+        weights = engine.model.named_parameters()
+        found.append({name: p.nbytes for name, p in weights if is_full(p) and p.untyped_storage().size()})
+
+    def after_forward(module: Any, args: Any, output: Any) -> None:
+        count()
+        (output if isinstance(output, torch.Tensor) else output[0]).register_hook(count)
+
+    last.register_forward_hook(after_forward)
+    engine.backward(engine.forward(pack(documents_of(engine.world, micro)))["lm"][0], last=True)
+    first, second = found
+    return first, second

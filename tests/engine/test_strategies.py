@@ -12,14 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from manyhands.facts.model import read_model_facts
+from manyhands.planner.memory.terms import gathered
 from tests.engine.strategy_ranks import run_steps
 from tests.engine.test_layouts import RAGGED, assert_equal_step, documents, merged
 from tests.support.layouts import measure
+from tests.support.plans import make_input
 from tests.support.ranks import Ranks
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
 
 pytestmark = pytest.mark.distributed
 NUM_BLOCKS = 2
+EMBEDDINGS = "model.embed_tokens.weight"
 MEASURE = "tests.support.layouts:measure"
 RANKS = "tests.engine.strategy_ranks"
 HYBRID = {"strategy": "hsdp", "world_size": 4, "shard_degree": 2}
@@ -55,6 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "offload_activations": True,
     },
 }
+APART = {"strategy": "fsdp", "world_size": 2, "embeddings_apart": True}
 METHODS = ["full", "lora", "qlora"]
 # QLoRA is LoRA on weights in NF4; a cell of tests/matrix has LoRA in hybrid shards, saved, resumed and exported.
 SHARDED_METHODS = ["full", pytest.param("lora", marks=pytest.mark.slow), "qlora"]
@@ -191,3 +196,44 @@ def test_shards_are_reduced_once_a_step_where_the_plan_says_so(world: Ranks, fol
         counts.append(world.run(f"{RANKS}:count_reductions", plan, tiny_run(folder), RAGGED, world_size=2)[0]["count"])
     num_units = NUM_BLOCKS + 1  # and the root
     assert counts == [num_units * len(RAGGED), num_units]
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> str:
+    changes = {"num_hidden_layers": NUM_BLOCKS, "tie_word_embeddings": False}
+    return str(write_tiny_model(tmp_path_factory.mktemp("untied"), "llama", with_tokenizer=False, **changes))
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_embeddings_apart_give_the_step_of_one_process(world: Ranks, untied: str, method: str) -> None:
+    config = tiny_run(untied, method)
+    one = measure(tiny_plan(untied), config, merged(RAGGED))
+    for keys in ({}, {"reduce_every": False}, {"offload": "all", "reshard_after_forward": True}):
+        for result in world.run(MEASURE, tiny_plan(untied, **APART, **keys), config, RAGGED, world_size=2):
+            assert_equal_step(result, one, 3e-6)
+            assert np.array_equal(result["logits"], result["logits_after"])
+
+
+def test_embeddings_apart_are_whole_only_while_tokens_are_looked_up(world: Ranks, untied: str, folder: str) -> None:
+    """The bytes of whole weights, after the last block's forward pass and before its backward pass, are the plan's."""
+    for model, apart, are_held in (
+        (untied, True, False),
+        (untied, False, True),
+        (folder, True, True),
+    ):  # the last: tied
+        plan = tiny_plan(model, **APART | {"embeddings_apart": apart}, reshard_after_forward=False)
+        planned = gathered(make_input(read_model_facts(Path(model), "tiny", "random"), layout=plan.layout))
+        for found in world.run(f"{RANKS}:whole_weights", plan, tiny_run(model), RAGGED[0], world_size=2):
+            assert [sum(weights.values()) for weights in found] == [planned, planned]
+            assert [EMBEDDINGS in weights for weights in found] == [are_held, are_held]
+
+
+def test_embeddings_apart_are_saved_as_any_layout_loads_them(world: Ranks, untied: str, tmp_path: Path) -> None:
+    config, saved = tiny_run(untied), tmp_path / "step-000002"
+    whole = run_steps(tiny_plan(untied), config, merged(RAGGED), 4)
+    first = world.run(f"{RANKS}:run_steps", tiny_plan(untied, **APART), config, RAGGED, 2, None, saved, world_size=2)
+    np.testing.assert_allclose(first[0], whole[:2], rtol=1e-5)
+    for keys in (APART, APART | {"embeddings_apart": False}, {"strategy": "single", "world_size": 1}):
+        plan = tiny_plan(untied, **keys)
+        rest = world.run(f"{RANKS}:run_steps", plan, config, RAGGED, 2, saved, world_size=plan.layout.world_size)[0]
+        np.testing.assert_allclose(rest, whole[2:], rtol=2e-4)

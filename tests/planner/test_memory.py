@@ -55,6 +55,20 @@ def test_fsdp_divides_states_by_ranks_and_holds_two_gathered_blocks_and_a_buffer
     assert memory.gathered(change_input(four, reshard_after_forward=False)) == 2 * (ROOT + 8 * BLOCK)
 
 
+def test_embeddings_apart_are_one_unit_and_the_head_with_the_last_norm_another():
+    """Neither gathered at a worst moment; gradients of one are reduced after the other's. Tied ones stay together."""
+    untied = sharded(change_input(FULL, model=model_facts(layers=8, tied=False)), 2, reshard_after_forward=True)
+    apart = change_input(untied, embeddings_apart=True)
+    head, both = 32 * 8 + 8, 2 * 32 * 8 + 8
+    assert [memory.gathered(s) for s in (untied, apart)] == [2 * (root + 3 * BLOCK) for root in (both, head)]
+    assert [memory.root_reduction(s) for s in (untied, apart)] == [2 * both + 4 * root for root in (both, head)]
+    frozen = change_input(apart, num_adapter_parameters=1000)
+    assert memory.gathered(change_input(frozen, embeddings_apart=False)) - memory.gathered(frozen) == 2 * 32 * 8
+    ddp = change_input(untied, strategy="ddp", world_size=2, compute_dtype="float32")
+    for other in (sharded(FULL, 4, reshard_after_forward=True), ddp):
+        assert memory.estimate_terms(change_input(other, embeddings_apart=True)) == memory.estimate_terms(other)
+
+
 def replace_layers(layers: int):
     return model_facts(layers=layers)
 

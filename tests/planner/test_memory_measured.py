@@ -96,17 +96,17 @@ def plan_again(measured: dict[str, Any], folder: Path) -> Plan:
     machine = facts(model_of(row.shape, folder), gpus=gpus, host_bytes=1500 * GIB, data=data)
     config = make_config(folder, row, gpus, 25, keys)
     made = plan(config, machine)
-    if not measured.get("lighter_layers"):
-        return made
-    # Only the plan mixes modes, and it may choose another mix now: the estimate is of what was measured.
+    layout = change(made.layout, embeddings_apart=False)  # they were not
+    if measured.get("lighter_layers"):
+        # Only the plan mixes modes, and it may choose another mix now: the estimate is of what was measured.
+        layout = change(
+            layout,
+            lighter_layers=measured["lighter_layers"],
+            micro_tokens=measured["micro_tokens"],
+            full_micro_tokens=measured["pack_tokens"] or measured["micro_tokens"],
+        )
     settled, _ = resolve_auto(config, machine)
     decisions = decide(settled, machine)
-    layout = change(
-        made.layout,
-        lighter_layers=measured["lighter_layers"],
-        micro_tokens=measured["micro_tokens"],
-        full_micro_tokens=measured["pack_tokens"] or measured["micro_tokens"],
-    )
     limits = memory_limits(settled, machine, decisions)
     return made.model_copy(
         update={

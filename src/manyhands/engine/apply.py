@@ -95,6 +95,7 @@ def apply(
             mixed=layout.compute_copy == "gathered",
             reshard_after_forward=layout.reshard_after_forward,
             offload=layout.offload == "all",
+            embeddings_apart=layout.embeddings_apart,
         )
     materialize(loss_model, torch.device("cpu") if layout.offload == "all" else world.device)
     if layout.offload == "all":
@@ -228,9 +229,13 @@ def shard(
     mixed: bool,
     reshard_after_forward: bool,
     offload: bool = False,
+    embeddings_apart: bool = False,
     experts: DividedExperts | None = None,
 ) -> None:
     """FSDP2 on every block, then on the rest (embeddings, last norm, head), whose tied weights must share one unit.
+
+    ``embeddings_apart``: embeddings that are not tied are a unit of their own, freed once tokens are looked up and not
+    gathered in the backward pass, which reads only the tokens.
 
     ``mixed``: float32 masters, bfloat16 compute, float32 reduction. Without it parameters compute in the dtype they
     have: adapters cast by themselves. ``reshard_after_forward`` frees a block's gathered weights after its forward
@@ -253,13 +258,24 @@ def shard(
             reshard_after_forward=reshard_after_forward,
             ignored_params=divided,
         )
+    ignored = held_in_full | divided
+    embeddings = _find_untied_embeddings(loss_model.model) if embeddings_apart else None
+    if embeddings is not None:
+        fully_shard(
+            embeddings,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=place,
+            reshard_after_forward=True,
+            ignored_params=ignored,
+        ).set_unshard_in_backward(False)
     fully_shard(
         loss_model,
         mesh=mesh,
         mp_policy=policy,
         offload_policy=place,
         reshard_after_forward=False,
-        ignored_params=held_in_full | divided,
+        ignored_params=ignored,
     )
     for module in loss_model.modules():
         if isinstance(module, FSDPModule):
@@ -268,6 +284,15 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, and none is needed
     for method in LOGITS_METHODS:
         register_fsdp_forward_method(loss_model, method)
+
+
+def _find_untied_embeddings(model: nn.Module) -> nn.Module | None:
+    """The embeddings of tokens; None where another module holds a parameter of theirs."""
+    embeddings: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    own, inside = set(embeddings.parameters()), set(embeddings.modules())
+    others = (module for module in model.modules() if module not in inside)
+    is_tied = any(p in own for module in others for p in module.parameters(recurse=False))
+    return None if is_tied else embeddings
 
 
 def _move_whole(module: nn.Module, device: torch.device) -> None:

@@ -121,6 +121,7 @@ class Layout:
     accumulates: bool = True  # a step may have several micro-batches
     data_workers: int = 0  # processes a rank that collate batches; 0: a thread
     ddp_bucket_mb: int | None = None  # of gradients that DDP reduces at once; none: as many as suits the method
+    embeddings_apart: bool = False  # are a unit of ``fully_shard`` of their own, freed once tokens are looked up
     expert_degree: int = 1  # neighboring ranks that divide every block's experts, beside the axes of the mesh
 
     @property

@@ -287,6 +287,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         trains_everything=num_adapter_parameters == 0 and partially_trained is None,
         offload=config.parallel.offload,
         compile=decisions.compile,
+        embeddings_apart=not facts.model.tied_embeddings,
         expert_degree=config.parallel.expert_degree,
         dynamic=not has_one_length(facts.data),
         data_workers=decisions.data_workers,

@@ -89,8 +89,9 @@ def reduction(s: EstimateInput) -> int:
 
 
 def root_reduction(s: EstimateInput) -> int:
-    """Gradients of the root, reduced last of all: ``R (c + m)``. A kept copy's are widened one after the other: ``V H
-    c``. Where weights are updated in the backward pass, those of the embeddings are beside others that are held.
+    """Gradients of the root, reduced last of all: ``R (c + m)``, or one unit after the other, ``R c + max(R - E, E)
+    m``. A kept copy's are widened one after the other: ``V H c``. Where weights are updated in the backward pass, those
+    of the embeddings are beside others that are held.
     """
     if s.layout.zero_stage:
         return zero.buckets(s)
@@ -102,4 +103,5 @@ def root_reduction(s: EstimateInput) -> int:
         return 0
     if s.keeps_copy:
         return s.head_elements * s.compute_bytes
-    return s.num_root_parameters * (s.compute_bytes + (s.sum_bytes if s.is_cast else s.master_bytes))
+    reduced = s.largest_outer_unit * (s.sum_bytes if s.is_cast else s.master_bytes)
+    return s.num_root_parameters * s.compute_bytes + reduced

@@ -252,6 +252,19 @@ class EstimateInput:
         return m.num_parameters - m.num_in_all_blocks
 
     @property
+    def num_apart(self) -> int:
+        """E, of the embeddings, where ``fully_shard`` has them as a unit of their own: they are gathered for a moment
+        at a micro-batch's begin, and their gradients reduced apart from those of the R - E other ones.
+        """
+        apart = self.layout.embeddings_apart and self.layout.wrapper == "fully_shard"
+        return self.head_elements if apart and not self.model.tied_embeddings else 0
+
+    @property
+    def largest_outer_unit(self) -> int:
+        """``max(R - E, E)``."""
+        return max(self.num_root_parameters - self.num_apart, self.num_apart)
+
+    @property
     def frozen_block_bytes(self) -> int:
         """One block's frozen weights as they are kept: ``B f``, or its linear layers in NF4 and the rest in f.
 

@@ -170,12 +170,12 @@ def optimizer(s: EstimateInput) -> int:
 def gathered(s: EstimateInput) -> int:
     """Whole weights in compute dtype that FSDP2, or engine/masters.py, makes from shards or masters.
 
-    ``R c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward pass,
-    else ``L B c``; of a single shard one block's, as FSDP2 gathers none ahead then, or two where the engine copies the
-    next one from host memory (``Layout.prefetches_blocks``). Frozen weights are gathered as they are kept. Nothing
-    where the weights are whole and in compute dtype already. Experts that ranks divide are not gathered, but cast where
-    they are used, ``X c / expert_degree`` of a block's X. Weights trained by patterns are gathered as masters, and
-    cast where they are used: see ``_gathered_partially_trained``.
+    ``(R - E) c`` for the root, which stays gathered, plus ``min(3, L) B c`` if blocks are resharded after the forward
+    pass, else ``L B c``; of a single shard one block's, as FSDP2 gathers none ahead then, or two where the engine
+    copies the next one from host memory (``Layout.prefetches_blocks``). Frozen weights are gathered as they are kept.
+    Nothing where the weights are whole and in compute dtype already. Experts that ranks divide are not gathered, but
+    cast where they are used, ``X c / expert_degree`` of a block's X. Weights trained by patterns are gathered as
+    masters, and cast where they are used: see ``_gathered_partially_trained``.
     """
     if s.partially_trained is not None and not s.layout.zero_stage:
         return _gathered_partially_trained(s, s.partially_trained)
@@ -187,10 +187,11 @@ def gathered(s: EstimateInput) -> int:
     ahead = GATHERED_BLOCKS if s.num_shards > 1 else BLOCKS_IN_FLIGHT if s.layout.prefetches_blocks else 1
     num_blocks = min(ahead, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
     if s.trains_everything:
-        dense = s.num_root_parameters + num_blocks * (s.model.num_block_parameters - s.block_in_experts)
+        dense = s.num_root_parameters - s.num_apart + num_blocks * (s.model.num_block_parameters - s.block_in_experts)
         casts = s.model.num_layers if s.layout.last_checkpointing == "none" else 1  # kept for the backward pass
         return (dense + casts * s.is_cast * s.block_in_experts // s.layout.expert_degree) * s.compute_bytes
-    return s.num_root_parameters * s.frozen_bytes + num_blocks * (s.frozen_block_bytes - in_experts)
+    root = (s.num_root_parameters - s.num_apart) * s.frozen_bytes
+    return root + num_blocks * (s.frozen_block_bytes - in_experts)
 
 
 def fetched(s: EstimateInput) -> int:
@@ -223,7 +224,7 @@ def _gathered_partially_trained(s: EstimateInput, t: TrainedWeights) -> int:
         return held * casts
     num_blocks = min(GATHERED_BLOCKS, s.model.num_layers) if s.layout.reshard_after_forward else s.model.num_layers
     trained = t.num_in_root + min(num_blocks * t.num_in_largest_block, t.num_in_blocks)
-    plain = s.num_root_parameters + num_blocks * s.model.num_block_parameters
+    plain = s.num_root_parameters - s.num_apart + num_blocks * s.model.num_block_parameters
     return plain * s.frozen_bytes + trained * (s.master_bytes - s.frozen_bytes) + held * casts
 
 
@@ -312,12 +313,12 @@ def gap_bytes(s: EstimateInput) -> int:
 def pools(s: EstimateInput, terms: dict[str, int]) -> int:
     """What torch's allocator holds for one stream and another cannot use, at the moment of ``terms``.
 
-    ``fully_shard`` gathers in a stream of its own, whose pool keeps the largest buffer: the root's, or two blocks', of
-    which one block's is counted in ``gathered``; and of weights that are cast the root's shards in compute dtype beside
-    it, ``R c / S`` (``foreach_all_gather``). Blocks whose gathered weights come and go among activations that stay
-    leave one block's room between them. Reductions have another pool, in which the next steps' activations find no
-    room: see ``reduce_pool_bytes`` and ``divide_buffer_bytes``. So have DeepSpeed's buckets, and weights that its
-    stage 3 has released.
+    ``fully_shard`` gathers in a stream of its own, whose pool keeps the largest buffer: an outer unit's, or two
+    blocks', of which one block's is counted in ``gathered``; and of weights that are cast that unit's shards in compute
+    dtype beside it, ``max(R - E, E) c / S`` (``foreach_all_gather``). Blocks whose gathered weights come and go among
+    activations that stay leave one block's room between them. Reductions have another pool, in which the next steps'
+    activations find no room: see ``reduce_pool_bytes`` and ``divide_buffer_bytes``. So have DeepSpeed's buckets, and
+    weights that its stage 3 has released.
     """
     if s.layout.zero_stage and s.layout.device == "cuda":
         return (0 if terms["reduction"] else zero.buckets(s)) + zero.released_weights(s)
@@ -327,7 +328,7 @@ def pools(s: EstimateInput, terms: dict[str, int]) -> int:
     if s.num_shards == 1:
         return apart + divide_buffer_bytes(s)
     block = s.model.num_block_parameters * s.compute_bytes if s.trains_everything else s.frozen_block_bytes
-    root = s.num_root_parameters * (s.compute_bytes if s.trains_everything else s.frozen_bytes)
+    root = s.largest_outer_unit * (s.compute_bytes if s.trains_everything else s.frozen_bytes)
     cast = root // s.num_shards if s.is_cast and s.layout.offload != "all" else 0
     resharded = s.layout.reshard_after_forward and s.model.num_layers >= GATHERED_BLOCKS
     gathering = max(0, max(root + cast, BLOCKS_IN_FLIGHT * block) - resharded * block)
@@ -337,16 +338,16 @@ def pools(s: EstimateInput, terms: dict[str, int]) -> int:
 
 def divide_buffer_bytes(s: EstimateInput) -> int:
     """What FSDP2 makes of the largest unit's sums where replicas have nothing to scatter: a quotient of its own, by the
-    factor of 1 that several ranks are given, in the stream that reduces (``foreach_reduce``): ``4 max(R, B)``.
+    factor of 1 that several ranks are given, in the stream that reduces (``foreach_reduce``): ``4 max(R - E, E, B)``.
     """
     return largest_sums(s) if s.trains_everything and s.layout.world_size > 1 else 0
 
 
 def largest_sums(s: EstimateInput) -> int:
-    """Of the largest unit, the result of a reduction: ``4 max(R, B) / S``, in the gradients' own dtype where weights
-    compute in the dtype they have.
+    """Of the largest unit, the result of a reduction: ``4 max(R - E, E, B) / S``, in the gradients' own dtype where
+    weights compute in the dtype they have.
     """
-    largest = max(s.num_root_parameters, s.model.num_block_parameters)
+    largest = max(s.largest_outer_unit, s.model.num_block_parameters)
     several = s.is_cast or s.layout.world_size > 1
     return largest * (s.sum_bytes if several else s.master_bytes) // s.num_shards
 

@@ -97,7 +97,7 @@ def communication(s: TimeInput, compute: float) -> float:
         e.model.num_layers
     )
     trained = e.num_trained - e.trained_in_experts
-    units = e.model.num_layers + 1
+    units = e.model.num_layers + (2 if e.num_apart else 1)
     seconds = 0.0
     if shard > 1:
         times, held = gathers(s), whole_bytes(e) - in_experts
