@@ -171,10 +171,8 @@ WORKS: dict[str, tuple[Callable[[Notebook], Any], Any]] = {
         < 1e-4,
         True,
     ),
-    "callbacks": (
-        lambda n: (n.recorder.events, [step for step, logs in n.recorder.logged if "loss" in logs]),
-        (["begin", "end"], [1, 2, 3]),
-    ),
+    "callbacks": (lambda n: (n.recorder.events, [step for step, logs in n.recorder.logged if "loss" in logs]),
+                  (["begin", "end"], [1, 2, 3])),
     "print_trainable_parameters": (lambda n: n.model.print_trainable_parameters(), None),
     "trained parameters, planned and in the run": (lambda n: n.model.get_nb_trainable_parameters() == n.before, True),
     "parameters": (lambda n: sum(p.numel() for p in n.model.parameters()) == n.before[1], True),
@@ -207,10 +205,8 @@ WORKS: dict[str, tuple[Callable[[Notebook], Any], Any]] = {
         ["adapter_model.safetensors"],
     ),
     "merge_and_unload": (merged, True),
-    "push_to_hub": (
-        lambda n: n.model.push_to_hub("me/lora", token="t", private=False, base="org/base").split()[:2],
-        ["me/lora", "t"],
-    ),
+    "push_to_hub": (lambda n: n.model.push_to_hub("me/lora", token="t", private=False, base="org/base").split()[:2],
+                    ["me/lora", "t"]),
     "push_to_hub_merged": (
         lambda n: "model.safetensors" in n.model.push_to_hub_merged("me/m", n.tokenizer, token="t", private=False),
         True,

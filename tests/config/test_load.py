@@ -161,11 +161,8 @@ def test_an_empty_section_is_its_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        (
-            "a.yaml",
-            BASE + "seed: 1\nseed: 2\nbatch:\n  samples: 1\n  samples: 2\n",
-            ["line 4, column 1: duplicate key `seed`", "line 7, column 3: duplicate key `samples`"],
-        ),
+        ("a.yaml", BASE + "seed: 1\nseed: 2\nbatch:\n  samples: 1\n  samples: 2\n",
+         ["line 4, column 1: duplicate key `seed`", "line 7, column 3: duplicate key `samples`"]),
         ("a.json", '{"name": "a", "name": "b"}', ["duplicate key `name`"]),
         ("a.toml", 'name = "a"\nname = "b"\n', ["not valid TOML", "line 2"]),
         ("a.yaml", "model:\n\tname: x\n", ["not valid YAML", "line 2, column 1", "spaces"]),
@@ -188,11 +185,8 @@ def test_an_empty_section_is_its_defaults(tmp_path):
         ("a.json", '{"name": ' + "[" * 100 + "]" * 100 + "}", ["nested more than"]),
         ("a.toml", "a = " + "[" * 100 + "]" * 100, ["nested more than"]),
         ("a.toml", "seed = " + "9" * 5000, ["not valid TOML"]),
-        (
-            "a.yaml",
-            "model: &a {name: *a}\n",
-            ["not valid YAML", "line 1, column 8", "refers to a value that contains it"],
-        ),
+        ("a.yaml", "model: &a {name: *a}\n",
+         ["not valid YAML", "line 1, column 8", "refers to a value that contains it"]),
         ("a.yaml", "&a\nmodel: {name: m}\ndata: *a\n", ["line 1", "refers to a value that contains it"]),
         ("a.yaml", "model: &a {name: m, <<: *a}\n", ["line 1", "refers to a value that contains it"]),
         ("a.yaml", "seed: !!bool maybe\n", ["line 1, column 7", "'maybe' is not a bool", "without a tag"]),
@@ -200,7 +194,7 @@ def test_an_empty_section_is_its_defaults(tmp_path):
         ("a.yaml", 'output: {dir: "a\\0b"}\n', ["contains the invalid character '\\x00'"]),
         ("a.json", '{"output": {"dir": "\\ud800"}}', ["contains the invalid character '\\ud800'"]),
     ],
-)
+)  # fmt: skip
 def test_broken_files_say_where(tmp_path, name, text, said):
     message = str(refusal(write(tmp_path, text, name)))
     assert name in message

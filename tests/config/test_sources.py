@@ -150,47 +150,31 @@ def test_the_json_schema_knows_sources() -> None:
 
 
 CONTRADICTIONS = [
-    (
-        {"train": [{"path": "a.jsonl", "subset": "x"}]},
-        "`data.train[0].subset` has no effect with `data.train[0].path: a.jsonl`",
-    ),
+    ({"train": [{"path": "a.jsonl", "subset": "x"}]},
+     "`data.train[0].subset` has no effect with `data.train[0].path: a.jsonl`"),
     ({"train": [{"path": "folder", "revision": "x"}]}, "`data.train[0].revision` has no effect"),
     ({"train": ["b.csv", {"path": "a.parquet", "split": "test"}]}, "`data.train[1].split` has no effect"),
     ({"train": ["hub:"]}, "has no dataset name"),
-    (
-        {"train": [{"path": "a", "name": "n"}, {"path": "b", "name": "n"}]},
-        "`data.train[1].name` and `data.train[0].name`",
-    ),
-    (
-        {"validation": [{"path": "a", "weight": 2}], "validation_fraction": 0.0},
-        "`data.validation[0].weight` has no effect",
-    ),
+    ({"train": [{"path": "a", "name": "n"}, {"path": "b", "name": "n"}]},
+     "`data.train[1].name` and `data.train[0].name`"),
+    ({"validation": [{"path": "a", "weight": 2}], "validation_fraction": 0.0},
+     "`data.validation[0].weight` has no effect"),
     ({"train": [{"path": "a", "format": "text"}]}, "`data.train[0].format: text` does not fit `task: sft`"),
-    (
-        {"fields": {"promt": "x"}, "format": "prompt"},
-        "`data.fields` has the field promt, which `data.format: prompt` does not have: did you mean prompt?",
-    ),
-    (
-        {"ignore": ["x"], "fields": {"prompt": "x"}},
-        "`data.ignore` ignores the column x, which `data.fields` reads: remove one",
-    ),
-    (
-        {"ignore": ["text", "question"], "format": "question"},
-        "ignores the column question, which `data.format: question` reads",
-    ),
-    (
-        {"train": [{"path": "a", "ignore": ["x"]}], "fields": {"prompt": "x"}},
-        "`data.train[0].ignore` ignores the column x",
-    ),
+    ({"fields": {"promt": "x"}, "format": "prompt"},
+     "`data.fields` has the field promt, which `data.format: prompt` does not have: did you mean prompt?"),
+    ({"ignore": ["x"], "fields": {"prompt": "x"}},
+     "`data.ignore` ignores the column x, which `data.fields` reads: remove one"),
+    ({"ignore": ["text", "question"], "format": "question"},
+     "ignores the column question, which `data.format: question` reads"),
+    ({"train": [{"path": "a", "ignore": ["x"]}], "fields": {"prompt": "x"}},
+     "`data.train[0].ignore` ignores the column x"),
     ({"fields": {"prompt": "x"}, "format": "messages"}, "which `data.format: messages` does not have"),
     ({"fields": {"asked": "x"}}, "which `data.format: auto` does not have"),
-    (
-        {"train": [{"path": "a", "format": "alpaca", "fields": {"question": "x"}}]},
-        "`data.train[0].fields` has the field question",
-    ),
+    ({"train": [{"path": "a", "format": "alpaca", "fields": {"question": "x"}}]},
+     "`data.train[0].fields` has the field question"),
     ({"chat_template_kwargs": {"tools": []}}, "`data.chat_template_kwargs.tools`"),
     ({"date": "2026-02-30"}, "`data.date: 2026-02-30`"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("data", "said"), CONTRADICTIONS)
@@ -210,24 +194,15 @@ def test_contradictions_are_named_by_place(data: dict, said: str) -> None:
                 {"path": "b.jsonl", "format": "sharegpt", "fields": {"conversations": "talk", "from": "who"}},
             ]
         },
-        {
-            "task": "mixed",
-            "data__train": ["a.txt", {"path": "b", "format": "messages"}],
-            "data__too_long": "split",
-            "data__train_on": "last",
-        },
+        {"task": "mixed", "data__train": ["a.txt", {"path": "b", "format": "messages"}], "data__too_long": "split",
+         "data__train_on": "last"},
         {"task": "mixed", "data__format": "text", "model__chat_template": "x"},
         {"task": "cpt", "data__fields": {"text": "body"}},
-        {
-            "method__name": "qlora",
-            "method__rank": 8,
-            "method__rslora": True,
-            "method__modules_to_save": ["lm_head"],
-            "method__adapter": "x",
-        },
+        {"method__name": "qlora", "method__rank": 8, "method__rslora": True, "method__modules_to_save": ["lm_head"],
+         "method__adapter": "x"},
         {"data__packing": True, "batch__micro_tokens": 4096},
     ],
-)
+)  # fmt: skip
 def test_what_goes_together_is_not_refused(keys: dict) -> None:
     assert check(config(**keys)) == []
 

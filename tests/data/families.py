@@ -69,17 +69,10 @@ GLM = Family(
 
 FAMILIES: dict[str, Family] = {
     "chatml": CHATML,
-    "llama3": Family(
-        "<|begin_of_text|>",
-        "<|eot_id|>",
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
-    ),
-    "qwen3": Family(
-        None,
-        "<|im_end|>",
-        CHATML.special,
-        ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-    ),
+    "llama3": Family("<|begin_of_text|>", "<|eot_id|>",
+                     ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")),
+    "qwen3": Family(None, "<|im_end|>", CHATML.special,
+                    ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")),
     "gemma3": Family("<bos>", "<eos>", ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")),
     "mistral3": MISTRAL,
     "mistral7": MISTRAL,
@@ -89,7 +82,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek1": DEEPSEEK,
     "glm4": GLM,
     "glm45": GLM,
-}
+}  # fmt: skip
 
 
 def train_tokenizer(

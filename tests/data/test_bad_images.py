@@ -168,26 +168,16 @@ def test_copies_of_what_was_fetched_are_bounded_and_shared(tmp_path: Path, serve
 
 
 PLACES: dict[str, tuple[dict[str, Any], str]] = {
-    "a place too many": (
-        {"images": ["a.png"], "messages": [{"role": "user", "content": "<image> <image>"}]},
-        "1 image in the row's column, and 2 places",
-    ),
-    "an image too many": (
-        {"images": ["a.png", "a.png"], "messages": [{"role": "user", "content": "<image> what"}]},
-        "2 images in the row's column, and 1 place",
-    ),
-    "a mark without image": (
-        {"messages": [{"role": "user", "content": "<image> what"}]},
-        "the row has no images, and 1 place for them",
-    ),
-    "a part without image": (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "the row has no images, and 1 place for them",
-    ),
-    "the model's own placeholder": (
-        {"messages": [{"role": "user", "content": "<start_of_image> what"}]},
-        "placeholder",
-    ),
+    "a place too many": ({"images": ["a.png"], "messages": [{"role": "user", "content": "<image> <image>"}]},
+                         "1 image in the row's column, and 2 places"),
+    "an image too many": ({"images": ["a.png", "a.png"], "messages": [{"role": "user", "content": "<image> what"}]},
+                          "2 images in the row's column, and 1 place"),
+    "a mark without image": ({"messages": [{"role": "user", "content": "<image> what"}]},
+                             "the row has no images, and 1 place for them"),
+    "a part without image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+                             "the row has no images, and 1 place for them"),
+    "the model's own placeholder": ({"messages": [{"role": "user", "content": "<start_of_image> what"}]},
+                                    "placeholder"),
     "what stands for features": (
         {"images": ["a.png"], "messages": [{"role": "user", "content": "<image> <image_soft_token>"}]},
         "placeholders for images are in its tokens, and its images take 4",
@@ -198,11 +188,9 @@ PLACES: dict[str, tuple[dict[str, Any], str]] = {
         {"image": "a.png", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "so"}]},
         "1 image in the row's column, and 0 places",
     ),
-    "a sound": (
-        {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]},
-        "only text and images can be trained",
-    ),
-}
+    "a sound": ({"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]},
+                "only text and images can be trained"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PLACES)

@@ -31,35 +31,23 @@ REFUSED = [
     ({"prompt": "a", "completion": "b", "label": False}, "this is preference data: the column label", "[label]"),
     ({"prompt": "a", "completion": "b", "label": 0}, "this is preference data: the column label", "[label]"),
     ({"question": "a", "answer": "b", "label": "spam"}, "the column label would not be used", "answer: label"),
-    (
-        {"prompt": "a", "chosen": "b", "rejected": "c"},
-        "preference data: the columns chosen, rejected",
-        "{completion: chosen}",
-    ),
-    (
-        {"prompt": "a", "chosen": TALK, "rejected": TALK},
-        "preference data: the columns chosen, rejected",
-        "{messages: chosen}",
-    ),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference data: the columns chosen, rejected",
+     "{completion: chosen}"),
+    ({"prompt": "a", "chosen": TALK, "rejected": TALK}, "preference data: the columns chosen, rejected",
+     "{messages: chosen}"),
     ({"messages": TALK, "Rejected": "c"}, "preference data: the column Rejected", "[Rejected]"),
-    (
-        {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]},
-        "this is preference data",
-        "the last turn",
-    ),
+    ({"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]}, "this is preference data",
+     "the last turn"),
     ({"conversations": TURNS, "image": "1.jpg", "id": 3}, "these rows come with images", "data.ignore: [image]"),
-    (
-        {"messages": TALK, "images": ["1.jpg"], "audios": ["1.mp3"]},
-        "these rows come with images and audio",
-        "[images, audios]",
-    ),
+    ({"messages": TALK, "images": ["1.jpg"], "audios": ["1.mp3"]}, "these rows come with images and audio",
+     "[images, audios]"),
     ({"text": "b", "video": "1.mp4"}, "these rows come with videos", "data.ignore: [video]"),
     *(
         (fields | {name: [0, 1]}, f"the column {name} would not be used, and it says what", f"data.ignore: [{name}]")
         for fields in ({"messages": TALK}, {"text": "b"}, {"prompt": "a", "completion": "b"})
         for name in ("assistant_masks", "loss_mask", "loss_weights", "sample_weight")
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "what", "fix"), REFUSED)

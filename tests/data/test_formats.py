@@ -223,33 +223,21 @@ def messages(*talk: object) -> dict:
         ("messages", {"messages": {}}, "list of messages"),
         ("messages", messages("hi"), "message 1 of messages is not an object"),
         ("messages", messages(USER), "no assistant message"),
-        (
-            "messages",
-            messages(USER | {"role": "alien"}),
-            "'alien'; known roles: system, developer, user, assistant, tool",
-        ),
+        ("messages", messages(USER | {"role": "alien"}),
+         "'alien'; known roles: system, developer, user, assistant, tool"),
         ("messages", messages({"from": "human", "value": "a"}), "sharegpt"),
         ("messages", messages(ANSWER | {"content": None}), "must be a string, this is NoneType"),
         ("messages", messages(ANSWER | {"content": [{"type": "image", "image": 1}]}), "trains text alone"),
         ("messages", messages(USER | {"tool_calls": [CALL]}, ANSWER), "only an assistant has them"),
         ("messages", messages(USER | {"thinking": "x"}, ANSWER), "only an assistant has them"),
         ("messages", messages(ANSWER | {"reasoning_content": 3}), "must be a string, this is int"),
-        (
-            "messages",
-            messages(ANSWER | {"tool_calls": [{}]}),
-            "tool call 1 of message 1 of messages must be an object with name",
-        ),
+        ("messages", messages(ANSWER | {"tool_calls": [{}]}),
+         "tool call 1 of message 1 of messages must be an object with name"),
         ("messages", messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": "{x"}]}), "is no JSON"),
-        (
-            "messages",
-            messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}),
-            "must be an object or JSON text",
-        ),
-        (
-            "messages",
-            messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": '{"a": {"b": 1, "b": 2}}'}]}),
-            "the key 'b' stands twice",
-        ),
+        ("messages", messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}),
+         "must be an object or JSON text"),
+        ("messages", messages(ANSWER | {"tool_calls": [{"name": "f", "arguments": '{"a": {"b": 1, "b": 2}}'}]}),
+         "the key 'b' stands twice"),
         *(
             (
                 "messages",
@@ -272,27 +260,18 @@ def messages(*talk: object) -> dict:
         ("messages", messages(ANSWER) | {"tools": [{}]}, "tool 1 of tools must be an object with a name"),
         ("messages", messages(ANSWER) | {"tools": "no"}, "tools is no JSON"),
         ("messages", {"messages": '[{"role": "assistant", "content": "\\ud800"}]'}, "surrogate"),
-        (
-            "sharegpt",
-            {"conversations": [{"from": "alien", "value": "a"}]},
-            "turn 1 of conversations has the role 'alien'; known roles: system",
-        ),
+        ("sharegpt", {"conversations": [{"from": "alien", "value": "a"}]},
+         "turn 1 of conversations has the role 'alien'; known roles: system"),
         ("sharegpt", {"conversations": [{"from": "gpt", "value": None}]}, "must be a string"),
-        (
-            "sharegpt",
-            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
-            "turn 1 of conversations is no JSON",
-        ),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "f(1)"}]},
+         "turn 1 of conversations is no JSON"),
         ("sharegpt", {"conversations": [SYSTEM, ANSWER], "system": "x"}, "two system prompts"),
         ("alpaca", {"instruction": "a", "output": ""}, "output is empty"),
         ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input must be a string"),
         ("alpaca", {"instruction": "a", "output": "b", "history": [["c"]]}, "list of pairs"),
         ("messages", messages(ANSWER | {"content": [{"type": "text", "txt": "a"}]}), "(type, txt) is text or value"),
-        (
-            "messages",
-            messages(USER | {"content": [{"type": "reasoning", "value": "a"}]}, ANSWER),
-            "only an assistant has them",
-        ),
+        ("messages", messages(USER | {"content": [{"type": "reasoning", "value": "a"}]}, ANSWER),
+         "only an assistant has them"),
         ("messages", messages(USER | {"images": ["a.png"]}, ANSWER), "message 1 of messages has images, and only text"),
         ("messages", messages(USER, ANSWER | {"weight": 1, "loss_weight": 1}), "both weight and loss_weight"),
         ("messages", messages(USER, ANSWER | {"tool_calls": [CALL], "function_call": CALL["function"]}), "keep one"),
@@ -303,7 +282,7 @@ def messages(*talk: object) -> dict:
         ("question", {"question": "a", "answer": " "}, "answer is empty"),
         ("text", {"text": ""}, "text is empty"),
     ],
-)
+)  # fmt: skip
 def test_rows_are_refused_with_the_reason(format: str, fields: dict, reason: str) -> None:
     with pytest.raises(RowRefused) as caught:
         to_conversation(row(**fields), format)

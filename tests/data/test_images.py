@@ -227,15 +227,10 @@ def check_sample(store: TokenStore, folder: Path, path: Path) -> None:
 
 # A row of each tool about the image {path}; what it becomes is that of the parts [image, "?"].
 TOOLS: dict[str, dict[str, Any]] = {
-    "LLaVA": {
-        "id": "1",
-        "image": "0.png",
-        "conversations": [{"from": "human", "value": "<image>\n?"}, {"from": "gpt", "value": "it is so"}],
-    },
-    "LLaMA-Factory": {
-        "images": ["0.png"],
-        "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "it is so"}],
-    },
+    "LLaVA": {"id": "1", "image": "0.png",
+              "conversations": [{"from": "human", "value": "<image>\n?"}, {"from": "gpt", "value": "it is so"}]},
+    "LLaMA-Factory": {"images": ["0.png"],
+                      "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "it is so"}]},
     "LLaMA-Factory alpaca": {"images": ["0.png"], "instruction": "<image>?", "output": "it is so"},
     "Axolotl": {
         "messages": [
@@ -243,19 +238,12 @@ TOOLS: dict[str, dict[str, Any]] = {
             {"role": "assistant", "content": [{"type": "text", "text": "it is so"}]},
         ]
     },
-    "TRL": {
-        "images": ["0.png"],
-        "messages": [
-            {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "?"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "it is so"}]},
-        ],
-    },
-    "TRL, text alone": {
-        "image": "0.png",
-        "prompt": [{"role": "user", "content": "?"}],
-        "completion": [{"role": "assistant", "content": "it is so"}],
-    },
-}
+    "TRL": {"images": ["0.png"],
+            "messages": [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "?"}]},
+                         {"role": "assistant", "content": [{"type": "text", "text": "it is so"}]}]},
+    "TRL, text alone": {"image": "0.png", "prompt": [{"role": "user", "content": "?"}],
+                        "completion": [{"role": "assistant", "content": "it is so"}]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tool", TOOLS)

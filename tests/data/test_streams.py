@@ -236,10 +236,8 @@ CONTRADICTIONS: dict[str, tuple[Stream, ...]] = {
     "one entry of two": (*TEXT, Stream("other", "<f4", along="tokens", entries=(BatchEntry("labels", "float32"),))),
     "along nothing": (*TEXT, Stream("other", "<f4", along="words")),
     "along a stream along another": (*TEXT, Stream("other", "<f4", along="mask")),
-    "a mask of another length": (
-        *TEXT,
-        Stream("other", "<f4", entries=(BatchEntry("other", "float32", where="mask"),)),
-    ),
+    "a mask of another length": (*TEXT,
+                                 Stream("other", "<f4", entries=(BatchEntry("other", "float32", where="mask"),))),
     "shifted alone": (*TEXT, Stream("other", "<f4", entries=(BatchEntry("other", "float32", shifted=True),))),
     "a default of another length": (*TEXT, Stream("other", "<f4", default_from="mask")),
     "a path": (*TEXT, Stream("../other", "<f4", along="tokens")),

@@ -245,29 +245,20 @@ def test_sharded_weights(folder: Path):
         ({"num_local_experts": 8}, "mixture of experts that cannot be trained here"),
         ({"num_experts": 64, "model_type": "kimi_linear"}, "kimi_linear is a mixture of experts.*not been tried"),
         ({"vision_config": {}, "model_type": "git"}, "git is multimodal, and its config.json does not say which part"),
-        (
-            {"text_config": {"model_type": "gemma3_text"}, "vision_config": {}},
-            "not a known kind of decoder",
-        ),
+        ({"text_config": {"model_type": "gemma3_text"}, "vision_config": {}}, "not a known kind of decoder"),
         ({"text_config": SIZES | {"num_local_experts": 8}, "model_type": "llama4"}, "llama4 is a mixture of experts"),
-        (
-            {"text_config": SIZES | {"cross_attention_layers": [3]}, "model_type": "mllama"},
-            "mllama has blocks that attend to images only",
-        ),
+        ({"text_config": SIZES | {"cross_attention_layers": [3]}, "model_type": "mllama"},
+         "mllama has blocks that attend to images only"),
         ({"quantization_config": {"bits": 4}}, r"quantized \(of an unnamed kind\), which is not supported"),
         ({"is_encoder_decoder": True}, "has an encoder"),
-        (
-            {"architectures": ["LlamaForSequenceClassification"]},
-            "its head is for SequenceClassification and predicts no tokens",
-        ),
-        (
-            {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
-            "BertForMaskedLM is not a causal language model.*it is an encoder",
-        ),
+        ({"architectures": ["LlamaForSequenceClassification"]},
+         "its head is for SequenceClassification and predicts no tokens"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"},
+         "BertForMaskedLM is not a causal language model.*it is an encoder"),
         ({"hidden_size": None}, "not a known kind of decoder"),
         ({"vocab_size": "many"}, "vocab_size: .many. is not a positive integer"),
     ],
-)
+)  # fmt: skip
 def test_models_that_are_not_supported(more: dict, words: str, tmp_path: Path):
     write_config(tmp_path, **more)
     with pytest.raises(UserError, match=f"(?s){words}") as caught:

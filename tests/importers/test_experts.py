@@ -24,23 +24,12 @@ FILES: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-4,
         "output_dir": "out",
     },
-    "llamafactory.run": {
-        "model_name_or_path": "org/model",
-        "stage": "sft",
-        "finetuning_type": "lora",
-        "template": "llama3",
-        "dataset": "rows",
-        "dataset_dir": {"rows": {"file_name": "rows.json"}},
-        "do_train": True,
-        "output_dir": "out",
-    },
-    "trl": {
-        "model_name_or_path": "org/model",
-        "dataset_name": "org/data",
-        "use_peft": True,
-        "lora_target_modules": ["q_proj", "v_proj"],
-    },
-}
+    "llamafactory.run": {"model_name_or_path": "org/model", "stage": "sft", "finetuning_type": "lora",
+                         "template": "llama3", "dataset": "rows", "dataset_dir": {"rows": {"file_name": "rows.json"}},
+                         "do_train": True, "output_dir": "out"},
+    "trl": {"model_name_or_path": "org/model", "dataset_name": "org/data", "use_peft": True,
+            "lora_target_modules": ["q_proj", "v_proj"]},
+}  # fmt: skip
 LOSS = {
     "axolotl.run": ("model_config", {"output_router_logits": True, "router_aux_loss_coef": 0.02}),
     "llamafactory.run": ("moe_aux_loss_coef", 0.02),

@@ -20,12 +20,9 @@ from manyhands.importers.translation import ImportContext, Translation, flatten
 
 INFO = {
     "greetings": {"file_name": "greetings.json"},
-    "chats": {
-        "file_name": "chats.jsonl",
-        "formatting": "sharegpt",
-        "columns": {"messages": "turns", "system": "instructions"},
-        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
-    },
+    "chats": {"file_name": "chats.jsonl", "formatting": "sharegpt",
+              "columns": {"messages": "turns", "system": "instructions"},
+              "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}},
     "essays": {"file_name": "essays.jsonl", "columns": {"prompt": "body"}},
     "pages": {"file_name": "pages.txt", "columns": {"prompt": "text"}},
     "wiki": {"hf_hub_url": "org/wiki", "subset": "en", "split": "test", "columns": {"prompt": "q", "response": "a"}},
@@ -126,28 +123,22 @@ def test_json_and_a_list_of_data_sets(tmp_path: Path) -> None:
             },
             {"method.name": "patterns", "method.train": ["layers[:2].mlp", "layers[:2].self_attn", "*embed_tokens*"]},
         ),
-        (
-            {"finetuning_type": "full", "weight_decay": 0.1},
-            {"optimizer.weight_decay": 0.1, "optimizer.decay_embeddings": True},
-        ),
+        ({"finetuning_type": "full", "weight_decay": 0.1},
+         {"optimizer.weight_decay": 0.1, "optimizer.decay_embeddings": True}),
         ({"lora_rank": 16}, {"method.rank": 16, "method.alpha": 32}),
         ({"lora_alpha": 7}, {"method.rank": 8, "method.alpha": 7}),
         ({"lora_target": "q_proj, v_proj"}, {"method.target_modules": ["q_proj", "v_proj"]}),
         ({"additional_target": "lm_head"}, {"method.modules_to_save": ["lm_head"]}),
         ({"use_dora": True, "use_rslora": True}, {"method.dora": True, "method.rslora": True}),
-        (
-            {"loraplus_lr_ratio": 16.0, "learning_rate": 1e-4},
-            {"optimizer.learning_rates": {"lora_B": pytest.approx(1.6e-3)}},
-        ),
+        ({"loraplus_lr_ratio": 16.0, "learning_rate": 1e-4},
+         {"optimizer.learning_rates": {"lora_B": pytest.approx(1.6e-3)}}),
         ({"quantization_bit": 4, "quantization_method": "bnb"}, {"method.name": "qlora"}),
         ({"quantization_bit": 4, "double_quantization": False}, {"method.double_quant": False}),
         ({"use_muon": True}, {"optimizer.name": "muon"}),
         ({"mask_history": True}, {"data.train_on": "last"}),
         ({"train_on_prompt": True}, {"data.train_on": "all"}),
-        (
-            {"neat_packing": True, "cutoff_len": 1024, "per_device_train_batch_size": 2},
-            {"data.packing": True, "data.max_length": 1023, "batch.packs": 4},
-        ),
+        ({"neat_packing": True, "cutoff_len": 1024, "per_device_train_batch_size": 2},
+         {"data.packing": True, "data.max_length": 1023, "batch.packs": 4}),
         ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 5}, {"data.validation_fraction": 0.1}),
         ({"val_size": 100}, {"data.validation_fraction": 100}),
         ({"ddp_timeout": 180000000}, {"parallel.timeout_s": 86400}),
@@ -158,7 +149,7 @@ def test_json_and_a_list_of_data_sets(tmp_path: Path) -> None:
         ({"train_from_scratch": True, "model_revision": "v2"}, {"model.init": "random", "model.revision": "v2"}),
         ({"add_special_tokens": "<a>,<b>"}, {"model.new_tokens": ["<a>", "<b>"]}),
     ],
-)
+)  # fmt: skip
 def test_keys_and_what_they_become(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     found = native(tmp_path, **changes)
     assert {key: found.get(key) for key in expected} == expected
@@ -202,20 +193,12 @@ def test_an_adapter_brings_its_own_shape(tmp_path: Path) -> None:
                 "ignore": ["chat_template_kwargs", "tools", "weight"],
             },
         ),
-        (
-            "wiki",
-            {
-                "path": "hub:org/wiki",
-                "subset": "en",
-                "split": "test",
-                "format": "alpaca",
-                "fields": {"instruction": "q", "output": "a"},
-                "ignore": ["history", "input", "system", "weight"],
-            },
-        ),
+        ("wiki",
+         {"path": "hub:org/wiki", "subset": "en", "split": "test", "format": "alpaca",
+          "fields": {"instruction": "q", "output": "a"}, "ignore": ["history", "input", "system", "weight"]}),
         ("few", {"path": "data/few.json", "format": "alpaca", "max_samples": 50}),
     ],
-)
+)  # fmt: skip
 def test_entries_of_dataset_info_become_sources(name: str, expected: dict[str, Any], tmp_path: Path) -> None:
     (source,) = native(tmp_path, dataset=name)["data.train"]
     assert {key: source.get(key) for key in expected} == expected

@@ -43,18 +43,12 @@ EXPECTED = [
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{<think>\n\n</think>\n\nYes.<|im_end|>}\n"
         "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n{<think>\n\n</think>\n\nSo.<|im_end|>}\n",
     ),
-    (
-        "gemma",
-        [BRIEF, *TURNS[:2]],
-        "BOS<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n{Yes.<end_of_turn>}\n",
-    ),
-    (
-        "llama2",
-        [BRIEF, *TURNS],
-        "BOS[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]{Yes.EOS}BOS[INST] Why? [/INST]{So.EOS}",
-    ),
+    ("gemma", [BRIEF, *TURNS[:2]],
+     "BOS<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n{Yes.<end_of_turn>}\n"),
+    ("llama2", [BRIEF, *TURNS],
+     "BOS[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]{Yes.EOS}BOS[INST] Why? [/INST]{So.EOS}"),
     ("alpaca", [BRIEF, *TURNS[:2]], "Be brief.### Instruction:\nHi\n\n### Response:\n{Yes.EOS}\n\n"),
-]
+]  # fmt: skip
 
 
 def tokenizer_with(template: str) -> Any:

@@ -20,22 +20,15 @@ TRL = {"model_name_or_path": "org/model", "dataset_name": "org/pairs", "use_peft
 PAIR = {"prompt": "q", "chosen": "good", "rejected": "bad"}
 INFO = {
     "pairs": {"file_name": "p.json", "ranking": True, "columns": PAIR},
-    "turns": {
-        "file_name": "t.json",
-        "formatting": "sharegpt",
-        "ranking": True,
-        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
-    },
-    "judged": {
-        "file_name": "k.json",
-        "formatting": "sharegpt",
-        "columns": {"messages": "messages", "kto_tag": "label"},
-        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
-    },
+    "turns": {"file_name": "t.json", "formatting": "sharegpt", "ranking": True,
+              "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}},
+    "judged": {"file_name": "k.json", "formatting": "sharegpt", "columns": {"messages": "messages", "kto_tag": "label"},
+               "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
+                        "assistant_tag": "assistant"}},
     "plain": {"file_name": "s.json"},
     "shown": {"file_name": "i.json", "ranking": True, "columns": {**PAIR, "images": "pictures"}},
     "judged-shown": {"file_name": "j.json", "columns": {"prompt": "q", "kto_tag": "label", "images": "pictures"}},
-}
+}  # fmt: skip
 LF = {
     "model_name_or_path": "org/model",
     "stage": "dpo",
@@ -104,17 +97,11 @@ FILES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("axolotl", {"rl": "ipo", "rl_beta": 0.2}, {P + "loss": "ipo", P + "beta": 0.2}),
     ("axolotl", {"dpo_loss_type": ["hinge"], "trl": {"beta": 0.3}}, {P + "loss": "hinge", P + "beta": 0.3}),
     ("axolotl", {"rl": "simpo", "simpo_gamma": 1.0, "cpo_alpha": 0}, {P + "margin": 1.0, P + "sft_weight": 0}),
-    (
-        "axolotl",
-        {"rl": "orpo", "orpo_alpha": 0.2, "datasets": [{"path": "org/p", "type": "chat_template.argilla"}]},
-        {P + "loss": "orpo", P + "beta": 0.2},
-    ),
-    (
-        "axolotl",
-        {"rl": "kto", "kto_desirable_weight": 0.2, "datasets": [{"path": "org/k", "type": "llama3.ultra"}]},
-        {"task": "kto", P + "desirable_weight": 0.2, "model.chat_template": "llama3"},
-    ),
-)
+    ("axolotl", {"rl": "orpo", "orpo_alpha": 0.2, "datasets": [{"path": "org/p", "type": "chat_template.argilla"}]},
+     {P + "loss": "orpo", P + "beta": 0.2}),
+    ("axolotl", {"rl": "kto", "kto_desirable_weight": 0.2, "datasets": [{"path": "org/k", "type": "llama3.ultra"}]},
+     {"task": "kto", P + "desirable_weight": 0.2, "model.chat_template": "llama3"}),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("tool", "changes", "wanted"), FILES, ids=[f"{tool}-{keys}" for tool, keys, _ in FILES])

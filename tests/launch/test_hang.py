@@ -48,36 +48,21 @@ WAITS = state(0, waits=REDUCE)
         ([state(1, process=STOPPED)], [WAITS], "its process is stopped (SIGSTOP), as by Ctrl-Z, a debugger or a "),
         ([state(0, waits=REDUCE)], [state(1, process=GONE)], "rank 1 ended without a report"),
         ([state(1, process=DISK, stage="checkpoint")], [WAITS], "it waits for a disk"),
-        (
-            [state(1, stage="checkpoint", main=IN_SAVE)],
-            [WAITS],
-            "files in stage 'checkpoint' and is not making progress",
-        ),
+        ([state(1, stage="checkpoint", main=IN_SAVE)], [WAITS],
+         "files in stage 'checkpoint' and is not making progress"),
         ([state(1, main=IN_WRITE)], [WAITS], "it reads or writes files"),
         ([state(1, main=IN_DATA)], [WAITS], "its next batch does not come"),
-        (
-            [state(1, main=IN_DATA, children=(Child(77, STOPPED, "prepares batches"),))],
-            [WAITS],
-            "process 77, which prepares batches for rank 1, is stopped",
-        ),
-        (
-            [state(1, stage="checkpoint", children=(Child(78, DISK, "writes checkpoints"), Child(79, STOPPED)))],
-            [WAITS],
-            "it waits for a disk",
-        ),
-        (
-            [state(0, waits=REDUCE), state(1, waits=replace(REDUCE, started=False))],
-            [],
-            "the device of rank 1 has not come to the collective that the others' run",
-        ),
+        ([state(1, main=IN_DATA, children=(Child(77, STOPPED, "prepares batches"),))], [WAITS],
+         "process 77, which prepares batches for rank 1, is stopped"),
+        ([state(1, stage="checkpoint", children=(Child(78, DISK, "writes checkpoints"), Child(79, STOPPED)))], [WAITS],
+         "it waits for a disk"),
+        ([state(0, waits=REDUCE), state(1, waits=replace(REDUCE, started=False))], [],
+         "the device of rank 1 has not come to the collective that the others' run"),
         ([state(1, is_stuck=True)], [WAITS], "it hangs in compiled code"),
         ([state(1, waits=GATHER)], [WAITS], "ranks have taken different paths"),
         ([state(0, waits=REDUCE), state(1, waits=REDUCE)], [], "the connection between them hangs"),
-        (
-            [state(0, waits=REDUCE), state(1, waits=REDUCE, host="there")],
-            [],
-            "the connection between the machines hangs",
-        ),
+        ([state(0, waits=REDUCE), state(1, waits=REDUCE, host="there")], [],
+         "the connection between the machines hangs"),
         (
             [state(1, main=SLEEPS)],
             [WAITS],
@@ -88,7 +73,7 @@ WAITS = state(0, waits=REDUCE)
         ([RankState(1, "rank 1")], [WAITS], "it never reported a start"),
         ([state(1)], [], "it hangs, or waits for an external resource"),
     ],
-)
+)  # fmt: skip
 def test_the_likely_cause(culprits: list[RankState], others: list[RankState], words: str) -> None:
     assert words in find_cause(culprits, others, 2**30)
 

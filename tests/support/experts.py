@@ -70,24 +70,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA_NET,
     "qwen3_5_moe_text": _DELTA_NET,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "shared_intermediate_size": 32,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
-        "mamba_chunk_size": 16,
-    },
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 8,
-        "use_mamba_kernels": False,
-    },
-}
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 32,
+                         "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+              "mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False},
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = HYBRIDS | {
     "gemma4_text": {
         "enable_moe_block": True,

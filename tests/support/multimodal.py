@@ -45,94 +45,44 @@ _GEMMA4_VISION = {
 
 # Outer model type: the text's and what it has of its own, the towers', and the outer configuration's fields.
 WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "gemma3": (
-        "gemma3_text",
-        {"tie_word_embeddings": True},
-        {"vision_config": _SIGLIP},
-        {
-            "mm_tokens_per_image": 4,
-            "image_token_index": 250,
-            "boi_token_index": 251,
-            "eoi_token_index": 252,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "gemma3": ("gemma3_text", {"tie_word_embeddings": True}, {"vision_config": _SIGLIP},
+               {"mm_tokens_per_image": 4, "image_token_index": 250, "boi_token_index": 251, "eoi_token_index": 252,
+                "tie_word_embeddings": True}),
     # tied by its configuration's default, and published with a head of its own
     "mistral3": ("mistral", {}, {"vision_config": _PIXTRAL}, {"image_token_index": 250} | _UNTIED),
     "llava": ("llama", {}, {"vision_config": _CLIP}, {"image_token_index": 250} | _UNTIED),
     # a parameter of the whole model's own marks the end of an image's row
-    "llava_next": (
-        "mistral",
-        {},
-        {"vision_config": _CLIP},
-        {"image_token_index": 250, "image_grid_pinpoints": [[28, 28]]} | _UNTIED,
-    ),
-    "llava_next_video": (
-        "llama",
-        {},
-        {"vision_config": _CLIP},
-        {"image_token_index": 250, "video_token_index": 251, "image_grid_pinpoints": [[28, 28]]} | _UNTIED,
-    ),
-    "llava_onevision": (
-        "qwen2",
-        {},
-        {"vision_config": _SIGLIP},
-        {"image_token_index": 250, "video_token_index": 251, "image_grid_pinpoints": [[28, 28]]} | _UNTIED,
-    ),
-    "qwen2_vl": (
-        "qwen2_vl_text",
-        _ROTATED,
-        {"vision_config": _QWEN | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}},
-        _QWEN_TOKENS,
-    ),
-    "qwen2_5_vl": (
-        "qwen2_5_vl_text",
-        _ROTATED,
-        {"vision_config": _QWEN | {"fullatt_block_indexes": [1]}},
-        _QWEN_TOKENS | _UNTIED,
-    ),
-    "qwen3_vl": (
-        "qwen3_vl_text",
-        _ROTATED,
-        {"vision_config": _QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}},
-        _QWEN_TOKENS | _UNTIED,
-    ),
-    "qwen3_5": (
-        "qwen3_5_text",
-        _ROTATED,
-        {"vision_config": _QWEN | {"num_position_embeddings": 16}},
-        _QWEN_TOKENS | _UNTIED,
-    ),
-    "idefics3": (
-        "llama",
-        {},
-        {"vision_config": _SIGLIP | {"model_type": "idefics3_vision"}},
-        {"image_token_id": 250} | _UNTIED,
-    ),
-    "smolvlm": (
-        "llama",
-        {},
-        {"vision_config": _SIGLIP | {"model_type": "smolvlm_vision"}},
-        {"image_token_id": 250} | _UNTIED,
-    ),
+    "llava_next": ("mistral", {}, {"vision_config": _CLIP},
+                   {"image_token_index": 250, "image_grid_pinpoints": [[28, 28]]} | _UNTIED),
+    "llava_next_video": ("llama", {}, {"vision_config": _CLIP},
+                         {"image_token_index": 250, "video_token_index": 251,
+                          "image_grid_pinpoints": [[28, 28]]} | _UNTIED),
+    "llava_onevision": ("qwen2", {}, {"vision_config": _SIGLIP},
+                        {"image_token_index": 250, "video_token_index": 251,
+                         "image_grid_pinpoints": [[28, 28]]} | _UNTIED),
+    "qwen2_vl": ("qwen2_vl_text", _ROTATED,
+                 {"vision_config": _QWEN | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}}, _QWEN_TOKENS),
+    "qwen2_5_vl": ("qwen2_5_vl_text", _ROTATED, {"vision_config": _QWEN | {"fullatt_block_indexes": [1]}},
+                   _QWEN_TOKENS | _UNTIED),
+    "qwen3_vl": ("qwen3_vl_text", _ROTATED,
+                 {"vision_config": _QWEN | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}},
+                 _QWEN_TOKENS | _UNTIED),
+    "qwen3_5": ("qwen3_5_text", _ROTATED, {"vision_config": _QWEN | {"num_position_embeddings": 16}},
+                _QWEN_TOKENS | _UNTIED),
+    "idefics3": ("llama", {}, {"vision_config": _SIGLIP | {"model_type": "idefics3_vision"}},
+                 {"image_token_id": 250} | _UNTIED),
+    "smolvlm": ("llama", {}, {"vision_config": _SIGLIP | {"model_type": "smolvlm_vision"}},
+                {"image_token_id": 250} | _UNTIED),
     "internvl": (
         "qwen2",
         {},
         {"vision_config": _SIZES | {"model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]}},
         {"image_token_id": 250} | _UNTIED,
     ),
-    "gemma4": (
-        "gemma4_text",
-        _GEMMA4,
-        {"vision_config": _GEMMA4_VISION, "audio_config": None},
-        {"image_token_id": 250},
-    ),
-    "paligemma": (
-        "gemma",
-        {"tie_word_embeddings": True},
-        {"vision_config": _SIGLIP},
-        {"image_token_index": 250, "projection_dim": 64, "tie_word_embeddings": True},
-    ),
+    "gemma4": ("gemma4_text", _GEMMA4, {"vision_config": _GEMMA4_VISION, "audio_config": None},
+               {"image_token_id": 250}),
+    "paligemma": ("gemma", {"tie_word_embeddings": True}, {"vision_config": _SIGLIP},
+                  {"image_token_index": 250, "projection_dim": 64, "tie_word_embeddings": True}),
     "mllama": (
         "mllama_text_model",
         {"cross_attention_layers": [1]},
@@ -142,7 +92,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_token_index": 250},
     ),
-}
+}  # fmt: skip
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # published with the text's fields beside the vision_config
 UNSAID = ("mistral3", "internvl")  # published without a word on tied embeddings, which are tied by default
 REFUSED = ("paligemma", "mllama")

@@ -11,19 +11,12 @@ ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
     "dynamic": {"factor": 2.0},
     "yarn": {"factor": 2.0, "original_max_position_embeddings": BOUND},
-    "longrope": {
-        "original_max_position_embeddings": BOUND,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0 + index for index in range(8)],
-    },
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": BOUND,
-    },
+    "longrope": {"original_max_position_embeddings": BOUND, "short_factor": [1.0] * 8,
+                 "long_factor": [1.0 + index for index in range(8)]},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": BOUND},
     "proportional": {"partial_rotary_factor": 0.5},
-}
+}  # fmt: skip
 ROPE_CASES = [(family, kind) for kind in ROPES for family in ("llama", "gemma3")] + [("phi3", "longrope")]
 
 

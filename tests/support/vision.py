@@ -65,13 +65,9 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"processor_class": "Gemma3Processor", "image_seq_length": 4},
         {"image_token_index": "image_token", "boi_token_index": "boi_token", "eoi_token_index": "eoi_token"},
     ),
-    "qwen2_5_vl": (
-        _QWEN_TOKENS,
-        _QWEN_IMAGE,
-        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 112 * 112},
-        {"processor_class": "Qwen2_5_VLProcessor"},
-        {f"{name}_id": name for name in _QWEN_TOKENS},
-    ),
+    "qwen2_5_vl": (_QWEN_TOKENS, _QWEN_IMAGE,
+                   {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 112 * 112},
+                   {"processor_class": "Qwen2_5_VLProcessor"}, {f"{name}_id": name for name in _QWEN_TOKENS}),
     **{
         kind: (
             _QWEN_TOKENS,
@@ -85,13 +81,9 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         )
         for kind in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     },
-    "qwen2_vl": (
-        _QWEN_TOKENS,
-        _QWEN_IMAGE,
-        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 112 * 112},
-        {"processor_class": "Qwen2VLProcessor"},
-        {f"{name}_id": name for name in _QWEN_TOKENS},
-    ),
+    "qwen2_vl": (_QWEN_TOKENS, _QWEN_IMAGE,
+                 {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 112 * 112},
+                 {"processor_class": "Qwen2VLProcessor"}, {f"{name}_id": name for name in _QWEN_TOKENS}),
     **{
         kind: (
             {"image_token": "<|image|>", "video_token": "<|video|>"},
@@ -201,7 +193,7 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"processor_class": "InternVLProcessor", "image_seq_length": 1},
         {"image_token_id": "context_image_token"},
     ),
-}
+}  # fmt: skip
 # Of config.json, so that a model makes as many features of an image as its processor writes placeholders.
 _MODEL: dict[str, dict[str, Any]] = {
     "llava_onevision": {"image_grid_pinpoints": _CANVASES, "vision_feature_select_strategy": "full"},
