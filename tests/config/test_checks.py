@@ -87,6 +87,12 @@ CONTRADICTIONS = [
     ({"kernels__linear": "fp8", "method__name": "patterns"}, "kernels.linear", "method.name"),
     ({"kernels__linear": "fp8", "model__dtype": "float32"}, "kernels.linear", "model.dtype"),
     ({"kernels__linear": "fp8", "model__dtype": "float64", "parallel__device": "cpu"}, "kernels.linear", "model.dtype"),
+    *(({"method__name": "full", f"method__{key}": value}, f"method.{key}", "method.name")
+      for key, value in (("rslora", True), ("dora", True), ("modules_to_save", ["lm_head"]), ("adapter", "x"))),
+    *(({"task": "cpt", f"data__{key}": value}, f"data.{key}", "task")
+      for key, value in (("train_on", "all"), ("chat_template_kwargs", {"a": 1}), ("date", "2025-01-01"))),
+    ({"data__packing": "auto", "batch__micro_samples": 2}, "batch.micro_samples", "data.packing: auto"),
+    ({"data__too_long": "split", "data__train": [{"path": "a"}]}, "data.too_long", "task: sft"),
 ]  # fmt: skip
 
 ALLOWED = [
@@ -119,7 +125,22 @@ ALLOWED = [
     {"schedule__name": "wsd", "schedule__decay_ratio": 0.5},
     {"guards__nonfinite": "skip", "guards__max_in_a_row": 2},
     {"guards__spike": "rollback", "guards__leave_out": 2, "guards__max_in_a_row": 2},
-]
+    {"data__train": [{"path": "hub:o/n", "subset": "x", "split": "test", "revision": "r", "weight": 2.0}]},
+    {"data__train": [{"path": "saved/set", "split": "test"}]},
+    {
+        "data__train": [
+            "a.jsonl",
+            {"path": "b.jsonl", "format": "sharegpt", "fields": {"conversations": "talk", "from": "who"}},
+        ]
+    },
+    {"task": "mixed", "data__train": ["a.txt", {"path": "b", "format": "messages"}], "data__too_long": "split",
+     "data__train_on": "last"},
+    {"task": "mixed", "data__format": "text", "model__chat_template": "x"},
+    {"task": "cpt", "data__fields": {"text": "body"}},
+    {"method__name": "qlora", "method__rank": 8, "method__rslora": True, "method__modules_to_save": ["lm_head"],
+     "method__adapter": "x"},
+    {"data__packing": True, "batch__micro_tokens": 4096},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("keys", "first", "second"), CONTRADICTIONS)

@@ -12,7 +12,7 @@ from manyhands.config.keys import explain, json_schema
 from manyhands.config.schema import RunConfig, Source
 from manyhands.core.errors import UserError
 from manyhands.importers.load import load_config
-from tests.config.builders import config, minimal
+from tests.config.builders import config
 
 LIST = """model: {name: org/model}
 data:
@@ -181,43 +181,3 @@ CONTRADICTIONS = [
 def test_contradictions_are_named_by_place(data: dict, said: str) -> None:
     findings = check(config(**{f"data__{key}": value for key, value in data.items()}))
     assert len(findings) == 1 and said in findings[0]
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"data__train": [{"path": "hub:o/n", "subset": "x", "split": "test", "revision": "r", "weight": 2.0}]},
-        {"data__train": [{"path": "saved/set", "split": "test"}]},
-        {
-            "data__train": [
-                "a.jsonl",
-                {"path": "b.jsonl", "format": "sharegpt", "fields": {"conversations": "talk", "from": "who"}},
-            ]
-        },
-        {"task": "mixed", "data__train": ["a.txt", {"path": "b", "format": "messages"}], "data__too_long": "split",
-         "data__train_on": "last"},
-        {"task": "mixed", "data__format": "text", "model__chat_template": "x"},
-        {"task": "cpt", "data__fields": {"text": "body"}},
-        {"method__name": "qlora", "method__rank": 8, "method__rslora": True, "method__modules_to_save": ["lm_head"],
-         "method__adapter": "x"},
-        {"data__packing": True, "batch__micro_tokens": 4096},
-    ],
-)  # fmt: skip
-def test_what_goes_together_is_not_refused(keys: dict) -> None:
-    assert check(config(**keys)) == []
-
-
-@pytest.mark.parametrize(
-    ("keys", "first", "second"),
-    [
-        *(({"method__name": "full", f"method__{key}": value}, f"method.{key}", "method.name")
-          for key, value in (("rslora", True), ("dora", True), ("modules_to_save", ["lm_head"]), ("adapter", "x"))),
-        *(({"task": "cpt", f"data__{key}": value}, f"data.{key}", "task")
-          for key, value in (("train_on", "all"), ("chat_template_kwargs", {"a": 1}), ("date", "2025-01-01"))),
-        ({"data__packing": "auto", "batch__micro_samples": 2}, "batch.micro_samples", "data.packing: auto"),
-        ({"data__too_long": "split", "data__train": [{"path": "a"}]}, "data.too_long", "task: sft"),
-    ],
-)  # fmt: skip
-def test_keys_that_would_do_nothing(keys: dict, first: str, second: str) -> None:
-    findings = check(RunConfig.model_validate(minimal(**keys)))
-    assert len(findings) == 1 and f"`{first}" in findings[0] and f"`{second}" in findings[0]

@@ -260,10 +260,13 @@ def test_a_license_is_taken_from_a_cards_head_alone(tmp_path: Path, text: str) -
 
 
 @pytest.mark.parametrize("kind", ["lora", "full", "merged", "qlora"])
-def test_its_lines_of_python_open_the_folder(tmp_path: Path, kind: str) -> None:
+def test_its_lines_of_python_open_the_folder(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the newest checkpoint."""
     method = {"merged": "lora"}.get(kind, kind)
     run, models = make_run(tmp_path, method)
     assert main([str(run), "--output", str(tmp_path / "out"), *(["--merge"] if kind == "merged" else [])]) == 0
+    opener = "AutoModelForCausalLM" if kind in ("full", "merged") else "PeftModel"
+    assert f"reopened by {opener}" in capsys.readouterr().out
     text = (tmp_path / "out" / "README.md").read_text()
     lines = (
         code(text).replace("path/to/this/folder", str(tmp_path / "out")).replace("path/to/base", str(tmp_path / "base"))
@@ -322,18 +325,7 @@ def test_the_card_opens_the_base_as_it_was_trained_beside() -> None:
     """Quantized on the fly with the run's own option, or, where its files hold it in 4 bits, as it is."""
     single = make_card(method={"name": "qlora", "double_quant": False})
     assert "without double quantization" in single and "bnb_4bit_use_double_quant=False" in code(single)
-    card = Card(
-        kind="adapter",
-        config=(config := RunConfig.model_validate(FIELDS | {"method": {"name": "qlora"}})),
-        plan=make_plan(config, Path("nowhere")).model_copy(
-            update={"stored_nf4": Nf4Facts(double_quant=True, linears=("self_attn.q_proj",))}
-        ),
-        step=7,
-        dtype="float32",
-        opener="AutoModelForCausalLM",
-        data=SOURCES,
-        evaluations=EVALUATIONS,
-        versions={},
-        has_tokenizer=False,
-    ).text()
+    config = RunConfig.model_validate(FIELDS | {"method": {"name": "qlora"}})
+    stored = {"stored_nf4": Nf4Facts(double_quant=True, linears=("self_attn.q_proj",))}
+    card = make_card(method={"name": "qlora"}, plan=make_plan(config, Path("nowhere")).model_copy(update=stored))
     assert "as the base's files hold them" in card and "BitsAndBytesConfig" not in code(card)

@@ -92,20 +92,6 @@ def test_the_owner_replaces_its_folder(source: Path, tmp_path: Path) -> None:
     assert torch.equal(opened.lm_head.weight, make_model(seed=1).lm_head.weight)
 
 
-def test_peft_opens_an_adapter_and_gives_our_logits(tmp_path: Path) -> None:
-    base = save_source(tmp_path / "base", make_model())
-    model = adapt(make_model()).eval()
-    export_adapter(tmp_path / "adapter", model, METHOD, str(base), rank=0)
-    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "manyhands.json",
-    ]
-    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
-
-
 def test_what_float16_does_not_reach_is_named_and_nothing_is_written(source: Path, tmp_path: Path) -> None:
     model = make_model()
     with torch.no_grad():
@@ -170,6 +156,8 @@ def test_target_modules_mean_exactly_the_adapted_layers(
     base = save_source(tmp_path / "base", make_model())
     model = adapt(make_model(), method)
     export_adapter(tmp_path / "adapter", model, method, str(base), rank=0)
+    files = ["adapter_config.json", "adapter_model.safetensors", "manyhands.json"]
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == files
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"] == expected
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
     with torch.no_grad():

@@ -120,13 +120,6 @@ def test_whatever_trained_it_one_process_on_the_cpu_opens_it(tmp_path: Path) -> 
     assert opened.attention == "sdpa" and not any(CONVERTERS[name].only_while_training for name in opened.converters)
 
 
-def test_the_newest_checkpoint_of_a_full_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, models = make_run(tmp_path, "full")
-    assert main([str(run), "--output", str(tmp_path / "out")]) == 0
-    assert "reopened by AutoModelForCausalLM" in capsys.readouterr().out
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(models[7]))
-
-
 def test_the_best_checkpoint_where_the_run_keeps_it_and_any_other_by_its_folder(tmp_path: Path) -> None:
     run, models = make_run(tmp_path, "full", keep_best=True)
     assert main([str(run), "--output", str(tmp_path / "best")]) == 0
@@ -203,19 +196,6 @@ def test_another_checkpoint_does_not_take_the_place_of_the_best(tmp_path: Path) 
     assert find_checkpoint(run) == (run, newest)
 
 
-def test_an_adapter_alone_and_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, models = make_run(tmp_path, "lora")
-    assert main([str(run), "--output", str(tmp_path / "adapter")]) == 0
-    assert main([str(run), "--output", str(tmp_path / "merged"), "--merge"]) == 0
-    assert "reopened by PeftModel" in capsys.readouterr().out
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    for opened in (
-        PeftModel.from_pretrained(base, tmp_path / "adapter"),
-        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
-    ):
-        torch.testing.assert_close(logits(opened), logits(models[7]), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("merge", [(), ("--merge",)])
 def test_a_second_export_is_there_already_unless_it_would_be_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], merge: tuple[str, ...]
@@ -240,21 +220,20 @@ def test_an_adapter_ends_its_answers_where_the_merged_model_does(tmp_path: Path)
     assert adapter.tokenizer.eos_token_id in adapter.end_ids == merged.end_ids
 
 
-def test_a_merged_model_has_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
-    run, _ = make_run(tmp_path, "lora", dtype="bfloat16")
-    assert main([str(run), "--output", str(tmp_path / "merged"), "--merge"]) == 0
-    assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
-        torch.bfloat16
-    }
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_dtype_takes_the_place_of_the_runs_own(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "dtype", "deviation"),
+    [((), "bfloat16", 0.1), (("--dtype", "float16"), "float16", 2e-2), (("--dtype", "float32"), "float32", 1e-5)],
+    ids=["the run's own", "float16", "float32"],
+)
+def test_dtype_takes_the_place_of_the_runs_own(
+    tmp_path: Path, asked: tuple[str, ...], dtype: str, deviation: float
+) -> None:
     run, models = make_run(tmp_path, "lora", dtype="bfloat16")
-    assert main([str(run), "--output", str(tmp_path / "merged"), "--merge", "--dtype", dtype]) == 0
-    assert {t.dtype for t in load_file(tmp_path / "merged" / "model.safetensors").values()} == {getattr(torch, dtype)}
+    assert main([str(run), "--output", str(tmp_path / "merged"), "--merge", *asked]) == 0
+    written = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {getattr(torch, dtype)}
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    torch.testing.assert_close(logits(opened), logits(models[7]), rtol=0, atol=2e-2 if dtype == "float16" else 1e-5)
+    torch.testing.assert_close(logits(opened), logits(models[7]), rtol=0, atol=deviation)
     record = read_record(tmp_path / "merged")
     assert record is not None and "logits of 16 tokens deviate" in record.verified
     assert f"Saved in {dtype}" in (tmp_path / "merged" / "README.md").read_text()

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -256,6 +257,16 @@ def workers(lab: Lab) -> None:
     assert lab.run({"data.workers": 2}).losses == lab.base.losses
 
 
+@contextlib.contextmanager
+def launching(run_workers: Callable[..., int]) -> Iterator[None]:
+    """Within, a start runs this in place of its processes, at once again after a fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_start, "run_workers", run_workers)
+        patch.setattr("manyhands.launch.restart.restarts.FIRST_WAIT_S", 0.0)
+        patch.delenv("RANK", raising=False)
+        yield
+
+
 def timeout_s(lab: Lab) -> None:
     """The launcher's watch ends a rank that stands still for so long, and not before."""
     verdicts = []
@@ -270,9 +281,7 @@ def timeout_s(lab: Lab) -> None:
         verdicts.append(watch.verdict)
         return 0
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_start, "run_workers", run_idle)
-        patch.delenv("RANK", raising=False)
+    with launching(run_idle):
         for seconds in (1, 600):
             start(lab.config({"parallel.timeout_s": seconds}))
     assert ["parallel.timeout_s = 1)" in str(verdict) for verdict in verdicts] == [True, False]
@@ -291,12 +300,8 @@ def restarts(lab: Lab) -> None:
             write_json(folder.beat(0), asdict(Beat(0, 1, "train", len(launches), 0.0, 0.0)))
             raise UserError("rank 0 was killed (SIGKILL)", kind=FAULT)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch_start, "run_workers", fail)
-            patch.setattr("manyhands.launch.restart.restarts.FIRST_WAIT_S", 0.0)
-            patch.delenv("RANK", raising=False)
-            with pytest.raises(UserError, match="was killed"):
-                start(lab.config({"launch.restarts": asked}))
+        with launching(fail), pytest.raises(UserError, match="was killed"):
+            start(lab.config({"launch.restarts": asked}))
         counts.append(len(launches))
     assert counts == [1, 3]
     plans: list[Plan] = []
@@ -309,12 +314,9 @@ def restarts(lab: Lab) -> None:
         folder.write_failed(error, plan)
         raise error
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_start, "run_workers", run_out)
-        patch.delenv("RANK", raising=False)
-        for asked in (0, 1):
-            with pytest.raises(UserError, match="out of memory"):
-                start(lab.config({"launch.restarts": asked}))
+    for asked in (0, 1):
+        with launching(run_out), pytest.raises(UserError, match="out of memory"):
+            start(lab.config({"launch.restarts": asked}))
     first, again, *smaller = plans
     assert first.layout == again.layout and 1 <= len(smaller) <= launch_start.MAX_SMALLER_PLANS
     assert all(made.cause == "out_of_memory" for made in smaller)
@@ -336,13 +338,10 @@ def min_gpus(lab: Lab) -> None:
             raise error
 
         keys = {"parallel.gpus": 4, "data.packing": False, "batch.micro_samples": 2, "batch.accumulation": 1}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch_start, "run_workers", fail)
-            patch.setattr("manyhands.launch.restart.restarts.FIRST_WAIT_S", 0.0)
-            patch.delenv("RANK", raising=False)
-            config = lab.config(keys | ({} if asked is None else {"launch.min_gpus": asked}))
-            with pytest.raises(UserError, match="rank 1 is lost") if asked is None else contextlib.nullcontext():
-                start(config)
+        config = lab.config(keys | ({} if asked is None else {"launch.min_gpus": asked}))
+        refused = pytest.raises(UserError, match="rank 1 is lost") if asked is None else contextlib.nullcontext()
+        with launching(fail), refused:
+            start(config)
         assert [made.layout.world_size for made in plans] == ([4, 4] if asked is None else [4, 4, 2])
         assert {made.batch_samples for made in plans} == {8}
     assert (plans[-1].layout.accumulation, plans[-1].cause, plans[-1].config_digest) == (2, "resize", config.digest)

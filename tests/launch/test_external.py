@@ -12,6 +12,7 @@ from manyhands.launch.environment import (
     worker_environment,
 )
 from tests.launch.builders import make_config, make_plan
+from tests.launch.test_slurm import TASK
 
 TORCHRUN = {
     "RANK": "3",
@@ -21,17 +22,6 @@ TORCHRUN = {
     "MASTER_ADDR": "node7",
     "MASTER_PORT": "29401",
     "TORCHELASTIC_RUN_ID": "none",
-}
-# Of a task of srun, as SLURM 22.05 sets them.
-SLURM = {
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_NTASKS": "7",
-    "SLURM_TASKS_PER_NODE": "4,3",
-    "SLURM_JOB_NODELIST": "gpu[08-09]",
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "0",
 }
 
 
@@ -43,7 +33,7 @@ def test_torchrun_and_those_that_speak_like_it():
     assert detect_launcher(TORCHRUN) == Launcher("torchrun", 3, 1, 4, 2, "node7", 29401)
     assert detect_launcher(TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}).kind == "accelerate"
     assert detect_launcher(TORCHRUN | {"MANYHANDS_LAUNCHER_PID": "1"}).kind == "manyhands"
-    assert detect_launcher(TORCHRUN | SLURM).kind == "torchrun", "torchrun inside a SLURM job"
+    assert detect_launcher(TORCHRUN | TASK).kind == "torchrun", "torchrun inside a SLURM job"
 
 
 def test_one_process_of_accelerates_several_does_not_train_alone():
@@ -59,12 +49,6 @@ def test_kubernetes_sets_no_local_rank():
     assert detect_launcher(pod) == Launcher("torchrun", 2, 0, 3, 1, "job-master-0", 23456)
 
 
-def test_slurm():
-    launcher = detect_launcher(SLURM)
-    assert launcher == Launcher("slurm", 5, 1, 7, 3, "gpu08", 23456)
-    assert detect_launcher(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}).master_addr == "10.0.0.1"
-
-
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -73,7 +57,7 @@ def test_slurm():
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
         (TORCHRUN | {"RANK": "4"}, "rank 4 of 4"),
         (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE is not a number: 'four'"),
-        (SLURM | {"SLURM_JOB_NODELIST": "gpu[1-"}, "cannot read the host list"),
+        (TASK | {"SLURM_STEP_NODELIST": "gpu[1-"}, "cannot read the host list"),
     ],
 )
 def test_contradictions_are_named(environ, words):
@@ -106,6 +90,6 @@ def test_ranks_share_the_cores_of_their_own_machine(monkeypatch):
         "manyhands.launch.environment.count_cores", lambda: 16
     )  # what srun leaves to one of eight tasks
     bound = detect_launcher(
-        SLURM | {"SLURM_NTASKS": "64", "SLURM_TASKS_PER_NODE": "8(x8)", "SLURM_CPUS_PER_TASK": "16"}
+        TASK | {"SLURM_STEP_NUM_TASKS": "64", "SLURM_STEP_TASKS_PER_NODE": "8(x8)", "SLURM_CPUS_PER_TASK": "16"}
     )
     assert worker_environment(plan, bound.num_sharing_cores, {})["OMP_NUM_THREADS"] == "16"

@@ -60,6 +60,9 @@ def environ(monkeypatch):
 
 def test_a_task_of_srun():
     assert detect_launcher(TASK) == Launcher("slurm", 3, 1, 4, 2, "mh0", 20001)
+    assert detect_launcher(TASK | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}).master_addr == "10.0.0.1"
+    of_the_job = BATCH | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}
+    assert detect_launcher(of_the_job) == Launcher("slurm", 0, 0, 7, 4, "mh0", 20001), "no variables of the step"
 
 
 def test_a_step_may_be_smaller_than_its_job():
