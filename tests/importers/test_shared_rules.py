@@ -140,6 +140,7 @@ VALUES: tuple[tuple[str, Any, str], ...] = (
     ("use_cpu", True, "mapped"),
     ("save_only_model", True, "ignored"),
     ("save_safetensors", False, "ignored"),
+    ("truncation_mode", "keep_end", "refused"),
     ("ddp_timeout", 1800, "mapped"),
     ("ddp_timeout", 0, "no_op"),
     ("hub_always_push", True, "no_op"),
