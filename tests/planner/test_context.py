@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from manyhands.config.checks import check
 from manyhands.core.errors import UserError
+from manyhands.planner.context import with_degree
 from manyhands.planner.layout import Mesh, mesh_of
-from manyhands.planner.search import plan
+from manyhands.planner.search import plan, plan_longest
+from manyhands.planner.text import explain
 from tests.planner.examples import data_facts, facts, llama_8b, model_facts, run_config
 
 LONG = data_facts(num_samples=500, mean=150_000, longest=200_000)
@@ -26,7 +29,7 @@ def test_a_sample_too_long_for_one_gpu_fits_on_several():
     keys = {"data__max_length": 200_000, "batch__samples": 8, "parallel__strategy": "ddp"}
     keys |= {"parallel__activation_checkpointing": "except_attention", "parallel__offload_activations": False}
     with pytest.raises(UserError, match="does not fit"):
-        plan(run_config(**keys), given)
+        plan(run_config(**keys, parallel__context_degree=1), given)
     made = {degree: plan(run_config(**keys, parallel__context_degree=degree), given) for degree in (4, 8)}
     assert [one.layout.data_parallel_degree for one in made.values()] == [2, 1]
     assert made[4].layout.num_copies == made[8].layout.num_copies == 8
@@ -34,6 +37,85 @@ def test_a_sample_too_long_for_one_gpu_fits_on_several():
     assert eight["activations"] < four["activations"] and eight["weights"] == four["weights"]
     one, other = (plan_.time.terms for plan_ in made.values() if plan_.time is not None)
     assert 0 < one["communication"] != other["communication"] > 0
+
+
+def degree_of(config: Any, given: Any) -> tuple[int, str]:
+    """The degree of the plan, and what it says of it."""
+    made = plan(config, given)
+    return made.layout.mesh.context, "".join(explain(each) for each in made.why if each.code == "context")
+
+
+SHORT = data_facts(num_samples=5000, mean=400, longest=512)
+FEW = data_facts(num_samples=500, mean=19_990, longest=20_000)
+TOO_LONG = data_facts(num_samples=500, mean=399_000, longest=400_000)
+KEPT = {"parallel__offload_activations": False, "data__max_length": 400_000, "batch__samples": 2}
+FULL = {"parallel__activation_checkpointing": "full"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "data", "gpus", "degree", "why"),
+    [
+        ({}, SHORT, 8, 1, ""),
+        ({}, SHORT, 1, 1, ""),
+        ({"batch__samples": 8}, FEW, 8, 1, ""),  # a sample for each
+        ({"batch__samples": 1}, FEW, 8, 8, "with 1 a step is"),
+        ({"batch__samples": 1, "parallel__context_degree": 1}, FEW, 8, 1, ""),
+        ({"batch__samples": 1, "parallel__context_degree": 2}, FEW, 8, 2, "as configured"),
+        ({"batch__samples": 1, "parallel__strategy": "zero2"}, FEW, 8, 1, ""),
+        (FULL | KEPT, TOO_LONG, 4, 2, "undivided the run does not fit: its smallest layout needs"),
+        (
+            FULL | KEPT | {"batch__samples": 6},
+            TOO_LONG,
+            6,
+            2,
+            "undivided the run does not fit: its smallest layout needs",
+        ),
+        (KEPT | {"batch__samples": 6}, TOO_LONG, 6, 3, "; with 2 a step is 24% slower"),  # which recompute attention
+    ],
+)
+def test_the_degree_that_auto_takes(keys: Any, data: Any, gpus: int, degree: int, why: str) -> None:
+    """1 where samples fit; the fewest ranks that fit where they do not, or more where a step is a tenth shorter."""
+    found = degree_of(run_config(**keys), facts(llama_8b(), gpus=gpus, data=data))
+    assert found[0] == degree and why in found[1] and bool(why) == bool(found[1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "model"),
+    [
+        ({"data__packing": False}, llama_8b()),
+        ({}, llama_8b().model_copy(update={"num_mixer_layers": 1})),
+        ({}, llama_8b().model_copy(update={"packs": False, "packing_reason": "it reads backwards"})),
+    ],
+)
+def test_auto_leaves_whole_what_cannot_be_divided(keys: Any, model: Any) -> None:
+    """The refusal is that of the memory, and does not speak of a key that nobody set."""
+    with pytest.raises(UserError, match="does not fit") as caught:
+        plan(run_config(**KEPT | {"batch__samples": 8} | keys), facts(model, gpus=8, data=TOO_LONG))
+    assert "context" not in str(caught.value)
+
+
+def test_memory_that_runs_out_is_followed_by_a_larger_degree() -> None:
+    config = run_config(**FULL, **KEPT)
+    given = facts(llama_8b(), gpus=4, data=TOO_LONG)
+    first = plan(config, given)
+    made = [first]
+    while made[-1].layout.mesh.context == 2:
+        made.append(plan(config, given, number=len(made) + 1, cause="out_of_memory", before=made[-1]))
+    assert made[-1].layout.mesh.context == 4 and made[-1].batch_samples == first.batch_samples
+    assert all(one.memory.total > other.memory.total for one, other in pairwise(made))
+
+
+def test_more_gpus_are_proposed_where_only_a_divided_sample_fits() -> None:
+    with pytest.raises(UserError, match="does not fit") as caught:
+        plan(run_config(**KEPT), facts(llama_8b(), gpus=1, data=TOO_LONG))
+    assert "use more GPUs: 2" in str(caught.value.fix)
+
+
+def test_the_longest_sample_grows_with_the_gpus_that_divide_it() -> None:
+    config = run_config(method__name="lora", data__packing=True, parallel__offload_activations=False)
+    lengths = [plan_longest(config, facts(llama_8b(), gpus=gpus)).length for gpus in (1, 2, 4)]
+    whole = plan_longest(with_degree(config, 1), facts(llama_8b(), gpus=4))
+    assert lengths[1] > 1.5 * lengths[0] and lengths[2] > 1.5 * lengths[1] and whole.length < 1.2 * lengths[0]
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,17 @@ def planned(config: Any, given: Any, length: int) -> Any:
     [
         (llama_1b(), 1, {"method__name": "lora"}),
         (llama_8b(), 1, {"method__name": "qlora", "parallel__activation_checkpointing": "full"}),
-        (llama_8b(), 4, {"method__name": "full"}),
+        (llama_8b(), 4, {"method__name": "full", "parallel__context_degree": "auto"}),
     ],
 )
 def test_the_answer_fits_and_the_next_step_does_not(model: ModelFacts, gpus: int, keys: dict[str, Any]) -> None:
-    config = run_config(**keys, data__packing=True, batch__samples=gpus)
+    config = run_config(**keys, data__packing=True, batch__samples=1)
     given = facts(model, gpus=gpus, gpu_bytes=60 * GIB, host_bytes=1024 * GIB)
     found = plan_longest(config, given)
     assert found.length % LENGTH_STEP == 0 and found.next_length == found.length + LENGTH_STEP
-    assert found.plan.memory.fits and found.plan.layout.full_micro_tokens >= found.length
+    layout = found.plan.layout
+    assert found.plan.memory.fits and layout.full_micro_tokens * layout.mesh.context >= found.length
+    assert layout.mesh.context == gpus, "the longest sample is one that all GPUs divide"
     assert planned(config, given, found.length).memory.fits
     with pytest.raises(UserError, match="does not fit"):
         planned(config, given, found.length + LENGTH_STEP)

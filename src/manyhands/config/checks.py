@@ -382,7 +382,7 @@ def _check_parallel(config: RunConfig) -> Findings:
             f"`parallel.shard_degree: {parallel.shard_degree}` does not divide `parallel.gpus: {parallel.gpus}`: use "
             "a divisor"
         )
-    yield from _check_context(config)
+    yield from check_context(config)
     if parallel.offload == "all" and parallel.strategy == "ddp":
         yield (
             "`parallel.offload: all` offloads sharded weights, and `parallel.strategy: ddp` has none: use fsdp, hsdp "
@@ -396,13 +396,13 @@ def _check_parallel(config: RunConfig) -> Findings:
         )
 
 
-def _check_context(config: RunConfig) -> Findings:
+def check_context(config: RunConfig) -> Findings:
     """What ranks that divide each pack cannot do (``planner/context.py`` has what follows from model and machine)."""
     parallel, degree = config.parallel, config.parallel.context_degree
-    if degree == 1:
+    if degree in (1, "auto"):
         return
     named = f"`parallel.context_degree: {degree}`"
-    if parallel.gpus != "auto" and parallel.gpus % degree:
+    if parallel.gpus != "auto" and degree != "auto" and parallel.gpus % degree:
         yield f"{named} does not divide `parallel.gpus: {parallel.gpus}`: use a divisor"
     if parallel.strategy == "single" or parallel.strategy.startswith("zero"):
         yield f"{named} is not supported with `parallel.strategy: {parallel.strategy}`: use ddp, fsdp or hsdp"

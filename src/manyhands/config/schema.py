@@ -649,10 +649,11 @@ class ParallelSection(Section):
         "zero2, zero3 (DeepSpeed's ZeRO: optimizer states sharded, gradients too, weights too; extra `deepspeed`).",
     )
     shard_degree: PositiveInt | Auto = Field("auto", description="hsdp: ranks per shard group; auto is one machine's.")
-    context_degree: PositiveInt = Field(
-        1,
-        description="Ranks that divide the tokens of each pack (context parallelism), for samples too long for one "
-        "GPU's activations; they gather each other's keys and values.",
+    context_degree: PositiveInt | Auto = Field(
+        "auto",
+        description="Ranks that divide the tokens of each pack (context parallelism); they gather each other's keys and "
+        "values. auto is 1, the fewest that fit samples too long for one GPU, or more where a step is estimated to be "
+        "a tenth faster.",
     )
     expert_degree: PositiveInt = Field(
         1,

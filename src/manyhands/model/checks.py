@@ -232,7 +232,7 @@ def check_context(engine: Probed, loss_model: LossModel, device: torch.device, r
                 f"logits of a divided pack differ from those of the whole one in {type(loss_model.model).__name__}",
                 where="parallel.context_degree",
                 why=f"relative deviation of the logits: {deviation:.1e}",
-                fix="remove parallel.context_degree",
+                fix="set parallel.context_degree: 1",
             )
     return deviation
 

@@ -1,26 +1,120 @@
-"""Context parallelism, ``parallel.context_degree``: what a divided sample cannot be yet is refused by name. Pure."""
+"""Context parallelism, ``parallel.context_degree``: which degrees a plan may have, and which of their plans is taken. What
+a divided sample cannot be yet is refused by name. Pure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from manyhands.config.checks import check_context as check_keys
 from manyhands.config.schema import RunConfig
-from manyhands.core.errors import UserError
+from manyhands.core.errors import OUT_OF_MEMORY, UserError
 from manyhands.facts.types import Facts
-from manyhands.planner.types import Reason, reason
+from manyhands.planner.advice import DOES_NOT_FIT
+from manyhands.planner.batch import USEFUL_TOKENS
+from manyhands.planner.hardware import choose_device, choose_shard_ranks, choose_world_size
+from manyhands.planner.types import Cause, Plan, Reason, reason
 
 KEY = "parallel.context_degree"
+# Share of a step that must be gained, by the estimate, where samples fit undivided: the exchange of keys and values is
+# not measured.
+MIN_GAIN = 0.1
+
+
+def with_degree(config: RunConfig, degree: int) -> RunConfig:
+    parallel = config.parallel.model_copy(update={"context_degree": degree})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def list_degrees(config: RunConfig, facts: Facts) -> tuple[int, ...]:
+    """The degrees that a plan may have, the smallest first: the key's, or for auto 1 and, where packs can be divided,
+    the divisors of the ranks that may divide them.
+    """
+    asked = config.parallel.context_degree
+    if asked != "auto":
+        return (asked,)
+    if not config.data.packing or config.parallel.expert_degree > 1 or any(_obstacles(config, facts).values()):
+        return (1,)
+    device, _ = choose_device(config, facts)
+    world_size, _ = choose_world_size(config, facts, device)
+    number = _count_ranks(config, world_size, choose_shard_ranks(config, facts, device, world_size))
+    divisors = (degree for degree in range(2, number + 1) if number % degree == 0)
+    return (1, *(degree for degree in divisors if not any(check_keys(with_degree(config, degree)))))
+
+
+def choose_degree(
+    config: RunConfig, facts: Facts, cause: Cause, before: Plan | None, make_plan: Callable[[int], Plan]
+) -> Plan:
+    """The plan of the smallest degree that fits with its margin, or else at all; or that of a larger one if its steps
+    are estimated to be shorter by ``MIN_GAIN``, where samples are long or fewer than the ranks. After a launch that
+    ran out of memory degrees below its own are not tried. Where none fits, the refusal of the largest.
+    """
+    first = before.layout.mesh.context if before is not None and cause == "out_of_memory" else 1
+    plans: list[Plan] = []
+    undivided = ""
+    refusal: UserError | None = None
+    degrees = list_degrees(config, facts)
+    for degree in [degree for degree in degrees if degree >= first] or degrees[-1:]:
+        try:
+            plans.append(make_plan(degree))
+        except UserError as error:
+            if error.kind not in (DOES_NOT_FIT, OUT_OF_MEMORY):
+                raise
+            refusal = error
+            undivided = error.what if degree == 1 else undivided
+        if plans and plans[-1].memory.is_safe and (cause == "out_of_memory" or not _may_gain(plans[-1], facts)):
+            break
+    if not plans:
+        assert refusal is not None
+        raise refusal
+    safe = [plan for plan in plans if plan.memory.is_safe]
+    smallest = chosen = (safe or plans)[0]
+    for plan in safe:
+        chosen = plan if _seconds(plan) < (1 - MIN_GAIN) * _seconds(chosen) else chosen
+    why = {"asked": config.parallel.context_degree != "auto", "undivided": undivided}
+    why["tight"] = undivided is None and smallest is not plans[0]
+    if chosen is not smallest:
+        why |= {"fewer": smallest.layout.mesh.context, "slower": _seconds(smallest) / _seconds(chosen) - 1}
+    reasons = (reason("context", **each.values, **why) if each.code == "context" else each for each in chosen.why)
+    return chosen.model_copy(update={"why": tuple(reasons)})
+
+
+def _may_gain(plan: Plan, facts: Facts) -> bool:
+    """Whether larger degrees are worth a look: not where short samples keep all ranks at work."""
+    few = plan.batch_samples is not None and plan.batch_samples < plan.layout.data_parallel_degree
+    return plan.step_s is not None and (few or facts.data.max_length > USEFUL_TOKENS[plan.layout.device])
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.step_s or 0.0
 
 
 def check_context(config: RunConfig, facts: Facts, world_size: int, shard_degree: int) -> tuple[Reason, ...]:
     """The reason that a plan shows, if packs are divided. ``config`` is resolved. UserError where they cannot be."""
-    degree, model = config.parallel.context_degree, facts.model
+    degree = config.parallel.context_degree
     if degree == 1:
         return ()
-    number = shard_degree if config.parallel.strategy == "hsdp" and world_size % degree == 0 else world_size
+    number = _count_ranks(config, world_size, shard_degree)
     what = "of the run" if number == world_size else "that hold a copy"
-    obstacles = {
-        f"it does not divide the ranks {what}, {number}": number % degree > 0,
+    obstacles = {f"it does not divide the ranks {what}, {number}": number % degree > 0, **_obstacles(config, facts)}
+    for why, applies in obstacles.items():
+        if applies:
+            fix = f"set {KEY} to a divisor of {number}" if number % degree else f"remove {KEY}"
+            raise UserError(f"{KEY}: {degree} cannot be carried out", where=KEY, why=why, fix=fix)
+    return (reason("context", degree=degree, groups=world_size // degree),)
+
+
+def _count_ranks(config: RunConfig, world_size: int, shard_degree: int) -> int:
+    """Ranks that a degree has to divide."""
+    return shard_degree if config.parallel.strategy == "hsdp" else world_size
+
+
+def _obstacles(config: RunConfig, facts: Facts) -> dict[str, bool]:
+    """What stands against divided packs of the model, by whether it applies."""
+    model = facts.model
+    return {
         f"only packs are divided, and {model.model_type} does not pack ({model.packing_reason})": (
-            not config.data.packing
+            not config.data.packing or not model.packs
         ),
         f"{model.model_type} has layers that carry a state along the sample, which ranks would hand on to each other: "
         "that is not built": model.num_mixer_layers > 0,
@@ -28,8 +122,3 @@ def check_context(config: RunConfig, facts: Facts, world_size: int, shard_degree
             model.is_multimodal
         ),
     }
-    for why, applies in obstacles.items():
-        if applies:
-            fix = f"set {KEY} to a divisor of {number}" if number % degree else f"remove {KEY}"
-            raise UserError(f"{KEY}: {degree} cannot be carried out", where=KEY, why=why, fix=fix)
-    return (reason("context", degree=degree, groups=world_size // degree),)

@@ -9,6 +9,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.types import DataFacts, Facts
 from manyhands.planner.batch import has_one_length
+from manyhands.planner.context import with_degree
 from manyhands.planner.types import Plan
 
 LENGTH_STEP, LONGEST = 256, 4 * 2**20  # tokens
@@ -26,20 +27,22 @@ class LongestSample:
     refusal: UserError | None
 
 
-def find_longest(config: RunConfig, facts: Facts, make_plan: Callable[[RunConfig, Facts], Plan]) -> LongestSample:
+def find_longest(
+    config: RunConfig, facts: Facts, degrees: tuple[int, ...], make_plan: Callable[[RunConfig, Facts], Plan]
+) -> LongestSample:
     """The longest of lengths that are multiples of ``LENGTH_STEP``, up to ``LONGEST``: one such sample for each GPU, or
     each group of them that divides a sample, and step, or ``batch.samples`` of them, with all else as the run's keys
-    say and its facts are.
+    say and its facts are. The plan is that of the first of ``degrees`` that holds them.
 
     Raises the refusal of ``LENGTH_STEP`` tokens where not even these fit.
     """
-    config = _one_sample_each(config, facts)
 
-    def try_length(length: int) -> Plan | UserError:
-        longer = facts.model_copy(update={"data": _of_length(facts.data, config, length)})
-        data = config.data.model_copy(update={"max_length": length})
+    def try_length(length: int, degree: int = degrees[-1]) -> Plan | UserError:
+        divided = _one_sample_each(config, facts, degree)
+        longer = facts.model_copy(update={"data": _of_length(facts.data, divided, length)})
+        data = divided.data.model_copy(update={"max_length": length})
         try:
-            return make_plan(config.model_copy(update={"data": data}), longer)
+            return make_plan(divided.model_copy(update={"data": data}), longer)
         except UserError as error:
             return error
 
@@ -55,17 +58,19 @@ def find_longest(config: RunConfig, facts: Facts, make_plan: Callable[[RunConfig
         else:
             fits, found = size, tried
         size = (fits + fails) // 2
+    for degree in degrees[:-1]:
+        if isinstance(smaller := try_length(fits * LENGTH_STEP, degree), Plan):
+            found = smaller
+            break
     return LongestSample(fits * LENGTH_STEP, found, fails * LENGTH_STEP if refusal else None, refusal)
 
 
-def _one_sample_each(config: RunConfig, facts: Facts) -> RunConfig:
+def _one_sample_each(config: RunConfig, facts: Facts, degree: int) -> RunConfig:
     gpus = config.parallel.gpus if config.parallel.gpus != "auto" else facts.world_size
     ranks = gpus or max(1, len(facts.host.gpus) * facts.host.num_nodes)
-    samples = (
-        max(1, ranks // config.parallel.context_degree) if config.batch.samples == "auto" else config.batch.samples
-    )
+    samples = max(1, ranks // degree) if config.batch.samples == "auto" else config.batch.samples
     counted = config.batch.model_copy(update={"samples": samples, "loss_tokens": None, "packs": None})
-    return config.model_copy(update={"batch": counted})
+    return with_degree(config.model_copy(update={"batch": counted}), degree)
 
 
 def _of_length(data: DataFacts, config: RunConfig, length: int) -> DataFacts:

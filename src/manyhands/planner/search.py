@@ -26,6 +26,7 @@ from manyhands.planner.candidates import (
 from manyhands.planner.checkpoints import Saving, choose_saving, space_checkpoints, staging
 from manyhands.planner.checks import check_disk, estimate_disk, explain_samples, nothing_fits, warn_of_values
 from manyhands.planner.choices import Decisions, decide, fuses_optimizer, resolve_auto
+from manyhands.planner.context import choose_degree, list_degrees, with_degree
 from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.efficiency import with_efficiency
 from manyhands.planner.experts import fuses_experts
@@ -117,11 +118,19 @@ def plan(
 
 def plan_longest(config: RunConfig, facts: Facts) -> LongestSample:
     """The longest sample that fits, and its plan. UserError where no length does."""
-    return find_longest(config, facts, lambda c, f: _plan(c, f, LaunchRequest(1)))
+    degrees = list_degrees(config, facts)
+    return find_longest(config, facts, degrees, lambda c, f: _plan_divided(c, f, LaunchRequest(1), config.digest))
 
 
 def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
-    digest = config.digest
+    def make_plan(degree: int) -> Plan:
+        return _plan_divided(with_degree(config, degree), facts, launch, config.digest)
+
+    return choose_degree(config, facts, launch.cause, launch.before, make_plan)
+
+
+def _plan_divided(config: RunConfig, facts: Facts, launch: LaunchRequest, digest: str) -> Plan:
+    """The plan with a given degree of context parallelism; ``digest`` is that of the run's own config."""
     config, why_resolved = resolve_auto(config, facts)  # from here on no `auto`
     decisions = decide(config, facts)
     facts, shares_prompts, why_prompts = choose_prompts(config, facts, decisions.attention)
@@ -263,7 +272,7 @@ def _search(
 
 def base_input(config: RunConfig, facts: Facts) -> EstimateInput:
     """What the estimates of all candidates share; the layout is a copy on each rank, without micro-batches."""
-    config, _ = resolve_auto(config, facts)
+    config, _ = resolve_auto(with_degree(config, list_degrees(config, facts)[0]), facts)
     return _base_input(config, facts, decide(config, facts))
 
 

@@ -106,7 +106,7 @@ def mean_work(
     mean, ranks = max(1.0, data.mean_length), layout.data_parallel_degree
     if samples is None:
         samples = (tokens or mean) / mean
-    rank_samples = samples / ranks
+    rank_samples = max(samples / ranks, min(1.0, samples))  # of the rank that the others wait for
     length, documents = np.array([min(mean, data.max_length)]), data.num_documents
     if layout.micro_tokens is None:
         size = layout.micro_samples or 1
