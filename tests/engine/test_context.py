@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from manyhands.planner.layout import change
+from manyhands.planner.search import plan
+from manyhands.planner.types import Plan
 from tests.support import equality
 from tests.support.equality import Case
 from tests.support.ranks import Ranks
@@ -28,6 +31,27 @@ LAYOUTS = [
     ("full", 4, {"context_degree": 2, "strategy": "hsdp", "shard_degree": 2}),
     ("lora", 4, {"context_degree": 2, "strategy": "ddp"}),
 ]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("degree", [2, 4])  # which exchange heads, and which gather keys: the model has two
+def test_mlps_by_tiles_on_ranks_that_divide_packs(
+    degree: int, workspace: Path, world: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = equality.run_case(world, workspace, Case("one rank", 1, PACKED), "float64", "full")
+    layouts = []
+
+    def with_tiles(*arguments: Any) -> Plan:
+        made = plan(*arguments)
+        layouts.append(change(made.layout, mlp_tile_tokens=16))
+        return made.model_copy(update={"layout": layouts[-1]})
+
+    monkeypatch.setattr(equality, "make_plan", with_tiles)
+    keys = {"context_degree": degree, "strategy": "fsdp", "activation_checkpointing": "full"}
+    case = Case("tiles", degree, PACKED | {f"parallel.{name}": value for name, value in keys.items()})
+    tiled = equality.run_case(world, workspace, case, "float64", "full")
+    assert equality.compare(one, tiled).within("float64")
+    assert layouts[0].exchanges_heads is (degree == 2) and layouts[0].full_micro_tokens > 3 * 16
 
 
 @pytest.mark.ci

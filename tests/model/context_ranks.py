@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,14 +27,14 @@ LENGTHS = (5, 33, 90, 1, 40, 17)
 DTYPE = torch.float64
 
 
-def attend_by_document(query, key, value, bounds, key_bounds, *_, scale, window_size, enable_gqa=True):  # type: ignore[no-untyped-def]
+def attend_by_document(query, key, value, bounds, key_bounds, *_, scale, window_size, enable_gqa=False):  # type: ignore[no-untyped-def]
     """torch's varlen: the last query of a document sees its last key."""
     out, left = [], window_size[0]
     for begin, end, first, last in zip(bounds[:-1], bounds[1:], key_bounds[:-1], key_bounds[1:], strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in (query[begin:end], key[first:last], value[first:last]))
         distance = torch.arange(last - end + begin - first, last - first)[:, None] - torch.arange(last - first)
         seen = (distance >= 0) & ((distance <= left) if left >= 0 else True)
-        out.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+        out.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
     return torch.cat(out)
 
 
@@ -47,8 +49,8 @@ def compute(loss_model: LossModel, shape: BatchShape) -> tuple[torch.Tensor, dic
     return numbers, {name: p.grad.clone() for name, p in loss_model.named_parameters() if p.grad is not None}
 
 
-def count_own_positions(batch: Mapping[str, Any], *arguments: Any) -> dict[str, Any]:
-    parts = WHOLE(batch, *arguments)
+def count_own_positions(batch: Mapping[str, Any], *arguments: Any, **keys: Any) -> dict[str, Any]:
+    parts = WHOLE(batch, *arguments, **keys)
     return parts | {"position_ids": np.arange(parts["position_ids"].shape[1])[None]}
 
 
@@ -59,30 +61,52 @@ def keep_own_gradient(gradient: torch.Tensor, positions: torch.Tensor, num_token
     return parts[dist.get_rank()].flatten(0, 1)
 
 
+def ignore_order(parts: torch.Tensor) -> torch.Tensor:
+    """Chunks as ranks have them, not as they lie in the pack."""
+    return parts.flatten(0, 2)
+
+
 WHOLE = divide.divide_pack
 FAULTS = {
     "positions": ("manyhands.data.batch.collate.divide_pack", count_own_positions),
     "gradients": ("manyhands.kernels.attention.context.scatter_keys", keep_own_gradient),
+    "order": ("manyhands.kernels.attention.context._join", ignore_order),
+    "heads": ("manyhands.model.attention.rank_in_group", lambda: 0),
+}
+TORCH_2_11 = {
+    "manyhands.kernels.attention.context._all_gather": dist.all_gather_into_tensor,
+    "manyhands.kernels.attention.context._reduce_scatter": dist.reduce_scatter_tensor,
+    "manyhands.model.attention.TAKES_GROUPS": False,
 }
 
 
-def deviations(family: str, implementation: str, rope: str, fault: str) -> tuple[float, float]:
-    """The largest relative deviation of the terms, and of a parameter's gradient by its norm."""
+def deviations(
+    family: str, implementation: str, rope: str, heads: bool, fault: str, old: bool = False
+) -> tuple[float, float]:
+    """The largest relative deviation of the terms, and of a parameter's gradient by its norm. ``heads``: ranks exchange
+    heads. ``old``: by what torch 2.11 has: collectives of other names, and no groups of heads in varlen.
+    """
     rank, degree = dist.get_rank(), dist.get_world_size()
     fields = rope_fields(family, rope) if rope else {}
     attention.register_attention()
     fields |= {"num_local_experts": 4} if family == "gpt_oss" else {}
+    fields |= {"num_attention_heads": 8, "num_key_value_heads": 4}
     model = tiny_model(family, "float64", num_hidden_layers=2, **fields).eval()
     model.set_attn_implementation(implementation)
     model.set_experts_implementation("eager")  # others have no float64
     loss_model = LossModel(model)
     shape = BatchShape(True, tile=2 * degree, tells_documents=bool(rope))
-    with patch.object(attention, "varlen_attn", attend_by_document), patch.object(attention, "TAKES_GROUPS", True):
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(attention, "varlen_attn", attend_by_document))
+        stack.enter_context(patch.object(attention, "TAKES_GROUPS", True))
         whole, expected = compute(loss_model, shape)
         context.use_group(dist.group.WORLD)
-        own = BatchShape(True, tile=2 * degree, tells_documents=bool(rope), context=degree, context_rank=rank)
-        with patch(*FAULTS[fault]) if fault else patch.object(attention, "TAKES_GROUPS", True):
-            found, gradients = compute(loss_model, own)
+        own = replace(shape, context=degree, context_rank=rank, exchanges_heads=heads)
+        for name, value in (TORCH_2_11 if old else {}).items():
+            stack.enter_context(patch(name, value))
+        if fault:
+            stack.enter_context(patch(*FAULTS[fault]))
+        found, gradients = compute(loss_model, own)
     context.use_group(None)
     for tensor in (found, *gradients.values()):
         dist.all_reduce(tensor)

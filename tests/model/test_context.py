@@ -32,23 +32,45 @@ def test_a_part_has_the_keys_of_the_documents_that_it_begins_in() -> None:
     assert second["input_ids"].tolist() == [list(range(4, 12))]
     assert second["cu_seq_lens"].tolist() == [0, 1, 4, 8] and second["cu_seq_lens_k"].tolist() == [0, 5, 8, 15]
     assert second["key_positions"].tolist() == [*range(8), *range(5, 12)]
+    heads = divide_pack(batch, 1, 2, exchanges_heads=True)
+    assert heads["input_ids"].tolist() == second["input_ids"].tolist() and "key_positions" not in heads
+    assert heads["cu_seq_lens"].tolist() == [0, 5, 15, 16] and heads["exchanges_heads"] == 2
     with pytest.raises(ValueError, match="4 chunks"):
         chunks_of(18, 0, 2)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize(("family", "implementation", "rope"), KINDS)
 def test_ranks_together_have_the_loss_and_gradients_of_one(
-    family: str, implementation: str, rope: str, degree: int, world: Ranks
+    family: str, implementation: str, rope: str, heads: bool, degree: int, world: Ranks
 ) -> None:
-    arguments = (family, implementation, rope, "")
+    arguments = (family, implementation, rope, heads, "")
     for found in world.run("tests.model.context_ranks:deviations", *arguments, world_size=degree):
         assert max(found) < (1e-6 if family in IN_FLOAT32 else 1e-9), found
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("fault", ["positions", "gradients"])
-def test_a_planted_fault_shows(fault: str, world: Ranks) -> None:
-    found = world.run("tests.model.context_ranks:deviations", "llama", BLOCKWISE, "", fault, world_size=2)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("heads", [False, True])
+def test_what_torch_2_11_has_gives_the_same(heads: bool, world: Ranks) -> None:
+    arguments = ("llama", VARLEN, "", heads, "", True)
+    for found in world.run("tests.model.context_ranks:deviations", *arguments, world_size=2):
+        assert max(found) < 1e-9, found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "heads", "fault"),
+    [
+        ("llama", False, "positions"),
+        ("llama", False, "gradients"),
+        ("llama", True, "positions"),
+        ("llama", True, "order"),
+        ("gpt_oss", True, "heads"),  # another rank's sinks
+    ],
+)
+def test_a_planted_fault_shows(family: str, heads: bool, fault: str, world: Ranks) -> None:
+    found = world.run("tests.model.context_ranks:deviations", family, BLOCKWISE, "", heads, fault, world_size=2)
     assert found[0][1] > 1e-2, found

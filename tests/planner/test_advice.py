@@ -71,9 +71,10 @@ def test_two_changes_are_proposed_where_no_single_one_fits_on_the_gpus_that_are_
     assert [method for method, _ in pairs] == ["lora", "qlora"]
     for method, offload in pairs:
         assert plan(run_config(method__name=method, parallel__offload=offload), small(1)).memory.fits
-    fix = refused(run_config(method__name="qlora"), small(2))
+    fix = refused(run_config(method__name="qlora", parallel__context_degree=1), small(2))
     (count,) = map(int, re.findall(r"parallel\.offload=all and use more GPUs: (\d+) \(fsdp", fix))
-    assert plan(run_config(method__name="qlora", parallel__offload="all"), small(count)).memory.fits
+    whole = run_config(method__name="qlora", parallel__offload="all", parallel__context_degree=1)
+    assert plan(whole, small(count)).memory.fits
 
 
 def test_one_gpu_is_proposed_where_several_hold_more_than_it():

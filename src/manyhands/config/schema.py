@@ -651,9 +651,8 @@ class ParallelSection(Section):
     shard_degree: PositiveInt | Auto = Field("auto", description="hsdp: ranks per shard group; auto is one machine's.")
     context_degree: PositiveInt | Auto = Field(
         "auto",
-        description="Ranks that divide the tokens of each pack (context parallelism); they gather each other's keys and "
-        "values. auto is 1, the fewest that fit samples too long for one GPU, or more where a step is estimated to be "
-        "a tenth faster.",
+        description="Ranks that divide the tokens of each pack (context parallelism). auto is 1, the fewest that fit "
+        "samples too long for one GPU, or more where a step is estimated to be a tenth faster.",
     )
     expert_degree: PositiveInt = Field(
         1,
@@ -686,6 +685,11 @@ class ParallelSection(Section):
     )
     compile: bool | Auto = Field("auto", description="Compile each block with torch.compile; auto does on GPUs.")
     timeout_s: PositiveInt = Field(600, description="Seconds without progress of a rank after which the run fails.")
+
+    @property
+    def context_ranks(self) -> int:
+        """``context_degree``, which the planner sets for auto; 1 where it has not."""
+        return 1 if self.context_degree == "auto" else self.context_degree
 
 
 class LaunchSection(Section):

@@ -12,7 +12,12 @@ class FastAttention(BaseConverter):
     """Kernels for the process, chosen by the heads of the model's configuration."""
 
     def on_meta(self, model: Any) -> None:
-        context = self.context
-        one_length = context.plan.layout.pack_tokens is not None
-        kernels = choose_attention_kernels(model.config, context.device, context.dtype, one_length=one_length)
+        context, layout = self.context, self.context.plan.layout
+        kernels = choose_attention_kernels(
+            model.config,
+            context.device,
+            context.dtype,
+            one_length=layout.pack_tokens is not None,
+            num_ranks=layout.mesh.context if layout.exchanges_heads else 1,
+        )
         self.lines.append(f"attention: {kernels.describe()}")

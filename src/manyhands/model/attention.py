@@ -13,7 +13,8 @@ Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -25,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands import families
 from manyhands.core.limits import MAX_BLOCK_SCORES
-from manyhands.data.batch.divide import GATHERS_KEYS, KEY_BOUNDS, KEY_POSITIONS
-from manyhands.kernels.attention.context import gather_keys
+from manyhands.data.batch.divide import EXCHANGES_HEADS, GATHERS_KEYS, KEY_BOUNDS, KEY_POSITIONS
+from manyhands.kernels.attention.context import exchange_for_heads, exchange_for_tokens, gather_keys, rank_in_group
 from manyhands.kernels.attention.dense import attend_dense, choose_dense
 from manyhands.kernels.attention.flash4 import attend_flash4, choose_packed
 from manyhands.kernels.attention.sinks import TAKES_GROUPS, attend_with_sinks
@@ -117,19 +118,20 @@ def register_attention() -> None:
 
 
 def choose_attention_kernels(
-    config: Any, device: torch.device, dtype: torch.dtype, *, one_length: bool
+    config: Any, device: torch.device, dtype: torch.dtype, *, one_length: bool, num_ranks: int = 1
 ) -> AttentionKernels:
     """Choose kernels by self-tests on ``device``; they hold for this process.
 
-    ``one_length``: all rows of the run have one, so that a kernel for such rows is worth its test. FlashAttention 4
-    comes first there too (H200, forward and backward, 4 x 4,096 tokens with 64 dimensions 2.13 ms, 2 x 4,096 with 128
-    1.91; cuDNN 2.55 and 2.01), then cuDNN, then FlashAttention 2.
+    ``num_ranks`` divide the heads. ``one_length``: all rows of the run have one, so that a kernel for such rows is
+    worth its test. FlashAttention 4 comes first there too (H200, forward and backward, 4 x 4,096 tokens with 64
+    dimensions 2.13 ms, 2 x 4,096 with 128 1.91; cuDNN 2.55 and 2.01), then cuDNN, then FlashAttention 2.
     """
     global _kernels
     text = config.get_text_config()
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads, groups = heads // num_ranks, groups // num_ranks
     packs = choose_packed(device, dtype, heads, groups, dim, getattr(text, "sliding_window", None))
     tries_rows = one_length and packs.name != "flash4"
     rows = choose_dense(device, dtype, heads, groups, dim) if tries_rows else Backend("")
@@ -189,7 +191,7 @@ def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_position
     if packed and num_positions > 1:
         kwargs["position_ids"] = kwargs["position_ids"].expand(num_positions, -1, -1)
     gathers = GATHERS_KEYS in batch
-    if gathers and implementation not in (VARLEN, BLOCKWISE):
+    if (gathers or EXCHANGES_HEADS in batch) and implementation not in (VARLEN, BLOCKWISE):
         raise AttentionRefused(f"{implementation} cannot see the keys of other ranks")
     if KEY_POSITIONS in batch and not gathers and implementation not in (VARLEN, "sdpa"):
         raise AttentionRefused(f"{implementation} cannot share the prompt of several answers")
@@ -206,12 +208,44 @@ def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_position
     )  # a power of 2: compiled graphs guard on this int, and a bound is all it is
     if "row_length" in batch:
         kwargs["row_length"] = int(batch["row_length"])
+    if EXCHANGES_HEADS in batch:
+        kwargs["exchanges_heads"] = int(batch[EXCHANGES_HEADS])
     if KEY_POSITIONS in batch:
         kwargs |= {"key_positions": batch[KEY_POSITIONS]} | ({"gathers_keys": True} if gathers else {})
     keys = batch.get(KEY_BOUNDS, lengths)
     return kwargs | {"cu_seq_lens_q": lengths, "cu_seq_lens_k": keys, "max_length_q": bound, "max_length_k": bound}
 
 
+def _over_heads(attend: Callable[..., tuple[torch.Tensor, None]]) -> Callable[..., tuple[torch.Tensor, None]]:
+    """``attend`` for ranks that divide a pack too: ``exchanges_heads``, if not 0, is their number, and each computes
+    the whole pack for its own heads. ``query`` and the result are then of this rank's tokens, the lengths of all.
+    """
+
+    @functools.wraps(attend)
+    def attend_part(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *others: Any,
+        exchanges_heads: int = 0,
+        s_aux: torch.Tensor | None = None,
+        **more: Any,
+    ) -> tuple[torch.Tensor, None]:
+        degree = exchanges_heads
+        if not degree:
+            return attend(module, query, key, value, *others, s_aux=s_aux, **more)
+        if query.shape[1] % degree or key.shape[1] % degree:
+            raise AttentionRefused(f"{query.shape[1]} and {key.shape[1]} heads cannot be divided by {degree} ranks")
+        parts = (exchange_for_heads(x[0].transpose(0, 1), degree).transpose(0, 1)[None] for x in (query, key, value))
+        sinks = None if s_aux is None else s_aux.unflatten(0, (degree, -1))[rank_in_group()]
+        out, _ = attend(module, *parts, *others, s_aux=sinks, **more)
+        return exchange_for_tokens(out[0], degree)[None], None
+
+    return attend_part
+
+
+@_over_heads
 def attend_varlen(
     module: nn.Module,
     query: torch.Tensor,
@@ -342,6 +376,7 @@ def _split_rows(x: torch.Tensor, row_length: int) -> torch.Tensor:
     return x.transpose(1, 2).reshape(num_samples * length // row_length, row_length, num_heads, dim).transpose(1, 2)
 
 
+@_over_heads
 @torch.compiler.disable  # a loop over blocks of which there are many: unrolled, it would be one graph for each length
 def attend_blockwise(
     module: nn.Module,

@@ -45,6 +45,7 @@ def batch_shape(
             shares_prompts=plan.shares_prompts,
             context=plan.layout.mesh.context,
             context_rank=context_rank,
+            exchanges_heads=plan.layout.exchanges_heads,
         ),
     )
 

@@ -45,7 +45,7 @@ def useful_splits(config: RunConfig, data: DataFacts, num_ranks: int, device: st
 
     These come on top, as sizes follow from the largest: without the others some runs would find only slower ones.
     """
-    useful = USEFUL_TOKENS[device] * config.parallel.context_degree
+    useful = USEFUL_TOKENS[device] * config.parallel.context_ranks
     splits = possible_splits(config, data, num_ranks, useful)
     if config.parallel.offload != "all":
         return splits

@@ -123,7 +123,7 @@ def list_candidates(
 
     Left to auto, one process and ddp may free what they gather too: in mixed precision that is the bfloat16 copy.
     """
-    parallel, world_size, context = config.parallel, base.layout.world_size, config.parallel.context_degree
+    parallel, world_size, context = config.parallel, base.layout.world_size, config.parallel.context_ranks
     modes = CHECKPOINTING if parallel.activation_checkpointing == "auto" else (parallel.activation_checkpointing,)
     reshards = (False, True) if parallel.reshard_after_forward == "auto" else (parallel.reshard_after_forward,)
     strategies = _strategies(config, world_size, shard_degree, num_machines)
@@ -196,7 +196,7 @@ def _strategies(config: RunConfig, world_size: int, shard_degree: int, num_machi
     copies: tuple[Strategy, ...] = () if parallel.offload == "all" else ("ddp",)
     if config.model.frozen_dtype == "fp8":
         return copies
-    several = num_machines > 1 and shard_degree % parallel.context_degree == 0
+    several = num_machines > 1 and shard_degree % parallel.context_ranks == 0
     a_copy_a_machine: tuple[Strategy, ...] = ("hsdp",) if several and 1 < shard_degree < world_size else ()
     return (*copies, *a_copy_a_machine, "fsdp")
 

@@ -19,7 +19,7 @@ from manyhands.core.units import describe_ranks
 from manyhands.facts.types import DataFacts, Facts, GpuFacts, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS, name_those
 from manyhands.planner.batch import has_one_length
-from manyhands.planner.context import check_context
+from manyhands.planner.context import check_context, exchanges_heads
 from manyhands.planner.experts import check_expert_degree, check_experts, name_stacks
 from manyhands.planner.hardware import (
     choose_device,
@@ -28,6 +28,7 @@ from manyhands.planner.hardware import (
     count_nodes,
     explain_hardware,
     explain_nodes,
+    ranks_per_machine,
 )
 from manyhands.planner.layout import DTYPE_BYTES, ComputeDtype, Device, Dtype
 from manyhands.planner.parts import choose_parts
@@ -61,6 +62,7 @@ class Decisions:
     master: ComputeDtype
     attention: Attention
     compile: bool
+    exchanges_heads: bool
     data_workers: int
     learning_rate: float
     output: Dtype
@@ -185,7 +187,9 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     world_size, why_world = choose_world_size(config, facts, device)
     gpus = facts.host.gpus[:world_size] if device == "cuda" else ()
     compute, why_compute = choose_compute_dtype(config, gpus)
-    attention, why_attention = choose_attention(config, facts, gpus, compute)
+    num_local = ranks_per_machine(facts, device, world_size)
+    exchanges = exchanges_heads(facts.model, config.parallel.context_ranks, DTYPE_BYTES[compute], num_local)
+    attention, why_attention = choose_attention(config, facts, gpus, compute, exchanges=exchanges)
     compiled, why_compile = choose_compile(config, device, facts.data)
     why_frozen: tuple[Reason, ...] = ()
     if config.method.name == "qlora":
@@ -205,7 +209,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     data_workers, why_workers = choose_data_workers(config, facts, device)
     check_processes(config, facts, device, world_size)
     shard_degree = choose_shard_ranks(config, facts, device, world_size)
-    why_context = check_context(config, facts, world_size, shard_degree)
+    why_context = check_context(config, facts, world_size, shard_degree, exchanges=exchanges)
     return Decisions(
         device=device,
         world_size=world_size,
@@ -215,6 +219,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         master=master,
         attention=attention,
         compile=compiled,
+        exchanges_heads=exchanges,
         data_workers=data_workers,
         learning_rate=rate,
         output=output,
@@ -273,15 +278,16 @@ def choose_master_dtype(
 
 
 def choose_attention(
-    config: RunConfig, facts: Facts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype
+    config: RunConfig, facts: Facts, gpus: tuple[GpuFacts, ...], compute: ComputeDtype, *, exchanges: bool = False
 ) -> tuple[Attention, Reason]:
     """varlen where its kernel, FlashAttention 2, can (half precision, head_dim, Ampere or newer), and rows are packed
     or images are read in both directions, for which others need a mask.
 
     Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out. So
-    are sinks where varlen cannot, and packs that several ranks divide: sdpa sees a rank's own keys.
+    are sinks where varlen cannot, and packs that several ranks divide: sdpa sees a rank's own keys. ``exchanges``: they
+    exchange heads.
     """
-    model, tower, divides = facts.model, facts.model.tower, config.parallel.context_degree > 1
+    model, tower, divides = facts.model, facts.model.tower, config.parallel.context_ranks > 1
     both = facts.data.num_images > 0 and tower is not None and tower.bidirectional
     if model.attention_softcap is not None:
         return "blockwise", reason("attention", kind="blockwise", softcap=model.attention_softcap)
@@ -293,7 +299,7 @@ def choose_attention(
         "head_dim": model.head_dim > MAX_FLASH_HEAD_DIM or model.head_dim % 8 != 0,
         "amd": without is not None and without.vendor == "amd",
         "old_gpu": without is not None,
-        "sinks": model.attention_sinks and divides,
+        "sinks": model.attention_sinks and divides and not exchanges,
     }
     obstacle = next((name for name, stands in obstacles.items() if stands), None)
     if obstacle is None:

@@ -1,5 +1,5 @@
-"""Context parallelism, ``parallel.context_degree``: which degrees a plan may have, and which of their plans is taken. What
-a divided sample cannot be yet is refused by name. Pure.
+"""Context parallelism, ``parallel.context_degree``: which degrees a plan may have, which of their plans is taken, and
+what ranks exchange. What a divided sample cannot be yet is refused by name. Pure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from manyhands.config.checks import check_context as check_keys
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import OUT_OF_MEMORY, UserError
-from manyhands.facts.types import Facts
+from manyhands.facts.types import Facts, ModelFacts
 from manyhands.planner.advice import DOES_NOT_FIT
 from manyhands.planner.batch import USEFUL_TOKENS
 from manyhands.planner.hardware import choose_device, choose_shard_ranks, choose_world_size
@@ -33,7 +33,7 @@ def list_degrees(config: RunConfig, facts: Facts) -> tuple[int, ...]:
     asked = config.parallel.context_degree
     if asked != "auto":
         return (asked,)
-    if not config.data.packing or config.parallel.expert_degree > 1 or any(_obstacles(config, facts).values()):
+    if config.parallel.expert_degree > 1 or _obstacles(config, facts.model):
         return (1,)
     device, _ = choose_device(config, facts)
     world_size, _ = choose_world_size(config, facts, device)
@@ -89,19 +89,50 @@ def _seconds(plan: Plan) -> float:
     return plan.step_s or 0.0
 
 
-def check_context(config: RunConfig, facts: Facts, world_size: int, shard_degree: int) -> tuple[Reason, ...]:
+def sent_bytes(model: ModelFacts, degree: int, c: int, *, heads: bool, passes: int = 1) -> float:
+    """Bytes of one of its tokens that a rank sends in a layer, ``passes`` times forward and once backward.
+
+    Of q values of all queries and k of all keys: exchanging heads ``c (2 q + 2 k) (W - 1) / W``, backward as forward;
+    gathering keys ``2 c k (W - 1)``, backward in float32.
+    """
+    q, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if heads:
+        return (passes + 1) * c * 2 * (q + k) * (degree - 1) / degree
+    return 2 * k * (degree - 1) * (passes * c + max(c, 4))
+
+
+def exchanges_heads(model: ModelFacts, degree: int, c: int, num_local: int) -> bool:
+    """Whether ranks that divide packs exchange heads, where these divide: a rank then holds no keys but its own heads',
+    all have equal work whatever the pack, and kernels compute whole documents. Between machines only where it sends
+    less.
+    """
+    if degree == 1 or model.num_heads % degree or model.num_kv_heads % degree:
+        return False
+    return degree <= num_local or sent_bytes(model, degree, c, heads=True) <= sent_bytes(model, degree, c, heads=False)
+
+
+def check_context(
+    config: RunConfig, facts: Facts, world_size: int, shard_degree: int, *, exchanges: bool = False
+) -> tuple[Reason, ...]:
     """The reason that a plan shows, if packs are divided. ``config`` is resolved. UserError where they cannot be."""
-    degree = config.parallel.context_degree
+    degree = config.parallel.context_ranks
     if degree == 1:
         return ()
     number = _count_ranks(config, world_size, shard_degree)
     what = "of the run" if number == world_size else "that hold a copy"
-    obstacles = {f"it does not divide the ranks {what}, {number}": number % degree > 0, **_obstacles(config, facts)}
-    for why, applies in obstacles.items():
-        if applies:
-            fix = f"set {KEY} to a divisor of {number}" if number % degree else f"remove {KEY}"
-            raise UserError(f"{KEY}: {degree} cannot be carried out", where=KEY, why=why, fix=fix)
-    return (reason("context", degree=degree, groups=world_size // degree),)
+    obstacles = ["ranks"] * (number % degree > 0) + _obstacles(config, facts.model)
+    kind = facts.model.model_type
+    texts = {
+        "ranks": f"it does not divide the ranks {what}, {number}",
+        "packs": f"only packs are divided, and {kind} does not pack ({facts.model.packing_reason})",
+        "state": f"{kind} has layers that carry a state along the sample, which ranks would hand on to each other: "
+        "that is not built",
+        "images": f"{kind} reads images, and a rank's part of a sample may begin in one: that is not built",
+    }
+    for obstacle in obstacles:
+        fix = f"set {KEY} to a divisor of {number}" if obstacle == "ranks" else f"remove {KEY}"
+        raise UserError(f"{KEY}: {degree} cannot be carried out", where=KEY, why=texts[obstacle], fix=fix)
+    return (reason("context", degree=degree, groups=world_size // degree, heads=exchanges),)
 
 
 def _count_ranks(config: RunConfig, world_size: int, shard_degree: int) -> int:
@@ -109,16 +140,11 @@ def _count_ranks(config: RunConfig, world_size: int, shard_degree: int) -> int:
     return shard_degree if config.parallel.strategy == "hsdp" else world_size
 
 
-def _obstacles(config: RunConfig, facts: Facts) -> dict[str, bool]:
-    """What stands against divided packs of the model, by whether it applies."""
-    model = facts.model
-    return {
-        f"only packs are divided, and {model.model_type} does not pack ({model.packing_reason})": (
-            not config.data.packing or not model.packs
-        ),
-        f"{model.model_type} has layers that carry a state along the sample, which ranks would hand on to each other: "
-        "that is not built": model.num_mixer_layers > 0,
-        f"{model.model_type} reads images, and a rank's part of a sample may begin in one: that is not built": (
-            model.is_multimodal
-        ),
+def _obstacles(config: RunConfig, model: ModelFacts) -> list[str]:
+    """What stands against divided packs of the model."""
+    stands = {
+        "packs": not config.data.packing or not model.packs,
+        "state": model.num_mixer_layers > 0,
+        "images": model.is_multimodal,
     }
+    return [name for name, applies in stands.items() if applies]

@@ -105,7 +105,7 @@ def check_expert_degree(config: RunConfig, model: ModelFacts, world_size: int, m
         "model.master_dtype: bfloat16": master == "bfloat16",
         f"optimizer.name: {config.optimizer.name}": config.optimizer.name != "adamw",
         "parallel.compile: true": config.parallel.compile is True,
-        f"parallel.context_degree: {(context := config.parallel.context_degree)}": context != "auto" and context > 1,
+        f"parallel.context_degree: {config.parallel.context_degree}": config.parallel.context_ranks > 1,
         "model.name, a model of images": model.is_multimodal,
     }
     for name, is_set in others.items():

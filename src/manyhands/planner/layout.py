@@ -122,6 +122,7 @@ class Layout:
     data_workers: int = 0  # processes a rank that collate batches; 0: a thread
     ddp_bucket_mb: int | None = None  # of gradients that DDP reduces at once; none: as many as suits the method
     embeddings_apart: bool = False  # are a unit of ``fully_shard`` of their own, freed once tokens are looked up
+    exchanges_heads: bool = False  # ranks that divide packs exchange heads for tokens in attention; else gather keys
     expert_degree: int = 1  # neighboring ranks that divide every block's experts, beside the axes of the mesh
 
     @property

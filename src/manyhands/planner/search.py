@@ -227,7 +227,7 @@ def _search(
     """Estimate every layout and choose one. ``obstacle``: why features of images are not kept, where something is known
     that stands against it.
     """
-    num_ranks = decisions.world_size // config.parallel.context_degree
+    num_ranks = decisions.world_size // config.parallel.context_ranks
     splits = useful_splits(config, facts.data, num_ranks, decisions.device)
     split = splits[0]
     batch = {  # which samples form a step; the same for every split
@@ -272,7 +272,7 @@ def _search(
 
 def base_input(config: RunConfig, facts: Facts) -> EstimateInput:
     """What the estimates of all candidates share; the layout is a copy on each rank, without micro-batches."""
-    config, _ = resolve_auto(with_degree(config, list_degrees(config, facts)[0]), facts)
+    config, _ = resolve_auto(config, facts)
     return _base_input(config, facts, decide(config, facts))
 
 
@@ -286,7 +286,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
     partially_trained = count_text(config, facts.model, decisions.parts)
     layout = lay_out(
         device=decisions.device,
-        mesh=mesh_of("single", decisions.world_size, context=config.parallel.context_degree),
+        mesh=mesh_of("single", decisions.world_size, context=config.parallel.context_ranks),
         strategy="single",
         reshard_after_forward=False,
         activation_checkpointing="none",
@@ -297,6 +297,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         offload=config.parallel.offload,
         compile=decisions.compile,
         embeddings_apart=not facts.model.tied_embeddings,
+        exchanges_heads=decisions.exchanges_heads,
         expert_degree=config.parallel.expert_degree,
         dynamic=not has_one_length(facts.data),
         data_workers=decisions.data_workers,

@@ -392,9 +392,10 @@ SENTENCES: dict[Code, Template] = {
     ),
     "nodes": _nodes,
     "node_links": _node_links,
-    "context": "{degree} ranks divide each pack{asked:?, as configured}, in {groups:n group}, and gather each other's "
-    "keys and values (not measured on GPUs){undivided:?; undivided {undivided}}{tight:?; with fewer too little memory "
-    "would be left}{slower:?; with {fewer} a step is {slower:.0%} slower}",
+    "context": "{degree} ranks divide each pack{asked:?, as configured}, in {groups:n group}, and {heads:?exchange "
+    "heads for tokens|gather each other's keys and values} in attention (not measured on GPUs)"
+    "{undivided:?; undivided {undivided}}{tight:?; with fewer too little memory would be left}"
+    "{slower:?; with {fewer} a step is {slower:.0%} slower}",
     "packing": _if(
         "packed",
         "several samples per batch row{asked:?, as configured}{known:?: {known}}",

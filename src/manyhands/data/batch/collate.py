@@ -49,7 +49,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from manyhands.core.errors import EXIT_FAILED, FAULT, UserError
-from manyhands.data.batch.divide import GATHERS_KEYS, KEY_BOUNDS, KEY_POSITIONS, divide_pack
+from manyhands.data.batch.divide import EXCHANGES_HEADS, GATHERS_KEYS, KEY_BOUNDS, KEY_POSITIONS, divide_pack
 from manyhands.data.images.batch import ImageWork, add_images
 from manyhands.data.store.streams import (
     DOCUMENTS,
@@ -86,6 +86,7 @@ TEXT_ENTRIES = frozenset(
         KEY_POSITIONS,
         KEY_BOUNDS,
         GATHERS_KEYS,
+        EXCHANGES_HEADS,
         "has_images",
         DOCUMENT_LENGTHS,
         DISTINCT_LENGTHS,
@@ -121,7 +122,7 @@ class BatchShape:
     ``tells_documents``: the batch says of each token how long its document is, and of which sample it is; a pack also
     how its documents lie as rows. ``shares_prompts``: a pack has the prompt of several answers once (``SHARED``), and
     says which keys each of its documents sees. ``context``: ranks that divide each pack, of which ``context_rank`` gets
-    its part.
+    its part; with ``exchanges_heads`` attention sees the whole pack.
     """
 
     packed: bool
@@ -135,6 +136,7 @@ class BatchShape:
     shares_prompts: bool = False
     context: int = 1
     context_rank: int = 0
+    exchanges_heads: bool = False
 
     @property
     def can_cut(self) -> bool:
@@ -181,7 +183,7 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
     if shape.images is not None:
         batch |= add_images(shape.images, samples, divided, batch, starts, shape.packed)
     if shape.context > 1:
-        batch = divide_pack(batch, shape.context_rank, shape.context)
+        batch = divide_pack(batch, shape.context_rank, shape.context, exchanges_heads=shape.exchanges_heads)
     return add_label_positions(batch)
 
 

@@ -2,9 +2,10 @@
 
 A pack of T tokens is cut into ``2 W`` chunks of one length, of which rank r of W has chunks r and ``2 W - 1 - r``, end
 to end: under causal attention every rank then has as many (query, key) pairs of a document as long as the pack.
-Positions, labels and lengths were made for the whole pack before, so a document may be cut anywhere. Queries are a
-rank's own tokens; its keys are gathered from all ranks (``kernels/attention/context.py``), and of a chunk they are one
-stretch of the pack, from the beginning of the document that the chunk begins in to the chunk's end.
+Positions, labels and lengths were made for the whole pack before, so a document may be cut anywhere. In attention
+(``kernels/attention/context.py``) ranks exchange heads for tokens, and each sees the whole pack; or queries are a
+rank's own tokens and keys are gathered from all ranks: of a chunk they are one stretch of the pack, from the beginning
+of the document that the chunk begins in to the chunk's end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 
 KEY_POSITIONS, KEY_BOUNDS = "key_positions", "cu_seq_lens_k"
-GATHERS_KEYS = "gathers_keys"  # True in a batch that is one rank's part: ``key_positions`` are those of the whole pack
+# In a batch that is one rank's part: True, ``key_positions`` are those of the whole pack; or the number of ranks, which
+# exchange heads, and bounds of documents are those of the whole pack.
+GATHERS_KEYS, EXCHANGES_HEADS = "gathers_keys", "exchanges_heads"
 
 
 def chunks_of(total: int, rank: int, degree: int) -> tuple[slice, slice]:
@@ -25,13 +28,21 @@ def chunks_of(total: int, rank: int, degree: int) -> tuple[slice, slice]:
     return tuple(slice(size * number, size * (number + 1)) for number in (rank, 2 * degree - 1 - rank))  # type: ignore[return-value]
 
 
-def divide_pack(batch: dict[str, Any], rank: int, degree: int) -> dict[str, Any]:
-    """``rank``'s part of a packed batch, of the same form but for its keys: ``key_positions`` (keys) in the whole pack,
-    with ``cu_seq_lens_k`` (segments + 1), of which each of the segments of ``cu_seq_lens`` sees its last ones. A
-    document that is cut has a segment in each part.
+def divide_pack(batch: dict[str, Any], rank: int, degree: int, *, exchanges_heads: bool = False) -> dict[str, Any]:
+    """``rank``'s part of a packed batch, of the same form: its tokens, with the bounds of the whole pack where ranks
+    exchange heads; else those of its keys, ``key_positions`` (keys) in the whole pack, with ``cu_seq_lens_k`` (segments
+    + 1), of which each of the segments of ``cu_seq_lens`` sees its last ones. A document that is cut has a segment in
+    each part.
     """
     total, bounds = batch["input_ids"].shape[1], batch["cu_seq_lens"].tolist()
     chunks = chunks_of(total, rank, degree)
+    parts = {
+        name: np.concatenate([value[:, chunk] for chunk in chunks], axis=1)
+        for name, value in batch.items()
+        if isinstance(value, np.ndarray) and value.shape[:2] == (1, total)
+    }
+    if exchanges_heads:
+        return {**batch, **parts, EXCHANGES_HEADS: degree}
     queries, keys, positions = [0], [0], []
     for chunk in chunks:
         cuts = [chunk.start, *sorted({bound for bound in bounds if chunk.start < bound < chunk.stop}), chunk.stop]
@@ -40,11 +51,6 @@ def divide_pack(batch: dict[str, Any], rank: int, degree: int) -> dict[str, Any]
         keys += [keys[-1] + cut - first for cut in cuts[1:]]
         positions.append(np.arange(first, chunk.stop, dtype=np.int64))
     repeats = max(0, len(bounds) - len(queries))  # as many as before, where compiled code counts on a number
-    parts = {
-        name: np.concatenate([value[:, chunk] for chunk in chunks], axis=1)
-        for name, value in batch.items()
-        if isinstance(value, np.ndarray) and value.shape[:2] == (1, total)
-    }
     rest = {name: value for name, value in batch.items() if name not in parts and name != "row_length"}
     return {
         **rest,

@@ -1,8 +1,11 @@
-"""Keys and values of a pack whose tokens are divided over the ranks of a group (``data/batch/divide.py``), with
-gradients: all ranks' are gathered in the forward pass, and the gradients that all ranks have for them are summed in the
-backward pass, in float32 at least.
+"""Attention over a pack whose tokens are divided over the ranks of a group (``data/batch/divide.py``), with gradients.
 
-Shapes: t tokens of a rank, T = W t of the pack on W ranks, s keys that a rank's queries see, g heads, d dimensions.
+Either each rank gathers all ranks' keys and values, and the gradients that all ranks have for them are summed in the
+backward pass, in float32 at least. Or ranks exchange heads for tokens (Jacobs et al. 2023,
+https://arxiv.org/abs/2309.14509): each computes the whole pack for its own heads, and what has no sum is exact.
+
+Shapes: t tokens of a rank, T = W t of the pack on W ranks, s keys that a rank's queries see, h or g heads, of which W
+is a divisor where they are exchanged, d dimensions.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _group: dist.ProcessGroup | None = None  # one for the process: operators take tensors alone
+_rank = 0  # this process's place in it; compiled code reads it as a constant
 
 
 def use_group(group: dist.ProcessGroup | None) -> None:
     """The ranks that divide each pack from now on, in the order of their parts; None: packs are not divided."""
-    global _group
-    _group = group
+    global _group, _rank
+    _group, _rank = group, group.rank() if group is not None else 0
 
 
 def _join(parts: torch.Tensor) -> torch.Tensor:
@@ -83,3 +87,53 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 gather_keys.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _exchange(parts: torch.Tensor) -> torch.Tensor:
+    """(W, ...): entry r goes to rank r -> (W, ...): entry r is rank r's. Collective."""
+    assert _group is not None, "no group divides packs"
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=_group)
+    return received
+
+
+@torch.library.custom_op("manyhands::exchange_for_heads", mutates_args=())
+def exchange_for_heads(part: torch.Tensor, degree: int) -> torch.Tensor:
+    """(t, h, d) of each rank's tokens -> (T, h / W, d) of all tokens in the order of the pack; rank r gets the r-th of
+    W = ``degree`` groups of neighboring heads. Collective.
+    """
+    parts = _exchange(part.unflatten(1, (degree, -1)).transpose(0, 1))
+    return _join(parts.unflatten(1, (2, -1)))
+
+
+@torch.library.custom_op("manyhands::exchange_for_tokens", mutates_args=())
+def exchange_for_tokens(whole: torch.Tensor, degree: int) -> torch.Tensor:
+    """The inverse of ``exchange_for_heads``: (T, h / W, d) -> (t, h, d). Collective."""
+    return _exchange(_part(whole, degree).flatten(1, 2)).transpose(0, 1).flatten(1, 2)
+
+
+@exchange_for_heads.register_fake
+def _(part, degree):  # type: ignore[no-untyped-def]
+    return part.new_empty((part.shape[0] * degree, part.shape[1] // degree, *part.shape[2:]))
+
+
+@exchange_for_tokens.register_fake
+def _(whole, degree):  # type: ignore[no-untyped-def]
+    return whole.new_empty((whole.shape[0] // degree, whole.shape[1] * degree, *whole.shape[2:]))
+
+
+def _keep_degree(ctx: Any, inputs: tuple[torch.Tensor, int], output: torch.Tensor) -> None:
+    ctx.degree = inputs[1]
+
+
+exchange_for_heads.register_autograd(
+    lambda ctx, gradient: (exchange_for_tokens(gradient, ctx.degree), None), setup_context=_keep_degree
+)
+exchange_for_tokens.register_autograd(
+    lambda ctx, gradient: (exchange_for_heads(gradient, ctx.degree), None), setup_context=_keep_degree
+)
+
+
+def rank_in_group() -> int:
+    """This rank's place among those that divide each pack."""
+    return _rank

@@ -69,9 +69,12 @@ def block_at_work(s: EstimateInput, mode: Checkpointing) -> int:
 
 def gathering(s: EstimateInput) -> int:
     """Bytes a token of a rank that a block's attention needs for a moment where W ranks divide packs: the gradients of
-    all keys or values, ``W k`` in float32, twice while they are put in the order of ranks. Not measured.
+    all keys or values, ``W k`` in float32, twice while they are put in the order of ranks; or what is sent and received
+    of queries, ``2 c q``. Not measured.
     """
     k, context = s.model.num_kv_heads * s.model.head_dim, s.layout.mesh.context
+    if s.layout.exchanges_heads:
+        return 2 * s.compute_bytes * s.model.num_heads * s.model.head_dim
     return 0 if context == 1 else 2 * 4 * context * k
 
 
@@ -182,7 +185,8 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
                                     token and block beside 2 c (q - k), in four models: 11.9 and 12.3 KB, 4.1 and 4.1,
                                     11.8 and 12.3, 5.2 and 5.1
     keys and values of all ranks    instead of these 2 c q for each that a rank gathers, W + 1/2 a token of its own
-                                    where W ranks divide packs. Not measured
+                                    where W ranks divide packs; or c q for the result of attention once more, as it is
+                                    after heads were exchanged. Not measured
     result of attention, padded     c q more where rows of one length leave padding at a micro-batch's end: what the
                                     kernel gives is kept beside what the output projection takes. Measured: 3.3 GiB of
                                     36 blocks and 12,416 tokens
@@ -209,6 +213,7 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
     for_documents = max(c * q, 2 * c * (q - k)) if s.mixed_lengths else c * q * s.pads_rows
     if s.keys_per_token:
         for_documents = int(2 * c * q * s.keys_per_token)
+    for_documents += c * q * s.layout.exchanges_heads
     as_kernel_has_them = for_documents + 2 * c * k * _is_eager_fused(s)
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
     if m.num_mixer_layers:

@@ -151,10 +151,10 @@ class EstimateInput:
     @property
     def keys_per_token(self) -> float:
         """Keys that a rank gathers for each of its own tokens where ranks divide packs, at most: of W ranks W + 1/2, in
-        a pack of one document. 0 where they do not.
+        a pack of one document. 0 where they do not, or exchange heads.
         """
         context = self.layout.mesh.context
-        return 0.0 if context == 1 else context + 0.5
+        return 0.0 if context == 1 or self.layout.exchanges_heads else context + 0.5
 
     @property
     def weight_shards(self) -> int:

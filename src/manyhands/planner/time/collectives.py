@@ -6,6 +6,7 @@ element of a trained weight as ZeRO computes with it (DeepSpeed 0.19.8, options 
 from __future__ import annotations
 
 from manyhands.core.limits import ZERO_BUCKET
+from manyhands.planner.context import sent_bytes
 from manyhands.planner.memory import zero
 from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.time.input import TimeInput
@@ -108,7 +109,7 @@ def communication(s: TimeInput, compute: float) -> float:
         reduced = trained * e.sum_bytes / shard * 2 * (copies_of - 1) / copies_of
         seconds += (rounds if shard > 1 else 1.0) * (reduced / over + units * latency)
     in_units = layout.wrapper == "fully_shard"
-    keys = _gathered_keys(s)
+    keys = _exchanges_in_attention(s)
     alone = keys + seconds * (e.num_root_parameters / e.model.num_parameters if in_units else 0.05)
     beside = seconds + keys - alone
     hidden = min(beside, compute)
@@ -136,22 +137,22 @@ def exchanges(s: TimeInput) -> float:
     return seconds
 
 
-def _gathered_keys(s: TimeInput) -> float:
-    """Seconds in which W ranks that divide packs exchange keys and values, which attention waits for: of T tokens of a
-    rank ``2 c k (W - 1) T`` bytes a layer forward, as many where the backward pass computes blocks again, and their
-    gradients in float32. Not measured.
+def _exchanges_in_attention(s: TimeInput) -> float:
+    """Seconds in which ranks that divide packs exchange heads or keys and values, which attention waits for: of the
+    tokens of a rank ``sent_bytes`` a layer, the forward pass twice where the backward pass computes blocks again. Not
+    measured.
     """
     e, layout = s.estimate, s.estimate.layout
-    others = layout.mesh.context - 1
-    if not others:
+    degree, heads = layout.mesh.context, layout.exchanges_heads
+    if degree == 1:
         return 0.0
-    again = 2 if layout.activation_checkpointing != "none" else 1
+    passes = 2 if layout.activation_checkpointing != "none" else 1
     tokens = sum(micro.count * micro.tokens for micro in s.work.micros)
-    values = 2 * e.model.num_kv_heads * e.model.head_dim * e.model.num_layers
-    rate = s.rates.node_link if layout.mesh.context > s.num_local else s.rates.link
-    latency = NODE_LATENCY_S if layout.mesh.context > s.num_local else LATENCY_S
-    exchanges = 2 * (again + 1) * e.model.num_layers * s.work.num_micro
-    return values * others * tokens * (again * e.compute_bytes + 4) / rate + exchanges * latency
+    sent = sent_bytes(e.model, degree, e.compute_bytes, heads=heads, passes=passes)
+    rate = s.rates.node_link if degree > s.num_local else s.rates.link
+    latency = NODE_LATENCY_S if degree > s.num_local else LATENCY_S
+    exchanges = (4 if heads else 2) * (passes + 1) * s.work.num_micro
+    return e.model.num_layers * (sent * tokens / rate + exchanges * latency)
 
 
 def between_nodes(s: TimeInput) -> float:
