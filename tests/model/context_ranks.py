@@ -71,6 +71,7 @@ FAULTS = {
     "positions": ("manyhands.data.batch.collate.divide_pack", count_own_positions),
     "gradients": ("manyhands.kernels.attention.context.scatter_keys", keep_own_gradient),
     "order": ("manyhands.kernels.attention.context._join", ignore_order),
+    "halos": ("manyhands.model.documents.gather_keys", lambda part, _: torch.zeros_like(part)),
     "heads": ("manyhands.model.attention.rank_in_group", lambda: 0),
 }
 TORCH_2_11 = {
@@ -90,12 +91,13 @@ def deviations(
     fields = rope_fields(family, rope) if rope else {}
     attention.register_attention()
     fields |= {"num_local_experts": 4} if family == "gpt_oss" else {}
+    fields |= {"layer_types": ["conv", "full_attention"]} if family == "lfm2" else {}
     fields |= {"num_attention_heads": 8, "num_key_value_heads": 4}
     model = tiny_model(family, "float64", num_hidden_layers=2, **fields).eval()
     model.set_attn_implementation(implementation)
     model.set_experts_implementation("eager")  # others have no float64
     loss_model = LossModel(model)
-    shape = BatchShape(True, tile=2 * degree, tells_documents=bool(rope))
+    shape = BatchShape(True, tile=2 * divide.HALO * degree, tells_documents=loss_model.needs_documents)
     with ExitStack() as stack:
         stack.enter_context(patch.object(attention, "varlen_attn", attend_by_document))
         stack.enter_context(patch.object(attention, "TAKES_GROUPS", True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manyhands.data.batch.divide import chunks_of, divide_pack
+from manyhands.data.batch.divide import add_halos, chunks_of, divide_pack
 from manyhands.model.attention import BLOCKWISE, VARLEN
 from tests.support.ranks import Ranks
 
@@ -17,8 +17,9 @@ KINDS = [
     ("llama", BLOCKWISE, "dynamic"),
     ("gemma2", BLOCKWISE, ""),  # a cap, and a window in every second layer
     ("gpt_oss", BLOCKWISE, ""),  # sinks, experts
+    ("lfm2", BLOCKWISE, ""),  # short convolutions
 ]
-IN_FLOAT32 = ("gemma2", "gpt_oss")  # norms and routers of any model, whose gradients are sums over tokens
+IN_FLOAT32 = ("gemma2", "gpt_oss", "lfm2")  # norms and routers of any model, whose gradients are sums over tokens
 
 
 def test_a_part_has_the_keys_of_the_documents_that_it_begins_in() -> None:
@@ -35,6 +36,9 @@ def test_a_part_has_the_keys_of_the_documents_that_it_begins_in() -> None:
     heads = divide_pack(batch, 1, 2, exchanges_heads=True)
     assert heads["input_ids"].tolist() == second["input_ids"].tolist() and "key_positions" not in heads
     assert heads["cu_seq_lens"].tolist() == [0, 5, 15, 16] and heads["exchanges_heads"] == 2
+    halos = add_halos([0, 5, 15, 80], 0, 2)  # chunks of 20 tokens; of the second one's tokens 56 to 59
+    assert halos["halo_places"].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert halos["halo_bounds"].tolist() == [0, 4, 9, 19, 24, 48]
     with pytest.raises(ValueError, match="4 chunks"):
         chunks_of(18, 0, 2)
 
@@ -69,6 +73,7 @@ def test_what_torch_2_11_has_gives_the_same(heads: bool, world: Ranks) -> None:
         ("llama", True, "positions"),
         ("llama", True, "order"),
         ("gpt_oss", True, "heads"),  # another rank's sinks
+        ("lfm2", True, "halos"),
     ],
 )
 def test_a_planted_fault_shows(family: str, heads: bool, fault: str, world: Ranks) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.config.checks import check
 from manyhands.core.errors import UserError
-from manyhands.planner.context import with_degree
+from manyhands.planner.context import exchanges_heads, sent_bytes, with_degree
 from manyhands.planner.layout import Mesh, mesh_of
 from manyhands.planner.search import plan, plan_longest
 from manyhands.planner.text import explain
@@ -83,7 +83,7 @@ def test_the_degree_that_auto_takes(keys: Any, data: Any, gpus: int, degree: int
     ("keys", "model"),
     [
         ({"data__packing": False}, llama_8b()),
-        ({}, llama_8b().model_copy(update={"num_mixer_layers": 1})),
+        ({}, llama_8b().model_copy(update={"num_mixer_layers": 1, "mixer_state": 64})),
         ({}, llama_8b().model_copy(update={"packs": False, "packing_reason": "it reads backwards"})),
     ],
 )
@@ -92,6 +92,42 @@ def test_auto_leaves_whole_what_cannot_be_divided(keys: Any, model: Any) -> None
     with pytest.raises(UserError, match="does not fit") as caught:
         plan(run_config(**KEPT | {"batch__samples": 8} | keys), facts(model, gpus=8, data=TOO_LONG))
     assert "context" not in str(caught.value)
+
+
+def test_short_convolutions_are_divided() -> None:
+    """They carry no state beyond a few tokens."""
+    made = plan(run_config(parallel__context_degree=2), facts(model_facts(num_mixer_layers=1), gpus=2))
+    assert made.layout.mesh.context == 2
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "degree", "num_local", "exchanges", "kib"),
+    [
+        (8, 2, 8, True, (20, 12)),
+        (8, 4, 8, True, (30, 36)),
+        (8, 8, 8, True, (35, 84)),
+        (8, 16, 16, False, (37.5, 180)),  # two ranks to a head
+        (8, 2, 1, False, (20, 12)),  # between machines, where it sends more
+        (8, 4, 1, True, (30, 36)),
+        (32, 2, 1, True, (32, 48)),
+        (32, 16, 8, True, (60, 720)),
+        (1, 1, 8, False, (0, 0)),
+    ],
+)
+def test_what_ranks_exchange(kv_heads: int, degree: int, num_local: int, exchanges: bool, kib: Any) -> None:
+    """32 heads of 128 dimensions in bfloat16; keys' gradients are summed in float32."""
+    model = llama_8b().model_copy(update={"num_kv_heads": kv_heads})
+    assert exchanges_heads(model, degree, 2, num_local) is exchanges
+    assert tuple(sent_bytes(model, degree, 2, heads=heads) / 1024 for heads in (True, False)) == kib
+
+
+def test_exchanged_heads_need_less_memory_than_gathered_keys() -> None:
+    keys = {"batch__samples": 2, "parallel__context_degree": 4, "data__max_length": 400_000}
+    made = plan(run_config(**keys, **FULL), facts(llama_8b(), gpus=4, data=TOO_LONG))
+    given = facts(llama_8b().model_copy(update={"num_kv_heads": 2, "num_heads": 32}), gpus=4, data=TOO_LONG)
+    gathered = plan(run_config(**keys, **FULL), given)
+    assert made.layout.exchanges_heads and not gathered.layout.exchanges_heads
+    assert made.memory.terms["activations"] < gathered.memory.terms["activations"]
 
 
 def test_memory_that_runs_out_is_followed_by_a_larger_degree() -> None:
@@ -127,7 +163,7 @@ def test_the_longest_sample_grows_with_the_gpus_that_divide_it() -> None:
             facts(llama_8b(), gpus=2),
             "the ranks that hold a copy, 1",
         ),
-        ({}, facts(model_facts(num_mixer_layers=1), gpus=2), "carry a state"),
+        ({}, facts(model_facts(num_mixer_layers=1, mixer_state=64), gpus=2), "carry a state"),
         ({}, facts(model_facts(is_multimodal=True), gpus=2), "reads images"),
         ({}, facts(model_facts(packs=False, packing_reason="it reads backwards"), gpus=2), "it reads backwards"),
     ],

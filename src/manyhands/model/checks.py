@@ -26,7 +26,7 @@ from manyhands.core.holding import local
 from manyhands.core.terms import LANGUAGE_MODEL
 from manyhands.data.batch.batches import collate, to_device
 from manyhands.data.batch.collate import DISTINCT_LENGTHS, DOCUMENT_LENGTHS, BatchShape
-from manyhands.data.batch.divide import chunks_of
+from manyhands.data.batch.divide import HALO, chunks_of
 from manyhands.data.store.streams import DOCUMENTS, MASK, SHARED, TOKENS, join_documents, make_sample, share_prompt
 from manyhands.model.attention import AttentionRefused
 from manyhands.model.loss import IGNORED, LossModel
@@ -220,7 +220,7 @@ def check_context(engine: Probed, loss_model: LossModel, device: torch.device, r
     documents = _probe_tokens(loss_model, device)[0].cpu().numpy().astype(np.int32)
     samples = [make_sample(ids, np.ones(len(ids), bool)) for ids in np.split(documents, PROBE_LENGTHS[:1])]
     held = SimpleNamespace(streams=(TOKENS, MASK), sample=samples.__getitem__)
-    shape = BatchShape(True, tile=2 * degree, tells_documents=loss_model.needs_documents)
+    shape = BatchShape(True, tile=2 * HALO * degree, tells_documents=loss_model.needs_documents)
     batches = [collate(held, np.arange(2), each) for each in (shape, replace(shape, context=degree, context_rank=rank))]
     with eager_evaluation(loss_model):
         whole, part = (engine.logits(to_device(batch, device)) for batch in batches)

@@ -42,6 +42,8 @@ from manyhands.data.batch.collate import (
     SAMPLE_NUMBERS,
     lay_out_rows,
 )
+from manyhands.data.batch.divide import HALO_BOUNDS, HALO_PLACES
+from manyhands.kernels.attention.context import gather_keys
 from manyhands.model.structure import find_blocks, with_class
 
 ROWS = "document_rows"  # by which name the rows of a pack reach the blocks
@@ -53,6 +55,7 @@ class Rows(NamedTuple):
     shapes: tuple[tuple[int, int], ...]
     tokens: torch.Tensor
     places: torch.Tensor
+    halos: torch.Tensor | None = None  # of a part of a pack that ranks divide: see ``_add_halos``
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Rows | None:
@@ -64,7 +67,7 @@ class Rows(NamedTuple):
             bounds, ids = batch["cu_seq_lens"], batch["input_ids"]
             lengths = [length for length in bounds.diff().tolist() if length]
             batch = to_tensors(lay_out_rows(lengths, ids.shape[1]), ids.device)
-        return cls(batch[ROW_SHAPES], batch[ROW_TOKENS], batch[ROW_PLACES])
+        return cls(batch[ROW_SHAPES], batch[ROW_TOKENS], batch[ROW_PLACES], batch.get(HALO_PLACES))
 
 
 class Bounds(NamedTuple):
@@ -72,16 +75,18 @@ class Bounds(NamedTuple):
 
     seq_idx: torch.Tensor  # (1, t) int32: the number of the document that a token is of
     cu_seq_lens_q: torch.Tensor  # (d + 1) int64: where documents begin and end, no two the same
+    halos: torch.Tensor | None = None
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Bounds | None:
         """None where the batch is no pack. Waits for the device, as the kernels themselves do."""
         if "cu_seq_lens" not in batch:
             return None
-        ids = batch["input_ids"]
-        bounds = F.pad(batch["cu_seq_lens"].long(), (0, 1), value=ids.shape[1]).unique_consecutive()
-        places = torch.arange(ids.shape[1], device=ids.device)
-        return cls(torch.bucketize(places, bounds[1:], right=True, out_int32=True)[None], bounds)
+        ids, halos = batch["input_ids"], batch.get(HALO_PLACES)
+        total = ids.shape[1] + (0 if halos is None else len(halos))
+        bounds = F.pad(batch.get(HALO_BOUNDS, batch["cu_seq_lens"]).long(), (0, 1), value=total).unique_consecutive()
+        places = torch.arange(total, device=ids.device)
+        return cls(torch.bucketize(places, bounds[1:], right=True, out_int32=True)[None], bounds, halos)
 
 
 class Documents:
@@ -215,9 +220,11 @@ class RowsOfDocuments(nn.Module):
         documents = self.current.documents
         if documents is None:
             return super().forward(hidden_states, *args, **kwargs)
-        if isinstance(documents, Bounds):
-            return self._compute_pack(hidden_states, documents)
-        return self._compute_rows(hidden_states, documents)
+        compute: Any = self._compute_pack if isinstance(documents, Bounds) else self._compute_rows
+        if documents.halos is None:
+            return compute(hidden_states, documents)
+        out = compute(_add_halos(hidden_states, documents.halos), documents)
+        return out.unflatten(1, (2, -1))[:, :, len(documents.halos) // 2 :].flatten(1, 2)
 
     @torch.compiler.disable
     def _compute_pack(self, hidden_states: torch.Tensor, documents: Bounds) -> torch.Tensor:
@@ -231,6 +238,15 @@ class RowsOfDocuments(nn.Module):
         parts = hidden_states.flatten(0, 1).index_select(0, rows.tokens).split(sizes)
         out = [compute(x.unflatten(0, shape)).flatten(0, 1) for x, shape in zip(parts, rows.shapes, strict=True)]
         return torch.cat(out).index_select(0, rows.places).view_as(hidden_states)
+
+
+def _add_halos(hidden_states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """(1, t, e) of a rank's two chunks of a pack -> (1, t + 2 n, e): in front of each the n tokens before it, which are
+    ``places`` (2 n) of the last n of all ranks' chunks. Collective.
+    """
+    chunks, num = hidden_states[0].unflatten(0, (2, -1)), len(places) // 2
+    before = gather_keys(chunks[:, -num:].flatten(0, 1)[:, None], places)[:, 0]
+    return torch.cat([before.unflatten(0, (2, num)), chunks], dim=1).flatten(0, 1)[None]
 
 
 @cache

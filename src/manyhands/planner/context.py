@@ -144,7 +144,7 @@ def _obstacles(config: RunConfig, model: ModelFacts) -> list[str]:
     """What stands against divided packs of the model."""
     stands = {
         "packs": not config.data.packing or not model.packs,
-        "state": model.num_mixer_layers > 0,
+        "state": model.num_mixer_layers > 0 and model.mixer_state > 0,  # not in short convolutions
         "images": model.is_multimodal,
     }
     return [name for name, applies in stands.items() if applies]

@@ -49,7 +49,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from manyhands.core.errors import EXIT_FAILED, FAULT, UserError
-from manyhands.data.batch.divide import EXCHANGES_HEADS, GATHERS_KEYS, KEY_BOUNDS, KEY_POSITIONS, divide_pack
+from manyhands.data.batch.divide import (
+    EXCHANGES_HEADS,
+    GATHERS_KEYS,
+    HALO_BOUNDS,
+    HALO_PLACES,
+    KEY_BOUNDS,
+    KEY_POSITIONS,
+    add_halos,
+    divide_pack,
+)
 from manyhands.data.images.batch import ImageWork, add_images
 from manyhands.data.store.streams import (
     DOCUMENTS,
@@ -87,6 +96,8 @@ TEXT_ENTRIES = frozenset(
         KEY_BOUNDS,
         GATHERS_KEYS,
         EXCHANGES_HEADS,
+        HALO_BOUNDS,
+        HALO_PLACES,
         "has_images",
         DOCUMENT_LENGTHS,
         DISTINCT_LENGTHS,
@@ -183,7 +194,11 @@ def collate_samples(sample_set: Samples, numbers: Sequence[int] | np.ndarray, sh
     if shape.images is not None:
         batch |= add_images(shape.images, samples, divided, batch, starts, shape.packed)
     if shape.context > 1:
+        bounds = batch["cu_seq_lens"].tolist()
         batch = divide_pack(batch, shape.context_rank, shape.context, exchanges_heads=shape.exchanges_heads)
+        if shape.tells_documents:
+            batch |= add_halos(bounds, shape.context_rank, shape.context)
+            batch |= lay_out_rows(np.diff(batch[HALO_BOUNDS]).tolist(), int(batch[HALO_BOUNDS][-1]))
     return add_label_positions(batch)
 
 

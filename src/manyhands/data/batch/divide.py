@@ -10,6 +10,7 @@ of the document that the chunk begins in to the chunk's end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ KEY_POSITIONS, KEY_BOUNDS = "key_positions", "cu_seq_lens_k"
 # In a batch that is one rank's part: True, ``key_positions`` are those of the whole pack; or the number of ranks, which
 # exchange heads, and bounds of documents are those of the whole pack.
 GATHERS_KEYS, EXCHANGES_HEADS = "gathers_keys", "exchanges_heads"
+# For short convolutions: HALO tokens in front of each of a rank's chunks; which of all chunks' last tokens these are,
+# and the bounds of documents with them.
+HALO, HALO_PLACES, HALO_BOUNDS = 4, "halo_places", "halo_bounds"
 
 
 def chunks_of(total: int, rank: int, degree: int) -> tuple[slice, slice]:
@@ -26,6 +30,20 @@ def chunks_of(total: int, rank: int, degree: int) -> tuple[slice, slice]:
     if rest:
         raise ValueError(f"a pack of {total} tokens is not divided by {2 * degree} chunks")
     return tuple(slice(size * number, size * (number + 1)) for number in (rank, 2 * degree - 1 - rank))  # type: ignore[return-value]
+
+
+def add_halos(bounds: Sequence[int], rank: int, degree: int) -> dict[str, Any]:
+    """The entries about halos of a rank's part of a pack whose documents have ``bounds``: ``halo_places`` (2 HALO)
+    among the last HALO tokens of all chunks, and ``halo_bounds`` int32 in its two chunks, each behind its halo. What is
+    before the pack is a document of its own.
+    """
+    places, ends = [], [0]
+    for chunk in chunks_of(bounds[-1], rank, degree):
+        begin, number = chunk.start - HALO, chunk.start // (chunk.stop - chunk.start)
+        cuts = [*sorted({bound for bound in bounds if begin < bound < chunk.stop}), chunk.stop]
+        ends += [ends[-1] + cut - begin for cut in cuts]
+        places.append(np.arange(HALO, dtype=np.int64) + HALO * max(0, number - 1))
+    return {HALO_PLACES: np.concatenate(places), HALO_BOUNDS: np.array(ends, dtype=np.int32)}
 
 
 def divide_pack(batch: dict[str, Any], rank: int, degree: int, *, exchanges_heads: bool = False) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from manyhands.config.schema import RunConfig
+from manyhands.data.batch.divide import HALO
 from manyhands.data.batch.pack import TILE_TOKENS, StepLayout, lay_out_packed, lay_out_unpacked
 from manyhands.facts.gpu_kinds import kind_of_all
 from manyhands.facts.types import DataFacts, Facts, GpuKind
@@ -105,10 +106,10 @@ def lay_out(layout: Layout, samples: np.ndarray, lengths: np.ndarray, more: np.n
 
 def pack_tile(layout: Layout) -> int:
     """Packs are padded to multiples of so many tokens: whole tiles on a GPU and where blocks are compiled, else not at
-    all. Ranks that divide a pack get whole tiles each, or two chunks of one length.
+    all. Ranks that divide a pack get whole tiles each, or two chunks of one length, from which a halo can be taken.
     """
     tile = TILE_TOKENS if layout.compile or layout.device == "cuda" else 1
-    return tile if layout.mesh.context == 1 else max(2, tile) * layout.mesh.context
+    return tile if layout.mesh.context == 1 else max(2 * HALO, tile) * layout.mesh.context
 
 
 def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int, batch: dict[str, Any]) -> Clock:
