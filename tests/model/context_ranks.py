@@ -92,7 +92,7 @@ def deviations(
     attention.register_attention()
     fields |= {"num_local_experts": 4} if family == "gpt_oss" else {}
     fields |= {"layer_types": ["conv", "full_attention"]} if family == "lfm2" else {}
-    fields |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+    fields |= {"num_attention_heads": 8, "num_key_value_heads": 2 if family == "gpt_oss" else 4}
     model = tiny_model(family, "float64", num_hidden_layers=2, **fields).eval()
     model.set_attn_implementation(implementation)
     model.set_experts_implementation("eager")  # others have no float64

@@ -14,6 +14,7 @@ Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -218,7 +219,8 @@ def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_position
 
 def _over_heads(attend: Callable[..., tuple[torch.Tensor, None]]) -> Callable[..., tuple[torch.Tensor, None]]:
     """``attend`` for ranks that divide a pack too: ``exchanges_heads``, if not 0, is their number, and each computes
-    the whole pack for its own heads. ``query`` and the result are then of this rank's tokens, the lengths of all.
+    the whole pack for its own heads. ``query`` and the result are then of this rank's tokens, the lengths of all. Keys
+    of a layer with too few heads are repeated first.
     """
 
     @functools.wraps(attend)
@@ -235,8 +237,11 @@ def _over_heads(attend: Callable[..., tuple[torch.Tensor, None]]) -> Callable[..
         degree = exchanges_heads
         if not degree:
             return attend(module, query, key, value, *others, s_aux=s_aux, **more)
-        if query.shape[1] % degree or key.shape[1] % degree:
-            raise AttentionRefused(f"{query.shape[1]} and {key.shape[1]} heads cannot be divided by {degree} ranks")
+        num_heads, num_groups = query.shape[1], key.shape[1]
+        repeat = degree // math.gcd(num_groups, degree)
+        if num_heads % (num_groups * repeat):
+            raise AttentionRefused(f"{num_heads} and {num_groups} heads cannot be divided by {degree} ranks")
+        key, value = (x if repeat == 1 else x.repeat_interleave(repeat, dim=1) for x in (key, value))
         parts = (exchange_for_heads(x[0].transpose(0, 1), degree).transpose(0, 1)[None] for x in (query, key, value))
         sinks = None if s_aux is None else s_aux.unflatten(0, (degree, -1))[rank_in_group()]
         out, _ = attend(module, *parts, *others, s_aux=sinks, **more)
