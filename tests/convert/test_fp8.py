@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from manyhands.convert.experts import stack_experts
 from manyhands.convert.fp8 import (
     Fp8Linear,
     StoredFp8Linear,
@@ -26,15 +27,18 @@ from manyhands.convert.fp8 import (
     use_fp8,
 )
 from manyhands.convert.fused_modules import fuse_modules
+from manyhands.convert.grouped import Grouped
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.native import NativeEngine
 from manyhands.families import known_modules
+from manyhands.kernels.fp8.ops import multiply_groups
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_blocks
 from tests.kernels.models import adapted, fp8_model, step, tiny, token_ids
+from tests.support.experts import expert_model
 from tests.support.ranks import Ranks
 
 FAMILIES = ("llama", "qwen2", "gemma3")
@@ -288,6 +292,88 @@ def test_the_gate_leaves_no_results_with_selective_checkpointing() -> None:
     with Seen():
         _compare_layer(errors, name, layer, (inputs,), inputs)
     assert Seen.names == [] and 0 < errors[name][0] < errors[name][1]
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def mixture(*, groups: bool = True, target_modules: Any = "all-linear", **changes: Any) -> nn.Module:
+    """A mixture whose experts are kept in fp8 alone, adapted unless ``target_modules`` names others."""
+    model = expert_model("qwen3_moe", **changes).train()
+    stack_experts(model)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    store_in_fp8(model)
+    use_fp8(model, groups=groups)
+    for name, layer in model.named_modules():
+        if isinstance(layer, StoredFp8Linear):
+            layer.fill(weights[f"{name}.weight"])
+    return adapted(model, target_modules=target_modules)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",)])
+def test_experts_kept_in_fp8_multiply_in_it_while_training(targets: Any) -> None:
+    """With adapters, which are computed with the gate, and without."""
+    model, plain, ids = mixture(target_modules=targets), mixture(groups=False, target_modules=targets), token_ids(2, 24)
+    assert sum(isinstance(layer, Grouped) for layer in fp8_layers(model).values()) == 4
+    assert not any(isinstance(layer, Grouped) for layer in fp8_layers(plain).values())
+    (logits, found), (expected, gradients) = step(model, ids), step(plain, ids)
+    assert 1e-3 < gap(found, gradients) < 0.25 and 1e-3 < float((logits - expected).norm() / expected.norm()) < 0.15
+    for kind in (model, plain):
+        set_matmuls(kind, "compute_dtype")
+    (logits, found), (expected, gradients) = step(model, ids), step(plain, ids)
+    assert torch.equal(logits, expected) and gap(found, gradients) == 0
+    set_matmuls(model, "fp8")
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",)])
+def test_fused_experts_multiply_the_values_that_stacks_multiply(targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, one, other = token_ids(2, 24), mixture(target_modules=targets), mixture(target_modules=targets)
+    logits, found = step(one, ids)
+    monkeypatch.setattr("manyhands.convert.experts.can_fuse", lambda experts: False)
+    expected, gradients = step(other, ids)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert gap(found, gradients) < 0.05  # gradients of results are rounded before they are weighted, or after
+
+
+def test_the_gate_compares_products_of_experts() -> None:
+    model = mixture()
+    found = gate(model)
+    assert 0 < found.layer < 0.05 and found.loss < 0.02
+    assert all(layer.in_fp8 and "observe" not in vars(layer) for layer in fp8_layers(model).values())
+
+
+def test_the_gate_refuses_scales_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(a: Any, a_scales: Any, b: Any, b_scales: torch.Tensor, *others: Any) -> torch.Tensor:
+        return multiply_groups(a, a_scales, b, b_scales.roll(1, 0) * 2, *others)
+
+    monkeypatch.setattr("manyhands.convert.grouped.multiply_groups", shifted)
+    with pytest.raises(UserError, match="not accurate enough") as refused:
+        gate(mixture(), random_weights=True)
+    assert ".experts." in refused.value.why
+
+
+def test_experts_whose_sides_do_not_fit_stay_in_the_compute_dtype() -> None:
+    """Of 40 values: gate and up are 80 rows, which fit."""
+    model = mixture(moe_intermediate_size=40)
+    for name, layer in model.named_modules():
+        if isinstance(layer, Grouped):
+            assert layer.in_fp8 == isinstance(layer, StoredFp8Linear) == name.endswith("gate_up_proj")
+    assert all(gradient.isfinite().all() for gradient in step(model, token_ids(2, 24))[1].values())
+
+
+@pytest.mark.ci
+def test_a_compiled_block_of_experts_in_fp8_has_one_graph() -> None:
+    model, eager = mixture(), mixture()
+    expected = [step(eager, token_ids(1, 24, seed=seed)) for seed in range(3)]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(model, dynamic=True, backend="aot_eager")
+    for seed, (logits, gradients) in enumerate(expected):
+        found = step(model, token_ids(1, 24, seed=seed))
+        assert torch.allclose(found[0], logits, atol=2e-2) and gap(found[1], gradients) < 0.02
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ STORAGES: dict[str, tuple[Any, ...]] = {
     "nf4": (Nf4Linear,),
     "nf4 of one level": (Nf4Linear, False),
     "stored fp8": (StoredFp8Linear,),
+    "products in fp8": (StoredFp8Linear,),
 }
 
 
@@ -33,6 +34,7 @@ def make_stack(storage: str, method: MethodSection | None) -> Any:
         weight, stack = stack.weight, hold(stack, kind, *arguments)
         if isinstance(stack, QuantizedLayer):
             stack.fill(weight)
+        stack.has_fp8_products = storage == "products in fp8"
     if method is not None:
         stack = lora_class(type(stack))(stack, method)
         initialize_adapters(nn.ModuleDict({"stack": stack}), seed=0)
@@ -45,6 +47,9 @@ def linear_of(stack: Any, group: int, method: MethodSection | None) -> nn.Linear
     rows = slice(group * OUTPUTS, (group + 1) * OUTPUTS)
     linear: Any = nn.Linear(INPUTS, OUTPUTS, bias=False).requires_grad_(False)
     linear.weight.copy_(stack.weight[rows])
+    if stack.has_fp8_products:
+        weight, linear = linear.weight, StoredFp8Linear(linear)
+        linear.fill(weight)
     if method is not None:
         linear = lora_class(type(linear))(linear, method)
         with torch.no_grad():

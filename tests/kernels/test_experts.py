@@ -15,19 +15,42 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.core.machine import GpuArchitecture
 from manyhands.kernels.backend import Backend
-from manyhands.kernels.experts import reference, select
+from manyhands.kernels.experts import ops, reference, select
 
 CPU = torch.device("cpu")
 NAMES = ("gather_low", "gate_low", "gate_low_backward", "gathered_outer", "add_low", "combine")
+ROWS = {"gather_low_rows": ops.gather_low_rows, "gate_low_rows": ops.gate_low_rows}
 
 
 def kernels(**replaced: Any) -> Any:
-    return SimpleNamespace(**{name: getattr(reference, name) for name in NAMES} | replaced)
+    return SimpleNamespace(**{name: getattr(reference, name) for name in NAMES} | ROWS | replaced)
 
 
 def test_the_definition_passes_its_own_test() -> None:
     assert select.find_fault(kernels(), CPU, torch.float32) == ""
+
+
+def scale_by_the_next_group(x: Any, tokens: Any, ends: Any, a: Any, scale: float, factors: Any) -> Any:
+    factors = None if factors is None else factors.roll(1, 0)
+    return ops.gather_low_rows(x, tokens, ends, a, scale, factors)
+
+
+def forget_scales(*arguments: Any) -> Any:
+    values, scales, following = ops.gate_low_rows(*arguments)
+    return values, torch.ones_like(scales), following
+
+
+@pytest.mark.parametrize(
+    ("replaced", "is_wrong"),
+    [({}, False), ({"gather_low_rows": scale_by_the_next_group}, True), ({"gate_low_rows": forget_scales}, True)],
+)
+def test_rows_in_fp8_are_compared_with_those_they_are_made_from(
+    replaced: dict[str, Any], is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "architecture_of", lambda device: GpuArchitecture("nvidia", (9, 0)))
+    assert ("missed the comparison" in select.find_fault(kernels(**replaced), CPU, torch.float32)) == is_wrong
 
 
 def shift_weights(both: torch.Tensor, places: torch.Tensor, num_chosen: int, weights: Any) -> torch.Tensor:

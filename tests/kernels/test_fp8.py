@@ -97,6 +97,39 @@ def test_a_compiled_sum_over_rows_has_the_same_bits_and_launches_no_small_operat
     assert not any("shift" in name or name == "aten::amax" for name in called), called
 
 
+# -- groups
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 9, 1, 0), (0, 0, 0, 0, 4), (5, 5, 5, 5, 5)])
+def test_products_of_groups_are_those_of_each_group_alone(counts: tuple[int, ...]) -> None:
+    """Forward and back to the input, exactly: the same fp8 values, factors and sums."""
+    ends = torch.tensor(counts).cumsum(0).int()
+    x, gradient = draw(sum(counts), 32, seed=1).exp(), draw(sum(counts), 48, seed=2)
+    values, scales = ops.quantize_stacked([draw(5 * 48, 32, seed=3) * draw(5 * 48, 1, seed=4).exp()])
+    values, scales = values.unflatten(0, (5, 48)), scales.view(5, 48)
+    rows, back = ops.quantize_rows([x]), ops.quantize_group_rows(gradient, scales, ends)
+    found = ops.multiply_groups(*rows, values, scales, ends, torch.float32)
+    transposed = ops.transpose_stack(values)
+    for_x = ops.multiply_groups(*back, transposed, scales.new_ones(5, 32), ends, torch.float32)
+    wanted, wanted_back = [], []
+    for own, dy, weight, of_weight in zip(x.split(counts), gradient.split(counts), values, scales, strict=True):
+        if len(own):
+            one = of_weight[:, None]
+            wanted.append(ops.scaled_matmul(*ops.quantize_rows([own]), weight, one, torch.float32))
+            coded = ops.quantize_rows([dy], of_weight)
+            wanted_back.append(ops.scaled_matmul(*coded, weight.t().contiguous(), None, torch.float32))
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(for_x, torch.cat(wanted_back), rtol=1e-6, atol=1e-6)
+    weights = values.double() * scales[..., None]
+    exact = torch.cat([own.double() @ weight.t() for own, weight in zip(x.split(counts), weights, strict=True)])
+    back_exact = torch.cat([dy.double() @ weight for dy, weight in zip(gradient.split(counts), weights, strict=True)])
+    assert gap(found, exact) < 2 * ROUNDING and gap(for_x, back_exact) < 2 * ROUNDING
+
+
+def test_a_device_without_products_of_groups_says_why() -> None:
+    assert select.why_no_group_mm(torch.device("cpu")) == "the device is cpu"
+
+
 # -- layers
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
+from manyhands.core.machine import GpuArchitecture
 from manyhands.facts.types import GpuFacts, HostFacts
 from manyhands.planner.memory import terms as memory
 from manyhands.planner.memory.activations import block_bytes_per_token
@@ -27,6 +28,11 @@ def test_weights_in_fp8_alone_take_a_byte_a_value_and_four_an_output() -> None:
     outputs = 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096
     assert memory.weights(LORA) - memory.weights(alone) == 32 * (LINEARS - 4 * outputs)
     assert memory.dequantized(alone) == 2 * 4096 * 14336  # gate and up transposed for dX
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), True), ((8, 9), False), ((10, 0), False)])
+def test_products_of_groups_in_fp8_are_planned_for_hopper(capability: tuple[int, int], expected: bool) -> None:
+    assert GpuArchitecture("nvidia", capability).multiplies_fp8_groups == expected
 
 
 def test_weights_in_fp8_alone_are_copied_and_never_sharded() -> None:

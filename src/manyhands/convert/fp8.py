@@ -2,8 +2,8 @@
 
 A layer keeps its weight, the same parameter under the same name in the same dtype, or as fp8 values alone
 (``model.frozen_dtype``); training passes alone compute in fp8 with it. Evaluation, generation, export and verification
-multiply in the compute dtype with the same weights: the model that will be used. The head, embeddings, stacks of
-experts, and layers whose sides are not multiples of 16 stay in the compute dtype.
+multiply in the compute dtype with the same weights: the model that will be used. The head, embeddings, layers whose
+sides are not multiples of 16, and stacks of experts that are not kept in fp8 stay in the compute dtype.
 
 Whether fp8 is accurate enough for this model and this data is measured before the first step on a real micro-batch.
 Every rank computes the same passes in the same order, so that it works where weights are sharded.
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp
-from manyhands.convert.grouped import Grouped, hold, sides_of
+from manyhands.convert.grouped import Grouped, hold, multiply_stack, sides_of
 from manyhands.convert.protocol import BaseConverter, Finding, TrainedModel
 from manyhands.core.errors import UserError
 from manyhands.core.holding import is_full, local
@@ -37,7 +37,7 @@ from manyhands.kernels.fp8.linear import (
 )
 from manyhands.kernels.fp8.ops import has_features, quantize_stacked
 from manyhands.kernels.fp8.reference import ALIGNMENT
-from manyhands.kernels.fp8.select import describe, has_scaled_mm
+from manyhands.kernels.fp8.select import describe, describe_groups, has_scaled_mm, why_no_group_mm
 from manyhands.kernels.lora import Layer
 from manyhands.model.structure import block_linears, find_blocks
 from manyhands.model.weights import Storage
@@ -152,15 +152,16 @@ def store_in_fp8(model: nn.Module) -> list[str]:
     return stored
 
 
-def use_fp8(model: nn.Module) -> tuple[list[str], list[str]]:
+def use_fp8(model: nn.Module, *, groups: bool = True) -> tuple[list[str], list[str]]:
     """Put an ``Fp8Linear`` in the place of the blocks' linear layers but for stacks; names of those, and of those whose
-    sides do not fit.
+    sides do not fit. With ``groups`` stacks that are kept in fp8 compute in it, too.
 
     For a model on meta, before adapters. UserError where there is no layer that fits.
     """
     swapped, left = [], []
     for name, linear in block_linears(model).items():
         if isinstance(linear, Grouped):
+            linear.has_fp8_products = groups and isinstance(linear, StoredFp8Linear)
             continue
         if not has_features(*sides_of(linear)):
             left.append(name)
@@ -181,9 +182,10 @@ def use_fp8(model: nn.Module) -> tuple[list[str], list[str]]:
 
 def fp8_layers(model: nn.Module) -> dict[str, Fp8Linear]:
     """The layers that can compute in fp8, by name."""
-    modules = model.named_modules()
     return {
-        name: module for name, module in modules if isinstance(module, Fp8Linear) and not isinstance(module, Grouped)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Fp8Linear) and getattr(module, "has_fp8_products", True)
     }
 
 
@@ -250,6 +252,7 @@ LAYER_TOLERANCE = 2**-4
 SUBLAYER_ERROR, SLACK, GRADIENT_LIMIT = 0.065, 1.5, 1.0
 LOSS_TOLERANCE = 0.05  # measured: 0.15 % with random weights, 2 to 4 % of a few hundred tokens with the demo's model
 COMPARED_TOKENS = 1024  # at once
+COMPARED_ROWS = 8192  # of tokens' experts at once: for each a stack is dequantized
 NUM_SAMPLED = 2**16  # elements of each gradient that are compared: full gradients would be held twice
 
 
@@ -283,13 +286,18 @@ def check_fp8(
     found, layers, hooks = {}, fp8_layers(model), []
     errors: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
-        hooks.append(layer.register_forward_hook(partial(_compare_layer, errors, name)))
+        if isinstance(layer, Grouped):
+            layer.observe = partial(_compare_stack, errors, name, layer)
+        else:
+            hooks.append(layer.register_forward_hook(partial(_compare_layer, errors, name)))
     try:
         for kind in ("compute_dtype", "fp8"):
             set_matmuls(model, kind)
             found[kind] = _sample_gradients(engine, model, batch, seed)
             while hooks:
                 hooks.pop().remove()
+            for layer in layers.values():
+                vars(layer).pop("observe", None)
     finally:
         set_matmuls(model, "fp8")
     loss, weight, reference = found["compute_dtype"]
@@ -342,6 +350,20 @@ def _compare_layer(
     errors[name] = errors[name] + pair if name in errors else pair
 
 
+@torch.no_grad()
+def _compare_stack(errors: dict[str, torch.Tensor], name: str, stack: Any, x: torch.Tensor, ends: torch.Tensor) -> None:
+    """The same of the products of groups."""
+    with _disable_current_modes():
+        x, pair = x.detach(), torch.zeros(2, dtype=torch.float64, device=x.device)
+        for begin in range(0, len(x), COMPARED_ROWS):
+            rows = x[begin : begin + COMPARED_ROWS]
+            own = (ends - begin).clamp(0, len(rows))
+            reference = multiply_stack(stack, rows, own, transposed=False).double()
+            result = multiply_stack(stack, rows, own, transposed=False, in_fp8=True)
+            pair += torch.stack([(result.double() - reference).square().sum(), reference.square().sum()])
+    errors[name] = errors[name] + pair if name in errors else pair
+
+
 Sample = dict[str, tuple[torch.Tensor, float]]  # elements of a gradient, and how many each represents
 
 
@@ -382,7 +404,7 @@ class Fp8Blocks(BaseConverter):
     """Linear layers of the blocks in fp8 while they train; before the first step their accuracy is measured."""
 
     def on_meta(self, model: nn.Module) -> None:
-        device = self.context.device
+        device, dtype = self.context.device, self.context.dtype
         if device.type == "cuda" and not has_scaled_mm(device):
             raise UserError(
                 f"{torch.cuda.get_device_name(device)} has no fp8 matmuls with a scale for each row",
@@ -390,9 +412,16 @@ class Fp8Blocks(BaseConverter):
                 why="torch._scaled_mm failed its test; it needs compute capability 8.9 and a new cuBLAS",
                 fix="set kernels.linear: compute_dtype",
             )
-        swapped, left = use_fp8(model)
+        why_not = why_no_group_mm(device) if dtype == torch.bfloat16 else "they need bfloat16"
+        groups = device.type != "cuda" or not why_not
+        swapped, left = use_fp8(model, groups=groups)
         beside = f"; {len(left)} do not, as their sides are no multiples of 16" if left else ""
         self.lines.append(f"linear: {len(swapped)} layers in fp8 while training, {describe(device)}{beside}")
+        stacks: list[Any] = [linear for linear in block_linears(model).values() if isinstance(linear, Grouped)]
+        if stacks:
+            num_in_fp8 = sum(stack.has_fp8_products for stack in stacks)
+            how = describe_groups(device) if num_in_fp8 else why_not if not groups else "model.frozen_dtype is not fp8"
+            self.lines.append(f"linear: {num_in_fp8} of {len(stacks)} stacks of experts in fp8 while training ({how})")
 
     def after_load(self, model: nn.Module) -> None:
         if num_bytes := quantize_frozen(model):

@@ -18,7 +18,7 @@ from transformers.integrations.moe import _default_apply_gate
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from manyhands.convert.fused_modules import ACTIVATION_NAMES
-from manyhands.convert.grouped import multiply_stack
+from manyhands.convert.grouped import Rows, factors_of, multiply_stack
 from manyhands.convert.lora import LoraGrouped
 from manyhands.kernels.experts import ops
 from manyhands.kernels.experts.reference import ALPHA, LIMIT
@@ -69,22 +69,38 @@ def compute_adapted(
 
 
 def _multiply(
-    x: Tensor,
+    x: Tensor | Rows,
     frozen: Tensor | None,
     stack: Any,
     ends: Tensor,
+    dtype: torch.dtype,
     *,
+    in_fp8: bool,
     transposed: bool = False,
     low: Tensor | None = None,
     wide: Tensor | None = None,
 ) -> Tensor:
-    """The product with the stack's weight, dequantized if it has to be, and with the product of low and wide added."""
+    """The product with the stack's weight, in fp8 or dequantized if it has to be, and with the product of low and wide
+    added.
+    """
     if frozen is None:
-        return multiply_stack(stack, x, ends, transposed=transposed, low=low, wide=wide)
+        return multiply_stack(stack, x, ends, transposed=transposed, in_fp8=in_fp8, dtype=dtype, low=low, wide=wide)
+    assert isinstance(x, Tensor)
     weight = frozen.to(x.dtype).unflatten(0, (len(ends), -1))
     weight = weight.mT if transposed else weight
     out: Tensor = multiply_groups(x, weight, ends) if low is None else ops.multiply_and_add(x, weight, low, wide, ends)
     return out
+
+
+def _gather(
+    x: Tensor, tokens: Tensor, ends: Tensor, a: Tensor, scale: float, *, in_fp8: bool, factors: Tensor | None = None
+) -> tuple[Tensor | Rows, Tensor]:
+    """The rows that a stack multiplies, times the factors of their group if they are in fp8, and their low values."""
+    if not in_fp8:
+        rows, low = ops.gather_low(x, tokens, ends, a, scale)
+        return rows, low
+    *rows, low = ops.gather_low_rows(x, tokens, ends, a, scale, factors)
+    return tuple(rows), low
 
 
 class _AdaptedExperts(torch.autograd.Function):
@@ -109,11 +125,19 @@ class _AdaptedExperts(torch.autograd.Function):
     ) -> Tensor:
         dtype, num_groups, num_chosen = hidden.dtype, len(ends), weights.shape[1]
         up_a, up_b, down_a, down_b = (factor.to(dtype).unflatten(0, (num_groups, -1)) for factor in (a1, b1, a2, b2))
-        rows, low = ops.gather_low(hidden, order // num_chosen, ends, up_a, scaling)
-        both = _multiply(rows, frozen_up, stacks[0], ends)
-        z, following = ops.gate_low(both, low, up_b, down_a, bias, ends, scaling, gate)
-        y = _multiply(z, frozen_down, stacks[1], ends, low=following, wide=down_b.mT)
-        ctx.stacks, ctx.scaling, ctx.gate = stacks, scaling, gate
+        up, down = stacks
+        rows, low = _gather(hidden, order // num_chosen, ends, up_a, scaling, in_fp8=up.in_fp8)
+        if up.observe is not None:
+            up.observe(rows, ends)
+        both = _multiply(rows, frozen_up, up, ends, dtype, in_fp8=up.in_fp8)
+        *z, following = (ops.gate_low_rows if down.in_fp8 else ops.gate_low)(
+            both, low, up_b, down_a, bias, ends, scaling, gate
+        )
+        z = tuple(z) if down.in_fp8 else z[0]
+        if down.observe is not None:
+            down.observe(z, ends)
+        y = _multiply(z, frozen_down, down, ends, dtype, in_fp8=down.in_fp8, low=following, wide=down_b.mT)
+        ctx.stacks, ctx.scaling, ctx.gate, ctx.in_fp8 = stacks, scaling, gate, (up.in_fp8, down.in_fp8)
         ctx.save_for_backward(
             hidden, weights, order, places, ends, frozen_up, frozen_down, a1, b1, a2, b2, bias, both, low, following
         )
@@ -127,19 +151,24 @@ class _AdaptedExperts(torch.autograd.Function):
         dtype, num_groups = hidden.dtype, len(ends)
         up_a, up_b, down_a, down_b = (factor.to(dtype).unflatten(0, (num_groups, -1)) for factor in (a1, b1, a2, b2))
         tokens, sorted_weights = order // weights.shape[1], weights.reshape(-1)[order]
-        rows, for_following = ops.gather_low(gradient, tokens, ends, down_b.mT, ctx.scaling)
-        v = _multiply(rows, frozen_down, ctx.stacks[1], ends, transposed=True)
+        up, down = ctx.stacks
+        up_fp8, down_fp8 = ctx.in_fp8
+        factors = factors_of(down, ends) if down_fp8 else None
+        rows, for_following = _gather(gradient, tokens, ends, down_b.mT, ctx.scaling, in_fp8=down_fp8, factors=factors)
+        v = _multiply(rows, frozen_down, down, ends, dtype, in_fp8=down_fp8, transposed=True)
         for_both, for_weights, for_low, for_b1, for_a2 = ops.gate_low_backward(
             both, low, up_b, down_a, bias, v, for_following, sorted_weights, ends, ctx.scaling, ctx.gate
         )
         weighted = (following * sorted_weights[:, None]).to(dtype)
         for_b2 = ops.gathered_outer(gradient, tokens, weighted, ends, True)
-        for_rows = _multiply(for_both, frozen_up, ctx.stacks[0], ends, transposed=True, low=for_low, wide=up_a)
+        for_rows = _multiply(
+            for_both, frozen_up, up, ends, dtype, in_fp8=up_fp8, transposed=True, low=for_low, wide=up_a
+        )
         for_a1 = ops.gathered_outer(hidden, tokens, for_low, ends, False)
         for_hidden = ops.combine(for_rows, places, weights.shape[1], None)
-        factors = (
+        for_factors = (
             found.flatten(0, 1).to(factor.dtype)
             for found, factor in ((for_a1, a1), (for_b1, b1), (for_a2, a2), (for_b2, b2))
         )
         for_weights = for_weights[places].view_as(weights).to(weights.dtype)
-        return for_hidden, for_weights, None, None, None, None, None, *factors, None, None, None, None
+        return for_hidden, for_weights, None, None, None, None, None, *for_factors, None, None, None, None

@@ -19,9 +19,12 @@ from torch import nn
 
 from manyhands.core.holding import computed_part
 from manyhands.kernels.experts.select import kernels_for
+from manyhands.kernels.fp8.ops import multiply_groups, quantize_group_rows, quantize_rows, transpose_stack
 from manyhands.kernels.grouped import compute_groups, grouped_matmul
 from manyhands.kernels.operators import operator
 from manyhands.model.weights import QuantizedLayer
+
+IN_FP8 = "in fp8"  # in place of a storage: its values are multiplied as they are
 
 
 class Grouped:
@@ -30,14 +33,24 @@ class Grouped:
     num_groups: int
     stored_transposed: bool  # model.weights.StackedLayer
     weight: Any
-    in_fp8 = False  # products of groups are in the compute dtype, also of weights that are kept in fp8
+    has_fp8_products = False  # set for weights that are kept in fp8 where the device has them (convert/fp8.py)
+    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # gets x and ends of each product, if set
+    training: bool
+    uses_fp8: bool
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether a forward pass would now compute in fp8."""
+        return self.has_fp8_products and self.training and self.uses_fp8
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """(n, i) -> (n, o)"""
+        if self.observe is not None:
+            self.observe(x, ends)
         if isinstance(self, QuantizedLayer):
             pieces = [getattr(self, piece) for piece in self.weight_pieces]
             shape = (len(ends), self.out_features // self.num_groups, self.in_features)
-            return _QuantizedMatmul.apply(x, ends, self.storage, shape, *pieces)
+            return _QuantizedMatmul.apply(x, ends, IN_FP8 if self.in_fp8 else self.storage, shape, *pieces)
         return grouped_matmul(x, self.weight.to(x.dtype).unflatten(0, (len(ends), -1)), ends)
 
 
@@ -69,26 +82,92 @@ multiply_quantized = operator(
 )
 
 
+def _multiply_in_fp8(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    ends: torch.Tensor,
+    stack: torch.Tensor,
+    stack_scales: torch.Tensor,
+    transposed: bool,
+    dtype: torch.dtype,
+    low: torch.Tensor | None,
+    wide: torch.Tensor | None,
+) -> torch.Tensor:
+    stack, stack_scales = stack.unflatten(0, (len(ends), -1)), stack_scales.view(len(ends), -1)
+    if transposed:
+        stack = transpose_stack(stack)
+        stack_scales = stack_scales.new_ones(stack.shape[:2])
+    y = multiply_groups(values, scales, stack, stack_scales, ends, dtype)
+    if low is not None:
+        kernels_for(y, low.shape[1]).add_low(y, low, wide, ends)
+    return y
+
+
+# Opaque to torch.compile for the same reason: the transposed values of a stack live as long as a product.
+multiply_in_fp8 = operator(
+    "multiply_in_fp8",
+    "(Tensor values, Tensor scales, Tensor ends, Tensor stack, Tensor stack_scales, bool transposed, ScalarType dtype, "
+    "Tensor? low, Tensor? wide) -> Tensor",
+    _multiply_in_fp8,
+    lambda values, scales, ends, stack, stack_scales, transposed, dtype, *_: values.new_empty(
+        values.shape[0], stack.shape[1] if transposed else stack.shape[0] // ends.shape[0], dtype=dtype
+    ),
+)
+
+Rows = tuple[torch.Tensor, torch.Tensor]  # fp8 values (n, k) and scales (n, 1)
+
+
+def factors_of(stack: Any, ends: torch.Tensor) -> torch.Tensor:
+    """The scales (g, o) of a stack in fp8, which multiply what is multiplied with its transpose."""
+    return computed_part(stack.weight_scales).view(len(ends), -1)
+
+
 def multiply_stack(
     stack: Any,
-    x: torch.Tensor,
+    x: torch.Tensor | Rows,
     ends: torch.Tensor,
     *,
     transposed: bool,
+    in_fp8: bool = False,
+    dtype: torch.dtype | None = None,
     low: torch.Tensor | None = None,
     wide: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product with a quantized stack, of which nothing is kept, without gradients: (n, i) -> (n, o), or back. With
     low (n, r) and wide (g, r, o) their product is added (``kernels.experts.reference.add_low``).
+
+    ``in_fp8``: of fp8 values of x, or of those given in its place and the ``dtype`` of the result; for the way back
+    their rows were multiplied by ``factors_of`` the stack before.
     """
     pieces = [computed_part(getattr(stack, piece)) for piece in stack.weight_pieces]
     shape = [len(ends), stack.out_features // stack.num_groups, stack.in_features]
-    out: torch.Tensor = multiply_quantized(x, ends, pieces, stack.storage, shape, transposed, low, wide)
+    return _multiply_pieces(x, ends, IN_FP8 if in_fp8 else stack.storage, shape, pieces, transposed, dtype, low, wide)
+
+
+def _multiply_pieces(
+    x: torch.Tensor | Rows,
+    ends: torch.Tensor,
+    storage: str,
+    shape: list[int],
+    pieces: list[torch.Tensor],
+    transposed: bool,
+    dtype: torch.dtype | None = None,
+    low: torch.Tensor | None = None,
+    wide: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out: torch.Tensor
+    if storage != IN_FP8:
+        out = multiply_quantized(x, ends, pieces, storage, shape, transposed, low, wide)
+        return out
+    if isinstance(x, torch.Tensor):
+        dtype = x.dtype
+        x = quantize_group_rows(x, pieces[1].view(len(ends), -1), ends) if transposed else quantize_rows([x])
+    out = multiply_in_fp8(*x, ends, *pieces, transposed, dtype, low, wide)
     return out
 
 
 class _QuantizedMatmul(torch.autograd.Function):
-    """Both directions dequantize the weight: it is not kept between them."""
+    """Both directions take the weight from its pieces: it is not kept between them."""
 
     @staticmethod
     def forward(
@@ -96,13 +175,12 @@ class _QuantizedMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.storage, ctx.shape = storage, shape
         ctx.save_for_backward(ends, *pieces)
-        out: torch.Tensor = multiply_quantized(x, ends, list(pieces), storage, list(shape), False, None, None)
-        return out
+        return _multiply_pieces(x, ends, storage, list(shape), list(pieces), False)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ends, *pieces = ctx.saved_tensors
-        for_x = multiply_quantized(gradient, ends, pieces, ctx.storage, list(ctx.shape), True, None, None)
+        for_x = _multiply_pieces(gradient, ends, ctx.storage, list(ctx.shape), pieces, True)
         return for_x, *[None] * (3 + len(pieces))
 
 

@@ -56,6 +56,11 @@ class GpuArchitecture:
         return self.vendor == "nvidia" and self._is_at_least((8, 9))
 
     @property
+    def multiplies_fp8_groups(self) -> bool:
+        """By ``torch._scaled_grouped_mm`` with a scale a row: Hopper's kernel alone is built."""
+        return self.multiplies_fp8 and (self.capability is None or self.capability == (9, 0))
+
+    @property
     def pcie_generation(self) -> int:
         """Of the link to the host that GPUs of this architecture have; the older one where they differ."""
         if self.vendor == "amd":

@@ -32,6 +32,7 @@ MATMULS = {
     "manyhands::fp8_matmul",
     "manyhands::multiply_groups",
     "manyhands::multiply_quantized",
+    "manyhands::multiply_in_fp8",
     "manyhands::fp8_stacked",  # of weights, whose scales alone the backward pass takes
 }
 ATTENTION = {

@@ -313,6 +313,9 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         nf4_double=config.method.double_quant,
         fp8_blocks=config.kernels.linear == "fp8",
         fp8_weights=config.model.frozen_dtype == "fp8",
+        fp8_groups=config.model.frozen_dtype == "fp8"
+        and decisions.compute == "bfloat16"
+        and all(gpu.architecture.multiplies_fp8_groups for gpu in decisions.gpus),
         builds_mask=decisions.attention == "sdpa" and config.data.packing is True,
         attends_blockwise=decisions.attention == "blockwise",
         partially_trained=partially_trained,

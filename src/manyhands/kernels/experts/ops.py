@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manyhands.kernels.experts import reference
 from manyhands.kernels.experts.select import kernels_for
+from manyhands.kernels.fp8.ops import quantize_group_rows, quantize_rows
 from manyhands.kernels.grouped import compute_groups
 from manyhands.kernels.matmul import sum_dtype
 from manyhands.kernels.operators import operator
@@ -25,6 +27,31 @@ def _gate_low(*arguments: Any) -> tuple[Tensor, Tensor]:
     both, low = arguments[:2]
     out: tuple[Tensor, Tensor] = kernels_for(both, low.shape[1]).gate_low(*arguments)
     return out
+
+
+def _gather_low_rows(
+    x: Tensor, tokens: Tensor, ends: Tensor, a: Tensor, scale: float, factors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """``gather_low`` with the rows as fp8 values (n, i) and scales (n, 1), multiplied before by the float32 ``factors``
+    (g, i) of their group.
+    """
+    kernels = kernels_for(x, a.shape[1])
+    if kernels is not reference:
+        out: tuple[Tensor, ...] = kernels.gather_low_rows(x, tokens, ends, a, scale, factors)
+        return out
+    rows, low = reference.gather_low(x, tokens, ends, a, scale)
+    return *(quantize_rows([rows]) if factors is None else quantize_group_rows(rows, factors, ends)), low
+
+
+def _gate_low_rows(*arguments: Any) -> tuple[Tensor, ...]:
+    """``gate_low`` with z as fp8 values (n, w) and scales (n, 1)."""
+    both, low = arguments[:2]
+    kernels = kernels_for(both, low.shape[1])
+    if kernels is not reference:
+        out: tuple[Tensor, ...] = kernels.gate_low_rows(*arguments)
+        return out
+    z, following = reference.gate_low(*arguments)
+    return *quantize_rows([z]), following
 
 
 def _gate_low_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -61,6 +88,11 @@ def _fake_gate_backward(both: Tensor, low: Tensor, b: Tensor, a: Tensor, *others
     )
 
 
+def _fake_rows(like, num_rows, width):  # type: ignore[no-untyped-def]
+    values = like.new_empty(num_rows, width, dtype=torch.float8_e4m3fn)
+    return values, like.new_empty(num_rows, 1, dtype=torch.float32)
+
+
 gather_low = operator(
     "gather_low",
     "(Tensor x, Tensor tokens, Tensor ends, Tensor a, float scale) -> (Tensor, Tensor)",
@@ -76,6 +108,25 @@ gate_low = operator(
     "-> (Tensor, Tensor)",
     _gate_low,
     lambda both, low, *others: (both.new_empty(both.shape[0], both.shape[1] // 2), torch.empty_like(low)),
+)
+gather_low_rows = operator(
+    "gather_low_rows",
+    "(Tensor x, Tensor tokens, Tensor ends, Tensor a, float scale, Tensor? factors) -> (Tensor, Tensor, Tensor)",
+    _gather_low_rows,
+    lambda x, tokens, ends, a, *others: (
+        *_fake_rows(x, tokens.shape[0], x.shape[1]),
+        x.new_empty(tokens.shape[0], a.shape[1]),
+    ),
+)
+gate_low_rows = operator(
+    "gate_low_rows",
+    "(Tensor both, Tensor low, Tensor b, Tensor a, Tensor? bias, Tensor ends, float scale, str gate) "
+    "-> (Tensor, Tensor, Tensor)",
+    _gate_low_rows,
+    lambda both, low, *others: (
+        *_fake_rows(both, both.shape[0], both.shape[1] // 2),
+        torch.empty_like(low),
+    ),
 )
 gate_low_backward = operator(
     "gate_low_backward",

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from manyhands.kernels.backend import Backend, beyond_bound, triton_or
+from manyhands.kernels.backend import Backend, architecture_of, beyond_bound, triton_or
 from manyhands.kernels.experts import reference
 
 MAX_RANK = 64  # of the kernels: above, the factors of a group fill a tile's registers
 BOUND = 0.02  # of a result's largest value: bfloat16 products added in another order
+ROUNDED = 2**-4 + BOUND  # of rows in fp8, as they are compared with rows that are not
 
 # What ``use`` chose for the process: the operators are opaque to torch.compile and run inside activation checkpoints,
 # where nothing but tensors arrives.
@@ -53,11 +54,43 @@ def describe(backend: Backend) -> str:
 
 def find_fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
     """What is wrong with the results of ``kernels``; nothing where they are the reference's."""
+    architecture = architecture_of(device)
+    in_fp8 = architecture is not None and architecture.multiplies_fp8_groups
+    pairs = [(found, wanted, BOUND) for found, wanted in _compare(kernels, device, dtype)]
+    pairs += [(found, wanted, ROUNDED) for found, wanted in (_compare_rows(kernels, device, dtype) if in_fp8 else ())]
     worst = 0.0
-    for found, wanted in _compare(kernels, device, dtype):
+    for found, wanted, bound in pairs:
         largest = wanted.float().abs().max().clamp(min=1e-6)
-        worst = max(worst, ((found.float() - wanted.float()).abs().max() / largest).item() / BOUND)
+        worst = max(worst, ((found.float() - wanted.float()).abs().max() / largest).item() / bound)
     return beyond_bound(worst)
+
+
+def _compare_rows(
+    kernels: ModuleType, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows in fp8, as numbers, beside those that they are made from, and low-rank values beside the reference's."""
+    draw = torch.Generator(device).manual_seed(0)
+    counts = torch.tensor([0, 70, 1, 29], device=device)
+    ends, num_rows, width, rank = counts.cumsum(0).int(), int(counts.sum()), 208, 16
+    x, low, both = (
+        torch.randn(num_rows, size, device=device, generator=draw).to(dtype) for size in (width, rank, 2 * width)
+    )
+    a, b = (
+        torch.randn(4, *shape, device=device, generator=draw).to(dtype) / 4
+        for shape in ((rank, width), (2 * width, rank))
+    )
+    tokens = torch.randint(num_rows, (num_rows,), device=device, generator=draw)
+    factors = torch.arange(4 * width, device=device).view(4, width) % 3 + 0.5
+    for of_rows in (None, factors):
+        rows, following = reference.gather_low(x, tokens, ends, a, 0.5)
+        values, scales, found = kernels.gather_low_rows(x, tokens, ends, a, 0.5, of_rows)
+        yield values.float() * scales, rows if of_rows is None else rows * of_rows.repeat_interleave(counts, 0)
+        yield found, following
+    for gate in ("silu", "clamped"):
+        z, following = reference.gate_low(both, low, b, a, None, ends, 0.5, gate)
+        values, scales, found = kernels.gate_low_rows(both, low, b, a, None, ends, 0.5, gate)
+        yield values.float() * scales, z
+        yield found, following
 
 
 def _compare(

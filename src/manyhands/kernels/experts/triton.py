@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from manyhands.kernels.fp8.triton_rows import new_rows, scale_of
+
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped": 3}
 MIN_RANK = 16  # of tl.dot
 ROWS, COLUMNS = 64, 128  # of a tile
@@ -157,6 +159,94 @@ def gather_low(
 
 
 @triton.jit
+def _gather_rows_kernel(  # type: ignore[no-untyped-def]
+    x_pointer,
+    tokens_pointer,
+    ends_pointer,
+    a_pointer,
+    factors_pointer,
+    values_pointer,
+    scales_pointer,
+    low_pointer,
+    width,
+    rank,
+    a_group,
+    a_rank,
+    a_column,
+    scale,
+    num_groups,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """As ``_gather_kernel``, with rows written in fp8: read once for their largest value and the low-rank product, and
+    once more, from cache, as that is known.
+    """
+    group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
+    if group >= num_groups:
+        return
+    rows = row + tl.arange(0, ROWS)
+    ranks = tl.arange(0, RANK)
+    in_rows, in_rank = rows < end, ranks < rank
+    tokens = tl.load(tokens_pointer + rows, mask=in_rows, other=0).to(tl.int64)
+    group = group.to(tl.int64)
+    low = tl.zeros((ROWS, RANK), tl.float32)
+    top = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, width, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = in_rows[:, None] & (columns < width)[None, :]
+        x = tl.load(x_pointer + tokens[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        a = tl.load(
+            a_pointer + group * a_group + ranks[None, :] * a_rank + columns[:, None] * a_column,
+            mask=in_rank[None, :] & (columns < width)[:, None],
+            other=0.0,
+        )
+        low += tl.dot(x, a)
+        wide = x.to(tl.float32)
+        if SCALED:
+            wide *= tl.load(factors_pointer + group * width + columns, mask=columns < width, other=0.0)[None, :]
+        top = tl.maximum(top, tl.max(tl.abs(wide), 1))
+    at = low_pointer + rows[:, None] * rank + ranks[None, :]
+    tl.store(at, (low * scale).to(low_pointer.dtype.element_ty), mask=in_rows[:, None] & in_rank[None, :])
+    own, inverse = scale_of(top)
+    tl.store(scales_pointer + rows, own, mask=in_rows)
+    for start in range(0, width, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = in_rows[:, None] & (columns < width)[None, :]
+        wide = tl.load(x_pointer + tokens[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            wide *= tl.load(factors_pointer + group * width + columns, mask=columns < width, other=0.0)[None, :]
+        values = (wide * inverse[:, None]).to(values_pointer.dtype.element_ty)
+        tl.store(values_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], values, mask=inside)
+
+
+def gather_low_rows(
+    x: torch.Tensor,
+    tokens: torch.Tensor,
+    ends: torch.Tensor,
+    a: torch.Tensor,
+    scale: float,
+    factors: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows, (num_groups, rank, width) = len(tokens), a.shape
+    values, scales = new_rows(num_rows, width, x.device)
+    low = x.new_empty(num_rows, rank)
+    _gather_rows_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
+        *(x, tokens, ends, a, scales if factors is None else factors, values, scales, low),
+        *(width, rank, *a.stride(), scale, num_groups),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
+        num_warps=WARPS,
+        SCALED=factors is not None,
+    )
+    return values, scales, low
+
+
+@triton.jit
 def _gate_kernel(  # type: ignore[no-untyped-def]
     both_pointer,
     low_pointer,
@@ -241,6 +331,137 @@ def gate_low(
         STEP=2 if gate == "clamped" else 1,
     )
     return z, following
+
+
+@triton.jit
+def _gated_tile(  # type: ignore[no-untyped-def]
+    both_pointer,
+    low,
+    b_pointer,
+    bias_pointer,
+    group,
+    rows,
+    start,
+    end,
+    width,
+    rank,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    GATE: tl.constexpr,
+    BIASED: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """z of these rows from column ``start``, as ``_gate_kernel`` makes it, in float32."""
+    columns, ranks = start + tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    in_columns = columns < width
+    factor = (ranks < rank)[:, None] & in_columns[None, :]
+    up = 1 if STEP == 2 else width
+    at_b = b_pointer + (group * (2 * width) + STEP * columns[None, :]) * rank + ranks[:, None]
+    g, u = _load_gate(both_pointer, rows, start, end, width, ROWS, COLUMNS, STEP)
+    g += tl.dot(low, tl.load(at_b, mask=factor, other=0.0))
+    u += tl.dot(low, tl.load(at_b + up * rank, mask=factor, other=0.0))
+    if BIASED:
+        at_bias = bias_pointer + group * (2 * width) + STEP * columns
+        g += tl.load(at_bias, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        u += tl.load(at_bias + up, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    z, _, _ = _gate(g, u, GATE)
+    return z
+
+
+@triton.jit
+def _gate_rows_kernel(  # type: ignore[no-untyped-def]
+    both_pointer,
+    low_pointer,
+    b_pointer,
+    a_pointer,
+    bias_pointer,
+    ends_pointer,
+    values_pointer,
+    scales_pointer,
+    next_pointer,
+    width,
+    rank,
+    scale,
+    num_groups,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    GATE: tl.constexpr,
+    BIASED: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """As ``_gate_kernel``, with z written in fp8: computed once for its largest value and the low-rank product, and
+    once more as that is known.
+    """
+    group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
+    if group >= num_groups:
+        return
+    rows = row + tl.arange(0, ROWS)
+    ranks = tl.arange(0, RANK)
+    in_rows, in_rank = rows < end, ranks < rank
+    narrow = in_rows[:, None] & in_rank[None, :]
+    group = group.to(tl.int64)
+    low = tl.load(low_pointer + rows[:, None] * rank + ranks[None, :], mask=narrow, other=0.0)
+    sums = tl.zeros((ROWS, RANK), tl.float32)
+    top = tl.zeros((ROWS,), tl.float32)
+    kind = both_pointer.dtype.element_ty
+    for start in range(0, width, COLUMNS):
+        z = _gated_tile(
+            both_pointer, low, b_pointer, bias_pointer, group, rows, start, end, width, rank,
+            ROWS, COLUMNS, RANK, GATE, BIASED, STEP,
+        )  # fmt: skip
+        columns = start + tl.arange(0, COLUMNS)
+        z = tl.where((columns < width)[None, :], z, 0.0).to(kind)
+        top = tl.maximum(top, tl.max(tl.abs(z.to(tl.float32)), 1))
+        a = tl.load(
+            a_pointer + (group * rank + ranks[None, :]) * width + columns[:, None],
+            mask=in_rank[None, :] & (columns < width)[:, None],
+            other=0.0,
+        )
+        sums += tl.dot(z, a)
+    at = next_pointer + rows[:, None] * rank + ranks[None, :]
+    tl.store(at, (sums * scale).to(next_pointer.dtype.element_ty), mask=narrow)
+    own, inverse = scale_of(top)
+    tl.store(scales_pointer + rows, own, mask=in_rows)
+    for start in range(0, width, COLUMNS):
+        z = _gated_tile(
+            both_pointer, low, b_pointer, bias_pointer, group, rows, start, end, width, rank,
+            ROWS, COLUMNS, RANK, GATE, BIASED, STEP,
+        )  # fmt: skip
+        columns = start + tl.arange(0, COLUMNS)
+        values = (z.to(kind).to(tl.float32) * inverse[:, None]).to(values_pointer.dtype.element_ty)
+        inside = in_rows[:, None] & (columns < width)[None, :]
+        tl.store(values_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], values, mask=inside)
+
+
+def gate_low_rows(
+    both: torch.Tensor,
+    low: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor,
+    scale: float,
+    gate: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows, (num_groups, rank, width) = len(both), a.shape
+    values, scales = new_rows(num_rows, width, both.device)
+    following = both.new_empty(num_rows, rank)
+    _gate_rows_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
+        *(both, low, b, a, b if bias is None else bias, ends, values, scales, following),
+        *(width, rank, scale, num_groups),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=ROWS,
+        COLUMNS=GATE_COLUMNS,
+        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
+        num_warps=WARPS,
+        GATE=GATES[gate],
+        BIASED=bias is not None,
+        STEP=2 if gate == "clamped" else 1,
+    )
+    return values, scales, following
 
 
 @triton.jit

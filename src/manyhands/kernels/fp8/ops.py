@@ -28,12 +28,15 @@ from manyhands.kernels.fp8.reference import (
     Tensor,
     gated_backward_reference,
     gated_reference,
+    group_matmul_reference,
+    group_rows_reference,
     matmul_reference,
     rows_reference,
     stacked_reference,
     transpose_reference,
+    transpose_stack_reference,
 )
-from manyhands.kernels.fp8.select import has_scaled_mm, load_triton, scaled_mm
+from manyhands.kernels.fp8.select import has_scaled_mm, load_triton, scaled_group_mm, scaled_mm, why_no_group_mm
 from manyhands.kernels.operators import operator
 
 MAX_PARTS = 3
@@ -59,6 +62,14 @@ def transpose(parts: Sequence[Tensor], factors: Tensor, *, invert: bool) -> Tens
     zeros, which add nothing to a sum.
     """
     return (_transpose_op if torch.compiler.is_compiling() else _transpose)(list(parts), factors, invert)
+
+
+def quantize_group_rows(x: Tensor, factors: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 values (n, k) and scales (n, 1) of rows x (n, k) sorted by group, multiplied before by the float32 factors
+    (g, k) of their group; ``ends`` (g) int32 is where the rows of each group end.
+    """
+    found: tuple[Tensor, Tensor] = _group_rows_op(x, factors, ends)
+    return found
 
 
 def gated_rows(g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,6 +134,24 @@ def matmul_over_rows(
     return scaled_matmul(left, scales, right, None, dtype)
 
 
+def transpose_stack(values: Tensor) -> Tensor:
+    """The values (g, k, o) of each group's transpose, for values (g, o, k) whose sides are multiples of 16."""
+    kernels = load_triton(values.device)[0]
+    return kernels.transpose_stack(values) if kernels else transpose_stack_reference(values)
+
+
+def multiply_groups(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """A_g B_g^T (n, o) in ``dtype`` of the rows of each group, from values (n, k) and (g, o, k) and their scales (n, 1)
+    and (g, o). No operator of its own.
+
+    By ``torch._scaled_grouped_mm`` where it gives ``dtype``, which does not wait for ``ends``, else a loop.
+    """
+    in_one = dtype == torch.bfloat16 and len(a) > 0 and not why_no_group_mm(a.device)
+    return (scaled_group_mm if in_one else group_matmul_reference)(a, a_scales, b, b_scales, ends, dtype)
+
+
 def has_features(in_features: int, out_features: int) -> bool:
     """Whether a layer's matmuls, forward and backward, can be in fp8."""
     return in_features % ALIGNMENT == 0 and out_features % ALIGNMENT == 0 and in_features > 0 and out_features > 0
@@ -134,6 +163,11 @@ def has_features(in_features: int, out_features: int) -> bool:
 def _rows(parts: list[Tensor], factors: Tensor | None) -> tuple[Tensor, Tensor]:
     kernels = load_triton(parts[0].device)[0]
     return kernels.quantize_rows(parts, factors) if kernels else rows_reference(parts, factors)
+
+
+def _group_rows(x: Tensor, factors: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    kernels = load_triton(x.device)[0]
+    return (kernels.quantize_group_rows if kernels else group_rows_reference)(x, factors, ends)
 
 
 def _stacked(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -246,6 +280,12 @@ _rows_op = operator(
     "(Tensor[] parts, Tensor? factors) -> (Tensor, Tensor)",
     _rows,
     _fake_rows,
+)
+_group_rows_op = operator(
+    "fp8_group_rows",
+    "(Tensor x, Tensor factors, Tensor ends) -> (Tensor, Tensor)",
+    _group_rows,
+    lambda x, factors, ends: _rows_like(x, *x.shape),
 )
 _stacked_op = operator(
     "fp8_stacked",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from manyhands.kernels.grouped import rows_of_groups
 from manyhands.kernels.lora import activate, activate_back
 
 Tensor = torch.Tensor
@@ -37,6 +38,15 @@ def transpose_reference(parts: list[Tensor], factors: Tensor, invert: bool) -> T
     return F.pad(values.view(torch.uint8), (0, -x.shape[0] % ALIGNMENT)).view(E4M3)
 
 
+def group_rows_reference(x: Tensor, factors: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    groups = torch.searchsorted(ends, torch.arange(len(x), device=ends.device, dtype=ends.dtype), right=True)
+    return rows_reference([x.float() * factors[groups]])
+
+
+def transpose_stack_reference(values: Tensor) -> Tensor:
+    return values.view(torch.uint8).mT.contiguous().view(E4M3)
+
+
 def gated_reference(g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     h = (activate(g.float(), activation) * u.float()).to(g.dtype)
     return h, *rows_reference([h])
@@ -57,3 +67,11 @@ def matmul_reference(
 ) -> Tensor:
     y = (a.float() @ b.float().t()) * a_scales * b_scales.t()
     return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def group_matmul_reference(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    y = torch.cat([a[rows].float() @ values.float().t() for rows, values in zip(rows_of_groups(ends), b, strict=True)])
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return (y * a_scales * b_scales.repeat_interleave(counts, 0)).to(dtype)

@@ -18,6 +18,7 @@ from manyhands.kernels.fp8.triton_rows import (
     cast,
     load_wide,
     new_rows,
+    quantize_group_rows,
     quantize_rows,
     quantize_stacked,
     scale_of,
@@ -31,12 +32,15 @@ __all__ = [
     "dequantize_rows",
     "gated_rows",
     "gated_rows_backward",
+    "quantize_group_rows",
     "quantize_rows",
     "quantize_stacked",
     "transpose",
+    "transpose_stack",
 ]
 
 TILE_ROWS, TILE_COLUMNS = 128, 64  # of what is transposed at once
+STACK_ROWS, STACK_COLUMNS = 64, 64  # of a stack, in words of 4 values: 3.8 TB/s on an H200, of 32 x 32 3.4
 DEQUANTIZED_COLUMNS = 2048  # of a program
 MAX_RANK = 64  # of what is added by a kernel of its own: above, the product is worth its own pass
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -161,6 +165,45 @@ def transpose(parts: Sequence[torch.Tensor], factors: torch.Tensor, invert: bool
         )
         start += x.shape[0]
     return values
+
+
+@triton.jit
+def _transpose_stack_kernel(  # type: ignore[no-untyped-def]
+    words_pointer, out_pointer, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Squares of 4 x 4 values are turned in registers, so that words travel, and not single bytes. Rows and columns are
+    counted in words of 4 values.
+    """
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    begin = tl.program_id(0).to(tl.int64) * (4 * num_rows * num_columns)
+    at = words_pointer + begin + (4 * rows * num_columns)[:, None] + columns[None, :]
+    a = tl.load(at, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    b = tl.load(at + num_columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    c = tl.load(at + 2 * num_columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    d = tl.load(at + 3 * num_columns, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    ab_even, ab_odd = (a & 0x00FF00FF) | ((b & 0x00FF00FF) << 8), ((a >> 8) & 0x00FF00FF) | (b & 0xFF00FF00)
+    cd_even, cd_odd = (c & 0x00FF00FF) | ((d & 0x00FF00FF) << 8), ((c >> 8) & 0x00FF00FF) | (d & 0xFF00FF00)
+    inside = (rows < num_rows)[None, :] & (columns < num_columns)[:, None]
+    at = out_pointer + begin + (4 * columns * num_rows)[:, None] + rows[None, :]
+    tl.store(at, tl.trans((ab_even & 0xFFFF) | (cd_even << 16)).to(tl.int32, bitcast=True), mask=inside)
+    tl.store(at + num_rows, tl.trans((ab_odd & 0xFFFF) | (cd_odd << 16)).to(tl.int32, bitcast=True), mask=inside)
+    third = tl.trans((ab_even >> 16) | (cd_even & 0xFFFF0000)).to(tl.int32, bitcast=True)
+    tl.store(at + 2 * num_rows, third, mask=inside)
+    fourth = tl.trans((ab_odd >> 16) | (cd_odd & 0xFFFF0000)).to(tl.int32, bitcast=True)
+    tl.store(at + 3 * num_rows, fourth, mask=inside)
+
+
+def transpose_stack(values: torch.Tensor) -> torch.Tensor:
+    """As ``fp8.transpose_stack``"""
+    num_groups, num_rows, num_columns = values.shape
+    out = torch.empty(num_groups, num_columns, num_rows, dtype=values.dtype, device=values.device)
+    num_rows, num_columns = num_rows // 4, num_columns // 4
+    grid = (num_groups, triton.cdiv(num_rows, STACK_ROWS), triton.cdiv(num_columns, STACK_COLUMNS))
+    words = (values.contiguous().view(torch.int32), out.view(torch.int32))
+    _transpose_stack_kernel[grid](*words, num_rows, num_columns, ROWS=STACK_ROWS, COLUMNS=STACK_COLUMNS, num_warps=8)
+    return out
 
 
 # -- act(g) u

@@ -178,6 +178,58 @@ def _held_rows(x: torch.Tensor, factors: torch.Tensor | None, values: torch.Tens
         )
 
 
+@triton.jit
+def _group_rows_kernel(  # type: ignore[no-untyped-def]
+    x_pointer,
+    x_stride,
+    factors_pointer,
+    ends_pointer,
+    values_pointer,
+    scales_pointer,
+    width,
+    num_groups,
+    GROUPS: tl.constexpr,
+    HELD: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """A row is multiplied by the factors of its group, which it finds from where groups end."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, GROUPS)
+    ends = tl.load(ends_pointer + groups, mask=groups < num_groups, other=0x7FFFFFFF)
+    group = tl.minimum(tl.sum((ends <= row).to(tl.int32), 0), num_groups - 1).to(tl.int64)
+    x_pointer += row * x_stride
+    factors_pointer += group * width
+    values_pointer += row * width
+    if HELD:
+        at = tl.arange(0, STEP)
+        x = load_wide(x_pointer, factors_pointer, at, width, True)
+        scale, inverse = scale_of(tl.max(tl.abs(x), 0))
+        _store_values(values_pointer, at, x * inverse, width)
+    else:
+        scale, inverse = scale_of(_top(x_pointer, factors_pointer, width, True, STEP))
+        cast(x_pointer, factors_pointer, values_pointer, inverse, width, True, STEP)
+    tl.store(scales_pointer + row, scale)
+
+
+def quantize_group_rows(
+    x: torch.Tensor, factors: torch.Tensor, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``fp8.quantize_group_rows``"""
+    num_rows, width = x.shape
+    values, scales = new_rows(num_rows, width, x.device)
+    x, held = side_by_side(x), width <= HELD_COLUMNS
+    step = triton.next_power_of_2(width) if held else STEP_COLUMNS
+    if num_rows:
+        _group_rows_kernel[(num_rows,)](
+            *(x, x.stride(0), factors.contiguous(), ends, values, scales, width, len(ends)),
+            GROUPS=triton.next_power_of_2(len(ends)),
+            HELD=held,
+            STEP=step,
+            num_warps=warps(step),
+        )
+    return values, scales
+
+
 def warps(columns: int) -> int:
     return min(16, max(1, columns // 512))
 

@@ -95,6 +95,7 @@ class EstimateInput:
     nf4_double: bool = True  # and the scales of that are quantized too
     fp8_blocks: bool = False  # matmuls of the blocks' linear layers in fp8
     fp8_weights: bool = False  # and their frozen weights are kept so alone
+    fp8_groups: bool = False  # stacks among these multiply in fp8
     partially_trained: TrainedWeights | None = None  # patterns: the model's own weights that are trained
     optimizer_name: str = next(iter(OPTIMIZERS))
     fuse_loss: bool = False  # cross-entropy fused with the head

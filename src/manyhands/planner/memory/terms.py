@@ -230,10 +230,12 @@ def _gathered_partially_trained(s: EstimateInput, t: TrainedWeights) -> int:
 
 def dequantized(s: EstimateInput) -> int:
     """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks if these
-    are quantized. In fp8 quantized values, and ``n c`` of a stack that is kept so.
+    are quantized. In fp8 quantized values, and ``n c`` of a stack that is kept so, or ``n`` where it multiplies in fp8:
+    its transposed values.
     """
     shapes = s.model.block_linear_shapes.values()
-    stack = max((shape.size for shape in shapes if shape.groups > 1), default=0) * s.compute_bytes * s.fp8_weights
+    stack = max((shape.size for shape in shapes if shape.groups > 1), default=0) * s.fp8_weights
+    stack *= 1 if s.fp8_groups else s.compute_bytes
     if s.fp8_blocks and not quantized_weights(s):  # fp8 values of gate and up, for y or for dX
         return max(stack, sum(sorted(shape.size for shape in shapes if shape.groups == 1)[-2:]))
     if s.model.stored_mxfp4:
