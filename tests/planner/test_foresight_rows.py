@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from benchmarks.foresight_cases import CASES
 from benchmarks.foresight_fit import Measured, fit, read_rows, report
+from manyhands.planner.time.clock import MAX_SIZES
 from manyhands.planner.time.rates import load_fitted
+from manyhands.planner.time.work import MeanStep, join_sizes
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 ROWS = read_rows(sorted(RESULTS.glob("*foresight-*.jsonl")))
@@ -48,6 +51,16 @@ def test_no_plan_is_far_off_in_memory(row: Measured) -> None:
 def test_no_plan_is_far_off_in_seconds(row: Measured) -> None:
     planned, taken = row.compare_seconds(load_fitted())
     assert abs(planned / taken - 1) <= SECONDS
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if len(row.steps) > 20], ids=lambda row: row.row["case"])
+def test_a_mean_step_of_mixed_lengths_is_planned_within_4_percent(row: Measured) -> None:
+    """Of 27 steps, whose micro-batches the plan joins to a few sizes."""
+    works = [time.work for time, _ in row.steps]
+    micros = tuple(replace(m, count=m.count / len(works)) for work in works for m in work.micros)
+    mean = MeanStep(micros, works[0].num_tokens, works[0].num_samples)
+    planned = sum(row.seconds(load_fitted(), replace(row.time, work=join_sizes(mean, MAX_SIZES))).values())
+    assert planned == pytest.approx(np.mean([seconds for _, seconds in row.steps]), rel=0.04)
 
 
 @pytest.mark.ci

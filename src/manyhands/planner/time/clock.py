@@ -30,10 +30,11 @@ from manyhands.planner.time.terms import (
     estimate_step,
     forward,
 )
-from manyhands.planner.time.work import MeanStep, MicroBatchGroup, mean_work, sample_steps, work_of_lengths
+from manyhands.planner.time.work import MeanStep, MicroBatchGroup, join_sizes, mean_work, sample_steps, work_of_lengths
 from manyhands.planner.types import Candidate, DiskEstimate, Reason, TimeEstimate, reason
 
-MAX_STEPS, MAX_SAMPLES = 6, 2_048  # laid out for each size of micro-batches
+MAX_STEPS, MAX_SAMPLES = 64, 2_048  # laid out for each size of micro-batches; six steps missed the mean by a tenth
+MAX_SIZES = 8  # of micro-batches, whose seconds are added up for each layout
 DISK_BYTES_S = 1e9  # assumed, of one machine's disk: one process after the other writes and reads at this rate
 COMPILE_S = 40.0  # assumed: imports, compilation of blocks and the checks before the first step
 
@@ -90,7 +91,8 @@ class Clock:
         lengths = np.array(self.data.first_lengths, dtype=np.int64)
         laid_out = [lay_out(layout, samples, lengths) for samples in steps]
         parts = [[[lengths[part] for part in micro] for micro in step.micro_batches] for step in laid_out]
-        return work_of_lengths(parts, layout, window, pack_tile(layout), self.data.num_documents)
+        work = work_of_lengths(parts, layout, window, pack_tile(layout), self.data.num_documents)
+        return join_sizes(work, MAX_SIZES)
 
 
 def lay_out(layout: Layout, samples: np.ndarray, lengths: np.ndarray, more: np.ndarray | None = None) -> StepLayout:

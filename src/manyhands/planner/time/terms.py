@@ -280,6 +280,8 @@ def values(s: TimeInput) -> float:
     """For each value that the loss needs of the whole step first: a forward pass of as many tokens, without gradients,
     and one through the reference that it compares with.
     """
+    if not s.estimate.num_values:
+        return 0.0
     trained = sum(micro.count * forward(s, micro) for micro in s.work.micros)
     return s.estimate.num_values * (trained + reference(s))
 

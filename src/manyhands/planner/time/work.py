@@ -5,7 +5,7 @@ its micro-batches as the rank has them that the others wait for. Pure numpy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -95,6 +95,20 @@ def _merge(micros: list[MicroBatchGroup]) -> tuple[MicroBatchGroup, ...]:
         MicroBatchGroup(float(count), tokens, float(pairs / count), float(windows / count))
         for tokens, (count, pairs, windows) in sums.items()
     )
+
+
+def join_sizes(work: MeanStep, most: int) -> MeanStep:
+    """The same with micro-batches of at most ``most`` sizes: those of neighboring sizes have their mean tokens and
+    pairs.
+    """
+    if len(work.micros) <= most:
+        return work
+    rows = np.array([(m.count, m.tokens, m.pairs, m.window_pairs) for m in sorted(work.micros, key=lambda m: m.tokens)])
+    joined = []
+    for part in np.array_split(rows, most):
+        count = part[:, 0].sum()
+        joined.append(MicroBatchGroup(float(count), *map(float, part[:, 0] @ part[:, 1:] / count)))
+    return replace(work, micros=tuple(joined))
 
 
 def mean_work(
