@@ -103,9 +103,7 @@ class TrainingArguments:
 
 
 def read_arguments(arguments: Any) -> dict[str, Any]:
-    """Given arguments by name: ours, a dict, or an object of transformers or TRL, of which those that are not its
-    default.
-    """
+    """Arguments that differ from their default, by name: ours, a dict, or an object of transformers or TRL."""
     if arguments is None:
         return TrainingArguments().given
     if isinstance(arguments, TrainingArguments):
@@ -161,9 +159,7 @@ def as_file(given: Mapping[str, Any]) -> ParsedFile:
 
 
 def translate(source: ParsedFile, context: ImportContext, num_gpus: int) -> Translation:
-    """The run that the parameters mean, on a machine with so many GPUs. Raises ``UserError`` with all that is refused,
-    by name.
-    """
+    """The run that the parameters mean, on a machine with so many GPUs. UserError names all that is refused."""
     t = Translator(source, context, tool="the trainer", known=KEYS, open=OPEN)
     t.aliases = {**RENAMED, **dict.fromkeys(_translate_own(t, num_gpus), "-")}
     trl.translate(t)
@@ -180,9 +176,7 @@ def translate(source: ParsedFile, context: ImportContext, num_gpus: int) -> Tran
 
 
 def _translate_own(t: Translator, num_gpus: int) -> Iterator[str]:
-    """Gives the parameters that TRL's file does not have, or has with another meaning, their outcomes; yields names
-    that TRL's translation shall not see.
-    """
+    """Records outcomes of parameters that TRL lacks or gives another meaning; yields names to hide from TRL's table."""
     _map_processes(t, num_gpus)
     _map_ddp(t, num_gpus)
     yield from _map_memory(t)

@@ -107,9 +107,7 @@ class Follower:
 
 
 def name_object(thing: Any) -> str:
-    """``module:name``, or ``path/to/script.py:name`` for what the main script defines. UserError where a rank could not
-    import it.
-    """
+    """``module:name``, or ``path/to/script.py:name`` for the main script. UserError where no rank could import it."""
     if isinstance(thing, str):
         return thing
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")

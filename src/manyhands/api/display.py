@@ -40,9 +40,7 @@ class Display:
 
 
 class NotebookDisplay(Display):
-    """The launcher's lines, and in place of those of steps one bar with figures, the curve of the loss and a table of
-    evaluations.
-    """
+    """The launcher's lines; in place of step lines a bar with figures, the loss curve and a table of evaluations."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -101,9 +99,7 @@ class NotebookDisplay(Display):
         return text + self._curve() + (f"<table>{rows}</table>" if rows else "")
 
     def _curve(self) -> str:
-        """The training loss over all steps of the run as a drawing, means of a few steps each, and a point for each
-        held-out loss; nothing before the second step.
-        """
+        """Draws the training loss (means of a few steps) and held-out losses as points; empty before step 2."""
         if len(self.losses) < 2:
             return ""
         size = -(-len(self.losses) // CURVE_POINTS)

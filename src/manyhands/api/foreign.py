@@ -1,6 +1,4 @@
-"""What scripts import from Unsloth and TRL beside model and trainer, and our names that stand for theirs. Imports no
-torch.
-"""
+"""What scripts import from Unsloth and TRL beside model and trainer, and our stand-ins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ CONVERSATIONS = ("messages", "conversations")
 
 
 def get_chat_template(tokenizer: Any, chat_template: str = "chatml", **options: Any) -> Any:
-    """Gives the tokenizer the chat template of this name, which the run then uses; returns it. UserError where it has
-    none of the template's tokens.
-    """
+    """Gives the tokenizer this chat template, which the run then uses. UserError where it lacks its tokens."""
     from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     key = chat_template.lower().translate({ord(mark): None for mark in "-_."})

@@ -62,9 +62,7 @@ class LanguageModel(Outputs):
         device_map: str | dict[str, Any] | None = "auto",
         given: Mapping[str, Any] | None = None,
     ) -> None:
-        """``folder``: or a hub name. ``given``: what a training run is to make of it, by the names of
-        ``FastLanguageModel``.
-        """
+        """``folder``: or a hub name. ``given``: settings of the run by their names in ``FastLanguageModel``."""
         self.folder, self.base, self.device_map = folder, base, device_map
         self.given = dict(given or {"model_name": str(folder)})
         self.outputs: dict[str, Path] | None = None  # by kind, of the run that trained it
@@ -103,9 +101,7 @@ class LanguageModel(Outputs):
         return AutoConfig.from_pretrained(folder, trust_remote_code=bool(self.given.get("trust_remote_code")))
 
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        """(trained parameters, all parameters), adapters included: of the run, or of a plan for the model as it is
-        given.
-        """
+        """(trained parameters, all parameters), adapters included: of the run, or of a plan for the model."""
         from manyhands.launch.run.folder import RunFolder
 
         if (self.folder / "run.json").is_file():

@@ -94,9 +94,7 @@ class Outputs:
             _export(run, target, "--gguf", kind, *(["--llama-cpp", os.fspath(llama_cpp)] if llama_cpp else []))
 
     def merge_and_unload(self) -> LanguageModel:
-        """The model with its adapter merged, from ``merged`` in the run's folder, written and verified where it is not
-        there yet.
-        """
+        """The model with its adapter merged, from ``merged`` in the run's folder; written and verified if missing."""
         from manyhands.api.model import load
 
         run = self._run()

@@ -11,9 +11,7 @@ from manyhands.core.text import printable
 
 
 def run_module(*words: str) -> str:
-    """``python -m`` these words; returns what it wrote to standard output. What it reports besides is passed on, and
-    its error is raised as ``UserError``.
-    """
+    """Runs ``python -m`` these words; returns its standard output, passes progress on, raises its ``UserError``."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as output,
         subprocess.Popen([sys.executable, "-m", *words], stdout=output, stderr=subprocess.PIPE, text=True) as child,

@@ -138,9 +138,7 @@ class RankInProcess(Session):
 
 
 class StopAsked(Stop):
-    """Ctrl-C and SIGTERM end the run after its step, and so does a callback that has raised. A second signal does what
-    it would do without a run.
-    """
+    """Ctrl-C, SIGTERM or a callback's error end the run after its step. A second signal acts as outside of a run."""
 
     def __init__(self, callbacks: Callbacks) -> None:
         self.number, self.callbacks = 0, callbacks

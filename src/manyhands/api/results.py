@@ -1,6 +1,4 @@
-"""What transformers' trainer returns and reports, from a run's rows: ``TrainOutput``, ``TrainerState``; its callbacks,
-called with rows. Imports no torch.
-"""
+"""What transformers' trainer returns and reports, from a run's rows; calls its callbacks. Imports no torch."""
 
 from __future__ import annotations
 

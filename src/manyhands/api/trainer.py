@@ -164,9 +164,7 @@ class FastVisionModel(FastLanguageModel):
         target_modules: Sequence[str] | str | None = "all-linear",
         **adapter: Any,
     ) -> LanguageModel:
-        """The model with a LoRA adapter of its language model to train. The vision tower has none, which is said where
-        ``finetune_vision_layers`` asks for it.
-        """
+        """The model with a LoRA adapter of its language model, never of its vision tower, which is reported."""
         if not finetune_language_layers or not (finetune_attention_modules or finetune_mlp_modules):
             raise UserError(
                 "there is no layer of the language model to adapt",
@@ -339,9 +337,7 @@ class Trainer:
         )
 
     def save_model(self, folder: str | os.PathLike[str] | None = None) -> None:
-        """Copies what the run has written, a PEFT adapter or a model, to ``folder``; without one it stays where it
-        is.
-        """
+        """Copies the run's PEFT adapter or model to ``folder``; without one it stays where it is."""
         if folder is not None or self.run is None:
             self.model.save_pretrained(folder or "")
 

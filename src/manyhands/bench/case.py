@@ -126,9 +126,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = None) -> None:
-    """Measures ``row`` on the processes that call this. ``observe`` sees the run at its stages, and adds to its result
-    on every rank.
-    """
+    """Measures ``row`` on the calling processes. ``observe`` sees the run at its stages and adds to its result."""
     launcher = detect_launcher()
     config, plan = prepare(options, row, launcher.rank, launcher.world_size)
     os.environ.update(plan.environment)

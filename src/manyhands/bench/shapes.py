@@ -1,6 +1,4 @@
-"""Published shapes of models (their public config.json), and how to write them as model folders without weights. No
-torch at import.
-"""
+"""Published shapes of models (their public config.json) and model folders without weights. No torch at import."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What every side's raw row says, by one definition: speed, memory, dtypes, attention kernels, and in which lease it
-ran.
-"""
+"""What each side's raw row says, by one definition: speed, memory, dtypes, attention kernels, machine."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def rates(steps: Sequence[tuple[float, int]], row: BenchRow, num_gpus: int, *, w
 
 
 def lease() -> dict[str, str]:
-    """``machine`` is the same for rows measured on the same GPUs since the same start of the machine, and for no
-    others.
-    """
+    """``machine``: the same for rows measured on the same GPUs since the same boot, else different."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     known = [platform.node(), boot.read_text() if boot.exists() else ""]
     if torch.cuda.is_available():
@@ -117,9 +113,7 @@ def watch(model: Any, seen: dict[str, Any]) -> Iterator[None]:
 
 
 def attention_kernels(events: Iterable[Any]) -> list[str]:
-    """Names of the kernels (on a CPU: of torch's operations) that look like attention, by time; says so where there are
-    none.
-    """
+    """Names of attention kernels (of torch's operations on a CPU) by time, or a note that there are none."""
     found: dict[str, float] = {}
     for event in events:
         took = event.self_device_time_total or event.self_cpu_time_total

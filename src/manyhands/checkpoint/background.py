@@ -77,9 +77,7 @@ class BackgroundSave:
         self._wait(lambda: self.status >= Status.WRITTEN)
 
     def wait_ended(self, limit_s: float = math.inf) -> None:
-        """Returns once there is nothing left to do, on rank 0 the commit, or after ``limit_s``; raises what prevented
-        it.
-        """
+        """Waits until all is written, on rank 0 also committed, or for ``limit_s``; raises what prevented it."""
         end = time.monotonic() + limit_s
         self._wait(lambda: self._ended.is_set() or time.monotonic() > end)
 

@@ -206,9 +206,7 @@ def _find_others(
     wanted: dict[str, TensorEntry],
     manifest: Manifest,
 ) -> list[str]:
-    """Optimizer states whose shapes are of another layout, for the optimizer to convert. UserError for those that it
-    cannot.
-    """
+    """Optimizer states with the shapes of another layout, to be converted. UserError for those that cannot be."""
 
     def of_optimizer(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         return {name: entry for name, entry in tensors.items() if name.startswith(OPTIMIZER)}

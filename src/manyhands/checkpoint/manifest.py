@@ -217,9 +217,7 @@ def prune(checkpoints: Path, keep_last: int | Literal["all"], keep: Collection[i
 def copy_checkpoint(
     remote: RemoteFolder, folder: Path, beside: Sequence[Path], run: Path, moved: Callable[[int], object]
 ) -> None:
-    """Copies the complete checkpoint ``folder``, and before it the files ``beside`` of the run's folder ``run``.
-    RemoteError. OSError.
-    """
+    """Copies the complete checkpoint ``folder`` after ``beside``, files of the folder ``run``. RemoteError. OSError."""
     for path in beside:
         remote.put(path, path.relative_to(run).as_posix(), moved)
     files = sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST, path.name))

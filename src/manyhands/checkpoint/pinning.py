@@ -97,9 +97,7 @@ def align(size: int) -> int:
 
 
 def lengths_in_pieces(begin: int, tensor: torch.Tensor) -> list[int]:
-    """Numbers of elements of the parts of ``tensor`` that each lie in one piece, if it begins at byte ``begin``, which
-    is aligned.
-    """
+    """Elements of the parts of ``tensor`` that lie in one piece each, if it begins at byte ``begin`` (aligned)."""
     end = begin + tensor.nbytes
     boundaries = range((begin // PIECE + 1) * PIECE, end, PIECE)
     return [(stop - start) // tensor.element_size() for start, stop in itertools.pairwise((begin, *boundaries, end))]

@@ -66,9 +66,7 @@ def _make_empty(partial: Path) -> None:
 def write_own(
     partial: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any], rank: int
 ) -> dict[str, FileEntry]:
-    """Writes this rank's files, and on rank 0 the state; returns what the manifest says of them. UserError that names
-    the file.
-    """
+    """Writes this rank's files, on rank 0 the state; returns their manifest entries. UserError names the file."""
     try:
         files = {}
         for file in own_files(tensors, rank):

@@ -94,9 +94,7 @@ def _answer(message: dict[str, Any]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """SIGKILL as soon as ``parent`` is gone: nobody is left to commit what is written, and a later launch may already
-    write the same checkpoint.
-    """
+    """SIGKILL as soon as ``parent`` is gone: nobody would commit, and a later launch may write the same checkpoint."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -103,9 +103,7 @@ class ShardReader:
                 self._pieces.setdefault(name, []).append(piece)
 
     def read(self, name: str, first: int, count: int) -> torch.Tensor:
-        """The values ``first`` to ``first + count`` of the full tensor, flat (count). KeyError, or ValueError where the
-        files do not have all of them.
-        """
+        """Values ``first`` to ``first + count`` of the full tensor, flat. KeyError; ValueError if incomplete."""
         pieces, done = self._pieces[name], 0
         found = torch.empty(count, dtype=pieces[0].dtype)
         memory, size = found.view(torch.uint8).numpy().data, found.element_size()
@@ -140,9 +138,7 @@ def own_files(tensors: dict[str, torch.Tensor], rank: int) -> list[ShardFile]:
 
 
 def own_pieces(tensors: dict[str, torch.Tensor]) -> list[Piece]:
-    """What this rank writes of ``tensors``. Replicas share them: each goes to the one that has least so far, a rule
-    that gives the same on all of them.
-    """
+    """What this rank writes of ``tensors``. Each goes to the replica that has least so far, the same rule on all."""
     pieces: list[Piece] = []
     loads: dict[int, list[int]] = {}
     for name, tensor in tensors.items():

@@ -65,9 +65,7 @@ class Staging:
             raise NoRoom(f"its writing process cannot be started: {error.strerror or error}") from error
 
     def make_room(self) -> None:
-        """Reserves the memory, and pins it: with pauses for the training, until ``hurry`` is set. Any thread may call
-        it. NoRoom.
-        """
+        """Reserves and pins the memory, with pauses for training until ``hurry`` is set. Thread-safe. NoRoom."""
         try:
             self._ask({"room": self.num_bytes})
         except OSError as error:
@@ -82,9 +80,7 @@ class Staging:
             self._is_pinned = True
 
     def copy(self, files: Sequence[ShardFile], spans: Spans, *, on_host: bool) -> None:
-        """Copies the pieces that are on a GPU, on the current stream and without waiting for them, or those that are
-        ``on_host``; to where ``place`` says.
-        """
+        """Copies the pieces on a GPU, or those ``on_host``, to ``place``; on the current stream, without waiting."""
         assert self._buffer is not None, "make_room comes first"
         for file in files:
             for piece, (begin, num_bytes) in zip(file.pieces, spans[file.name], strict=True):
@@ -101,9 +97,7 @@ class Staging:
         spans: Spans,
         written: Callable[[int], object],
     ) -> dict[str, Any]:
-        """Has the process write ``files`` of what ``copy`` has copied; returns size and hash of each. OSError names the
-        file.
-        """
+        """Has the process write ``files`` from ``copy``; returns size and hash of each. OSError names the file."""
         wanted = [
             {"path": str(folder / file.name), "header": file.header.decode("latin-1"), "spans": spans[file.name]}
             for file in files

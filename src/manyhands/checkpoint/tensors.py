@@ -71,9 +71,7 @@ def checkpoint_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None
 def create_optimizer_state(
     optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter], entries: dict[str, TensorEntry]
 ) -> None:
-    """Replaces the optimizer's states by zeros of the layout that its parameters have and, but for ``MakesState``, the
-    dtypes saved.
-    """
+    """Replaces optimizer states by zeros of their parameters' layout and (but for ``MakesState``) the saved dtypes."""
     optimizer.state.clear()
     place = getattr(optimizer, "state_options", {})  # states kept in host memory are made there
     if isinstance(optimizer, MakesState):

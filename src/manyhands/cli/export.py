@@ -1,6 +1,4 @@
-"""``manyhands export``: a folder or a GGUF file of what a run trained; and ``manyhands push``: a verified folder to the
-hub. Imports no torch.
-"""
+"""``manyhands export``: a folder or GGUF file of a run; ``manyhands push``: a folder to the hub. Imports no torch."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def export(
 
 
 def default_output(source: Path, merge: bool, gguf: str | None = None, by_expert: bool = False) -> Path:
-    """``export``, ``merged``, ``by-expert`` or ``gguf-q8_0`` in the run's folder, followed by the step if one
-    checkpoint is exported; beside a model's folder.
-    """
+    """``export``, ``merged``, ``by-expert`` or ``gguf-q8_0`` and any step, in the run's folder or beside a model's."""
     kind = f"gguf-{gguf}" if gguf else "merged" if merge else "by-expert" if by_expert else "export"
     if (source / "run.json").is_file():
         return source / kind

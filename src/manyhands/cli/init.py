@@ -129,9 +129,7 @@ def make_values(model: str, data: Path, output: Path, reading: Reading, too_long
 
 
 def look_at_rows(path: Path, *, count: bool = True) -> FirstRows:
-    """The first rows of the training data and, with ``count``, statistics of all. Raises ``UserError`` if not even one
-    can be read.
-    """
+    """The first rows of the training data; with ``count`` statistics of all. UserError if no row can be read."""
     from manyhands.data.read.sources import Source, read_rows
 
     rows: list[Row] = []

@@ -1,6 +1,4 @@
-"""Options that are short for keys of a run file, and the run that they mean where there is no file: `manyhands train
---model NAME --data FILE`.
-"""
+"""Short options for keys of a run file, and runs without a file: `manyhands train --model NAME --data FILE`."""
 
 from __future__ import annotations
 

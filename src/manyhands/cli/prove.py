@@ -79,9 +79,7 @@ def prove(
 
 
 def plan_batch(run: Path, overrides: list[str] | None) -> tuple[int | None, str]:
-    """The samples of a step where the file leaves them to the plan, so that all layouts take as many; and the dtype
-    that computes.
-    """
+    """Samples of a step where the plan chooses them, so that all layouts take as many; and the compute dtype."""
     from manyhands.launch.run.prepare import gather_facts
     from manyhands.planner.search import plan as make_plan
 

@@ -176,9 +176,7 @@ def choose(keys: Mapping[str, Sequence[str]], num_random: int | None, seed: int)
 
 
 def draw(source: random.Random, text: str) -> str:
-    """A value of a range: an integer between integers, else a number; evenly by its logarithm where both are positive
-    and a factor of ten or more lies between them.
-    """
+    """A value of a range: whole between integers; by its logarithm where the range is positive and spans tenfold."""
     found = RANGE.fullmatch(text)
     if found is None:
         return text
@@ -205,9 +203,7 @@ def make_trials(path: Path, fixed: Sequence[str], chosen: Sequence[Mapping[str, 
 
 
 def name_of(values: Mapping[str, str]) -> str:
-    """``learning_rate-1e-5-rank-8``: the same for the same values, so that a larger sweep finds the runs of a smaller
-    one.
-    """
+    """``learning_rate-1e-5-rank-8``: follows from the values, so a larger sweep finds a smaller one's runs."""
     from manyhands.importers.translation import clean_name
 
     text = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, value in values.items())

@@ -25,9 +25,7 @@ GRACE_S = 10.0
 def choose_run_file(
     run: str | None, config: Path | None, overrides: list[str] | None, short: Mapping[str, Any]
 ) -> tuple[Path | None, list[str]]:
-    """The run file, given by position or as --config, and the overrides; no file where options make the run. UserError
-    for two files.
-    """
+    """The run file (by position or --config; none where options make the run) and the overrides. UserError for two."""
     overrides = list(overrides or ())
     if run is not None and "=" in run and (config is not None or short) and not Path(run).exists():
         overrides.insert(0, run)
@@ -119,9 +117,7 @@ def _place_in_step(config: RunConfig) -> dict[str, Any]:
 
 
 def plan_tensorboard(config: RunConfig, port: int) -> dict[str, Any]:
-    """What ``start`` takes to have TensorBoard beside the run. UserError, before anything is started, where it could
-    not be.
-    """
+    """Arguments of ``start`` for TensorBoard beside the run. UserError, before anything starts, if it cannot run."""
     if not config.log.tensorboard:
         raise UserError(
             "the run would write nothing for TensorBoard",

@@ -314,9 +314,7 @@ def is_in_hub_cache(path: Path) -> bool:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """UserError where one of ``names`` in ``folder``, or a folder between, is a link: what it leads to would be copied
-    or uploaded.
-    """
+    """UserError where one of ``names`` in ``folder``, or a folder between, is a link: its target would be copied."""
     for name in names:
         for path in (folder / name, *(folder / parent for parent in Path(name).parents[:-1])):
             if path.is_symlink():

@@ -47,9 +47,7 @@ class Holding:
         return tuple(slice(0, size) for size in tensor.shape)
 
     def part_of(self, tensor: torch.Tensor, full: Any) -> torch.Tensor:
-        """What ``local(tensor)`` is to hold if ``full`` is the full tensor: a tensor, or what slices like one (a
-        file).
-        """
+        """What ``local(tensor)`` holds if ``full`` is the full tensor: a tensor, or what slices like one (a file)."""
         return full[self.slices(tensor)]
 
     def num_shards(self, tensor: torch.Tensor) -> int:
@@ -165,9 +163,7 @@ def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def local_part(tensor: torch.Tensor, full: Any) -> torch.Tensor:
-    """This rank's part of ``full``, which every rank has or can slice (a file), cut as ``tensor`` is. No
-    communication.
-    """
+    """This rank's part of ``full`` (which every rank can slice), cut as ``tensor`` is. No communication."""
     return holding_of(tensor).part_of(tensor, full)
 
 
@@ -189,9 +185,7 @@ def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
 
 
 def replica_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Which of the ranks that hold the same part this one is, and how many these are: all, where every rank holds all
-    of it.
-    """
+    """(place, number) among the ranks that hold the same part: all of them where every rank holds everything."""
     if not isinstance(tensor, DTensor):
         return this_rank()
     index, count = 0, 1
@@ -219,9 +213,7 @@ def shard_like(part: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> 
 
 
 def gather_parts(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The full tensor (n, ...) of which this rank has ``part`` (m, ...), as it has (m, ...) of ``like``. Collective
-    where that is sharded.
-    """
+    """The full tensor (n, ...) of which this rank has ``part`` (m, ...), sharded as ``like``. Collective if sharded."""
     return gather(shard_like(part, like, (like.shape[0], *part.shape[1:])))
 
 

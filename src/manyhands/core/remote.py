@@ -128,9 +128,7 @@ class RemoteFolder:
         return None
 
     def list(self, name: str = "") -> list[str]:
-        """The last part of the name of each file and folder in the folder ``name``, sorted; none where it is not
-        there.
-        """
+        """The last parts of the names in the folder ``name``, sorted; none where there is no such folder."""
         with _explained(self.url), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()
             found = self._fs.ls(f"{self._path}/{name}".rstrip("/"), detail=False)

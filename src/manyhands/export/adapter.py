@@ -1,6 +1,4 @@
-"""Writing an adapter in PEFT's format, by PEFT's names: adapter_model.safetensors and adapter_config.json.
-Collective.
-"""
+"""Writes an adapter in PEFT's format and names: adapter_model.safetensors, adapter_config.json. Collective."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def export_adapter(
 
 
 def _sort_metadata(path: Path) -> None:
-    """Put a file's metadata in the order of their names: safetensors keeps them in a hash map, and equal weights would
-    differ in bytes.
-    """
+    """Sort a file's metadata by name: safetensors has a hash map, so equal weights would differ in bytes."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -165,16 +161,12 @@ def _describe_base(model: nn.Module, method: MethodSection) -> dict[str, Any]:
 
 
 def name_base(name: str, model_folder: str) -> str:
-    """What adapter_config.json calls the base: the hub name, or the whole path of a folder, wherever the process that
-    writes it was started.
-    """
+    """The base in adapter_config.json: the hub name, or the absolute path of a folder."""
     return name if name_on_hub(name, model_folder) == name else model_folder
 
 
 def name_saved(model: nn.Module) -> list[str]:
-    """PEFT's modules_to_save: full names of the modules that hold a weight trained whole; of a tied pair the
-    embedding.
-    """
+    """PEFT's modules_to_save: full names of modules with a weight trained whole; the embedding of a tied pair."""
     names = (name.removeprefix(PEFT_PREFIX).rpartition(".")[0] for name in adapter_parameters(model))
     parts, whole = whole_parts(model), fully_trained_modules(model)
     return [*dict.fromkeys(name for name in names if name in whole and not inside(name, parts)), *parts]

@@ -43,9 +43,7 @@ TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 @dataclass(frozen=True)
 class Card:
-    """What the card of one folder is made of. ``step`` is that of the weights; ``data`` as ``describe_data`` has it,
-    None if not known.
-    """
+    """What the card of one folder is made of. ``step``: of the weights. ``data``: from ``describe_data``, or None."""
 
     kind: Literal["adapter", "model", "merged"]
     config: RunConfig
@@ -159,9 +157,7 @@ def make_card(
     by_expert: bool = False,
     vllm_misreads: bool = False,
 ) -> str:
-    """The card's text, of the run in the folder ``run``. What is not at hand any more (the token cache, say) is left
-    out.
-    """
+    """The card of the run in the folder ``run``. Leaves out what is gone (the token cache, say)."""
     from manyhands.model.structure import auto_class_of
 
     meta = read_json(Path(plan.data_folder) / "meta.json")

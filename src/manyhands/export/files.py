@@ -1,6 +1,4 @@
-"""Folders that are written whole or not at all, the tensor files in them, and what is copied from the source model's
-folder. Knows no models.
-"""
+"""Folders written whole or not at all, their tensor files, and copies from the source model. Knows no models."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def commit_folder(partial: Path, folder: Path) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """A safetensors file with the mode that any new file gets here: safetensors (0.8.0) writes one that its owner alone
-    can read.
-    """
+    """A safetensors file with the mode of any new file: safetensors (0.8.0) writes one that only its owner reads."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
@@ -83,9 +79,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: Mappin
 
 
 def copy_config(source: Path, target: Path, dtype: str, vocab_size: int) -> None:
-    """The source's config.json with the saved dtype and vocabulary, its code files if it has any, and
-    generation_config.json.
-    """
+    """The source's config.json with the saved dtype and vocabulary, generation_config.json and any code files."""
     refuse_outside_links(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config = {

@@ -48,9 +48,7 @@ class Tools:
 
 
 def find_tools(llama_cpp: Path | None, kind: str) -> Tools:
-    """What converts to ``kind``: of llama.cpp's folder (or the script itself), else from PATH. UserError with the
-    reason.
-    """
+    """What converts to ``kind``: in llama.cpp's folder (or the script itself), else from PATH. Raises UserError."""
     if kind not in (*CONVERTED, *QUANTIZED):
         raise UserError(
             f"{kind!r} is not a supported GGUF type",
@@ -209,9 +207,7 @@ def _convert(model: Path, file: Path, kind: str, tools: Tools) -> None:
 
 
 def _run(command: Sequence[str], file: Path) -> None:
-    """UserError with the command's last lines where it fails or leaves no ``file``. It gets no secrets and no network
-    of the hub.
-    """
+    """UserError with the command's last lines where it fails or leaves no ``file``. No secrets, no hub."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -89,9 +89,7 @@ def choose_dtype(plan: Plan, config: RunConfig, *, merge: bool) -> str:
 
 
 class ShardWriter:
-    """Collects tensors in a known order and writes a safetensors file as soon as it is full, so one file is in
-    memory.
-    """
+    """Collects tensors in a known order; writes a safetensors file when full, so one file is in memory."""
 
     def __init__(self, folder: Path, sizes: dict[str, int], shard_bytes: int) -> None:
         self.folder, self.total = folder, sum(sizes.values())

@@ -58,9 +58,7 @@ def name_folder(kind: str, folder: Path) -> str:
 
 
 def find_export(folder: Path, source: str) -> str | None:
-    """What verification found of ``folder`` where it was made of this ``source`` and is as it was written; else
-    None.
-    """
+    """What verification found of ``folder``, if it comes from this ``source`` and is unchanged; else None."""
     record = read_record(folder)
     if record is None or not record.verified or record.source != source or find_changed(folder, record):
         return None

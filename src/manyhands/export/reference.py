@@ -36,9 +36,7 @@ class TensorReference(_Part):
 
 
 class Reference(_Part):
-    """Every tensor that the written folder must hold, by its name in the files, and no other; ids of tokens that were
-    added.
-    """
+    """All tensors that the written folder must hold, by their names in files; ids of added tokens."""
 
     version: Literal[1] = 1
     kind: Kind

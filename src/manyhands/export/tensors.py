@@ -1,6 +1,4 @@
-"""What the files call the tensors that are saved: as the source's files do, in the source's shapes and dtypes. Writes
-nothing.
-"""
+"""What files call saved tensors: the source's names, shapes and dtypes. Writes nothing."""
 
 from __future__ import annotations
 
@@ -209,9 +207,7 @@ def _with_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[st
 
 
 def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype, beyond: dict[str, float]) -> torch.Tensor:
-    """``tensor`` in ``dtype``. Where finite values become infinite (float16 ends at 65504), ``beyond`` gets the largest
-    magnitude under ``name``.
-    """
+    """``tensor`` in ``dtype``. Of finite values that overflow, ``beyond`` gets the largest under ``name``."""
     cast = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
         lost = cast.isinf() & tensor.isfinite()

@@ -211,9 +211,7 @@ def _open_model(opener: Any, folder: Path, dtype: str) -> tuple[torch.nn.Module,
 
 
 def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """The adapted model and the adapter's state; ``dtype`` of the base: the run's compute dtype; ``kind`` as
-    ``Reference.base``.
-    """
+    """The adapted model and the adapter's state; ``dtype``: of the base. ``kind``: ``Reference.base``."""
     from peft import PeftModel, get_peft_model_state_dict
 
     _quiet()
@@ -240,9 +238,7 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
 
 
 def _nf4_options(*, double_quant: bool) -> dict[str, Any]:
-    """What makes transformers hold a model as QLoRA does, by bitsandbytes alone; computed in float32, as everything
-    reopened.
-    """
+    """Makes transformers hold a model as QLoRA does, by bitsandbytes alone; computed in float32."""
     from transformers import BitsAndBytesConfig
 
     quantized = BitsAndBytesConfig(**nf4_options(double_quant=double_quant), bnb_4bit_compute_dtype=torch.float32)
@@ -328,9 +324,7 @@ def _compare_logits(model: torch.nn.Module, probe: Probe, saved_dtype: str, foun
 
 
 def _widen(model: torch.nn.Module, dtype: str) -> torch.nn.Module:
-    """The same weights computed in float32 (float64 if the run did), if they fit: half the difference would be our own
-    rounding.
-    """
+    """The same weights in float32 (float64 if the run used it), if they fit: else half the difference is ours."""
     import psutil
 
     wide = torch.float64 if dtype == "float64" else torch.float32

@@ -26,9 +26,7 @@ def verify_in_fresh_process(
     probe_path: Path | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """One line on what was checked and how; None if ``stop()`` ended it. UserError (exit code 1) if anything is
-    wrong with ``folder``.
-    """
+    """What was checked and how, in a line; None if ``stop()`` ended it. UserError (exit code 1) for a fault."""
     command = [sys.executable, "-m", "manyhands.export.verify", str(folder), "--reference", str(reference_path)]
     command += ["--base", str(base)] if base else []
     command += ["--logits", str(probe_path)] if probe_path else []

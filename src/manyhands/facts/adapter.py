@@ -46,9 +46,7 @@ SETTLED = ("rank", "alpha", "rslora", "dora", "target_modules", "modules_to_save
 
 
 def find_adapter(config: RunConfig, report: Callable[[str], Any] = print) -> AdapterFacts | None:
-    """The adapter of ``method.adapter``; None where none is asked. UserError if it is none, or contradicts the run
-    file.
-    """
+    """The adapter of ``method.adapter``, None without one. UserError if it is none or contradicts the run file."""
     if config.method.adapter is None:
         return None
     folder = locate_adapter(Path(config.method.adapter).expanduser())

@@ -51,9 +51,7 @@ class AskedGpus:
 
 
 def plain_number(text: str) -> int | str | None:
-    """``8`` as a number, ``all`` as ``auto``; None where GPUs may be named by kind. UserError for what says which
-    ones, or that there are none.
-    """
+    """``8`` as a number, ``all`` as ``auto``; None for possible kinds. UserError for indices, or for no GPUs."""
     if text.strip().lower() in ("all", "auto", "max"):
         return "auto"
     if re.fullmatch(r"\s*[+-]?\d+\s*", text):

@@ -65,9 +65,7 @@ def _identify(folder: Path, files: Sequence[Path], cache: str, report: Report, p
 
 
 def differing_files(before: Mapping[str, str], after: Mapping[str, str], *, weights: bool = True) -> list[str]:
-    """``name: digest before -> digest now`` of each file that is another one. Without ``weights`` those are not
-    compared.
-    """
+    """``name: digest before -> digest now`` of each changed file; ``weights``: compares those too."""
     return [
         f"{name}: {before.get(name, 'none')[:SHOWN_DIGITS]} -> {after.get(name, 'none')[:SHOWN_DIGITS]}"
         for name in sorted({*before, *after})

@@ -110,9 +110,7 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """One file's tensors by name. UserError unless the header is what the format asks for, and the file as long as it
-    says.
-    """
+    """One file's tensors by name. UserError for a malformed header or a file of another length than it gives."""
     with _open(path) as file:
         slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  (no iterator)
         return {name: TensorHeader(part.get_dtype(), tuple(part.get_shape())) for name, part in slices}
@@ -146,9 +144,7 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def equal_bytes(files: list[Path], first: str, second: str) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes. Stops at the first difference; UserError as
-    ``read_headers``.
-    """
+    """Whether two tensors have the same dtype, shape and bytes. UserError as ``read_headers``."""
     tensors = {name: (path, header) for path in files for name, header in read_header(path).items()}
     (path, one), (other_path, other) = tensors[first], tensors[second]
     if one != other:

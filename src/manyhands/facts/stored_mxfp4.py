@@ -41,9 +41,7 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 def find_stored_mxfp4(
     headers: Mapping[Path, Mapping[str, TensorHeader]],
 ) -> tuple[dict[str, StoredMxfp4], set[str]]:
-    """The weights in MXFP4 by name, and the names of all tensors that hold them. UserError for one that is
-    incomplete.
-    """
+    """MXFP4 weights by name, and the names of all tensors that hold them. UserError for an incomplete one."""
     places = {name: (path, header) for path, own in headers.items() for name, header in own.items()}
     found: dict[str, StoredMxfp4] = {}
     names: set[str] = set()

@@ -47,9 +47,7 @@ Headers = Mapping[Path, Mapping[str, TensorHeader]]
 
 
 def find_stored_nf4(headers: Headers) -> tuple[dict[str, StoredNf4], set[str]]:
-    """The weights in NF4 by name, and the names of all tensors that hold them. UserError for one that is incomplete or
-    laid out in another way.
-    """
+    """NF4 weights by name, and the names of their tensors. UserError for an incomplete or unknown layout."""
     places = {name: (path, header) for path, own in headers.items() for name, header in own.items()}
     found: dict[str, StoredNf4] = {}
     names: set[str] = set()

@@ -21,9 +21,7 @@ OWN_OF_MODEL = re.compile(r"^(?:model\.)?[a-z_]+$")  # a parameter of the whole,
 
 
 def part_of(name: str, family: Family) -> str:
-    """``vision``, ``projector`` or ``audio``: where a tensor that is not the text's belongs, by its name in files or
-    model.
-    """
+    """``vision``, ``projector`` or ``audio``: where a tensor that is not the text's belongs, by its name."""
     if AUDIO.search(name):
         return "audio"
     if OWN_OF_MODEL.match(name):
@@ -84,9 +82,7 @@ def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
 
 
 def _modules(shapes: Shapes, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the family's modules those that these tensors are in, and what is a parameter of the model itself; of an
-    unknown family the outermost ones.
-    """
+    """The family's modules that hold these tensors, and parameters of the model; outermost ones if unknown."""
     bare = [name.removeprefix("model.") for name in shapes]
     own = tuple(f"model.{name}" for name in bare if "." not in name)
     found = tuple(

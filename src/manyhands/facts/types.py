@@ -1,6 +1,4 @@
-"""What is true of the world, frozen: the model's dimensions, the data's lengths, the devices. Plain values, no
-torch.
-"""
+"""Frozen facts: the model's dimensions, the data's lengths, the devices. Plain values, no torch."""
 
 from __future__ import annotations
 

@@ -280,9 +280,7 @@ def fall_back_to_fsdp(t: Translator, run: Mapping[str, Any] | None = None) -> No
 
 
 def find_obstacle(mapping: Mapping[str, Any], stage: int) -> str:
-    """What of a native mapping no stage, or not this one, can be combined with, as a key and its value; "" for none.
-    ``config/checks.py`` has the reasons.
-    """
+    """A native key with its value that no stage (or not this one) supports, or ""; see ``config/checks.py``."""
 
     def value(section: str, key: str) -> Any:
         return mapping.get(section, {}).get(key)

@@ -118,9 +118,7 @@ def map_fsdp(t: Translator, options: Mapping[str, str], *, version: int = 1, str
 
 
 def _map_sharding(t: Translator, options: Mapping[str, str], version: int, strategy: str | None) -> None:
-    """Version 1 goes by ``sharding_strategy`` (or by a strategy's name in ``reshard_after_forward``), version 2 by
-    ``reshard_after_forward`` alone, true or false.
-    """
+    """Version 1 goes by ``sharding_strategy`` (or its name in ``reshard_after_forward``), version 2 by a boolean."""
     key, reshard = options.get("sharding_strategy"), options.get("reshard_after_forward")
     named = None if key is None or not t.has(key) else _strategy(t, key)
     if reshard is not None and t.has(reshard):

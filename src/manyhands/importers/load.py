@@ -293,9 +293,7 @@ def _validate(
 
 
 def _in_line_order(findings: list[str], origins: Mapping[str, str]) -> list[str]:
-    """By the line that a finding begins with, or else of the first key that it names and the file sets; the rest
-    last.
-    """
+    """By the line that a finding begins with, else that of the first key it names; the rest last."""
 
     def line_of(finding: str) -> float:
         places = [finding.partition(":")[0], *(origins.get(key, "") for key in re.findall(r"`([^`: ]+)", finding))]

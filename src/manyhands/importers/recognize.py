@@ -55,9 +55,7 @@ def load_importer(name: str) -> Importer:
 
 
 def recognize(mapping: Mapping[str, Any]) -> Importer | None:
-    """The tool whose keys the file has most of; None for a native run file. Raises ``UserError`` for a file of
-    LLaMA-Factory's rewrite (``USE_V1=1``).
-    """
+    """The tool that most keys are of; None for a native file. UserError for LLaMA-Factory's rewrite (``USE_V1=1``)."""
     if "train_dataset" in mapping and mapping.keys() & V1:
         raise UserError(
             "this is a file of LLaMA-Factory v1, which is not read",
@@ -102,9 +100,7 @@ def translate(source: ParsedFile, importer: Importer, context: ImportContext) ->
 def translate_settings(
     source: ParsedFile, name: str, context: ImportContext, run: Mapping[str, Any] | None = None
 ) -> Translation:
-    """A file of ``SETTINGS``. ``run``: the native mapping that it belongs to. Raises ``UserError`` if it is another
-    tool's.
-    """
+    """A file of ``SETTINGS``. ``run``: the native mapping that names it. UserError if it is another tool's."""
     importer = load_importer(name)
     t = Translator(source, context, tool=importer.TOOL, known=importer.KEYS, open=importer.OPEN)
     if not source.mapping.keys() & {key.partition(".")[0] for key in importer.KEYS}:

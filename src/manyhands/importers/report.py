@@ -1,6 +1,4 @@
-"""A translation for people and programs: the native run file with the origin of each key, the list of outcomes,
-JSON.
-"""
+"""A translation for people and programs: the native run file with each key's origin, outcomes, JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""synth-ai's TOML for ``train --type sft``. It says the number of GPUs in many places: all must agree, and the global
-batch with them.
-"""
+"""synth-ai's TOML for ``train --type sft``. Its several numbers of GPUs must agree with the global batch."""
 
 from __future__ import annotations
 
@@ -137,9 +135,7 @@ def _map_nodes(t: Translator) -> int:
 
 
 def _map_total(t: Translator, found: Mapping[str, int], nodes: int) -> int | None:
-    """The number of GPUs on all machines. Of several, a key that names neither may count those of one or of all; the
-    others decide.
-    """
+    """The number of GPUs on all machines; a key that names neither may count one machine's or all."""
     first = next((key for key in found if nodes == 1 or key in (*TOTALS, *PER_NODE)), None)
     if first is None:
         for key in found:

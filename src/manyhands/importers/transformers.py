@@ -382,9 +382,7 @@ def map_length(t: Translator, *, epochs: float) -> None:
 
 
 def map_batch(t: Translator, *, per_device: int, accumulation: int = 1, packs: bool = False) -> None:
-    """Per-device batch x GPUs x accumulation: samples, or packs of max_length. ``per_device``, ``accumulation``: the
-    tool's defaults.
-    """
+    """Per-device batch x GPUs x accumulation: samples, or packs of max_length. Defaults are the tool's."""
     micro = t.count("per_device_train_batch_size", per_device)
     steps = t.count("gradient_accumulation_steps", accumulation)
     gpus = t.num_gpus()
@@ -405,9 +403,7 @@ def map_batch(t: Translator, *, per_device: int, accumulation: int = 1, packs: b
 
 
 def map_held_out(t: Translator, key: str, *, least_rows: int) -> bool:
-    """What ``train_test_split`` of datasets holds out: a share below 1, or a number of rows, from ``least_rows`` on.
-    Returns whether it holds anything out.
-    """
+    """Holds out what ``train_test_split`` of datasets does: a share below 1 or a number. Whether it is any."""
     size = t.number(key)
     if not size or size < 0:
         return False

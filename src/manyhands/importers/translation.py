@@ -320,9 +320,7 @@ class Translator:
         self._gpus = self.context.first_gpus or count
 
     def merge(self, other: Translation, key: str) -> None:
-        """Adds the result of another file that ``key`` names (a DeepSpeed JSON); its outcomes are kept under its
-        path.
-        """
+        """Adds the result of another file that ``key`` names (a DeepSpeed JSON); outcomes keep its path."""
         file = other.where if other.where != self.source.where else None
         for outcome in other.outcomes:
             name = f"{key} > {outcome.key}"

@@ -57,9 +57,7 @@ def compare(
     with_base: bool = True,
     placement: Placement = ALL_GPUS,
 ) -> Comparison:
-    """Measures the trained model and its base on the run's validation samples, or on those of a file. UserError where
-    there is nothing saved or nothing to measure.
-    """
+    """Measures a run and its base on its validation samples or a file's. UserError where there is nothing to."""
     metrics = check_metrics(metrics, extract)
     found, run = find_parts(folder, base), RunFolder(folder) if (folder / "run.json").is_file() else None
     chosen = replace(choose_data(found, run, folder, data, max_tokens), limit=limit)
@@ -113,9 +111,7 @@ def _read_preference(run: RunFolder, origin: ModelLocation | None) -> Preference
 def choose_data(
     found: ModelLocation, run: RunFolder | None, folder: Path, data: str | None, max_tokens: int | None
 ) -> EvaluationData:
-    """The run's own validation samples, tokenized again if the cache is gone; or a file's, prepared as the run's
-    were.
-    """
+    """The run's validation samples, tokenized again if need be; or a file's, prepared as the run's were."""
     if data is not None:
         return EvaluationData(_prepare_file(found, run, folder, data), "train", data, max_tokens)
     if run is None:

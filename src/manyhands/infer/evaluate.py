@@ -112,9 +112,7 @@ def measure(
     placement: Placement = ALL_GPUS,
     report: Report = report_aside,
 ) -> Scores:
-    """Measures a model on all its GPUs. UserError for metrics that the samples do not have: loss without loss tokens,
-    text without prompts.
-    """
+    """Measures a model on all its GPUs. UserError for metrics that the samples cannot give."""
     begin, metrics = time.monotonic(), check_metrics(metrics, extract)
     settings = settings or GenerationSettings()
     samples = data.open()
@@ -309,9 +307,7 @@ def score_pairs(model: Any, samples: SampleSet, numbers: np.ndarray, images: Pro
 
 
 def judge_pairs(settings: PreferenceSection, pairs: np.ndarray, reference: np.ndarray | None) -> dict[str, float]:
-    """The metrics of pairs (p, 2, 2), as evaluations of the run have them. ``reference``: those of the model before
-    training.
-    """
+    """The metrics of pairs (p, 2, 2), as in evaluations of the run. ``reference``: those before training."""
     flat = torch.from_numpy(pairs).flatten(0, 1)
     before = None if reference is None else torch.from_numpy(reference).flatten(0, 1)[:, 0]
     rewards = compute_rewards(settings, Answers(flat[:, 0], flat[:, 1]), before)

@@ -31,9 +31,7 @@ Message = dict[str, Any]
 
 
 class PromptImages:
-    """Opens the images of prompts for the model in a folder, whose processor's files are there. ``sizes``: see
-    ``sizes_of``.
-    """
+    """Opens images of prompts for the model in a folder with its processor. ``sizes``: see ``sizes_of``."""
 
     def __init__(self, folder: Path, tokenizer: Any, sizes: Mapping[str, int | None]) -> None:
         self._folder, self._tokenizer, self._sizes = folder, tokenizer, sizes
@@ -88,9 +86,7 @@ class PromptImages:
             )
 
     def inputs(self, model: Any, ids: Sequence[int], images: Sequence[StoredImage]) -> dict[str, Any]:
-        """What ``model``'s forward pass takes for the images of one prompt, on its device. UserError where an image has
-        changed since it was opened.
-        """
+        """Inputs of ``model``'s forward for one prompt's images, on its device. UserError for a changed image."""
         return image_inputs(self._batcher, model, ids, images)
 
 
@@ -116,9 +112,7 @@ def image_inputs(
 
 
 def sizes_of(config: RunConfig) -> dict[str, int | None]:
-    """The keys of ``data`` by which a run makes images larger or smaller before the model's processor sees them, and
-    the most pixels that it decodes.
-    """
+    """The keys of ``data`` that resize images before the processor, and the most pixels that are decoded."""
     names = ("shrink_images_above", "enlarge_images_below", "max_image_pixels")
     return {name: getattr(config.data, name) for name in names}
 

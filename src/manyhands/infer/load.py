@@ -105,9 +105,7 @@ class Answerer:
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """Folders: ``weights`` with config.json, ``adapter`` to put on it; the run's own chat template and what it is
-    given, and its sizes of images.
-    """
+    """Folders of ``weights`` and ``adapter``; the run's own chat template with its arguments, and image sizes."""
 
     weights: Path
     adapter: Path | None = None

@@ -26,9 +26,7 @@ TEXT_ALONE = "the prompt has images, and text alone is read: by this model, or b
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """``number`` counts from 0 and seeds the answer where it is sampled. ``images`` are prepared where they are
-    used.
-    """
+    """``number`` counts from 0 and seeds a sampled answer. ``images`` are prepared where they are used."""
 
     number: int
     ids: tuple[int, ...]
@@ -185,9 +183,7 @@ def encode_rows(
     max_tokens: int | None = None,
     images: PromptImages | None = None,
 ) -> list[PromptTokens]:
-    """All prompts of a file, in its order. UserError names the rows that cannot be answered, or that have more than
-    ``max_tokens`` tokens.
-    """
+    """All prompts of a file, in its order. UserError names unanswerable rows and those above ``max_tokens``."""
     prompts: list[PromptTokens] = []
     faults: list[str] = []
     for line, row in read_rows(file):

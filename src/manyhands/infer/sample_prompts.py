@@ -45,9 +45,7 @@ class Answering(Protocol):
 
 
 class SamplePrompts:
-    """``chosen``: the first ``evaluate.prompts`` of the validation samples ``rows`` that have a prompt, up to their
-    first loss token.
-    """
+    """``chosen``: the first ``evaluate.prompts`` of ``rows`` that have a prompt, up to the first loss token."""
 
     def __init__(self, config: RunConfig, plan: Plan, store: TokenStore, tokenizer: Any, rows: np.ndarray) -> None:
         self.config, self.plan, self.tokenizer = config, plan, tokenizer

@@ -92,9 +92,7 @@ def serve(
     settings: GenerationSettings | None = None,
     placement: Placement = ALL_GPUS,
 ) -> int:
-    """Serves until it is interrupted. ``engine`` auto is vLLM where it is installed. UserError where a library is
-    missing.
-    """
+    """Serves until interrupted. ``engine`` auto is vLLM where installed. UserError for a missing library."""
     found, name = find_parts(folder, base), name or folder.resolve().name
     if engine == "vllm" or (engine == "auto" and find_spec("vllm") is not None):
         from manyhands.infer.vllm import refuse_adapter, refuse_missing_vllm, server_command
@@ -217,9 +215,7 @@ class Readers:
 
 
 async def _read_body(request: Any, max_bytes: int) -> bytes:
-    """BadRequest for what is longer than any prompt that the model can take, before it is read, and for what does not
-    arrive in time.
-    """
+    """BadRequest for a body longer than any prompt, before it is read, and for one that does not arrive in time."""
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise BadRequest("the content type must be application/json", status=415)
     too_long = BadRequest(f"the request is longer than {max_bytes:,} bytes: no prompt of this model is", status=413)

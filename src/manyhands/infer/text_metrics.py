@@ -81,9 +81,7 @@ def normalize(text: str) -> str:
 
 
 def exact_match(answer: str, reference: str, extractor: Extractor | None = None) -> float:
-    """Whether they are the same text, or the same after extraction. An answer without a match is wrong; a reference
-    without one counts whole.
-    """
+    """Whether they are equal, or after extraction. An answer without a match is wrong; a reference counts whole."""
     if extractor is not None:
         found = extractor.extract(answer)
         if found is None:

@@ -76,9 +76,7 @@ def measure_capacity(model: Any, max_rows: int | None = None, num_processes: int
 
 
 class PromptQueue:
-    """Prompts that wait, the longest first: what does not fit into memory shows at once, and the last batches are the
-    quickest.
-    """
+    """Prompts that wait, longest first: what does not fit shows at once, and the last batches are quick."""
 
     def __init__(self, prompts: Sequence[PromptTokens], max_new_tokens: int, num_replicas: int = 1) -> None:
         self._waiting = sorted(prompts, key=lambda prompt: len(prompt.ids))  # taken from the end

@@ -1,3 +1,1 @@
-"""From plan to processes: run folders, local ranks, other launchers, watching. Knows no model; imports torch only while
-it launches.
-"""
+"""From plan to processes: run folders, local ranks, other launchers, watching. Imports torch only to launch."""

@@ -161,9 +161,7 @@ _ASYNC_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 
 
 def requested_processes(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number of processes that our variables ask for; None where they leave it open. UserError for what is no
-    number.
-    """
+    """The number of processes that our variables ask for, or None. UserError for what is no number."""
     if _is_on(environ, FORCE_SINGLE_GPU):
         return 1
     text = environ.get(NUM_PROCESSES, "")
@@ -350,9 +348,7 @@ def restored_environment() -> Iterator[None]:
 
 
 def localize(plan: Plan, text: str | None) -> Plan:
-    """The plan with this node's own folders, which its launcher has named as ``PLACES``; the plan itself where there is
-    nothing to change.
-    """
+    """The plan with this node's own folders (``PLACES``), or the plan itself."""
     places = json.loads(text) if text else {}
     adapter = places.pop("adapter_folder", None)
     if adapter is not None and plan.adapter is not None:

@@ -138,9 +138,7 @@ def refuse_idle(
 
 
 def read_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str, int] | None:
-    """(node, number of nodes, host and port of node 0) where srun has started one task on each of several nodes, as is
-    right for `manyhands train`; None elsewhere.
-    """
+    """(node, number of nodes, host and port of node 0) where srun started one task a node; else None."""
     if not is_task(environ):
         return None
     task, num_nodes = read_task(environ), read_integer(environ, "SLURM_STEP_NUM_NODES", 1)
@@ -150,9 +148,7 @@ def read_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str, 
 
 
 def refuse_outside_step(environ: Mapping[str, str] = os.environ) -> None:
-    """UserError where `manyhands train`, which knows of no other node, would start a run in each task of a step, or on
-    one of a job's nodes.
-    """
+    """UserError where `manyhands train` would start a run in each task, or on only one of a job's nodes."""
     if is_task(environ) and (num_tasks := read_integer(environ, "SLURM_STEP_NUM_TASKS", 1)) > 1:
         raise UserError(
             "`manyhands train` starts the processes of a node itself, but srun has started it several times there",
@@ -172,9 +168,7 @@ def refuse_outside_step(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """``"gpu[01-03,7],login1"`` -> ``["gpu01", "gpu02", "gpu03", "gpu7", "login1"]``: SLURM's host lists, also with
-    several brackets.
-    """
+    """``"gpu[01-03,7],login1"`` -> ``["gpu01", ..., "gpu7", "login1"]``: SLURM's host lists."""
     nodelist = nodelist.strip()
     if not re.fullmatch(r"[^\[\]\s]*(\[\d[\d,-]*\][^\[\]\s]*)*", nodelist) or not nodelist:
         raise UserError(

@@ -68,16 +68,12 @@ class _FiguresColumn(ProgressColumn):
 
 
 class ConsoleSink(Sink):
-    """Loss, tokens/s, memory and time left; evaluations with their samples; before and after side by side at the
-    end.
-    """
+    """Loss, tokens/s, memory and time left; evaluations with samples; before and after at the end."""
 
     def __init__(
         self, stream: TextIO, *, num_steps: int, first: Evaluation | None = None, log: TextIO | None = None
     ) -> None:
-        """``first``: the evaluation before training, where an earlier launch made it. ``log``: a file that keeps the
-        text.
-        """
+        """``first``: the evaluation before training by an earlier launch. ``log``: a file that keeps the text."""
         self.num_steps = num_steps
         self._console = open_console(stream, highlight=False, soft_wrap=True)
         knows_width = self._console.is_terminal or "COLUMNS" in os.environ

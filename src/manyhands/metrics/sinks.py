@@ -37,18 +37,14 @@ class Sink(Hook):
         """Called just before ``after_step`` of the same step, at steps that are logged."""
 
     def show_progress(self, stage: str, done: int, total: int) -> None:
-        """What the run does between steps (evaluation, samples, checkpoint), and how much of it is done; ``done ==
-        total`` ends it.
-        """
+        """What the run does between steps and how much is done; ``done == total`` ends it."""
 
     def close(self, outcome: Outcome = "finished") -> None:
         """Called once, however training ended."""
 
 
 class JsonlSink(Sink):
-    """One JSON object a line, ``kind`` is ``step``, ``evaluation`` or ``checkpoint``; numbers that are not finite
-    become null.
-    """
+    """JSON lines, ``kind`` is ``step``, ``evaluation`` or ``checkpoint``; numbers that are not finite are null."""
 
     def __init__(
         self, path: Path, *, every_steps: int = 1, resumed_at: int = 0, evaluated_at: int | None = None, run: str = ""

@@ -25,9 +25,7 @@ LIBRARIES = ("manyhands", "torch", "transformers", "tokenizers", "safetensors", 
 
 
 def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    """What was set or decided, by the names of the run file's keys; of optional keys those that differ from their
-    default.
-    """
+    """What was set or decided, by run file keys; optional ones only if they differ from their default."""
     method = method_of(plan, config)
     found: dict[str, Any] = {"method.name": method.name}
     if method.trains_adapters:
@@ -121,9 +119,7 @@ def format_number(values: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def make_curve(rows: Sequence[Mapping[str, Any]], num_points: int = CURVE_POINTS) -> list[dict[str, Any]]:
-    """Rows of steps as at most ``num_points``: each the mean loss, gradient norm and speed of as many steps, the last
-    one's number and rate.
-    """
+    """At most ``num_points`` rows of means of loss, gradient norm and speed; number and rate of the last step."""
     points = []
     num_points = min(num_points, len(rows))
     for index in range(num_points):

@@ -1,3 +1,1 @@
-"""What a run's rows look like to the model: collected once, shown as text or as a page. Knows no torch, trains
-nothing.
-"""
+"""A run's rows as the model sees them: collected once, shown as text or page. Knows no torch."""

@@ -133,9 +133,7 @@ def _collect(
 
 
 def make_plan(config: RunConfig, folder: Path, facts: PreparedData, report: Report) -> Plan | UserError:
-    """What `manyhands plan` makes of these rows on this machine, or why it cannot. Downloads no weights: ``folder`` has
-    them or not.
-    """
+    """What `manyhands plan` makes of these rows here, or why it cannot. Downloads no weights."""
     from manyhands.launch.run.prepare import gather_facts
     from manyhands.planner.search import plan
 

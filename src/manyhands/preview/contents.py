@@ -53,9 +53,7 @@ class ShownImage:
 
 @dataclass(frozen=True)
 class ShownBatch:
-    """The first micro-batch of the first rank in one step. ``step`` counts from 1; ``capacity`` is in tokens, or rows
-    where not packed.
-    """
+    """The first micro-batch of rank 0 in a step, from 1; ``capacity`` in tokens, or rows where not packed."""
 
     step: int
     num_steps: int
@@ -103,9 +101,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Preview:
-    """Everything that is shown. ``plan_error`` says why there is no batch; ``efficiency`` is what the plan says of
-    it.
-    """
+    """Everything shown. ``plan_error``: why there is no batch. ``efficiency``: from the plan."""
 
     run: str
     model: str
@@ -319,9 +315,7 @@ def to_json(preview: Preview) -> dict[str, Any]:
 
 
 def decode_spans(tokenizer: Any, ids: np.ndarray, weights: np.ndarray) -> Iterator[Span]:
-    """Stretches of one weight of ``ids (T)`` int32, ``weights (T)`` float32, decoded each for itself, special tokens as
-    they are spelt.
-    """
+    """Stretches of equal weight of ``ids (T)`` int32, ``weights (T)`` float32, each decoded, special tokens spelt."""
     position = 0
     for weight, group in groupby(weights.tolist()):
         end = position + len(list(group))

@@ -19,9 +19,7 @@ TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
 def refuse_foreign_file(path: Path) -> None:
-    """Raises UserError where ``path`` cannot become a page, or holds something other than one; read before any work is
-    done.
-    """
+    """UserError where ``path`` cannot become a page or holds another file; called before any work."""
     try:
         if not path.parent.is_dir():
             raise UserError(
@@ -46,9 +44,7 @@ def refuse_foreign_file(path: Path) -> None:
 
 
 def write_page(preview: Preview, path: Path) -> None:
-    """Writes the page whole or not at all. Raises UserError as ``refuse_foreign_file`` does, or for a disk that
-    refuses.
-    """
+    """Writes the page whole or not at all. UserError as ``refuse_foreign_file``, or for a refusing disk."""
     refuse_foreign_file(path)
     try:
         write_atomically(path, render_page(preview))

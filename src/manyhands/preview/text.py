@@ -1,6 +1,4 @@
-"""A preview on a terminal: color where there is some, brackets where there is none. Foreign text is never read as
-markup.
-"""
+"""A preview on a terminal: in color or brackets. Foreign text is never read as markup."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def print_preview(preview: Preview, console: Console) -> None:
 
 
 def mark_trained(spans: Iterable[Span], *, colored: bool) -> Text:
-    """Spans one after the other: trained ones green, or in brackets without color; a weight other than 1 stands
-    behind.
-    """
+    """Spans in a row: trained ones green (in brackets without color), followed by a weight other than 1."""
     text = Text()
     for span in spans:
         trained = span.weight != 0

@@ -41,9 +41,7 @@ from manyhands.preview.contents import Refused
 
 @dataclass(frozen=True)
 class Usable:
-    """``facts`` and ``store`` are None where not enough rows are left; ``sources`` are those that
-    ``store.meta["sources"]`` describes.
-    """
+    """``facts`` and ``store``: None for too few rows. ``sources``: those of ``store.meta["sources"]``."""
 
     facts: PreparedData | None
     store: TokenStore | None
@@ -54,9 +52,7 @@ class Usable:
 def prepare_usable(
     config: RunConfig, model_folder: Path, tokenizer: Any, folder: Path, report: Callable[[str], Any]
 ) -> Usable:
-    """Tokenizes into ``folder`` what can be used of ``config.data``, in this process. Raises no UserError for a fault
-    of the data.
-    """
+    """Tokenizes the usable part of ``config.data`` into ``folder``, in this process. No UserError for bad data."""
     data, sets = config.data, config.evaluate.data
     try:
         with_images = trains_images(data.images, model_folder, resolve_sources(data))
@@ -111,9 +107,7 @@ def prepare_usable(
 def _choose_format(
     first: Sequence[Row], source: ResolvedSource, task: str, has_template: bool, images: ImageOpener | None
 ) -> tuple[Format | None, UserError | None]:
-    """The format as a run chooses it; where the first rows do not fit together, that of most of them, and what speaks
-    against it.
-    """
+    """The format that a run chooses; of rows that disagree the majority's, and what speaks against it."""
     if not first:  # none can be read: reported when they are tokenized
         return None, None
     try:

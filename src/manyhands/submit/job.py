@@ -211,9 +211,7 @@ def unread_keys(section: SubmitSection, target: Target) -> list[str]:
 
 
 def _refuse_secrets(config: RunConfig) -> None:
-    """By their names in the job's environment and commands; by their values anywhere in the run, which goes with the
-    job.
-    """
+    """By name in the job's environment and commands, by value anywhere in the run."""
     section = config.submit
     named = [(name, f"submit.environment.{name}") for name in section.environment if _SECRET.search(name.upper())]
     for key in ("setup", "options"):

@@ -1,3 +1,1 @@
-"""The training loop and what it is made of. Knows no model, no parallelism, no kernel: see ``types.py`` for its
-protocols.
-"""
+"""The training loop. Knows no model, parallelism or kernel: see ``types.py`` for its protocols."""

@@ -65,9 +65,7 @@ class Diverged(UserError):
 
 
 def explain_nonfinite(result: StepResult, samples: str = "") -> Diverged:
-    """A loss or gradient norm that is not a finite number: every later step would be lost too. ``samples``: the file
-    that lists what was in the batch.
-    """
+    """A loss or gradient norm is not finite: later steps would be lost. ``samples``: the file with the batch."""
     ranks = [str(rank) for rank, loss in enumerate(result.rank_losses) if math.isinf(loss)]
     return Diverged(
         f"step {result.step} gave loss {result.loss} and gradient norm {result.grad_norm}",
@@ -89,9 +87,7 @@ class RollBack(Exception):
 
 
 def is_spike(loss: float, before: Sequence[float], mads: float) -> bool:
-    """Whether ``loss`` is far above the losses before it: by ``mads`` scaled median absolute deviations and by
-    ``MIN_SPIKE``.
-    """
+    """Whether ``loss`` exceeds earlier ones by ``mads`` scaled median absolute deviations and ``MIN_SPIKE``."""
     if len(before) < MIN_LOSSES:
         return False
     middle = statistics.median(before)
@@ -190,9 +186,7 @@ def _sum_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def find_deviating(fingerprints: Sequence[tuple[float, ...]], groups: Sequence[int]) -> list[int]:
-    """Ranks that hold other weights than most of their group, which should hold the same; where no majority is right,
-    all of the group.
-    """
+    """Ranks whose weights differ from the majority's; without a majority all of the group."""
     deviating: list[int] = []
     for group in sorted(set(groups)):
         ranks = [rank for rank, one in enumerate(groups) if one == group]
@@ -221,9 +215,7 @@ class Replicas:
         return fingerprint(self.parameters, device)
 
     def compare(self, state: TrainState, fingerprints: Sequence[tuple[float, ...]]) -> None:
-        """Raises Diverged where replicas differ. ``fingerprints`` are of all ranks, empty where none were due;
-        ``state`` is of before the step.
-        """
+        """Diverged where replicas differ. ``fingerprints``: of all ranks, or empty. ``state``: before the step."""
         if not fingerprints[0]:
             return
         if ranks := find_deviating(fingerprints, self.groups):
@@ -249,9 +241,7 @@ def explain_deviating(ranks: Sequence[int], num_steps: int, equal_at: int | None
 
 
 class DivergenceGuard(Hook):
-    """Ends a run that has diverged, or warns once and notes it in the state, as ``stop.divergence`` asks. See its
-    description.
-    """
+    """Ends a diverged run, or warns once and notes it in the state, as ``stop.divergence`` says."""
 
     def __init__(self, stop: StopSection, log: Callable[[str], None]) -> None:
         self.stop, self.log = stop, log

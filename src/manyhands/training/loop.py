@@ -55,9 +55,7 @@ class Interrupted(Exception):
 
 
 def train(loop: Loop) -> TrainState:
-    """Runs until a limit is reached; returns the state with ``stop_reason`` set. Raises Interrupted when asked to
-    stop.
-    """
+    """Runs to a limit; returns the state with ``stop_reason``. Raises Interrupted when asked to stop."""
     state = loop.state
     for hook in loop.hooks:
         hook.before_training(state)
@@ -147,9 +145,7 @@ class _RankReport(NamedTuple):
 def _gather_reports(
     loop: Loop, work: StepWork, sums: StepSums, elapsed_s: float, busy_s: float
 ) -> Callable[[], list[_RankReport]]:
-    """Every rank's report of the step, by one small gather. The function returned waits for it, and for nothing that
-    is launched later.
-    """
+    """Every rank's report of the step by one small gather. Call the result to wait for it, and nothing later."""
     names = sorted(sums.terms)  # the same on every rank
     weights = [float(work.weights[name].own) for name in names]
     of_hooks = [float(value) for hook in loop.hooks for value in hook.local_values()]
@@ -217,9 +213,7 @@ def _means(sums: Mapping[str, float], weights: Mapping[str, float]) -> dict[str,
 
 
 def _is_due(loop: Loop) -> bool:
-    """Whether an evaluation belongs before the next step and is missing: of a resumed run, one that a stop came
-    before.
-    """
+    """Whether an evaluation before the next step is missing: a resumed run may have stopped before it."""
     state = loop.state
     if state.step == 0:
         return loop.evaluate_at_start
@@ -304,9 +298,7 @@ def evaluate(
 def _sum_terms(
     engine: Engine, micro_batches: Iterable[Batch], terms: Sequence[LossTerm], device: torch.device
 ) -> dict[str, tuple[float, float]]:
-    """(sum, weight) of each term and metric over all ranks; none where there is no micro-batch. Kept in float64 on the
-    device and read once.
-    """
+    """(sum, weight) by term and metric over all ranks, float64, read once; empty without micro-batches."""
     names = sorted({name for term in terms for name in (term.name, *(metric.of for metric in term.metrics))})
     sums = torch.zeros(0, dtype=torch.float64, device=device)
     for batch in with_values(engine, micro_batches):

@@ -116,9 +116,7 @@ def combine(means: Mapping[str, float], terms: Sequence[LossTerm]) -> float:
 
 
 def _share(term_sum: torch.Tensor, weight: float, coefficient: float) -> torch.Tensor:
-    """A micro-batch's part of the step's loss. A term that weighs nothing on any rank adds a zero that depends on every
-    parameter, so that none leaves the reduction.
-    """
+    """A micro-batch's part of the loss; terms without weight add a zero that depends on every parameter."""
     if not weight:
         return term_sum * 0
     share = term_sum / weight
@@ -126,9 +124,7 @@ def _share(term_sum: torch.Tensor, weight: float, coefficient: float) -> torch.T
 
 
 def _key(seed: int, step: int, index: int, rank: int) -> int:
-    """A 63-bit mix of the four numbers (multiply and xor-shift, as in SplitMix64), so that neighboring steps share
-    nothing.
-    """
+    """A 63-bit mix of four numbers (multiply, xor-shift, as SplitMix64): neighboring steps share nothing."""
     value = seed & (2**64 - 1)
     for part in (step, index, rank):
         value = ((value ^ (part + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)

@@ -74,9 +74,7 @@ class Engine(Protocol):
         ...
 
     def load(self, folder: Path, *, is_checked: bool = False, report: Callable[[str], None] = ...) -> dict[str, Any]:
-        """Loads what ``save`` wrote, on any number of ranks, bit for bit but for what ``report`` hears; returns the
-        state.
-        """
+        """Loads ``save``'s checkpoint on any number of ranks, bit for bit but for what ``report`` gets."""
         ...
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -120,9 +118,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, as every rank knows it. Losses are means over loss tokens, in nats, further terms
-    included.
-    """
+    """An optimizer step, the same on every rank. Losses are means over loss tokens in nats, with all terms."""
 
     step: int  # 1 for the first
     epoch: float
@@ -185,9 +181,7 @@ def figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class StepFigures(Protocol):
-    """Figures of a step that are no part of its loss, gathered on the device while it is trained
-    (``LossModel.figures``).
-    """
+    """Figures of a step beside its loss, gathered on the device (``LossModel.figures``)."""
 
     metrics: Sequence[str]  # their names, the same on every rank
 

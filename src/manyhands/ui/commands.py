@@ -60,9 +60,7 @@ class Asker:
         self._one = asyncio.Lock()
 
     async def ask(self, words: Sequence[str]) -> str:
-        """Standard output. UserError with what the command has printed where it failed, or took longer than
-        ``LIMIT_S``.
-        """
+        """Standard output. UserError with the command's output where it failed or took over ``LIMIT_S``."""
         async with self._one:
             process = await asyncio.create_subprocess_exec(
                 *command_of(words),
@@ -90,9 +88,7 @@ class Asker:
 
 
 def describe_candidates(text: str, price: float | None) -> dict[str, Any]:
-    """What ``manyhands plan --json`` has printed, for the page: the decisions, and all candidates with the reasons why
-    they lost.
-    """
+    """``manyhands plan --json`` for the page: decisions, and all candidates with why they lost."""
     from manyhands.planner.text import describe_checkpointing, describe_cost, explain, sentence_of, topic_of
     from manyhands.planner.types import Plan
 

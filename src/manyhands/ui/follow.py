@@ -53,9 +53,7 @@ class Tail:
 
 
 class Metrics:
-    """The rows of a run: steps as columns, evaluations as they are. One thread may update while others ask for
-    series.
-    """
+    """A run's rows: steps as columns, evaluations as they are. One thread updates, others may read series."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -71,9 +69,7 @@ class Metrics:
         self.newest: dict[str, Any] = {}  # row of a step
 
     def preview(self) -> bool:
-        """Reads a row at each of ``NUM_PLACES`` of a large file, so that there is something to show at once. Returns
-        whether the file is large.
-        """
+        """Reads a row at ``NUM_PLACES`` places of a large file, to show at once. Returns whether it is large."""
         columns = {key: array("d") for key in KEYS}
         try:
             with self._path.open("rb", buffering=0) as file:  # a buffer would be filled at every place

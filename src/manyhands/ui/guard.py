@@ -1,6 +1,4 @@
-"""Who may ask the page's server for what: a browser of this machine that has followed the address with the token, and
-no other site through it.
-"""
+"""Who may ask the page's server: browsers of this machine with the token, no other site through them."""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ def _load_best(rank: Rank, engine: RunEngine, state: TrainState) -> None:
 
 
 def verify(rank: Rank, engine: RunEngine, state: TrainState) -> dict[Output, str]:
-    """Everything that was written is reopened by a fresh process; a difference fails the run. Returns by output what
-    was found, for the report.
-    """
+    """A fresh process reopens all that was written; a difference fails the run. Returns findings by output."""
     stop_if_asked(rank, engine)
     verified: dict[Output, str] = {}
     for name in list_outputs(rank.config):

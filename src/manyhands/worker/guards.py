@@ -38,9 +38,7 @@ def replica_groups(layout: Layout) -> list[int] | None:
 
 
 def keep_samples(rank: Rank, data: Data, result: StepResult, fault: Fault, action: str) -> str:
-    """Writes which samples were in the step's batch to ``logs/batch-N.json``, on rank 0; returns the file as messages
-    name it, "" where it was not written.
-    """
+    """Writes the step's samples to ``logs/batch-N.json`` on rank 0; returns its name for messages, or ""."""
     path = rank.folder.logs / f"batch-{result.step:06d}.json"
     if len(list(rank.folder.logs.glob("batch-*.json"))) >= MAX_FILES:
         return ""

@@ -21,9 +21,7 @@ def try_largest(rank: Rank, data: Data, built: BuiltModel) -> None:
 
 
 def run_largest(rank: Rank, data: Data, built: BuiltModel) -> None:
-    """Forward and backward, twice where a step holds gradients of earlier micro-batches; then the evaluation's forward
-    pass.
-    """
+    """Forward and backward (twice if gradients accumulate), then the evaluation's forward pass."""
     engine, loss_model, layout, device = built.engine, built.loss_model, rank.plan.layout, rank.world.device
     states = None
     if not engine.optimizer.state and layout.offload == "none" and layout.device != "cpu":

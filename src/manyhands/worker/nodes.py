@@ -110,9 +110,7 @@ def find_group_over_store(
 
 
 def _open_channel(store: dist.Store, launcher: Launcher, nodes: NodeMap, timeout_s: float) -> Channel:
-    """Between the first ranks of the nodes. The store carries only its port and its secret: a call of the store hangs
-    without a limit while a link is cut.
-    """
+    """Between first ranks of nodes. The store has only port and secret: its calls hang on a cut link."""
     mine = {"node": nodes.node, "host": nodes.names[nodes.node], "address": nodes.addresses[nodes.node]}
     rank, host = launcher.rank, nodes.addresses[0] or launcher.master_addr
     secret = broadcast_from_rank0(store, rank, "secret", new_nonce, timeout_s).encode()
@@ -203,9 +201,7 @@ def has_key(store: dist.Store, key: str) -> bool:
 
 
 def shutdown_barrier(store: dist.Store, launcher: Launcher, timeout_s: float) -> None:
-    """For an end before the process group forms: rank 0, which may serve the store, stays until the others have had its
-    answer.
-    """
+    """Ends before the process group forms: rank 0, which may serve the store, waits for the others."""
     deadline = time.monotonic() + timeout_s
     with contextlib.suppress(
         dist.DistError, RuntimeError

@@ -41,9 +41,7 @@ class RunEngine(Engine, Protocol):
         ...
 
     def make_optimizer(self, plan: Plan, config: RunConfig) -> str:
-        """Makes the plan's optimizer over the trained parameters, before the first ``step`` or ``load``; returns a note
-        for the user, or an empty text.
-        """
+        """Makes the plan's optimizer, before any ``step`` or ``load``; returns a note for the user or ""."""
         ...
 
     def drop_gradients(self) -> None:

@@ -40,9 +40,7 @@ def name_reference(rank: Rank) -> Path:
 
 
 def list_missing(rank: Rank, data: Data) -> tuple[np.ndarray, dict[SetName, np.ndarray]]:
-    """(the values (places, documents) so far, numbers of the samples that the run reads and that have none), the same
-    on every rank.
-    """
+    """(values (places, documents) so far, samples that the run reads and have none), equal on all ranks."""
     store, order = data.store, data.order
     num_documents = TASKS[rank.config.task].num_documents
     values = read_beside(REFERENCE, name_reference(rank), store.num_places)

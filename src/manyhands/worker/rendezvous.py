@@ -320,9 +320,7 @@ def check_group(launcher: Launcher, device: torch.device) -> None:
 
 
 def check_world(world: World, expected: int) -> None:
-    """Counts the ranks by adding ones up over the wires that training will use: two nodes that train alone are caught
-    here.
-    """
+    """Counts the ranks over training's own connections: two nodes that train alone are caught here."""
     formed = world.world_size
     if formed > 1:
         ones = torch.ones(1, device=world.device)

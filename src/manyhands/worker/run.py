@@ -132,9 +132,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(rank: Rank, error: BaseException) -> UserError:
-    """Sets the plan's estimate beside what was there when memory ran out. The launcher, or the next start, plans
-    smaller.
-    """
+    """The plan's estimate beside what there was. The launcher, or the next start, plans smaller."""
     device, gib, planned = rank.world.device, 2**30, rank.plan.memory
     found = measure_memory(device, str(error), planned.outside_bytes) if device.type == "cuda" else None
     had = ""

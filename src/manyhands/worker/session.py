@@ -68,9 +68,7 @@ class Session(Process):
         self.watch: RankWatch | None = None  # where the launcher does not watch
 
     def attach(self, folder: RunFolder, config: RunConfig, plan: Plan) -> None:
-        """Of a planned run: this process's output goes to the rank's log from here on, its signals end the run, and
-        the rank beats.
-        """
+        """Of a planned run: output goes to the rank's log, signals end the run, and the rank beats."""
         self.terminal = redirect_output(folder.log(self.launcher.rank))
         self.log = sys.stdout
         self.start_heartbeat(folder)
@@ -200,9 +198,7 @@ class StopSignal(Stop):
     def __init__(
         self, give_up: Callable[[], bool] = lambda: False, before_exit: Callable[[], object] = lambda: None
     ) -> None:
-        """``give_up()``: true when waiting is pointless, as another rank has failed; then ``before_exit()`` is
-        called.
-        """
+        """``give_up()``: true when another rank has failed; then ``before_exit()`` is called."""
         self.number = 0
         self._give_up, self._before_exit = give_up, before_exit
         self._read, self._write = os.pipe()
@@ -233,9 +229,7 @@ class StopSignal(Stop):
 
 
 def redirect_output(log: Path) -> TextIO:
-    """Sends file descriptors 1 and 2, so also what C++ libraries write, to ``log`` (appended); returns the old
-    stdout, for printable text.
-    """
+    """Sends file descriptors 1 and 2 (C++ too) to ``log``; returns the old stdout, for printable text."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,4 @@
-"""Stages before the first step: data opened, model built on shards, parallelism applied, optimizer made, state
-resumed.
-"""
+"""Stages before step 1: open data, build, shard and optimize the model, check, resume."""
 
 from __future__ import annotations
 
@@ -110,9 +108,7 @@ def build_model(rank: Rank, *, resumes: bool = False) -> BuiltModel:
 
 
 def check_model(rank: Rank, data: Data, built: BuiltModel) -> dict[str, Any]:
-    """Fast paths are compared with the loaded model itself, before the first step of a launch; returns what converters
-    have measured, for the report.
-    """
+    """Compares fast paths with the loaded model before a launch's first step; returns converters' figures."""
     engine, loss_model, device = built.engine, built.loss_model, rank.world.device
     packing, report = rank.plan.packing, rank.process.print
     measured: dict[str, Any] = {}

@@ -247,9 +247,7 @@ def record_step_starts(rank: Rank, works: Iterable[StepWork]) -> Iterator[StepWo
 
 
 class ProgressHook(Hook):
-    """Reports that this rank advances, and gathers memory and utilization of every rank's device for the sinks of
-    rank 0 at each logged step.
-    """
+    """Reports progress, and gathers each device's memory and utilization for rank 0's sinks at logged steps."""
 
     def __init__(self, rank: Rank, engine: RunEngine, sinks: Sequence[Sink], measured: dict[str, Any]) -> None:
         self.rank, self.engine, self.sinks, self.measured = rank, engine, sinks, measured

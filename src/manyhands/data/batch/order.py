@@ -126,15 +126,11 @@ class SampleOrder:
         self._lock = threading.RLock()
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Samples of one epoch, repeated ones counted each time; epochs differ where a weight times its samples is no
-        whole number.
-        """
+        """Samples of one epoch, repeats counted; epochs differ where weight times samples is no whole number."""
         return sum(end - start for start, end in self._stretches(epoch))
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """Steps of one epoch. Those of a run may differ by a few: with ``batch_loss_tokens`` or ``batch_packs``, and
-        as ``samples_in_epoch`` does.
-        """
+        """Steps of one epoch; may vary by a few with ``batch_loss_tokens``, ``batch_packs`` or fractional weights."""
         if self.batch_samples is not None:
             return -(-self.samples_in_epoch(epoch) // self.batch_samples)
         return len(self._lay_out(epoch)[1]) - 1
@@ -256,9 +252,7 @@ def sum_steps(epochs: float, steps_of: Callable[[int], int], period: int | None,
 
 
 def bound_by_tokens(num_loss_tokens: np.ndarray, batch_loss_tokens: int) -> np.ndarray:
-    """Where steps of at least ``batch_loss_tokens`` loss tokens begin, and the end, int64; ``num_loss_tokens`` of
-    samples in their order.
-    """
+    """Where steps of at least ``batch_loss_tokens`` begin, and the end, int64; ``num_loss_tokens`` in sample order."""
     sums = np.cumsum(num_loss_tokens, dtype=np.int64)
     bounds = [0]
     while bounds[-1] < len(sums):

@@ -89,9 +89,7 @@ def _fill(sizes: Sequence[int], targets: list[int], capacity: int) -> np.ndarray
 
 
 def fill_fullest(sizes: Sequence[int], num_bins: int, capacity: int) -> np.ndarray | None:
-    """Bin of each item (longest first), always the fullest with room (best fit decreasing); None where one finds
-    none.
-    """
+    """Bin of each item (longest first), the fullest with room (best fit decreasing); None where an item finds none."""
     rooms = [(capacity, number) for number in range(num_bins)]
     placed = []
     for size in sizes:
@@ -118,9 +116,7 @@ def fill_in_order(sizes: Sequence[int], num_bins: int, capacity: int) -> np.ndar
 
 
 def _repair(sizes: np.ndarray, bins: np.ndarray, targets: np.ndarray) -> None:
-    """Moves items out of bins over their target, or swaps them for shorter ones, in place; no other bin comes over its
-    own.
-    """
+    """Moves or swaps items out of bins over their target, in place; no other bin exceeds its own."""
     rooms = targets - np.bincount(bins, weights=sizes, minlength=len(targets)).astype(np.int64)
     for _ in range(MAX_REPAIRS * len(targets)):
         over = int(rooms.argmin())
@@ -141,9 +137,7 @@ def _repair(sizes: np.ndarray, bins: np.ndarray, targets: np.ndarray) -> None:
 def _find_change(
     sizes: np.ndarray, bins: np.ndarray, rooms: np.ndarray, over: int
 ) -> tuple[int, int | None, int] | None:
-    """(item of ``over``, item to take for it or None, bin of that), which takes most of the excess; None where nothing
-    does.
-    """
+    """(item of ``over``, item to swap for it or None, bin of that) that removes most excess, or None."""
     excess = -int(rooms[over])
     mine = np.flatnonzero(bins == over)
     others = np.flatnonzero(rooms[bins] > 0)

@@ -128,9 +128,7 @@ def widen(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def render(conversation: Conversation | str, tokenizer: Any, **arguments: Any) -> Rendered:
-    """One conversation or text; ``arguments`` as of ``Renderer``. Raises RowRefused with the reason where it cannot be
-    masked.
-    """
+    """One conversation or text; ``arguments`` as of ``Renderer``. RowRefused gives the reason it cannot be masked."""
     rendered = Renderer(tokenizer, **arguments).render_many([conversation])[0]
     if isinstance(rendered, RowRefused):
         raise rendered
@@ -313,9 +311,7 @@ class Renderer:
         ]
 
     def _locate(self, conversation: Conversation, messages: Sequence[Message], text: str | RowRefused | None) -> Text:
-        """The row as text with its weighted spans, and the images in place of their placeholders; ``text`` is rendered
-        if it is not given. Raises RowRefused.
-        """
+        """The row (or its rendered ``text``) as text with weighted spans and images. Raises RowRefused."""
         try:
             if isinstance(text, RowRefused):
                 raise text
@@ -337,9 +333,7 @@ class Renderer:
         return put_images(located, self._placeholder, [image.text for image in conversation.images])
 
     def _note_left_out(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
-        """Remembers what a row carries that its text does not show. A template may write a content otherwise than it
-        is.
-        """
+        """Remembers what a row carries that its text does not show. A template may rewrite a content."""
         for message in messages:
             content, role = message.get("content"), message["role"]
             if not isinstance(content, str) or content.strip() in text:
@@ -356,9 +350,7 @@ class Renderer:
             self._left_out.add("the definitions of tools")
 
     def _note_keys(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
-        """Remembers keys of messages, tool calls and tools that the text would not show less without; each is tried
-        once.
-        """
+        """Remembers keys of messages, tool calls and tools whose removal leaves the text unchanged; each tried once."""
         for of, key in find_keys(messages, tools) - self._seen_keys:
             self._seen_keys.add((of, key))
             bare, bare_tools = without_key(messages, tools, of, key)
@@ -366,9 +358,7 @@ class Renderer:
                 self._unread.add(f"{key} of {of}")
 
     def _weigh_turns(self, conversation: Conversation) -> dict[int, float]:
-        """The weight of each assistant turn, by its place among the messages. Raises RowRefused for weights that would
-        do nothing.
-        """
+        """The weight of each assistant turn by its place. Raises RowRefused for weights without effect."""
         turns = [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         if self._train_on != "all":
             turns = [turn for turn in turns if turn >= conversation.num_prompt]
@@ -420,9 +410,7 @@ class Renderer:
         return results
 
     def _encode(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
-        """One encoding of the ``tokenizers`` library for each text, or RowRefused. Its offsets are right if they are
-        asked for.
-        """
+        """An encoding of ``tokenizers`` for each text, or RowRefused; with offsets if they are asked for."""
         if not texts:
             return []
         try:
@@ -433,9 +421,7 @@ class Renderer:
             return [encoding for text in texts for encoding in self._encode([text], special, offsets)]
 
     def _encode_batch(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
-        """By the backend where the tokenizer's call adds nothing to it: its dictionaries of lists cost as much
-        again.
-        """
+        """By the backend where the tokenizer's call adds nothing: its dictionaries of lists cost as much again."""
         with panics_as_errors():
             if not self._is_plain:
                 return self.tokenizer(list(texts), add_special_tokens=special, verbose=False).encodings

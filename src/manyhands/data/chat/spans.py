@@ -50,9 +50,7 @@ class TurnShape:
     borders: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
     def place(self, contents: Sequence[str], text: str) -> tuple[Span, ...] | None:
-        """The spans in ``text`` if it is the shape's literals around the contents, as they are or stripped; else
-        None.
-        """
+        """The spans if ``text`` is the shape's literals around the contents (as they are or stripped), else None."""
         if not text.startswith(self.literals[0]):
             return None
         position, grown = len(self.literals[0]), []
@@ -73,9 +71,7 @@ class TurnShape:
 
 
 def make_shape(text: str, slots: Sequence[str], spans: Sequence[Span]) -> TurnShape:
-    """The shape of a text in which each message's content is its own single character of ``slots``, and of its
-    turns.
-    """
+    """The shape of a text whose messages are single characters of ``slots`` each, and of its turns."""
     places = sorted((text.index(slot), index) for index, slot in enumerate(slots))
     positions = [position for position, _ in places]
     edges = [-1, *positions, len(text)]
@@ -330,9 +326,7 @@ class SpanFinder:
     def _find_gaps(
         self, rendered: RenderedText, turn: int, rest: Sequence[Message], private: str
     ) -> Iterator[tuple[str, str]]:
-        """(what stands between the message before the turn and ``private``, or the end, what the generation prompt has
-        there).
-        """
+        """(text between the previous message and ``private`` or the end, the generation prompt's text there)."""
         messages, mark = rendered.messages, chr(ord(private) + 1)
         for marked in fill(messages[turn - 1], mark) if turn else ():
             asked = self._template.try_render([*messages[: turn - 1], marked], rendered.tools, generation=True) or ""
@@ -342,9 +336,7 @@ class SpanFinder:
                 yield shown.rpartition(mark)[2], asked.rpartition(mark)[2]
 
     def _measure_supplied(self, shown: str, supplied: str, limit: int) -> int:
-        """How much of ``shown`` the generation prompt supplies; a header that it does not have there belongs to it,
-        too.
-        """
+        """How much of ``shown`` the generation prompt supplies; a header that it lacks there counts too."""
         start = self._markers.measure_supplied(shown, supplied)
         header = self._plain_header
         repeated = shown.rfind(header, start, limit) if header else -1

@@ -44,9 +44,7 @@ def tekken_template(folder: Path) -> NamedTemplate:
 
 
 def load_tekken(folder: Path) -> Any:
-    """The tokenizer of ``tekken.json`` as transformers converts it, with the template that its version has unless the
-    folder brings one. Raises UserError.
-    """
+    """``tekken.json`` as transformers converts it, with its version's template or the folder's. Raises UserError."""
     try:
         from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 

@@ -96,9 +96,7 @@ def limit_cpu(num_conversations: int = 1) -> Iterator[None]:
 
 
 def probe_in_subprocess(render: Callable[..., str]) -> None:
-    """UserError where ``render(messages, add_generation_prompt=...)`` takes too much time or memory for small
-    conversations.
-    """
+    """UserError where ``render(messages, add_generation_prompt=...)`` takes too long for small conversations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child uses nothing of theirs
         child = os.fork()
@@ -179,9 +177,7 @@ DATE_STRING = "%d %b %Y"  # how templates write the day that they take as date_s
 
 
 def chat_template_kwargs_of(config: RunConfig) -> dict[str, Any]:
-    """What every ``apply_chat_template`` of a run gets besides the messages: in preparation, samples and generation
-    alike.
-    """
+    """What each ``apply_chat_template`` of a run gets besides messages: preparation, samples and generation."""
     return complete_arguments(config.data.chat_template_kwargs, config.data.date)
 
 
@@ -219,9 +215,7 @@ class ChatTemplate:
         self._left_out: dict[str, bool] = {}
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation: bool = False) -> str:
-        """The text; with ``generation`` also what opens the next assistant turn. Raises RowRefused with the template's
-        reason.
-        """
+        """The text, with ``generation`` the next turn's opening too. RowRefused gives the template's reason."""
         try:
             taken = self._as_taken(messages)
             with limit_cpu():
@@ -254,9 +248,7 @@ class ChatTemplate:
             return [attempt(self.render, messages) for messages in conversations]
 
     def prepare(self, message: Message) -> Message:
-        """What the template gets to see of a message: nothing of ours, and tool calls in the form in which it shows
-        them.
-        """
+        """What the template sees of a message: no keys of ours, and tool calls in the form that it shows."""
         thinks = message["role"] == "assistant" and len(message) > 2 and any(map(message.get, THINKING))
         if "tool_calls" not in message and not OURS & message.keys() and not thinks:
             return message
@@ -277,9 +269,7 @@ class ChatTemplate:
         return ChatTemplate(self._tokenizer, {**self._arguments, name: value})
 
     def find_arguments(self) -> list[str]:
-        """Names of variables that the template reads and does not set itself, apart from those that every template
-        gets; [] where its text cannot be read.
-        """
+        """Variables that the template reads and neither sets nor always gets; [] where its text cannot be read."""
         return sorted(self._variables - GIVEN - self._arguments.keys())
 
     def find_unread(self, names: Iterable[str]) -> list[str]:
@@ -304,9 +294,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether a content must be a list of parts: templates of models of images and text may show nothing of one
-        that is a text.
-        """
+        """Whether contents must be lists of parts: templates of image-text models may ignore plain text."""
         messages: list[Message] = [{"role": role, "content": SHOWN} for role in ("user", "assistant")]
 
         def shows(messages: list[Message]) -> bool:

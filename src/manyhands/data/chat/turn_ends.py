@@ -154,9 +154,7 @@ class TurnEnds:
         return closing
 
     def cut_opener(self, closing: str) -> str:
-        """Without what follows the end-of-text token, as where a template opens an answer whether it is asked to or
-        not.
-        """
+        """Without what follows the end-of-text token, as where a template always opens the next answer."""
         if not self._eos or self._eos not in closing:  # a tokenizer may name "" as its token
             return closing
         before, another, between = closing[: closing.rindex(self._eos)].rpartition(self._eos)

@@ -27,9 +27,7 @@ KEPT_SHARE = 0.9  # of the bound, that is left when files are removed
 
 
 class ImageCache:
-    """Entries by key (bytes), in ``folder / preparation``. ``needed_bytes``: what all images of the run take, about; 0
-    keeps whatever comes.
-    """
+    """Entries by key (bytes) in ``folder / preparation``. ``needed_bytes``: estimate for the run; 0 keeps all."""
 
     def __init__(
         self, folder: Path, preparation: str, memory_bytes: int, disk_bytes: int, needed_bytes: int = 0

@@ -74,9 +74,7 @@ def open_processor(model_folder: str | Path, layout: ImageLayout) -> ImageProces
 
 
 class ImageOpener:
-    """Opens images for one run. ``fetched``: where the copies of those at addresses go. Raises UserError where the
-    model's processor cannot be used.
-    """
+    """Opens images for one run. ``fetched``: for copies of remote ones. UserError if the processor is unusable."""
 
     def __init__(
         self, data: DataSection, model_folder: str | Path, tokenizer: Any, fetched: Path | None = None

@@ -66,9 +66,7 @@ def read_arrow(part: FilePart, findings: Findings) -> Iterator[Row]:
 
 
 def _validate(batch: Any) -> Any:
-    """The batch itself. Unlike Parquet's, the bytes of an Arrow file are used as they lie there: wrong offsets end the
-    process.
-    """
+    """The batch itself. Unlike Parquet's, an Arrow file's bytes are used in place: wrong offsets kill the process."""
     batch.validate(full=True)
     return batch
 

@@ -53,9 +53,7 @@ class Columns:
         self.leaves_media = any(name.strip().casefold() in MEDIA for name in self._ignore)
 
     def keep(self, row: Row, left_out: set[str] | None = None) -> Row:
-        """The row without the columns of ``data.ignore``; the names of those that held something go into
-        ``left_out``.
-        """
+        """The row without the columns of ``data.ignore``; names of those with a value go into ``left_out``."""
         if self._ignore.isdisjoint(row.fields):
             return row
         if left_out is not None:
@@ -63,9 +61,7 @@ class Columns:
         return Row({name: value for name, value in row.fields.items() if name not in self._ignore}, row.file, row.line)
 
     def check(self, row: Row, format: str, unread: set[str]) -> None:
-        """Adds the columns that hold something and are not read to ``unread``. RowRefused for one that changes what the
-        row means.
-        """
+        """Adds columns that hold something unread to ``unread``. RowRefused for one that changes the row's meaning."""
         key = (format, *row.fields)
         shape = self._shapes.get(key)
         if shape is None:
@@ -91,9 +87,7 @@ class Columns:
                 unread.add(name)
 
     def refuse(self, rows: Sequence[Row], format: str | None = None) -> None:
-        """UserError for the first of the rows with a column that changes what it means; a label does in every
-        ``format`` but text.
-        """
+        """UserError for the first row with a column that changes its meaning; a label does, except in text."""
         read = {*self._fields.values(), *(self._read(format) if format else ())}
         read |= set(IMAGES) if self._images and not format else set()
         for row in rows:
@@ -119,9 +113,7 @@ def is_telling(name: str, format: str | None) -> bool:
 
 
 def _describe_entries(name: str, value: Any, ids: Any) -> str | None:
-    """What the entries of a list say of a row's tokens, of which ``ids`` are those of the format ``tokens``; None for
-    other columns.
-    """
+    """What list entries say of a row's tokens (``ids`` of the format ``tokens``); None for other columns."""
     if not isinstance(value, list):
         return None
     if name == "labels" and IGNORED in value:

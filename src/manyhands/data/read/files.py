@@ -85,9 +85,7 @@ def _count(what: str, count: int) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source. ``line`` counts from 1: the line where the row begins, in Parquet and Arrow files its
-    number.
-    """
+    """One row of a source. ``line`` counts from 1: where the row begins, in Parquet and Arrow files its number."""
 
     fields: dict[str, Any]
     file: str
@@ -203,9 +201,7 @@ def _check_text(path: Path, start: bytes) -> None:
 
 
 def unpacked_bytes(path: Path) -> int:
-    """Bytes of the file, of a .gz those that its end promises: too few where it has several members, or 4 GiB and
-    more.
-    """
+    """Bytes of the file; of a .gz what its end promises: too few with several members, or from 4 GiB on."""
     size = path.stat().st_size
     if not path.name.lower().endswith(".gz") or size < 4:
         return size

@@ -81,9 +81,7 @@ from manyhands.data.store.streams import IGNORED
 
 
 def check_turns(value: Any, field: str, fields: Mapping[str, str], reading: Reading) -> list[Message]:
-    """A list of turns, or JSON text of one. ``fields`` may give other names for ``from`` and ``value``. Raises
-    RowRefused.
-    """
+    """A list of turns, or its JSON. ``fields`` may rename ``from`` and ``value``. Raises RowRefused."""
     value = parse_json(value, field) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         raise RowRefused(f"{field} must be a list of turns with at least one in it")
@@ -169,9 +167,7 @@ Content = Conversation | Pair | str | Ready
 
 
 def trains_images(asked: bool | str, model_folder: str | Path, sources: Sequence[ResolvedSource]) -> bool:
-    """Whether rows are read with their images, where ``data.images`` is ``asked``. Raises UserError where it is true
-    and the model takes none.
-    """
+    """Whether rows are read with images (``asked``: data.images). UserError where it is true and the model has none."""
     family = family_of(model_folder)
     mapped = [name for source in sources for name in source.fields if name in IMAGES]
     if family.images is None and (asked is True or mapped):
@@ -564,9 +560,7 @@ def _find_turns(cells: Cells) -> Format:
 
 
 def _read_pair(cells: Cells, format: Format) -> tuple[list[Message], list[Message], list[Message]]:
-    """(prompt, chosen answer, rejected answer) of a row. Raises RowRefused where an answer is empty, both are equal, or
-    they have no common prompt.
-    """
+    """(prompt, chosen, rejected) of a row. RowRefused for an empty answer, equal ones or no common prompt."""
     names = ("chosen", "rejected") if format == "preference" else ("messages", "rejected_response")
     chosen, rejected = map(cells.answer, names)
     is_implicit = format == "preference" and not chosen[0]["role"] == rejected[0]["role"] == "assistant"

@@ -163,9 +163,7 @@ def check_messages(value: Any, field: str, fields: Mapping[str, str], reading: R
 
 
 def add_message(messages: list[Message], role: Any, content: Any, rest: Message, where: str, reading: Reading) -> None:
-    """Appends one checked message, or adds its calls to the last one; ``rest`` holds its other keys, without nulls.
-    Raises RowRefused.
-    """
+    """Appends a checked message or adds its calls to the last; ``rest``: other non-null keys. Raises RowRefused."""
     name = reading.roles.get(role, role.casefold()) if isinstance(role, str) else ""
     if name not in CALL_ROLES:
         if name not in ROLE_NAMES:
@@ -214,9 +212,7 @@ def _make_message(role: str, content: Any, rest: Message, where: str, reading: R
 
 
 def _read_weight(rest: Message, where: str) -> Message:
-    """The keys of a message with those of ``TRAIN_KEYS`` as ``train`` and those of ``WEIGHT_KEYS`` as ``weight``.
-    Raises RowRefused.
-    """
+    """The message's keys with ``TRAIN_KEYS`` as ``train`` and ``WEIGHT_KEYS`` as ``weight``. Raises RowRefused."""
     given = [key for key in (*WEIGHT_KEYS, *TRAIN_KEYS) if key in rest]
     if len(given) > 1:
         raise RowRefused(f"{where} has both {given[0]} and {given[1]}: keep one")
@@ -301,9 +297,7 @@ def _join_parts(
 
 
 def _read_calls(rest: Message, where: str, reading: Reading) -> list[dict[str, Any]]:
-    """``tool_calls``, or the older ``function_call``, as {type, function: {name, arguments: object}} with further
-    keys.
-    """
+    """``tool_calls`` or the older ``function_call`` as {type, function: {name, arguments: object}, ...}."""
     calls = rest.get("tool_calls")
     if holds(calls) and holds(rest.get("function_call")):
         raise RowRefused(f"{where} has both tool_calls and function_call: keep one")
@@ -344,9 +338,7 @@ def _read_call(call: Any, where: str, reading: Reading) -> dict[str, Any]:
 
 
 def check_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
-    """Definitions of tools, a list or JSON text of one; a bare {name, ...} is put under ``function``. None where there
-    are none.
-    """
+    """Definitions of tools, a list or its JSON; a bare {name, ...} goes under ``function``. None where none."""
     if isinstance(value, str):
         value = parse_json(value, field) if value.strip() else None
     if value is None or value == []:

@@ -271,9 +271,7 @@ def _slice_parts(parts: Sequence[FilePart], rows: SplitSlice) -> list[FilePart]:
 
 
 def count_rows(part: FilePart) -> int:
-    """Rows of a part, as ``read_part`` gives them; of Parquet and Arrow files without reading them. Raises UserError
-    for what cannot be read.
-    """
+    """Rows of a part as of ``read_part``, but Parquet and Arrow without reading. UserError for the unreadable."""
     if part.kind in BINARY_KINDS and not part.file.lower().endswith(".gz"):
         path = Path(part.file)
         pieces = split_parquet(path) if part.kind == "parquet" else split_arrow(path)
@@ -289,9 +287,7 @@ def count_rows(part: FilePart) -> int:
 
 
 def take_rows(part: FilePart, rows: Iterator[Row]) -> Iterator[Row]:
-    """Those of the part's rows that its slice has; a text that comes in pieces is used up before the next row is asked
-    for.
-    """
+    """The rows of the part's slice; a text in pieces must be used up before the next row is asked for."""
     for number, row in enumerate(rows):
         if part.take is not None and number >= part.skip + part.take:
             return

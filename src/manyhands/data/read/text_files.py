@@ -62,9 +62,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """A value and all in it, at any depth, but the names of keys. Not by recursion: rows may be nested as deeply as
-    JSON is read.
-    """
+    """A value and all in it but key names, without recursion: rows may nest as deeply as JSON allows."""
     waiting = [value]
     while waiting:
         value = waiting.pop()

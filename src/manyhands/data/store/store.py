@@ -167,9 +167,7 @@ class SampleSet:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """An open store. ``digest`` names what it was made of, ``content`` what it holds: equal content, equal tokens and
-    sets.
-    """
+    """An open store. ``digest`` names what it was made of, ``content`` what it holds: equal means equal tokens."""
 
     folder: Path
     train: SampleSet
@@ -246,9 +244,7 @@ class TokenStore:
         return replace(self, train=self.train.share_prompts(), validation=self.validation.share_prompts())
 
     def attach(self, stream: Stream, path: Path) -> TokenStore:
-        """The store with a further stream of its own length, which ``write_beside`` has written. UserError where the
-        file is not what was written.
-        """
+        """The store with a further stream from ``write_beside``. UserError where the file is not what was written."""
         values = read_beside(stream, path, self.num_places)
         if values is None:
             raise damaged_while_open(path, "it is not what was written")
@@ -266,9 +262,7 @@ class TokenStore:
         batch_packs: int | None = None,
         pack_tokens: int | None = None,
     ) -> SampleOrder:
-        """The order of the training samples over a run, each source as often as its weight says. Raises ValueError as
-        SampleOrder.
-        """
+        """The order of training samples over a run, sources by weight. Raises ValueError as SampleOrder."""
         train = self.train
         return SampleOrder(
             train.num_samples,

@@ -155,9 +155,7 @@ TEXT = check_streams((TOKENS, MASK, WEIGHTS))
 
 
 def make_sample(ids: np.ndarray, mask: np.ndarray, weights: np.ndarray | None = None) -> Sample:
-    """A sample of text: ``ids`` int32, ``mask`` bool, ``weights`` float32 or None where every loss token weighs 1, all
-    (T).
-    """
+    """A sample of text: ``ids`` int32, ``mask`` bool, ``weights`` float32 or None (all 1), all (T)."""
     return {TOKENS.name: ids, MASK.name: mask} | ({} if weights is None else {WEIGHTS.name: weights})
 
 

@@ -161,9 +161,7 @@ def _remove_damaged(folder: Path) -> TokenStore | None:
 
 
 def link_other(tokens: str, unfinished: Path, report: Report) -> list[dict[str, Any]] | None:
-    """Takes the tokens of another store of the same ones; returns what its sources gave, or None where there is
-    none.
-    """
+    """Takes the tokens of an equal store; returns what its sources gave, None where there is none."""
     for path in unfinished.parent.glob("[0-9a-f]*/meta.json"):
         try:
             meta = json.loads(path.read_text(encoding="utf-8"))

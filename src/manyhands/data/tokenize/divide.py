@@ -165,18 +165,14 @@ def _hold_out(samples: np.ndarray, quota: int, continued: np.ndarray, hashes: np
 def _with_copies(
     held_out: np.ndarray, is_own: np.ndarray, continued: np.ndarray, hashes: np.ndarray, most: int
 ) -> np.ndarray:
-    """``held_out`` and the documents of other sources that begin with the same tokens; without those where that makes
-    over ``most``.
-    """
+    """``held_out`` and equally beginning documents of other sources, unless that makes more than ``most``."""
     first_of = np.flatnonzero(~continued)[np.cumsum(~continued) - 1]
     same = np.isin(hashes[first_of], hashes[first_of[held_out]]) & is_own
     return np.flatnonzero(same) if len(held_out) < same.sum() <= most else held_out
 
 
 def find_repeated(hashes: np.ndarray, division: Division) -> tuple[np.ndarray, np.ndarray]:
-    """Validation samples with the very tokens of a training sample, and the first such training sample of each;
-    positions in the store.
-    """
+    """Validation samples that repeat a training sample, and the first such one of each; positions in the store."""
     wanted, found = hashes[division.validation], hashes[division.train]
     known = np.unique(wanted)  # few beside those of training samples, which need not be sorted so
     if not len(known):

@@ -87,9 +87,7 @@ class LongText:
     def _join(
         self, ids: np.ndarray, ends: np.ndarray, next_ids: np.ndarray, next_ends: np.ndarray, start: int
     ) -> tuple[int, int]:
-        """(tokens taken of a window, tokens left out of the next one): they meet in the middle of the overlap, if they
-        agree there.
-        """
+        """(tokens taken of a window, left out of the next): they meet mid-overlap if they agree there."""
         first = int(np.searchsorted(ends, start))
         left = list(zip(ids[first:].tolist(), ends[first:].tolist(), strict=True))
         limit = int(np.searchsorted(next_ends, ends[-1], side="right")) if len(ends) else 0

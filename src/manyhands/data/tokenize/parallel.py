@@ -61,9 +61,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be tokenized: ``parts`` are (position of the source, part), in the order of the rows. Output goes into
-    ``folder``.
-    """
+    """What to tokenize: ``parts`` are (position of the source, part) in row order. Output goes into ``folder``."""
 
     folder: Path
     task: str

@@ -123,9 +123,7 @@ class PartTokenizer:
         return outcome
 
     def read(self, part: FilePart, source: int, unreadable: Findings) -> Iterator[Row]:
-        """The rows of a part. A text that is to be split may come in pieces, to be used up before the next row is asked
-        for.
-        """
+        """The rows of a part. A text to be split may come in pieces, used up before the next row is asked for."""
         streams = part.kind == "text" and self._sources[source].too_long == "split"
         return take_rows(part, read_documents(part, unreadable)) if streams else read_part(part, unreadable)
 
@@ -236,9 +234,7 @@ class PartTokenizer:
         contents: Sequence[Conversation | str | Ready],
         results: Sequence[Rendered | RowRefused],
     ) -> None:
-        """Applies the length policy of its source to a rendered row of one document or more, the longest of which
-        counts. Raises RowRefused.
-        """
+        """Applies its source's length policy to a rendered row by its longest document. Raises RowRefused."""
         row, outcome, too_long, max_length = item.row, self._outcome, self._source.too_long, self._data.max_length
         documents, images = [], stored_images(item.content)
         for content, result in zip(contents, results, strict=True):
@@ -417,9 +413,7 @@ def count_conversation(content: Content) -> float:
 
 
 def count_characters(value: Any) -> float:
-    """Of all strings in a value of lists and objects, keys left out; a text that comes in pieces is as long as can
-    be.
-    """
+    """Of all strings in a value, keys left out; a text that comes in pieces counts as endless."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

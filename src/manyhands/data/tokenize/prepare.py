@@ -203,9 +203,7 @@ def _check_repeated(
     tables: Mapping[str, np.ndarray],
     division: Division,
 ) -> tuple[int, list[str]]:
-    """(validation samples with the very tokens of a training sample, a note that names some of them). UserError where
-    all of them are.
-    """
+    """(validation samples that repeat a training sample, a note that names some). UserError where all of them do."""
     repeated, twins = find_repeated(tables["hashes"], division)
     if not len(repeated):
         return 0, []
@@ -242,9 +240,7 @@ def _place_of(
 
 
 def refuse_outside_ids(config: RunConfig, model_folder: str | Path, data: PreparedData, num_rows: int) -> None:
-    """UserError where a token has no row in an embedding of ``num_rows``; names up to 5 such tokens, each with a row of
-    the data that has it.
-    """
+    """UserError for tokens without a row in an embedding of ``num_rows``; names up to 5, each with a row of data."""
     if data.largest_id < num_rows:
         return
     folder, sources = Path(data.folder), resolve_sources(config.data, config.evaluate.data)

@@ -1,6 +1,4 @@
-"""Loads a tokenizer from a model folder and names its content. Imports transformers (which imports torch) only when
-called.
-"""
+"""Loads a tokenizer from a model folder and names its content. Imports transformers (and torch) when called."""
 
 from __future__ import annotations
 
@@ -174,9 +172,7 @@ def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str]) -> No
 
 
 def _check_named(tokenizer: Any, name: str, template: NamedTemplate) -> None:
-    """UserError where a named template's markers are no tokens: as pieces of text they would be learnt as such, and end
-    no answer.
-    """
+    """UserError where a template's markers are no tokens: they would be learnt as pieces and end no answer."""
     vocabulary = tokenizer.get_vocab()
     missing = [
         token
@@ -200,9 +196,7 @@ def _check_named(tokenizer: Any, name: str, template: NamedTemplate) -> None:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """The template that older models of images and text have beside their tokenizer, which transformers reads for
-    processors only.
-    """
+    """The template that older image-text models have beside their tokenizer; transformers' processors alone read it."""
     path = folder / "chat_template.json"
     try:
         template = json.loads(path.read_text(encoding="utf-8"))["chat_template"] if path.is_file() else None
@@ -230,9 +224,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def widen_cache(tokenizer: Any) -> None:
-    """Lets a tokenizer remember the ids of more words than the 10,000 first seen, which it does by itself; the ids
-    stay.
-    """
+    """Lets a tokenizer cache the ids of more words than the first 10,000; the ids stay."""
     resize = getattr(tokenizer.backend_tokenizer.model, "_resize_cache", None)
     if resize is not None:
         resize(CACHED_WORDS)
@@ -266,9 +258,7 @@ def _add_tokens(tokenizer: Any, new_tokens: Sequence[str]) -> None:
 
 
 def note_plain_markers(tokenizer: Any) -> list[str]:
-    """A note that names the markers of the chat template that are no tokens, but are cut into pieces; [] if there are
-    none.
-    """
+    """A note that names the chat template's markers that are cut into pieces; [] if there are none."""
     if not tokenizer.chat_template:
         return []
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]

@@ -372,9 +372,7 @@ class _Entry:
                         "reasoning_content")  # fmt: skip
 
     def _map_roles(self) -> dict[str, str]:
-        """``roles``: of each role the names that rows have for it. Those that are known here anyway say what is so, the
-        others are roles of the source, and returned.
-        """
+        """``roles``: names in rows by role. Records known ones as no-op; returns the source's own."""
         places = [place for place in self.t.values if place.startswith(f"{self.key('roles')}.")]
         renamed: dict[str, str] = {}
         for place in places:

@@ -165,9 +165,7 @@ def _look_from_outside(folder: RunFolder, rank: int, pid: int) -> RankStacks:
 
 
 def find_cause(culprits: Sequence[RankState], others: Sequence[RankState], free_bytes: int | None = None) -> str:
-    """The likely cause in a sentence: the first rule that applies. ``culprits`` are furthest behind, at one place;
-    ``others`` wait for them.
-    """
+    """The likely cause in a sentence, by the first rule that applies. ``others`` wait for ``culprits``."""
     return (
         _explain_process(culprits, others)
         or _explain_place(culprits, free_bytes)

@@ -166,9 +166,7 @@ class Heartbeat:
 
 @functools.cache
 def this_host() -> str:
-    """An identifier that two processes share exactly if each can see whether the other lives; in containers a host name
-    is not enough.
-    """
+    """Equal for two processes exactly if each can see the other; in containers a host name is not enough."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -310,9 +310,7 @@ def _plan_smaller(launch: PreparedLaunch, error: UserError, report: Callable[[st
 def _show(
     prepared: Prepared, folder: RunFolder | None = None, *, with_reasons: bool = False, price: float | None = None
 ) -> None:
-    """The plan on the terminal, in five lines or ``with_reasons``, and what starts now; in the launcher's log, with
-    reasons, where there is a ``folder``.
-    """
+    """Prints the plan (five lines, or ``with_reasons``) and what starts; into ``folder``'s log with reasons."""
     plan, summary = prepared.plan, summarize_start(prepared, starts=folder is not None)
     if with_reasons:
         open_console(wrap=False).print(explain_plan(plan))

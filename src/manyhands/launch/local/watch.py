@@ -307,9 +307,7 @@ def kill_descendants(pid: int) -> None:
 
 
 def end_all(pids: set[int]) -> None:
-    """After the launch: whatever still lives in the sessions that the ranks led (also children of ranks that are
-    gone).
-    """
+    """Ends whatever still lives in the sessions that the ranks led, also children of ranks that are gone."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
             if process.pid != os.getpid() and os.getsid(process.pid) in pids:

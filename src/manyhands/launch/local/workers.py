@@ -1,6 +1,4 @@
-"""The workers of one launch on this node, under torch's elastic agent: started, watched, ended, and why. Torch is
-imported when they start.
-"""
+"""The workers of a launch on this node, under torch's elastic agent. Imports torch when they start."""
 
 from __future__ import annotations
 
@@ -142,9 +140,7 @@ def report_end(folder: RunFolder, received: signal.Signals | None, report: Calla
 
 
 def choose_port() -> int:
-    """Where the store of the ranks listens: the user's MASTER_PORT if it is set (UserError if it is in use), else 0,
-    any free port.
-    """
+    """The port of the ranks' store: MASTER_PORT (UserError if in use), else 0, any free port."""
     text = os.environ.get("MASTER_PORT", "")
     if not text:
         return 0
@@ -168,9 +164,7 @@ def choose_port() -> int:
 
 
 def _run_agent(folder: RunFolder, agent: Any, command: Sequence[str], watch: Watch) -> LaunchEnd:
-    """Runs torch's agent to its end: the signal that ended it, why a rank failed, or neither. ``command``: a module and
-    its arguments.
-    """
+    """Runs torch's agent to its end: a signal, why a rank failed, or neither. ``command``: module and arguments."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -203,9 +197,7 @@ def _run_agent(folder: RunFolder, agent: Any, command: Sequence[str], watch: Wat
 
 @contextlib.contextmanager
 def _passing_on_notice() -> Iterator[None]:
-    """Where SLURM's SIGUSR1 is blocked, it goes to this node's workers, which save and end. They have it blocked too,
-    from their first instruction on.
-    """
+    """Forwards SLURM's SIGUSR1, if blocked here, to the workers, which inherit the block until they handle it."""
     if signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         yield
         return

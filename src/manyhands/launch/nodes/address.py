@@ -1,6 +1,4 @@
-"""Addresses of nodes: ``HOST:PORT``, connections to it, and the interface by which another machine is reached. Knows no
-torch.
-"""
+"""Addresses of nodes: ``HOST:PORT``, connections, and the interface that reaches another machine. No torch."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class Address:
 
 @dataclass
 class Link:
-    """A connection. ``node`` is None before its hello; ``nonces`` are those of both sides, once the other one has
-    proven that it knows the secret.
-    """
+    """A connection. ``node`` is None before its hello; ``nonces`` of both sides, once the secret is proven."""
 
     socket: socket.socket
     node: int | None = None

@@ -224,9 +224,7 @@ def _least(gpus: Sequence[GpuFacts]) -> GpuFacts:
 
 
 def count_ranks(config: RunConfig, hosts: Sequence[HostFacts]) -> tuple[int, ...]:
-    """Processes of each node: one a GPU, or parallel.gpus, the number of all, in equal parts. UserError where that
-    cannot be.
-    """
+    """Processes of each node: one a GPU, or equal parts of parallel.gpus. UserError where they cannot be."""
     vendors = {gpu.vendor for host in hosts for gpu in host.gpus}
     without = [host.name for host in hosts if not host.gpus]
     asked, on_cpu = config.parallel.gpus, config.parallel.device == "cpu"

@@ -44,9 +44,7 @@ TIER_OF_LOST = 2  # as an exit without a report: below a cause that a rank has w
 
 @dataclass(frozen=True)
 class LaunchEnd:
-    """How a launch ended on this node: by a signal, by a failure, or (neither) well. ``reports``: of the GPUs' driver
-    meanwhile.
-    """
+    """How a launch ended here: by a signal, a failure, or well. ``reports``: of the GPUs' driver meanwhile."""
 
     signal: signal.Signals | None = None
     cause: FoundCause | None = None
@@ -56,9 +54,7 @@ class LaunchEnd:
 def open_channel(
     config: RunConfig, place: Place, report: Callable[[str], object] = print
 ) -> tuple[Channel, list[dict[str, Any]]]:
-    """Connects to the other nodes; returns what each has sent of itself. UserError where one is missing, or is not of
-    this run.
-    """
+    """Connects to the other nodes; returns what each has sent. UserError where one is missing or a stranger."""
     timeout_s, rendezvous = float(config.parallel.timeout_s), place.rendezvous
     secret = read_secret(Path(config.output.dir))
     host = read_host_facts().model_copy(update={"name": host_name()})
@@ -277,9 +273,7 @@ class LauncherGroup:
         os.kill(os.getpid(), number)
 
     def pass_on(self, number: signal.Signals) -> bool:
-        """A signal that has come to this launcher goes to the others. False where one of them has sent it here, or it
-        is not the first.
-        """
+        """Forwards a signal of this launcher. False where a node has sent it, or it is not the first."""
         if self._stop_sent:
             return False
         self._stop_sent = self.stop_requested = True

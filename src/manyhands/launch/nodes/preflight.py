@@ -118,9 +118,7 @@ def in_turn(channel: Channel, key: str, folder: Path, work: Callable[[], Made], 
 
 
 def find_model(channel: Channel, config: RunConfig, report: Report) -> Path:
-    """This node's folder of the model, fetched once for those that share a cache. UserError where its files differ
-    between nodes, or it is not on one of them.
-    """
+    """This node's model folder, fetched once per cache. UserError where it is missing or differs between nodes."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     model = config.model

@@ -1,6 +1,4 @@
-"""``manyhands train --nodes N``: this node's part of a run on several. All nodes come together and find out what they
-share; node 0 plans; each starts its workers.
-"""
+"""``manyhands train --nodes N``: nodes meet, node 0 plans, each starts its workers."""
 
 from __future__ import annotations
 

@@ -109,9 +109,7 @@ class LaunchGpus:
         return lost
 
     def _find_reported(self, xids: Sequence[Xid], lost: Collection[int]) -> dict[int, str]:
-        """Those not in ``lost`` that need a reset. A link that fails is the fault of either end: where one is known to
-        be gone it is that one's.
-        """
+        """Those not in ``lost`` that need a reset; a failed link is the fault of the end known to be gone."""
         found = {self._rank_of(xid): str(xid) for xid in xids if xid.fault == "reset"}
         if not lost and not found:
             found = {self._rank_of(xid): str(xid) for xid in xids if xid.fault == "link"}

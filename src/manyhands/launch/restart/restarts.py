@@ -173,9 +173,7 @@ def config_for(config: RunConfig, num_nodes: int, num_left: int) -> RunConfig:
 
 
 def command_without_place(argv: Sequence[str]) -> tuple[str, ...]:
-    """Of ``manyhands train RUN.yaml --nodes 2 --node-rank 0 --rendezvous gpu01:29400 name=x`` all but the options that
-    say which node this is, and ``--fresh``.
-    """
+    """Of `manyhands train RUN.yaml --nodes 2 ...` all options but ``--fresh`` and those that place this node."""
     name = Path(argv[0]).name
     words = ["python", "-m", "manyhands"] if name == "__main__.py" else [name]
     return (*words, *_without([word for word in argv[1:] if word != "--fresh"], _OF_THE_PLACE))

@@ -50,9 +50,7 @@ def load_for_start(
 
 
 def probe_host(*, num_gpus: int | None = None, strict: bool = False) -> ImportContext:
-    """What this machine answers: its GPUs, columns of local data, config.json of a local model, lists of data sets on
-    the hub; whether DeepSpeed is installed.
-    """
+    """What this machine answers: GPUs, columns of local data, a local config.json, hub data sets, DeepSpeed."""
     count: Callable[[], int] = (lambda: len(read_host_facts().gpus)) if num_gpus is None else lambda: num_gpus
     return ImportContext(
         count_gpus=count,

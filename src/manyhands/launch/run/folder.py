@@ -174,9 +174,7 @@ class RunFolder:
         return self.plans / f"{number:03d}.run.json"
 
     def write_origin(self, loaded: LoadedRun) -> None:
-        """Keeps another tool's file and the outcomes of its keys, or the run file that a command line means; nothing
-        for a native file.
-        """
+        """Keeps another tool's file with outcomes, or the run file of a command line; nothing for a native file."""
         if loaded.run_file is not None:
             write_atomically(self.path / "run.yaml", loaded.run_file)
         if loaded.translation is None or loaded.text is None:
@@ -198,9 +196,7 @@ class RunFolder:
         return min((path.stat().st_mtime for path in self.plans.glob("[0-9]*.json")), default=time.time())
 
     def write_plan(self, plan: Plan) -> Path:
-        """Writes ``plans/NNN.json``, N being ``plan.number``, then updates the pointer. A plan is never
-        overwritten.
-        """
+        """Writes ``plans/NNN.json`` (N: ``plan.number``), never over another, then updates the pointer."""
         path = self.plans / f"{plan.number:03d}.json"
         if path.exists():
             raise FileExistsError(path)
@@ -210,9 +206,7 @@ class RunFolder:
         return path
 
     def read_plan(self) -> Plan:
-        """The newest plan, by the files' numbers: plan.json is for people. UserError where there is none that can be
-        read.
-        """
+        """The newest plan by number: plan.json is for people. UserError where none can be read."""
         number = self.newest_plan_number()
         fix = "restore the file, or use --fresh for a new run; this folder was not changed"
         if number == 0:
@@ -296,9 +290,7 @@ class RunFolder:
             file.write(json.dumps(restart) + "\n")
 
     def read_status(self) -> dict[str, Any]:
-        """status.json; ``{}`` before the first launch. Where it is damaged, or gone: ``finished`` if there is a report,
-        which only a finished run has, else ``unknown``.
-        """
+        """status.json, ``{}`` before the first launch; if damaged, ``finished`` with a report, else ``unknown``."""
         is_there = self.status_json.exists()  # before it is read: a launch may write the first one in between
         status = read_json(self.status_json)
         if isinstance(status, dict) and status.get("state") in get_args(State):
@@ -326,9 +318,7 @@ class RunFolder:
             return None
 
     def write_failed(self, error: UserError, plan: Plan) -> None:
-        """Writes status.json of a failed launch, for the next start. A finished run stays finished: a failure after its
-        report changes nothing.
-        """
+        """Writes a failed launch's status.json. A finished run stays finished: its later failures change nothing."""
         if self.is_finished or not self.path.exists():
             return
         cause: dict[str, Any] = {"cause": error.kind} if error.kind else {}
@@ -354,9 +344,7 @@ class RunFolder:
         return renamed
 
     def write_interrupted(self, reason: str) -> None:
-        """Writes status.json of an interrupted launch. That the one before it ran out of memory stays known: it may be
-        interrupted while a smaller plan is made.
-        """
+        """Writes an interrupted launch's status.json, keeping an earlier out-of-memory for a smaller plan."""
         status = self.read_status()
         keeps = (status.get("state"), status.get("cause")) == ("failed", OUT_OF_MEMORY)
         kept = {name: status[name] for name in ("cause", "measured", "plan") if keeps and name in status}
@@ -423,9 +411,7 @@ class RunFolder:
 
 @contextmanager
 def refuse_unusable(folder: RunFolder) -> Iterator[None]:
-    """What the file system refuses of the folder itself, as a UserError: no rights, no room, a name too long, a file in
-    the way.
-    """
+    """A file system error on the folder itself as UserError: rights, room, length of the name, a file in the way."""
     try:
         yield
     except OSError as error:

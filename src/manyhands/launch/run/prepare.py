@@ -49,9 +49,7 @@ from manyhands.planner.types import Cause, Plan
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run ready to start. ``config.name`` differs from the one asked after ``--fresh``. ``lock`` lives as long as
-    this does.
-    """
+    """A run ready to start. ``config.name`` changes after ``--fresh``. Holds ``lock``."""
 
     folder: RunFolder
     config: RunConfig
@@ -69,9 +67,7 @@ class Prepared:
 
 
 def summarize_start(prepared: Prepared, *, starts: bool = True) -> list[str]:
-    """A few lines for the terminal where a run starts: what was found, what a step is; of a dry run without the last
-    one.
-    """
+    """Lines for the start of a run: what was found, what a step is; without the last one in a dry run."""
     config, plan, layout = prepared.config, prepared.plan, prepared.plan.layout
     device = next((reason.values for reason in plan.why if reason.code == "device"), {})
     gpus, on_gpu = device.get("gpus", []), layout.device == "cuda"
@@ -196,9 +192,7 @@ def prepare_run(
 def _take_folder(
     config: RunConfig, fresh: bool, take_lock: TakeLock, report: Callable[[str], None]
 ) -> tuple[RunConfig, list[Path], FolderLock | None]:
-    """The run under the name that it gets, the folders that were made for it, the innermost first, and the lock; None
-    where it is finished.
-    """
+    """The run under its name, the folders made for it (innermost first), the lock; None where it is finished."""
     asked, running = config, set[str]()
     while True:
         with refuse_unusable(folder_of(config)):

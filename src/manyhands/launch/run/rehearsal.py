@@ -53,9 +53,7 @@ def rehearse(config: RunConfig, plan: Plan) -> None:
 
 
 def refuse_unmatched(config: RunConfig, plan: Plan, model: ModelFacts) -> None:
-    """Raises the workers' UserError for a pattern that matches nothing, an optimizer without a matrix to train, and
-    whatever a converter of the user's refuses.
-    """
+    """Raises the workers' UserError for unmatched patterns, optimizers without matrices, and users' converters."""
     if config.model.converters or may_match_nothing(config, plan, model):
         rehearse(config, plan)
 

@@ -211,9 +211,7 @@ def _refuse_lost_data(before: RunConfig, config: RunConfig) -> None:
 
 
 def refuse_other_course(before: Plan, after: Plan, folder: RunFolder, *, longer: bool = False) -> None:
-    """UserError unless the resumed run has the same samples in the same steps with the same numerics. ``longer``: more
-    steps, by limits that have changed.
-    """
+    """UserError unless samples, steps and numerics of the resumed run are the same. ``longer``: by changed limits."""
     from manyhands.facts.identity import differing_files
 
     # A plan of an earlier version names neither the base model's files nor the tokens.
@@ -332,9 +330,7 @@ def fresh_name(config: RunConfig, is_taken: Callable[[RunConfig], bool] = lambda
 
 
 def _is_empty(folder: RunFolder) -> bool:
-    """Empty but for a job that was made to start it, and for what a start leaves that was ended before it had a
-    run.json.
-    """
+    """Whether it holds nothing but a job to start it, or what a start ended before run.json leaves."""
     if not folder.path.is_dir():
         return False
     for entry in folder.path.iterdir():
@@ -362,9 +358,7 @@ def is_taken(config: RunConfig) -> bool:
 
 
 def fetch_run(folder: RunFolder, config: RunConfig, report: Callable[[str], object]) -> None:
-    """Fills the run's folder from its copies where it has no checkpoint itself. UserError: the copies are of another
-    run, or cannot be read.
-    """
+    """Fills a folder without checkpoint from its copies. UserError: unreadable, or of another run."""
     if folder.newest_step() is not None:
         return
     try:

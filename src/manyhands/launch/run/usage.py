@@ -60,9 +60,7 @@ class RunUsage:
 
 
 def read_usage(folder: RunFolder, by_process: Mapping[int, tuple[int, int]] | None = None) -> RunUsage:
-    """UserError where there is no run, or no plan. ``by_process``: (GPU, bytes) by process id; the driver's if not
-    given.
-    """
+    """UserError where there is no run or plan. ``by_process``: (GPU, bytes) by process id, else the driver's."""
     config, plan, status = folder.read_config(), folder.read_plan(), folder.read_status()
     beats = read_beats(folder)
     state = str(status.get("state", "not started"))
