@@ -1,6 +1,4 @@
-"""manyhands from Python: plan, train, load, and the trainer of other tools' guides. Imports no torch until a model is
-loaded, or a launcher has made this process a rank.
-"""
+"""manyhands from Python: plan, train, load, and a trainer as in other tools' guides. Imports no torch by itself."""
 
 from __future__ import annotations
 

@@ -28,18 +28,14 @@ PARAMETERS = {"step": "on_step", "evaluation": "on_evaluate", "checkpoint": "on_
 
 @dataclass
 class Callbacks:
-    """By the kind of row (step, evaluation, checkpoint). The first exception of one is kept, and none is called
-    afterwards: whoever runs the run ends it, and raises ``error``.
-    """
+    """Functions by kind of row. Keeps the first exception and calls none afterwards: whoever runs the run raises it."""
 
     functions: Mapping[str, Callback | None] = field(default_factory=dict)
     error: BaseException | None = None
     raised: str = ""  # the parameter whose function raised ``error``
 
     def explain(self, folder: RunFolder, log: TextIO) -> None:
-        """Notes in a run that is still under way why it is asked to end, and writes the traceback to ``log``. Nothing
-        where it was Ctrl-C, which the run's status names itself.
-        """
+        """Records why a run is asked to end, with the traceback in ``log``; not for Ctrl-C, which the status names."""
         if self.error is None or isinstance(self.error, KeyboardInterrupt):
             return
         reason = " ".join("".join(traceback.format_exception_only(self.error)).split())[:MAX_REASON]

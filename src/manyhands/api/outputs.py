@@ -29,9 +29,7 @@ OPTIONS = {
 
 
 class Outputs:
-    """What ``LanguageModel`` saves, exports and uploads. ``tokenizer`` is taken for the sake of other tools' calls: the
-    files hold the tokenizer that the run has trained with.
-    """
+    """What ``LanguageModel`` saves, exports and uploads. ``tokenizer`` is ignored: files hold the run's own."""
 
     folder: Path
     outputs: dict[str, Path] | None

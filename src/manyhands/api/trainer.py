@@ -1,6 +1,4 @@
-"""``FastLanguageModel`` and ``Trainer``: the form that Unsloth's and TRL's quick starts have; and what a tokenizer that
-the caller has changed means for a run. Imports no torch.
-"""
+"""``FastLanguageModel`` and ``Trainer`` as in Unsloth's and TRL's quick starts. Imports no torch."""
 
 from __future__ import annotations
 

@@ -108,9 +108,7 @@ def _step_of(name: str) -> int:
 
 
 def check_files(folder: Path) -> Manifest:
-    """Every file of the checkpoint is there, with its size and hash; returns the manifest. UserError on every rank for
-    a damaged file (named). Collective: ranks share the reading.
-    """
+    """Checks size and hash of every file, shared by the ranks; returns the manifest. UserError. Collective."""
     rank, world_size = this_rank()
     manifest = run_on_all_ranks(lambda: read_manifest(folder))[rank]
 

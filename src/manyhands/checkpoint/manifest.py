@@ -226,9 +226,7 @@ def copy_checkpoint(
 
 
 def prune_copies(remote: RemoteFolder, keep_last: int | Literal["all"], keep: Collection[str]) -> None:
-    """Removes all complete copies but the newest ``keep_last`` and those named in ``keep``, and what is left of
-    incomplete ones that are older than the newest complete one. RemoteError.
-    """
+    """Removes copies but the newest ``keep_last`` and ``keep``, and older incomplete ones. RemoteError."""
     steps = {int(match[1]): name for name in remote.list(FOLDER) if (match := STEP_NAME.fullmatch(name))}
     complete = [step for step in sorted(steps) if MANIFEST in remote.list(f"{FOLDER}/{steps[step]}")]
     kept = complete if keep_last == "all" else complete[-keep_last:] if keep_last else []

@@ -1,6 +1,4 @@
-"""Saving a checkpoint while training waits: every rank writes its own shards, rank 0 commits. Collective; see the
-package for the order. ``background.py`` does the same beside the training.
-"""
+"""Saves a checkpoint while training waits: ranks write shards, rank 0 commits. Collective; order: see the package."""
 
 from __future__ import annotations
 

@@ -138,9 +138,7 @@ class Staging:
 
 
 def map_shared(fd: int, num_bytes: int) -> memoryview:
-    """A nameless file's memory, mapped at a multiple of ``HUGE_PAGE``, without which the kernel cannot give it huge
-    pages. Unmapped when the last view of it is gone.
-    """
+    """A nameless file's memory at a multiple of ``HUGE_PAGE``, for huge pages. Unmapped with its last view."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *(ctypes.c_int,) * 3, ctypes.c_long)

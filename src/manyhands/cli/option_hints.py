@@ -1,6 +1,4 @@
-"""Command lines that cannot be read: unknown options, as users of other tools type them, commands, arguments and
-values; and what to write here, by the hints that keys of a run file get (``importers/hints.py``).
-"""
+"""Unreadable command lines, such as other tools' options, and what to write here (``importers/hints.py``)."""
 
 from __future__ import annotations
 
@@ -130,9 +128,7 @@ def explain_option(
     known: Sequence[str],
     others: Mapping[str, str] = MappingProxyType({}),
 ) -> UserError:
-    """``option`` of ``words``, which ``command`` does not have among those ``known``, with what to write here;
-    ``others``: the commands that have it, by its name.
-    """
+    """``option`` of ``words``, unknown to ``command``, with what to write; ``others``: commands that have it."""
     word = next((word for word in words if word.partition("=")[0] == option), None)
     word = word or next((word for word in words if option != "-" and word.startswith(option)), option)
     name, _, value = word.partition("=")

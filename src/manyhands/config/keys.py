@@ -1,6 +1,4 @@
-"""The schema as a flat table of dotted keys: what each key allows, and the explanations that people and editors read
-(one key, all keys, JSON schema, a commented run file). Reads no file.
-"""
+"""The schema as a flat table of dotted keys, and its explanations for people and editors. Reads no file."""
 
 from __future__ import annotations
 

@@ -33,9 +33,7 @@ CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 @dataclass(frozen=True)
 class ParsedFile:
-    """The content of a run file. ``lines``: the line of each dotted key (``data.train[1].weight``). ``files``: the
-    file of keys that stand in another one, which it includes. ``text``: as it was read.
-    """
+    """A run file's content. ``lines``: of each dotted key. ``files``: of keys from included ones. ``text``: as read."""
 
     mapping: dict[str, Any]
     where: str

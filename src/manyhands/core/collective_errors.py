@@ -120,9 +120,7 @@ def _exchange(done: float) -> bool:
 
 
 class _Advancing:
-    """While rank 0 works, a thread lets the waiting ranks out of a collective and into the next one whenever the work
-    has advanced, so that the group's timeout counts from then.
-    """
+    """A thread that sends waiting ranks into a new collective whenever rank 0's work advances: the timeout restarts."""
 
     def __enter__(self) -> None:
         self._done = threading.Event()

@@ -166,9 +166,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, of one ``kind`` or all, in order; those of earlier launches too. A line that was cut
-    off or damaged is skipped, a file that is not there has none.
-    """
+    """Rows of metrics.jsonl by ``kind``, in order, without damaged lines; none where there is no file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -336,9 +334,7 @@ def hash_files(paths: Sequence[Path], progress: Progress = lambda num_bytes: Non
 
 
 def hash_in_pieces(paths: Sequence[Path], progress: Progress = lambda num_bytes: None) -> dict[Path, str]:
-    """For each file the SHA-256, in hex, of the digests of its 64 MiB pieces, so that all cores share a large file.
-    ``progress`` is called with the bytes hashed so far. Raises OSError.
-    """
+    """SHA-256 (hex) of the digests of each file's 64 MiB pieces, on all cores. ``progress`` gets bytes. OSError."""
     pieces = [
         (path, start, PIECE_BYTES) for path in paths for start in range(0, max(1, path.stat().st_size), PIECE_BYTES)
     ]

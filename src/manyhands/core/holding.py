@@ -251,9 +251,7 @@ def select_rows(weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 class RowShards:
-    """Makes tensors that all ranks hold by rows in host memory, as FSDP2 would cut them, of whatever was held
-    otherwise: the form in which checkpoints take shards.
-    """
+    """Cuts tensors of host memory by rows, as FSDP2 would: the form in which checkpoints take shards."""
 
     def __init__(self) -> None:
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))

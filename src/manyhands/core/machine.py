@@ -1,6 +1,4 @@
-"""What a process can learn of its machine: cores and memory, as its container limits them, what the architecture of a
-GPU can do, and when its parent is gone. Knows neither drivers nor torch.
-"""
+"""Cores and memory within container limits, GPU architectures, and a parent's end. Knows no driver or torch."""
 
 from __future__ import annotations
 
@@ -107,9 +105,7 @@ def _read(path: Path) -> str:
 
 
 def end_with(parent: int, number: int) -> bool:
-    """Have the kernel send this process the signal ``number`` when the thread that started it ends; False where
-    ``parent`` has ended already. Only on Linux: elsewhere no signal is sent.
-    """
+    """Sends ``number`` to this process when the thread that started it ends (Linux). False if ``parent`` has ended."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     return os.getppid() == parent

@@ -144,9 +144,7 @@ def print_safely() -> None:
 
 
 def open_console(file: TextIO | None = None, *, wrap: bool = True, **options: Any) -> Console:
-    """A rich console on ``file``, by default standard output, that cleans whatever it prints; rich's own colors and
-    movements remain. ``wrap``: also where it is no terminal. ``options``: as of ``rich.console.Console``.
-    """
+    """A rich console on ``file`` (default stdout) that cleans all text. ``wrap``: also where it is no terminal."""
     from rich.console import Console, ConsoleRenderable, RenderHook
     from rich.control import Control
 

@@ -11,9 +11,7 @@ def demo_config_path() -> Path:
 
 
 def demo_words() -> list[str]:
-    """The run file, and the keys that let it run where there is no GPU: in two processes. GPUs that cannot be used are
-    left to the plan, which refuses them with the reason.
-    """
+    """The run file, and keys for two processes where there is no GPU. GPUs that cannot be used are refused later."""
     from manyhands.facts.host import read_host_facts
 
     host = read_host_facts()

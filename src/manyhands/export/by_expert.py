@@ -40,9 +40,7 @@ class Stack(NamedTuple):
 
 
 def split_experts(adapter: Path, output: Path, base: Path) -> str:
-    """Writes ``output`` of the folder ``adapter`` and compares each expert's update; returns the line that says so.
-    UserError where nothing is to be split, or the base's files hold no single experts.
-    """
+    """Writes and compares the split ``adapter``; returns a line. UserError where nothing is to be split."""
     config = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
     tensors, metadata = load_file(adapter / WEIGHTS), read_metadata(adapter / WEIGHTS)
     targets = config.get("target_parameters") or []

@@ -55,9 +55,7 @@ def refuse_foreign(folder: Path, *, replace: bool) -> None:
 
 
 def commit_folder(partial: Path, folder: Path) -> None:
-    """Renames ``partial``, with a record of its files, to ``folder`` once it is on the disk. What stood there before is
-    removed last; files that were added to it or changed by hand are kept.
-    """
+    """Moves ``partial`` with its record to ``folder`` once on disk; keeps files that were added or changed there."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     write_record(partial)

@@ -1,6 +1,4 @@
-"""Write a model's folder as one GGUF file with llama.cpp's own converter and quantizer, and check that the file has
-every tensor of the model by name.
-"""
+"""Writes a model as one GGUF file by llama.cpp's own tools, and checks its tensors by name."""
 
 from __future__ import annotations
 
@@ -131,9 +129,7 @@ def refuse_towers(model: Path) -> None:
 
 
 def write_gguf_folder(model: Path, output: Path, name: str, kind: str, tools: Tools) -> str:
-    """Write ``output`` with ``name-kind.gguf`` and the model's card; return a line that reports it. UserError, and no
-    folder, if a tool fails or the file has other tensors than ``model``.
-    """
+    """Writes ``name-kind.gguf`` with the model's card; returns a line. UserError, and no folder, for any fault."""
     partial = begin_folder(output, replace=False)
     try:
         file = partial / f"{name}-{kind}.gguf"
@@ -161,9 +157,7 @@ def write_gguf_folder(model: Path, output: Path, name: str, kind: str, tools: To
 
 
 def compare_names(file: Path, model: Path) -> tuple[int, list[str]]:
-    """Return the number of tensors in ``file`` and how their names differ from those of the safetensors files of
-    ``model``, renamed by gguf's own map.
-    """
+    """The number of tensors in ``file``, and how names differ from ``model``'s renamed by gguf's own map."""
     from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 
     reader = GGUFReader(file)

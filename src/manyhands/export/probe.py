@@ -43,9 +43,7 @@ def write_probe(
     tokenizer: Any,
     device: torch.device,
 ) -> None:
-    """Writes logits of the model in memory on the first tokens of the first training sample, or the last logits of a
-    sample with images. Every rank calls it.
-    """
+    """Writes the model's logits on the first training sample's first tokens, or its last with images. Collective."""
     loss_model.eval()
     train, inputs = store.train, None
     number = find_sample_with_images(train, plan, loss_model) if engine.is_local else None

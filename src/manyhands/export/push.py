@@ -36,9 +36,7 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class Upload:
-    """What goes to ``repository``: files of ``folder`` by name, with their sizes; ``replaced`` has the content of those
-    that are uploaded otherwise than they are.
-    """
+    """Files of ``folder`` by name with sizes; ``replaced`` has the content of those that are changed."""
 
     folder: Path
     repository: str
@@ -163,9 +161,7 @@ def name_base_model(folder: Path, base: str | None) -> tuple[dict[str, bytes], s
 
 
 def name_base_in_card(folder: Path, base: str) -> str:
-    """The card of an adapter for a base in a folder, with that base's name on the hub in its head and in the lines that
-    open it.
-    """
+    """An adapter's card with its base's hub name in the head and in the lines that open it."""
     local = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
     text = (folder / CARD).read_text(encoding="utf-8").replace(f"path/to/{Path(local).name}", base)
     return text.replace("---\n", f"---\nbase_model: {base}\nbase_model_relation: adapter\n", 1)

@@ -21,9 +21,7 @@ ADAPTER = "adapter_config.json"
 
 
 class FolderRecord(BaseModel):
-    """``files``: SHA-256 of each by its name in the folder; ``verified``: how the folder was verified, empty if it was
-    not; ``source``: what an export was made of, and as what.
-    """
+    """``files``: SHA-256 by name; ``verified``: how, or empty; ``source``: what an export was made of, and as what."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

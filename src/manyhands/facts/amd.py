@@ -1,6 +1,4 @@
-"""AMD's GPUs as HIP numbers them, from amd-smi, else from a process with torch. Makes no HIP context in this process.
-No machine with an AMD GPU has run this: it is tested on recorded output.
-"""
+"""AMD's GPUs as HIP numbers them, from amd-smi or torch in a process. Tested on recorded output alone."""
 
 from __future__ import annotations
 

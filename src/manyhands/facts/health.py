@@ -125,9 +125,7 @@ def read_gpus(environ: Mapping[str, str] = os.environ) -> tuple[GpuHealth, ...]:
 
 
 def find_lost(uuids: Sequence[str]) -> dict[str, str]:
-    """Those of NVIDIA's GPUs that the driver does not find any more, or that it says are lost or broken, with what it
-    says. None where there is no driver to ask.
-    """
+    """NVIDIA's GPUs that the driver misses or calls lost, with its words. None where there is no driver."""
     import pynvml
 
     found: dict[str, str] = {}

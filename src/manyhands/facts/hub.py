@@ -82,9 +82,7 @@ def locate_model(
 
 
 def find_result(folder: Path) -> Path:
-    """The model that a run has left in its folder, or ``folder`` itself where it is no run's: so a second run starts
-    from the first one's result. UserError for a run that has left an adapter alone, or nothing yet.
-    """
+    """The model that a run has left in ``folder``, else ``folder``. UserError for an adapter alone, or nothing yet."""
     if (folder / "config.json").is_file() or not (folder / "run.json").is_file():
         return folder
     for result in (folder / "model", folder / "merged"):

@@ -74,9 +74,7 @@ def differing_files(before: Mapping[str, str], after: Mapping[str, str], *, weig
 
 
 def check_adapter_base(adapter: Path, base: Path) -> None:
-    """Raises UserError where ``base`` is not the model that the adapter was trained on, by what its weights carry
-    (nothing, where another program has written them).
-    """
+    """UserError where ``base`` is not the model that the adapter was trained on, if its weights tell."""
     planned = read_base_files(adapter)
     if not planned:
         return

@@ -135,9 +135,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _widest(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with one ``intermediate_size`` where each block has its own, the largest; and with the number of
-    blocks where only their kinds are listed.
-    """
+    """The fields with the largest ``intermediate_size`` of blocks, and the number of listed kinds of blocks."""
     sizes, kinds = fields.get("intermediate_size"), fields.get("layers_block_type")
     if isinstance(kinds, list):
         fields = {"num_hidden_layers": len(kinds), **fields}
@@ -175,9 +173,7 @@ def check_purpose(config: Mapping[str, Any], path: Path) -> None:
 
 
 def check_supported(config: Mapping[str, Any], path: Path) -> None:
-    """UserError for anything but a text decoder, dense or a mixture of experts that is known, whose weights are not
-    quantized, or in bitsandbytes' NF4.
-    """
+    """UserError for all but text decoders, dense or of known experts, unquantized or in bitsandbytes' NF4."""
     kind = config.get("model_type") or "this model"
     for keys, what in (
         (MULTIMODAL_KEYS, f"{kind} is multimodal, and its config.json does not say which part is the text decoder"),

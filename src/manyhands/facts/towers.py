@@ -1,6 +1,4 @@
-"""Dimensions of what images pass through before the text model: vision tower and projector. From config.json and the
-headers of the weights; knows no torch, loads no weight.
-"""
+"""Dimensions of vision tower and projector, from config.json and headers. No torch, no weight."""
 
 from __future__ import annotations
 

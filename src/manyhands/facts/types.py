@@ -58,9 +58,7 @@ class Nf4Facts(Fact):
 
 
 class TowerFacts(Fact):
-    """Dimensions of a vision tower and its projector. A unit is a patch, or a square of ``patches_per_unit`` patches
-    (``families.images.ImageKind``).
-    """
+    """Dimensions of vision tower and projector. Unit: see ``patches_per_unit`` (``families.images.ImageKind``)."""
 
     num_parameters: int  # of the tower
     num_projector_parameters: int

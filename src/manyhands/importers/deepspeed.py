@@ -264,9 +264,7 @@ def map_stage(t: Translator, key: str, number: int, why: str = "") -> None:
 
 
 def fall_back_to_fsdp(t: Translator, run: Mapping[str, Any] | None = None) -> None:
-    """Once all keys are mapped: FSDP2 in place of a stage of DeepSpeed's that cannot carry out the rest of the file, or
-    of the native mapping ``run`` that a settings file belongs to.
-    """
+    """Replaces a stage by FSDP2 where DeepSpeed cannot carry out the rest of the file or of ``run``."""
     asked = str(t.mapping.get("parallel", {}).get("strategy"))
     if not asked.startswith("zero"):
         return

@@ -128,9 +128,7 @@ def _count_processes(files: Mapping[str, ParsedFile], context: ImportContext) ->
 def merge_settings(
     mapping: dict[str, Any], origins: dict[str, str], settings: Translation, defaults: Collection[str] = ()
 ) -> None:
-    """Adds what a settings file asks for. ``defaults``: native keys of the run file that hold only a default of its
-    tool. Raises ``UserError`` where the settings refuse a key or contradict the run file.
-    """
+    """Adds a settings file. ``defaults``: run file keys that hold a tool's default. UserError for contradictions."""
     settings.refuse(imported=False)
     flat, found = flatten(mapping), []
     for native, value in flatten(settings.mapping).items():

@@ -87,9 +87,7 @@ ANSWERS = ("messages", "conversations", "text", "completion", "response", "outpu
 
 
 def are_columns(columns: Collection[str], *, listed: bool) -> bool:
-    """Whether rows with these columns are for preferences or rewards. ``listed``: the file itself chose them, so that
-    a prompt alone has no answer elsewhere in the row.
-    """
+    """Whether rows with these columns are preferences or rewards. ``listed``: the file chose them."""
     has = frozenset(columns)
     if {"prompt", "completion", "label"} <= has:
         return True
@@ -98,9 +96,7 @@ def are_columns(columns: Collection[str], *, listed: bool) -> bool:
 
 
 def refuse(t: Translator, keys: Collection[str], columns_key: str = "") -> bool:
-    """One refusal for a file with one of ``keys``, with a loss of theirs, or whose ``columns_key`` names rows for them;
-    its other keys are left alone. Whether there was one.
-    """
+    """One refusal for a file with one of ``keys``, their loss, or rows for them. Whether there was one."""
     key = next((key for key in t.values if key in keys), "")
     if not key and str(t.get("loss_type")) in LOSSES:
         key = "loss_type"

@@ -112,9 +112,7 @@ def translate_settings(
 
 
 def describe_key(path: str, value: Any) -> str | None:
-    """What becomes of a key with a value (None: of one that is switched on) that one of the tools in ``ASKED`` knows,
-    with its section or without; None where none of them does.
-    """
+    """What becomes of a key with a value (None: switched on) by a tool in ``ASKED``; None if no tool knows it."""
     for name, least in ASKED.items():
         importer = load_importer(name)
         key = next((one for one in (path, path.rsplit(".", 1)[-1]) if one in importer.KEYS), None)

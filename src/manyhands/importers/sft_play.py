@@ -71,9 +71,7 @@ METHODS = {"qlora": "qlora", "lora": "lora", "full": "full"}
 
 
 def expand(source: ParsedFile, context: ImportContext) -> ParsedFile:
-    """The file with what it includes beneath it. The path is relative to the file's folder, to one above it, or to the
-    current folder. Raises ``UserError``.
-    """
+    """The file on top of what it includes (relative to its folder, one above, or the current). UserError."""
     name = source.mapping.get("include")
     if not name:
         return source

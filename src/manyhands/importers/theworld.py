@@ -178,9 +178,7 @@ def _map_data(t: Translator) -> None:
 
 
 def _map_llava(t: Translator) -> None:
-    """LLaVA's pretraining set from the hub; its images from the folder that TheWorld unpacks them into, if they are
-    there, else from the hub, too.
-    """
+    """LLaVA's pretraining set from the hub; images from the folder where TheWorld unpacks them, else the hub."""
     rows = t.integer("num_samples")
     source = {"path": f"hub:{LLAVA}", "files": ["chat.json"], "format": "sharegpt"}
     source |= {"split": f"train[:{rows}]"} if rows else {}

@@ -61,9 +61,7 @@ def map_trackers(
 
 
 def map_tracker_options(t: Translator, opened: Collection[str], options: Mapping[str, str] = TRACKER_OPTIONS) -> None:
-    """What the trackers of ``opened`` are told beside their project: ``options``, and why it is not so here, unless the
-    environment says the same.
-    """
+    """Substitutes ``options`` of the trackers in ``opened`` with their reason, unless the environment has them."""
     for key, why in options.items():
         if key not in t.known:
             continue

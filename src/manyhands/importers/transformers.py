@@ -512,9 +512,7 @@ def _map_best(t: Translator) -> None:
 def _map_interval(
     t: Translator, strategy_key: str, steps_key: str, section: str, default: str, steps: float, why: str = ""
 ) -> None:
-    """One of no, steps, epoch. With `no`, evaluation is at start and end, and there is a checkpoint at the end.
-    ``steps``: the interval where the file has none, and ``why``.
-    """
+    """no, steps or epoch. ``steps``: the default interval, and ``why``. `no` still evaluates and saves at the end."""
     strategy = str(t.get(strategy_key, default)).lower()
     every, per_epoch = f"{section}.every_steps", f"{section}.per_epoch"
     if strategy in ("no", "false"):

@@ -103,9 +103,7 @@ class Translation:
         return [f"{outcome.place}: {outcome.why}" for outcome in self.outcomes if outcome.kind in STOPS]
 
     def refuse(self, imported: bool = True) -> None:
-        """Raises ``UserError`` with everything that is refused or contradicts itself. ``imported``: `manyhands import`
-        takes the file, as it does not one that only says how a run is distributed.
-        """
+        """UserError with all refusals and contradictions. ``imported``: for `manyhands import`."""
         found = self.findings()
         if not found:
             return
@@ -305,9 +303,7 @@ class Translator:
         return self._gpus
 
     def num_gpus(self) -> int | None:
-        """GPUs to multiply per-GPU numbers by: those of the run's first start, those that the file names, those asked
-        for, or this machine's (a CPU counts as one). None if nobody can say.
-        """
+        """GPUs to multiply by: the first start's, the file's, those asked for, or this machine's. None if unknown."""
         if self._gpus is None:
             counted = self.context.first_gpus or self.context.gpus
             if counted is None and self.context.count_gpus is not None:
@@ -405,9 +401,7 @@ class Translator:
 
 
 def _number_names(data: Mapping[str, Any]) -> None:
-    """Sources of one name, as other tools may have them (a data set that is listed twice, or also evaluates): from the
-    second on with a number, as each has statistics of its own here.
-    """
+    """Numbers sources of one name, as other tools allow, from the second on: each has statistics of its own."""
     seen: set[str] = set()
     for key in ("train", "validation"):
         sources = data.get(key)

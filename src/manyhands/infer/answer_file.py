@@ -25,9 +25,7 @@ class AnswerFile:
     """Answers of ``num_prompts`` prompts on their way to ``output``."""
 
     def __init__(self, output: Path, identity: Mapping[str, Any], num_prompts: int, *, overwrite: bool = False) -> None:
-        """Opens or continues the partial file. UserError where ``output`` exists (unless ``overwrite``), where another
-        process writes it, or where the partial file has answers to something else.
-        """
+        """Opens or continues the partial file. UserError if ``output`` exists, is being written, or answers others."""
         if output.is_dir():
             raise UserError(
                 "the file of answers is a folder", where=str(output), fix=f"name a file: {output / 'answers.jsonl'}"

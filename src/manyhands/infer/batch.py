@@ -168,9 +168,7 @@ def identify(
     placement: Placement,
     on_gpu: bool,
 ) -> dict[str, Any]:
-    """What decides about the answers: files by size and time of change, prompts by content. Neither the number of GPUs
-    nor the batch, which decide nothing in float32.
-    """
+    """What decides about answers: files by size and time, prompts by content. GPUs and batches do not."""
     files: dict[str, list[Any]] = {}
     for folder in filter(None, (found.weights, found.adapter)):
         refuse_outside_links(folder)

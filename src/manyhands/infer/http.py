@@ -1,6 +1,4 @@
-"""What the server asks of a connection before it reads a request: a host of this machine's, a request that comes in
-time. Needs Starlette and uvicorn; vLLM's server takes ``LocalHosts`` by its name.
-"""
+"""What the server demands of a connection: a host of this machine, a request in time. Used by vLLM's, too."""
 
 from __future__ import annotations
 

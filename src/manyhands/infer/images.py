@@ -54,9 +54,7 @@ class PromptImages:
     def open(
         self, messages: Sequence[Message], row: Mapping[str, Any], folder: Path
     ) -> tuple[list[Message], tuple[OpenedImage, ...]]:
-        """The messages with a part ``{type: image}`` for each image, and the images; relative paths are meant from
-        ``folder``. ``row``: what may have the column of images. Raises RowRefused.
-        """
+        """The messages with a part ``{type: image}`` each, and the images; paths from ``folder``. RowRefused."""
         placed, refs = place_images([_copy(message) for message in messages], *read_column(row, {}), "messages")
         if not refs:
             return placed, ()
@@ -93,9 +91,7 @@ class PromptImages:
 def image_inputs(
     batcher: ImageBatcher, model: Any, ids: Sequence[int], images: Sequence[StoredImage]
 ) -> dict[str, Any]:
-    """What ``model``'s own forward pass takes for the images of one prompt, on its device. UserError where an image has
-    changed since it was opened.
-    """
+    """Inputs of ``model``'s forward pass for one prompt's images, on its device. UserError for a changed image."""
     import torch
 
     from manyhands.data.batch.batches import scale_pixels, to_tensors

@@ -97,9 +97,7 @@ class Answerer:
         )
 
     def encode(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
-        """The tokens before the answer. UserError for an empty prompt, or for what needs a chat template where there is
-        none; RowRefused for what the template refuses.
-        """
+        """The tokens before the answer. UserError without a needed chat template or for none; RowRefused."""
         return encode_prompt(self.tokenizer, self.chat_template_kwargs, messages, tools)
 
 
@@ -133,9 +131,7 @@ def load_answerer(
 
 
 def find_ends(found: ModelLocation, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer: the model's, the template's, and the end of text that a run gave its adapter, as
-    the merged model's generation_config.json has it too.
-    """
+    """Tokens that end an answer: the model's, the template's, and the end of text of the run's adapter."""
     from manyhands.data.tokenize.tokenizer import load_tokenizer
 
     ends = end_token_ids(found.weights, tokenizer, found.chat_template_kwargs)

@@ -97,9 +97,7 @@ def prompt_of(
     row: Mapping[str, Any] = NO_FIELDS,
     folder: Path = Path(),
 ) -> PromptTokens:
-    """A conversation as a prompt, with its images where the model takes them: those of its parts, and of the columns of
-    ``row``; relative paths are meant from ``folder``. Raises as ``encode_prompt`` does.
-    """
+    """A conversation as a prompt with images of its parts and of ``row``'s columns. Raises as ``encode_prompt``."""
     if images is None:
         if has_images(messages):
             raise refuse_images()

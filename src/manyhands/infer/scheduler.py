@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class AnswerRequest:
-    """A prompt to be answered. ``number`` seeds it, with the settings' seed. ``on_text`` gets new pieces of text, in
-    the scheduler's thread. ``abandoned``: nobody waits for it any more.
-    """
+    """A prompt; ``number`` seeds it with the settings. ``on_text``: called by the scheduler. ``abandoned``: unread."""
 
     ids: tuple[int, ...]
     settings: GenerationSettings

@@ -186,9 +186,7 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
 
 
 class Readers:
-    """Threads that read and tokenize requests, so that the server answers others meanwhile: one for those of ordinary
-    length and one, with a tokenizer of its own, for long ones.
-    """
+    """Threads that tokenize requests: one for ordinary ones, one with its own tokenizer for long ones."""
 
     def __init__(self, answerer: Answerer) -> None:
         self._answerers = answerer, dataclasses.replace(answerer, tokenizer=copy.deepcopy(answerer.tokenizer))
@@ -334,9 +332,7 @@ def _read(given: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def read_calls(tokenizer: Any, completion: Completion, prompt_ids: Sequence[int]) -> list[dict[str, str]]:
-    """Name and arguments (JSON text) of each call in an answer: by the tokenizer's own ``response_template``, else in
-    the format of Hermes and Qwen. None found: the answer is a text.
-    """
+    """Calls in an answer: by the tokenizer's ``response_template``, else as Hermes and Qwen. None: it is a text."""
     if getattr(tokenizer, "response_template", None):
         parsed = tokenizer.parse_response(list(completion.ids), prefix=list(prompt_ids))
         found = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
@@ -364,9 +360,7 @@ def check_fields(given: Mapping[str, Any], acting: Collection[str]) -> None:
 
 
 def read_settings(given: Mapping[str, Any], defaults: GenerationSettings) -> tuple[GenerationSettings, int]:
-    """The settings of a request over those of the server, and the number that seeds it: a new one for each request that
-    names no seed, so that those can share a batch.
-    """
+    """A request's settings over the server's, and its seed: unless named a new one, so that requests share a batch."""
     values = defaults.to_json()
     for key, setting in SETTINGS.items():
         if key in given:

@@ -44,9 +44,7 @@ class Extractor:
 
 
 def _balance_braces(depth: int) -> str:
-    """Text whose braces are balanced, as of ``\\frac{1}{2}``. A recursive pattern would take a time that grows with the
-    square of an answer that repeats an open brace.
-    """
+    """Text with balanced braces (``\\frac{1}{2}``), in linear time, which a recursive pattern would not take."""
     return "[^{}]*+" if depth == 0 else rf"(?:[^{{}}]++|\{{{_balance_braces(depth - 1)}\}})*+"
 
 

@@ -111,9 +111,7 @@ def server_command(
     settings: GenerationSettings = SERVED,
     placement: Placement = ALL_GPUS,
 ) -> list[str]:
-    """Arguments of Python for vLLM's own server: the model under ``name``, an adapter unmerged. UserError for settings
-    that this server takes from requests alone.
-    """
+    """Arguments for vLLM's own server: the model as ``name``, an adapter unmerged. UserError for settings it lacks."""
     given = {
         "--max-new-tokens": settings.max_new_tokens != SERVED.max_new_tokens,
         "--stop": bool(settings.stop),

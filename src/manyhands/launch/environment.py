@@ -116,9 +116,7 @@ _RENDEZVOUS = ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR", "MASTER_ADDR")
 
 
 def refuse_alone(config: RunConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """UserError where ``manyhands train`` would train alone on this machine, and the run file or the environment says
-    that it is one of several. ``parallel.nodes=1`` says that it is not.
-    """
+    """UserError where `manyhands train` would train alone though run file or environment name several machines."""
     nodes, where = config.parallel.nodes, ""
     if nodes == 1:
         return
@@ -326,9 +324,7 @@ def choose_threads(plan: Plan, launcher: Launcher) -> int:
 def launcher_environment(
     plan: Plan, num_local: int | None = None, added: Mapping[str, str] | None = None
 ) -> Iterator[None]:
-    """This process's environment while workers start, as torch's agent passes its own on to them; restored
-    afterwards. ``num_local``: its ranks, where others are on other nodes; ``added``: variables of this node.
-    """
+    """The environment that workers inherit, restored afterwards. ``num_local``: ranks here. ``added``: of this node."""
     with restored_environment():
         os.environ.update({name: value for name, value in (added or {}).items() if name not in os.environ})
         os.environ.update(worker_environment(plan, num_local or plan.layout.world_size))

@@ -325,9 +325,7 @@ def _plain_value(value: Any) -> str:
 
 
 def _speed(seconds: Sequence[float], tokens: Sequence[int], waits: Sequence[float]) -> dict[str, float | None]:
-    """Means over the steps after the first ``WARMUP_STEPS``, optimizer included, with the share of their time that the
-    slowest rank waited for its micro-batches; nothing where no step was done.
-    """
+    """Means over steps after ``WARMUP_STEPS`` and the slowest rank's share of waiting; nothing without steps."""
     skip = WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0
     total_s = sum(seconds[skip:])
     if not total_s:

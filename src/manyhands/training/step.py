@@ -83,9 +83,7 @@ def compute_gradients(
 
 
 def with_values(engine: Engine, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The micro-batches of a step or an evaluation. Those that come first for terms' values (``StepValue``) go through
-    the model here, without gradients; the others get the values.
-    """
+    """Micro-batches of a step or evaluation, with terms' values (``StepValue``) from those that come first."""
     sums: dict[str, torch.Tensor] = {}  # (sum, weight) of each
     values: dict[str, torch.Tensor] | None = None
     for batch in micro_batches:
@@ -102,9 +100,7 @@ def with_values(engine: Engine, micro_batches: Iterable[Batch]) -> Iterator[Batc
 
 
 def refuse_undeclared(found: Collection[str], wanted: Collection[str]) -> None:
-    """ValueError unless a forward pass returns what was declared: a term without a weight or a coefficient would count
-    wrongly, and one that is missing would be dropped.
-    """
+    """ValueError unless a forward pass returns exactly the declared terms, with weights and coefficients."""
     if set(found) != set(wanted):
         raise ValueError(f"the forward pass returns {sorted(found)}, declared are {sorted(wanted)} (core/terms.py)")
 

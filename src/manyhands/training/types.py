@@ -189,9 +189,7 @@ class StepFigures(Protocol):
         """Forgets what was gathered so far."""
 
     def read(self, all_reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The step's figures on the device, 0-d, the same on every rank, without a wait for the host. Begins again.
-        ``all_reduce_sum`` is the engine's.
-        """
+        """The step's figures on the device, 0-d, equal on all ranks, without waiting; begins again."""
         ...
 
 

@@ -128,9 +128,7 @@ def run_queue(
     look_s: float = LOOK_S,
     on_change: Callable[[Mapping[str, Any]], None] = lambda item: None,
 ) -> bool:
-    """Starts what waits, in order, until all has ended or the queue is paused. False where another process does so
-    already. ``on_change``: called with an item that was started, or has ended.
-    """
+    """Starts what waits until all has ended or it is paused. False where another process does. ``on_change``: items."""
     queue.logs.mkdir(parents=True, exist_ok=True)
     with (queue.logs / "runner").open("w") as lock:
         try:

@@ -38,9 +38,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def end_with_parent() -> None:
-    """SIGTERM, after which the run is saved, as soon as the agent that has started this rank is gone: an agent that is
-    killed leaves its ranks, and those of other nodes, to train on.
-    """
+    """SIGTERM, which saves the run, as soon as the agent is gone: a killed agent's ranks would train on."""
     if not os.environ.get("TORCHELASTIC_RUN_ID") or not sys.platform.startswith("linux"):
         return
     launcher = int(os.environ.get(LAUNCHER_PID, 0))

@@ -132,9 +132,7 @@ class ProbeSamples:
 
 
 def probe_batch(rank: Rank, data: Data, loss_model: LossModel) -> dict[str, Any]:
-    """This rank's samples of the first step, the shortest first, up to ``PROBE_TOKENS``; where there are more ranks
-    than samples they share. One sample at least: cut where it is longer and no entry points into its tokens.
-    """
+    """This rank's samples of the first step up to ``PROBE_TOKENS``, shortest first, one at least (cut or shared)."""
     samples, world, train = data.order.samples(0, 0), rank.world, data.store.train
     mine = samples[world.rank % len(samples) :: world.world_size]
     mine = mine[np.argsort(train.lengths[mine], kind="stable")]

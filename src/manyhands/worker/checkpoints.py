@@ -212,9 +212,7 @@ class CheckpointHook(Hook):
             hook.after_checkpoint(state, folder)
 
     def _after_commit(self, folder: Path, keep: Collection[int], moved: Callable[[int], object]) -> None:
-        """Of rank 0: copies the checkpoint where it is asked, and removes what is no longer kept. What fails of that
-        does not end the run: the checkpoint is sound where it is.
-        """
+        """Rank 0 copies the checkpoint and removes old ones. Failures do not end the run: the checkpoint is sound."""
         run, config = self.rank.folder, self.rank.config
         self.warnings = []
         try:
@@ -243,9 +241,7 @@ class CheckpointHook(Hook):
         }
 
     def close(self) -> None:
-        """Frees what saving beside the training holds. Where the run ends in an error, a save that is nearly done is
-        completed, without other ranks: they may be gone.
-        """
+        """Frees what background saving holds. After an error a nearly complete save is finished without other ranks."""
         if self.pending is not None:
             with contextlib.suppress(Exception):
                 self.pending.save.wait_ended(SETTLE_S)

@@ -34,9 +34,7 @@ def count_collectives() -> int:
 
 
 def read_collectives() -> list[dict[str, Any]]:
-    """The last collectives of all groups and the oldest of those that have not ended, the newest last, as fields of
-    ``launch.stacks.Collective``. Any thread may ask, also while another waits in one of them.
-    """
+    """The last collectives of all groups and the oldest unfinished ones, as ``stacks.Collective``. Thread-safe."""
     entries = [entry for recorder in _RECORDERS for entry in _dump(recorder)]
     entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
     found = [_describe(entry) for entry in entries]

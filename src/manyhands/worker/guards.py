@@ -1,6 +1,4 @@
-"""What guards a run's numbers, as its rank has it: which weights are compared, which samples were in a batch, and how a
-run is rolled back.
-"""
+"""A rank's guards: which weights are compared, which samples were in a batch, how a run is rolled back."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ def make_hooks(makers: Sequence[MakeHook], rank: Rank, data: Data, built: BuiltM
 
 
 def read_hooks(hooks: Sequence[Any], metrics: Mapping[str, Any] | Sequence[str] | None) -> list[MakeHook]:
-    """What makes the hooks, once the model is there. ``hooks``: functions of the context that return a hook;
-    ``metrics``: functions of an ``Evaluation`` by name, or ``name=reference``. Both may be references. UserError.
-    """
+    """Makes hooks once the model is there. ``hooks``, ``metrics``: functions or references. UserError."""
     pairs = metrics.items() if isinstance(metrics, Mapping) else [one.partition("=")[::2] for one in metrics or ()]
     functions = {name: import_reference(one) for name, one in pairs}
     made: list[MakeHook] = [partial(_make, import_reference(hook)) for hook in hooks]

@@ -1,6 +1,4 @@
-"""What the stages of one rank work on. Knows no signals, no log files, no heartbeat and no exit codes: those belong to
-the ``Process`` around the stages, a worker process or a program that imports them.
-"""
+"""What a rank's stages work on. Signals, logs, heartbeats and exit codes belong to the ``Process`` around them."""
 
 from __future__ import annotations
 

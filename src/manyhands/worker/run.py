@@ -161,9 +161,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def measure_memory(device: torch.device, message: str, outside: int) -> MemoryFound | None:
-    """While the tensors of the failed step are still there: what they and the request need, and what this process could
-    have had. ``outside``: bytes that are planned outside of torch's allocator. None where the GPU does not answer.
-    """
+    """Memory needed and available as a step fails, or None. ``outside``: planned outside of torch's allocator."""
     asked = _ASKED.search(message)
     try:
         held, (free, _) = torch.cuda.memory_reserved(device) + outside, torch.cuda.mem_get_info(device)

@@ -118,9 +118,7 @@ class Session(Process):
             self.heartbeat.close()
 
     def report_failure(self, error: BaseException) -> None:
-        """Why this rank ends: for our launcher, which shows the cause. Under another launcher the rank that failed
-        first shows it, before the others learn of it: once they end, that launcher ends this rank too.
-        """
+        """Why this rank ends, for our launcher; under others the first failing rank shows it before the others end."""
         if self.is_reporting:
             return
         self.is_reporting = True

@@ -78,9 +78,7 @@ def find_checkpoint(rank: Rank) -> Path | None:
 
 
 def build_model(rank: Rank, *, resumes: bool = False) -> BuiltModel:
-    """The model on meta, changed by the plan's converters; weights onto their shards; the optimizer. ``resumes``: a
-    checkpoint brings values, so converters leave first values alone.
-    """
+    """Builds the model: meta, converters, weights, optimizer. ``resumes``: a checkpoint brings first values."""
     plan, config, world, report = rank.plan, rank.config, rank.world, rank.process.print
     if config.kernels.deterministic:  # before kernels are chosen: what has none that sums in a fixed order raises
         torch.use_deterministic_algorithms(True)

@@ -41,9 +41,7 @@ LOOK_S = 1.0  # between two looks for the file STOP, which may be on a network's
 def train_model(
     rank: Rank, data: Data, built: BuiltModel, state: TrainState, hooks: Sequence[Hook], measured: dict[str, Any]
 ) -> TrainState:
-    """Runs the loop to its end, or until the run is asked to stop; then the state is saved. A rollback continues from
-    the newest checkpoint. ``measured``: figures for the report go there. Returns the state of the end.
-    """
+    """Runs the loop, rolls back to checkpoints, and saves when stopped. ``measured`` gets figures for the report."""
     while True:
         try:
             _train_on(rank, data, built, state, hooks, measured)

@@ -159,9 +159,7 @@ class SampleOrder:
         return epoch, step - self._first_steps[epoch]
 
     def ends_part(self, step: int, num_parts: int) -> bool:
-        """Whether a step counted from 0 over the whole run is the last of one of ``num_parts`` equal parts of its
-        epoch. Where an epoch has fewer steps, each of them is.
-        """
+        """Whether a step, from 0, ends one of ``num_parts`` equal parts of its epoch (each step, if it has fewer)."""
         epoch, index = self.locate(step)
         if epoch + 1 < len(self._first_steps):  # as ``locate`` has counted them
             num_steps = self._first_steps[epoch + 1] - self._first_steps[epoch]

@@ -1,6 +1,4 @@
-"""Tokenizers of mistral-common: a model folder with ``tekken.json`` and no ``tokenizer.json``, and the chat template of
-the version that the file states. Imports transformers (which imports torch) only when called.
-"""
+"""Tokenizers of mistral-common (``tekken.json``) and their versions' chat templates. Imports torch when called."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Images that rows name by relative paths and that lie in a .zip file, of the hub or of this machine: unpacked once
-into the cache, by one of the processes that need them, for all runs that name the same file.
-"""
+"""Images by relative paths in a .zip file: unpacked into the cache once, for all processes and runs."""
 
 from __future__ import annotations
 

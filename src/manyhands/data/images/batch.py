@@ -127,9 +127,7 @@ class ImageBatcher:
         self._features = None if work.features is None else FeatureFiles(work.features)
 
     def enter(self, documents: Sequence[Sequence[StoredImage]]) -> Arrays:
-        """The entries of all images of all documents. Where features are kept and those of every image are there, they
-        take the place of pixels, which are not prepared; else the images have names to keep their features under.
-        """
+        """Entries of all documents' images: kept features, if complete, in place of pixels; else their names."""
         listed = [[(image, self._alone(images)) for image in images] for images in documents]
         flat = [pair for images in listed for pair in images]
         if self._features is None or not flat:
@@ -256,9 +254,7 @@ class NamedImage:
 
 
 def digest_of_pixels(model_folder: str | Path, bounds: PixelBounds) -> str:
-    """64 hex digits of all that decides what an image's pixels become. Of a model that was trained on, the same: unlike
-    ``processor_digest``, which knows placeholders too.
-    """
+    """64 hex digits of all that decides an image's pixels; placeholders, as in ``processor_digest``, do not."""
     digest = hashlib.sha256(FEATURE_LAYOUT + f"{DECODING} {bounds.shrink_above} {bounds.enlarge_below}".encode())
     update_by_files(digest, Path(model_folder), PROCESSOR_FILES)
     return digest.hexdigest()

@@ -66,9 +66,7 @@ def divide_places(places: np.ndarray, starts: Sequence[int], num_documents: int)
 
 
 def find_rows(is_image: np.ndarray, bounds: np.ndarray) -> Arrays:
-    """The runs of image tokens (positions) within each document, which begin at ``bounds``: by the names of
-    ``ImageRows``. An image is a run of its tokens, cut where a document begins, as in transformers of a document alone.
-    """
+    """Runs of image tokens (positions) in documents that begin at ``bounds``, by the names of ``ImageRows``."""
     flat = is_image.reshape(-1)
     bounds = np.unique(bounds.astype(np.int64))
     begins = np.zeros(len(flat) + 1, dtype=bool)

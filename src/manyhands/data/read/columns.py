@@ -42,9 +42,7 @@ def carries(value: Any) -> bool:
 
 
 class Columns:
-    """The columns of one source. ``fields`` are other names of fields, {ours: the row's}; ``ignore`` names columns to
-    leave out. With ``images`` columns of images are read.
-    """
+    """A source's columns. ``fields``: {ours: the row's}; ``ignore``: left out. ``images``: reads columns of images."""
 
     def __init__(self, fields: Mapping[str, str], ignore: Collection[str] = (), images: bool = False) -> None:
         self._fields, self._ignore, self._images = fields, frozenset(ignore), images

@@ -319,9 +319,7 @@ def _list_fields(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Cells:
-    """A row by our names of its fields. ``names`` are other names, {ours: the row's}; ``reading``: how its messages are
-    read. Each method raises RowRefused with the reason.
-    """
+    """A row by our names. ``names``: {ours: the row's}; ``reading``: of its messages. Methods raise RowRefused."""
 
     row: Row
     names: Mapping[str, str]

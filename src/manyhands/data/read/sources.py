@@ -100,9 +100,7 @@ def list_sources(data: DataSection, sets: Mapping[str, str]) -> list[tuple[Use, 
 
 
 def name_sources(value: str | Sequence[str | Source]) -> list[tuple[str, Source]]:
-    """Sources by their names: a source without one is called by its file, folder or data set; a second of that name
-    gets ``-2``. Two equal names that were given are a UserError.
-    """
+    """Sources by name, by default the file, folder or data set, then ``-2``. UserError for equal given names."""
     sources = [
         Source(path=item) if isinstance(item, str) else item for item in ((value,) if isinstance(value, str) else value)
     ]

@@ -185,9 +185,7 @@ class TokenStore:
         return digest_of([self.meta["files"], self.meta["streams"]])[:16]
 
     def divide_validation(self) -> dict[str, np.ndarray]:
-        """Numbers of the validation samples by set: "" are those of ``data.validation`` or held out, the others
-        those of ``evaluate.data`` by name. A set without samples is left out.
-        """
+        """Validation samples by set: "" of ``data.validation`` or held out, others of ``evaluate.data``; none empty."""
         sets = [source.get("set", "") for source in self.meta["sources"]]
         names = np.array(sets, dtype=object)[self.validation.sources] if self.validation.num_samples else np.array([])
         return {name: np.flatnonzero(names == name) for name in dict.fromkeys(sets) if (names == name).any()}

@@ -196,9 +196,7 @@ def cut_prompts(sample: Sample, documents: Sequence[Sample]) -> list[Sample]:
 
 
 def exchange_answer(sample: Sample, other: Sample, max_tokens: int) -> dict[str, np.ndarray]:
-    """The prompt of ``sample``, the tokens before its first loss token, with what follows that of ``other``; the end is
-    cut off at ``max_tokens``. Samples of one document.
-    """
+    """``sample``'s prompt (before its first loss token) with ``other``'s answer, cut at ``max_tokens``."""
     starts = [int(each[MASK.name].argmax()) for each in (sample, other)]
     tokens, mask = (
         np.concatenate([sample[name][: starts[0]], other[name][starts[1] :]])[:max_tokens]

@@ -290,9 +290,7 @@ def _describe(
 def _list_notes(
     max_length: int, sources: Sequence[Mapping[str, Any]], totals: Mapping[str, int], num_train: int
 ) -> Iterator[str]:
-    """What a user should know of the samples: columns without a part in the run, what was cut or left out by which key,
-    and the ``num_train`` sources of training where there are several, or weights.
-    """
+    """Notes for the user: unread columns, what was cut or left out by which key, and ``num_train`` sources."""
     for source in sources:
         for what, names in (("not read", source["unread"]), ("left out by data.ignore", source["left_out"])):
             if names:

@@ -1,6 +1,4 @@
-"""A tokenizer for plans of a model of which only config.json is at hand: a token for every four characters, about what
-trained tokenizers reach on English. The lengths are estimates; nothing is trained on its ids.
-"""
+"""A tokenizer for plans without one: a token every four characters, about what trained ones reach on English."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the samples of a store add up to: all that a plan needs to know of them; and what became of the rows of one part
-(counts, notes and faults, which travel between processes as JSON). Knows no model and no plan.
-"""
+"""What a plan needs to know of a store's samples, and what became of a part's rows. Knows no model or plan."""
 
 from __future__ import annotations
 

@@ -134,9 +134,7 @@ def _map_full(t: Translator) -> None:
 
 
 def _as_expression(pattern: str) -> str:
-    """Axolotl's pattern of weights as a regular expression for the full name: it matches a name's beginning, and a dot
-    is a dot, but for one before a plus.
-    """
+    """Axolotl's pattern of weights as a regular expression of full names: a beginning; dots are dots, but before +."""
     literal = re.sub(r"\.(?!\+)", r"\\.", pattern)
     return f"(?:{literal}).*"
 

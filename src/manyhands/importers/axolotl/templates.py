@@ -177,9 +177,7 @@ def _check_ends(t: Translator, chats: list[str]) -> None:
 def _make_prompt(
     with_input: str, without_input: str, system: str, default: str, default_without: str, answer: str = ""
 ) -> str:
-    """Jinja text that writes rows as Axolotl does. ``default``: the system prompt of rows with an input that bring
-    none, ``default_without``: of those without an input, ``answer``: precedes each answer.
-    """
+    """Jinja text as Axolotl writes rows. ``default``, ``default_without``: system prompts with and without input."""
     fields = ("instruction", "input", "system")
     pieces = {"write_with_input": with_input, "write_without_input": without_input, "write_system": system}
     return fill_template(

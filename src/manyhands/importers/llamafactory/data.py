@@ -54,9 +54,7 @@ class _Refused(Exception):
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A dataset_info.json: its entries, the lines of its keys, and the folder as the run file spells it, or the data
-    set on the hub that has it (``repo``).
-    """
+    """A dataset_info.json: entries, lines of keys, and its folder as spelt, or its data set on the hub (``repo``)."""
 
     entries: Mapping[str, Any]
     where: str

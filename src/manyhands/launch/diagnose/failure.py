@@ -125,9 +125,7 @@ def describe_failure(error: BaseException, stage: str, rank: int, log: Path | No
 def describe_lost(
     folder: RunFolder, rank: int, stage: str, error: BaseException | None, silent: Collection[int] = ()
 ) -> str:
-    """One line for a launch without a written cause: the ranks whose processes are gone, else the loss of this rank,
-    and what that says of machines. ``silent``: ranks of other machines that are not heard any more.
-    """
+    """A line for a launch without a written cause: missing ranks, else this rank, and what that says of machines."""
     gone = [
         f"rank {other} ended without an error message in {beat}; log: {folder.log(other)}"
         for other, beat in _gone(folder).items()
@@ -140,9 +138,7 @@ def describe_lost(
 
 
 def _explain_machines(folder: RunFolder, rank: int, silent: Collection[int]) -> str:
-    """Which machine is probably cut off, or gone, where ranks have lost each other: as far as heartbeats on the shared
-    disk tell it. "" where all are on one machine.
-    """
+    """Which machine is probably cut off, by heartbeats on the shared disk; "" where all are on one."""
     beats, failed = read_beats(folder), folder.read_failures()
     machines: dict[str, list[int]] = {}
     for other, beat in beats.items():

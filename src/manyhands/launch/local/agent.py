@@ -40,9 +40,7 @@ def open_store(host: str | None, port: int = 0) -> Any:
 
 
 def agent_config(endpoint: str, *, node: int, num_nodes: int, num_local: int, run_id: str, timeout_s: float) -> Any:
-    """``LaunchConfig`` of this node's agent, whose store is at ``endpoint``. The rendezvous is static: the only one
-    whose nodes keep their numbers, and that opens no store besides.
-    """
+    """``LaunchConfig`` with the static rendezvous at ``endpoint``: nodes keep their numbers, no other store opens."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 

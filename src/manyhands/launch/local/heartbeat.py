@@ -108,9 +108,7 @@ class Heartbeat:
         threading.Thread(target=self._tick, name="heartbeat", daemon=True).start()
 
     def beat(self, stage: str, step: int | None = None) -> None:
-        """Records progress. A new stage is written at once, steps ``FRESH_S`` apart too, the rest with the next
-        tick: of a rank that is killed it is known what it had done.
-        """
+        """Records progress: new stages at once, steps ``FRESH_S`` apart, the rest with the next tick."""
         before, _, last, num_stages = self._now
         now = time.monotonic()
         self._now = (stage, step, now, num_stages + (stage != before))
@@ -187,9 +185,7 @@ def read_beats(folder: RunFolder) -> dict[int, Beat]:
 
 
 def lives(folder: RunFolder, beat: Beat) -> bool:
-    """Whether the rank's process is there, as far as this machine can tell. Of another machine's, or of one from before
-    this machine was restarted, that is until its record is ``SILENT_S`` old: disks may show a change late.
-    """
+    """Whether the rank lives; on another machine, or before a reboot, until its record is ``SILENT_S`` old."""
     if beat.host == this_host():
         return not beat.is_gone
     with contextlib.suppress(OSError):
@@ -198,9 +194,7 @@ def lives(folder: RunFolder, beat: Beat) -> bool:
 
 
 def was_killed(folder: RunFolder, status: Mapping[str, Any], beats: Mapping[int, Beat]) -> bool:
-    """Whether the status says ``running`` though no rank and no launcher is alive. Between two attempts only the
-    launcher is; one on another machine cannot be seen, so there its ranks decide.
-    """
+    """Whether the status is ``running`` though neither rank nor launcher lives (elsewhere: ranks alone)."""
     at_work = [beat for beat in beats.values() if not beat.done]
     if status.get("state") != "running" or any(lives(folder, beat) for beat in at_work):
         return False

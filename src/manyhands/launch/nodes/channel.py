@@ -103,9 +103,7 @@ class Channel:
     # Coming together.
 
     def listen(self, address: Address) -> int:
-        """On node 0; returns the port, a free one for port 0. UserError where it is in use, the name cannot be
-        resolved, or another machine is node 0.
-        """
+        """On node 0; returns the port (0: a free one). UserError: in use, unresolved, or another machine is node 0."""
         self._listener = open_listener(address, self.num_nodes + 8)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)

@@ -1,6 +1,4 @@
-"""The nodes of a run: what each says of itself before anything is planned, what must be the same on all, what they are
-together. Knows no torch and no sockets.
-"""
+"""What each node says of itself before planning, what must be equal, what they are together. No torch, no sockets."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ def open_channel(
 
 
 class LauncherGroup:
-    """This node among all of them, for the time of a run. ``environment``: variables for its workers; ``asked``:
-    ``parallel.gpus``; ``least``: ``launch.min_gpus``.
-    """
+    """This node among all for a run. ``environment``: of workers. ``asked``, ``least``: parallel.gpus, min_gpus."""
 
     def __init__(
         self,
@@ -224,9 +222,7 @@ class LauncherGroup:
             error.fix = fix
 
     def _expect_end(self, watch: Watch, cause: FoundCause, ended: threading.Event) -> None:
-        """Another node has failed: so does this one, by the watch, or hard where its agent is stuck in torch's store,
-        which the failed node does not come to any more.
-        """
+        """Another node has failed: this one ends by the watch, or hard where its agent is stuck in torch's store."""
         self._reported_causes.append(cause)
         watch.expect_end()
 

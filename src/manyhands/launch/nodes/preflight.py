@@ -143,9 +143,7 @@ def find_model(channel: Channel, config: RunConfig, report: Report) -> Path:
 
 
 def find_same_adapter(channel: Channel, config: RunConfig, report: Report) -> AdapterFacts | None:
-    """The adapter whose training the run continues, if any. UserError where its files differ between nodes: each rank
-    reads its own part of them, or all of them, here.
-    """
+    """The adapter that the run continues, if any. UserError where its files differ between nodes."""
     adapter = find_adapter(config, report)
     if adapter is None:
         return None
@@ -209,9 +207,7 @@ def find_places(channel: Channel, config: RunConfig, report: Report) -> tuple[Pr
 
 
 def read_link(channel: Channel, addresses: Sequence[str | None], root: Path = Path("/")) -> Figure | None:
-    """GB/s from one node to another, of the slowest, as drivers state it: all active InfiniBand and RoCE ports of a
-    machine together, else the network card that has its address. None where one does not state it.
-    """
+    """GB/s of the slowest node as drivers state: all InfiniBand and RoCE ports, else its network card; or None."""
     speed = 0.0
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         with contextlib.suppress(OSError):

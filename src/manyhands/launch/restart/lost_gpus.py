@@ -241,9 +241,7 @@ class Lost:
 def find_lost(
     gpus: LaunchGpus, error: UserError, config: RunConfig, step: int | None, xids: Sequence[Xid] = ()
 ) -> Lost | None:
-    """What the fault ``error`` has left of a launch; None where all is left. UserError where that is too little.
-    ``xids``: what the driver has reported during it.
-    """
+    """What a fault leaves of a launch; None: all. UserError: too little. ``xids``: the driver's reports."""
     fresh_s = config.parallel.timeout_s + FRESH_S
     why = gpus.find_lost(error, step, xids, fresh_s)
     if not why:

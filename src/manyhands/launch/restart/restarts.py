@@ -67,9 +67,7 @@ class Restart:
 
 @dataclass
 class Restarts:
-    """Those of one ``manyhands train``. ``limit`` bounds how many there are in a row without a newer checkpoint, so
-    that a run of weeks survives any number of faults and one that gets nowhere ends.
-    """
+    """Restarts of one `manyhands train`: at most ``limit`` in a row without a newer checkpoint."""
 
     folder: RunFolder
     limit: int
@@ -206,9 +204,7 @@ def fix_for_lost_node(
 def commands_without_lost(
     place: Place, infos: Mapping[int, Mapping[str, Any]], left: Sequence[int], asked: Any, least: int | None = None
 ) -> list[str]:
-    """What starts the run again on the nodes ``left``, a line for each; from a step of SLURM one for all. ``asked``:
-    ``parallel.gpus``; ``least``: ``launch.min_gpus``; ``infos``: what each node has said of itself.
-    """
+    """Commands that restart the run on nodes ``left``. ``asked``, ``least``: parallel.gpus, launch.min_gpus."""
     words, names = list(place.words), {node: str(info["host"]) for node, info in infos.items()}
     if asked != "auto":
         words = _without(words, _OF_THE_NUMBER)

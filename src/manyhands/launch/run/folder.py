@@ -277,9 +277,7 @@ class RunFolder:
         )
 
     def write_status(self, state: State, **fields: Any) -> None:
-        """Replaces status.json, on a full disk too; ``fields`` (step, reason, ...) stand beside the state, and the
-        number of automatic restarts where there were any.
-        """
+        """Replaces status.json, on a full disk too; keeps ``fields`` (step, reason) and the number of restarts."""
         num_restarts = len(read_rows(self.restarts))
         restarts = {"restarts": num_restarts} if num_restarts else {}
         write_json_on_full_disk(self.status_json, {"state": state, "time": time.time(), **restarts, **fields})
@@ -437,9 +435,7 @@ def _explain_invalid(error: Exception) -> str:
 
 
 def describe_earlier_result(folder: Path) -> str:
-    """For a run's folder, or the model/ or adapter/ in it: a line where the run was made longer and has not finished
-    since, so that they are of its earlier end. Empty otherwise.
-    """
+    """A line where a run's (or its model/'s, adapter/'s) longer continuation has not finished; else ""."""
     run = next((RunFolder(place) for place in (folder, folder.parent) if (place / "run.json").is_file()), None)
     reports = sorted(run.plans.glob("*.report.json")) if run is not None else []
     if run is None or not reports or run.is_finished:

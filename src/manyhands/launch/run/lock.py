@@ -50,9 +50,7 @@ class FolderLock:
         os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
     def start_heartbeat(self) -> None:
-        """Touch the file every ``TOUCH_S`` until ``release``, so that other machines can tell that this process is
-        alive even if their file systems do not share its lock.
-        """
+        """Touches the file every ``TOUCH_S`` until ``release``: other machines may not share its lock."""
         if not self._beats:
             self._beats = True
             threading.Thread(target=self._touch, name="lock", daemon=True).start()

@@ -268,9 +268,7 @@ def _plan_launch(
     group: NodeGroup | None = None,
     num_left: int | None = None,
 ) -> Plan:
-    """``must_shrink``: refuse where the last launch ran out of memory with the smallest plan; else that one is tried
-    again. ``num_left``: plan for so many of the GPUs that the last launch had.
-    """
+    """``must_shrink``: refuse after an OOM of the smallest plan, else try it again. ``num_left``: GPUs to plan for."""
     from manyhands.planner.oom import NothingSmaller
     from manyhands.planner.search import plan
     from manyhands.planner.steps import explain_longer

@@ -317,9 +317,7 @@ def differing_keys(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def fresh_name(config: RunConfig, is_taken: Callable[[RunConfig], bool] = lambda config: False) -> RunConfig:
-    """The config under the first free name: NAME, NAME-2, NAME-3, ... so that ``name=NAME-2`` finds the new run
-    again. ``is_taken``: in another place than the folder of runs.
-    """
+    """The config under the first free name NAME, NAME-2, ...; ``is_taken``: elsewhere than in the runs' folder."""
     for number in itertools.count(1):
         name = config.name if number == 1 else f"{config.name}-{number}"
         candidate = config.model_copy(update={"name": name})
