@@ -14,11 +14,11 @@ from manyhands.api.sources import write_rows
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.files import read_json, read_rows
+from manyhands.core.files import read_rows
 from manyhands.core.text import report_aside
 from manyhands.importers.load import LoadedRun
 from manyhands.importers.translation import ImportContext, Translation
-from manyhands.launch.environment import accelerate_settings, apply_variables, detect_launcher
+from manyhands.launch.environment import accelerate_settings, detect_launcher
 from manyhands.launch.run.file import load_for_start
 from manyhands.launch.run.folder import RunFolder
 
@@ -44,19 +44,13 @@ def plan(
     64}``. ``gpus``: a number, or GPUs that need not be here (``"8xH200"``, ``"2x4xH100-80GB"``). ``train_data``,
     ``validation_data``: rows in memory in place of files (see ``train``). Raises ``UserError``.
     """
-    from manyhands.launch.run.prepare import gather_facts
-    from manyhands.launch.run.rehearsal import refuse_unmatched
-    from manyhands.planner.search import plan as make_plan
+    from manyhands.launch.run.prepare import plan_here
 
     number, host = _read_gpus(gpus)
     loaded = open_run(run, overrides, gpus=number, train_data=train_data, validation_data=validation_data)
     launcher = detect_launcher()
     launched = None if launcher.kind == "none" or host is not None else launcher.world_size
-    config = loaded.config if host is not None else apply_variables(loaded.config)[0]
-    facts = gather_facts(config, world_size=launched, identify=False, only_plans=True, host=host, report=report_aside)
-    made = make_plan(config, facts)
-    refuse_unmatched(config, made, facts.model)
-    return made
+    return plan_here(loaded.config, world_size=launched, host=host, report=report_aside)
 
 
 def train(
@@ -253,17 +247,7 @@ class TrainedRun:
     @cached_property
     def report(self) -> dict[str, Any]:
         """report.json of a finished run."""
-        found, where = read_json(self._files.report_json), str(self._files.report_json)
-        if isinstance(found, dict):
-            return found
-        if self._files.report_json.exists():
-            raise UserError("the run's report is damaged", where=where, why="it is no JSON object", fix="restore it")
-        raise UserError(
-            "the run has no report",
-            where=where,
-            why=f"its state is: {self.state}",
-            fix="let it finish, which writes one",
-        )
+        return self._files.read_report()
 
     @property
     def outputs(self) -> dict[str, Path]:

@@ -161,7 +161,9 @@ def _write(command: str, name: str, value: str, known: Sequence[str], others: Ma
     key = path if path in table() else nearest(path)
     if key in table() and key.rpartition(".")[2] == path.rpartition(".")[2]:
         return f"write {key}={value if _may_be(key, value) else '...'}: {table()[key].sentence}"
-    told = hint(path, _parse(value))
+    from manyhands.config.read import parse_or_text
+
+    told = hint(path, parse_or_text(value) if value else True)
     if told.startswith((";", ": did you mean")):
         if name in others:
             return f"it is an option of another command: {others[name]}"
@@ -208,12 +210,3 @@ def _may_be(key: str, value: str) -> bool:
 
 def _by_name(options: Sequence[str]) -> dict[str, str]:
     return {option.lstrip("-").replace("-", "_"): option for option in options if option.startswith("--")}
-
-
-def _parse(value: str) -> Any:
-    from manyhands.config.read import parse_yaml_value
-
-    try:
-        return parse_yaml_value(value) if value else True
-    except ValueError:
-        return value

@@ -207,31 +207,21 @@ def plan(
     loaded = load_run(
         run, overrides, short=short, gpus=gpus, examples=examples, accelerate=accelerate, deepspeed=deepspeed
     )
-    config = loaded.config
 
     from manyhands.importers.report import summarize
-    from manyhands.launch.environment import apply_variables
-    from manyhands.launch.run.prepare import gather_facts
+    from manyhands.launch.run.prepare import facts_here
     from manyhands.launch.run.rehearsal import refuse_unmatched
     from manyhands.planner.search import plan as make_plan
+    from manyhands.planner.search import plan_longest
     from manyhands.planner.text import describe_cost, describe_longest, explain_plan
 
     for line in (line for one in loaded.translations for line in summarize(one)):
         report_aside(line)
-    host = host_to_plan(config, gpus)
-    if host is None:  # as a start on this machine would
-        config, notes = apply_variables(config)
-        for note in notes:
-            report_aside(f"note: {note}")
-    facts = gather_facts(config, identify=False, only_plans=True, host=host, report=report_aside)
-    if longest:
-        from manyhands.planner.search import plan_longest
-
-        found = plan_longest(config, facts)
-        made = found.plan
+    config, facts = facts_here(loaded.config, host=host_to_plan(loaded.config, gpus), report=report_aside)
+    found = plan_longest(config, facts) if longest else None
+    made = make_plan(config, facts) if found is None else found.plan
+    if found is not None:
         report_aside(describe_longest(found, facts)) if as_json else print(describe_longest(found, facts) + "\n")
-    else:
-        made = make_plan(config, facts)
     refuse_unmatched(config, made, facts.model)
     print(made.model_dump_json(indent=2)) if as_json else open_console(wrap=False).print(explain_plan(made))
     if price is not None:
@@ -243,20 +233,11 @@ def _compare(folder: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from manyhands.core.files import read_json
     from manyhands.launch.run.folder import RunFolder
     from manyhands.planner.text import compare
 
     place = RunFolder(folder)
-    report = read_json(place.report_json)
-    if not isinstance(report, dict):
-        damaged = place.report_json.exists()
-        raise UserError(
-            "the run's report is damaged" if damaged else "there is no report to compare the plan with",
-            where=str(place.report_json),
-            why="it is no JSON object" if damaged else "a run writes it when it has finished",
-            fix="restore the file" if damaged else "name the folder of a finished run, such as runs/NAME",
-        )
+    report = place.read_report()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("", "planned", "measured", "error"):
         table.add_column(title, justify="right" if title else "left")

@@ -268,20 +268,13 @@ def on_one_gpu(config: RunConfig) -> RunConfig:
 
 
 def plan_trial(config: RunConfig, name: str) -> Plan:
-    from manyhands.launch.environment import apply_variables
-    from manyhands.launch.run.prepare import gather_facts
-    from manyhands.launch.run.rehearsal import refuse_unmatched
-    from manyhands.planner.search import plan
+    from manyhands.launch.run.prepare import plan_here
 
     try:
-        config, _ = apply_variables(config)
-        facts = gather_facts(config, identify=False, only_plans=True, report=lambda line: None)
-        made = plan(config, facts)
-        refuse_unmatched(config, made, facts.model)
+        return plan_here(config, report=lambda line: None)
     except UserError as error:
         error.where = f"{name}: {error.where}" if error.where else name
         raise
-    return made
 
 
 def is_finished(folder: Path, trial: Trial) -> bool:

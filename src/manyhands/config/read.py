@@ -152,6 +152,14 @@ def dump_yaml(value: Any, **style: Any) -> str:
     return str(yaml.dump(value, Dumper=RunFileDumper, **({"allow_unicode": True} | style)))
 
 
+def parse_or_text(text: str) -> Any:
+    """The value as ``parse_yaml_value`` reads it, else the text itself."""
+    try:
+        return parse_yaml_value(text)
+    except ValueError:
+        return text
+
+
 def parse_yaml_value(text: str) -> Any:
     """One value in the file's syntax (``1e-4``, ``[q_proj, v_proj]``, ``true``). Raises ``ValueError``."""
     try:

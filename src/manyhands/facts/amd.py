@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import UserError
+from manyhands.core.machine import read_line
 from manyhands.facts.gpu_kinds import MIB, kind_of
 from manyhands.facts.types import GpuFacts
 from manyhands.facts.visible import select_amd
@@ -131,8 +132,8 @@ def find_amd_nodes(root: Path) -> list[str]:
     nodes = []
     for path in sorted((root / "dev/dri").glob("renderD*")):
         device = root / "sys/class/drm" / path.name / "device"
-        memory = _read(device / "mem_info_vram_total")
-        if _read(device / "vendor") == "0x1002" and not (memory.isdecimal() and int(memory) < MIN_DISCRETE_BYTES):
+        memory = read_line(device / "mem_info_vram_total")
+        if read_line(device / "vendor") == "0x1002" and not (memory.isdecimal() and int(memory) < MIN_DISCRETE_BYTES):
             nodes.append(f"/dev/dri/{path.name}")
     return nodes
 
@@ -196,10 +197,3 @@ def _mib(value: Any) -> int:
         factor = 1024 if str(value.get("unit", "MB")).upper().startswith("G") else 1
         return factor * _mib(value.get("value", "N/A"))
     return int(value) if isinstance(value, int | float) or str(value).isdecimal() else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

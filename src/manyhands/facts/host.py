@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from manyhands.core.files import count_bytes, nearest_folder
 from manyhands.core.limits import FEATURES_FOLDER
-from manyhands.core.machine import count_cores, memory_bytes
+from manyhands.core.machine import count_cores, memory_bytes, read_line
 from manyhands.facts.amd import AmdSearch, find_amd_gpus, find_amd_nodes
 from manyhands.facts.gpu_kinds import kind_of_all, read_calibration
 from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
@@ -92,7 +92,7 @@ def find_nvidia_nodes(root: Path) -> list[str]:
         return [f"/dev/{name}" for name in nodes]
     renders = sorted((root / "dev/dri").glob("renderD*"))
     vendors = {path.name: root / "sys/class/drm" / path.name / "device/vendor" for path in renders}
-    return [f"/dev/dri/{name}" for name, file in vendors.items() if _read(file) == "0x10de"]
+    return [f"/dev/dri/{name}" for name, file in vendors.items() if read_line(file) == "0x10de"]
 
 
 def torch_build() -> Literal["nvidia", "amd", "cpu"] | None:
@@ -100,7 +100,7 @@ def torch_build() -> Literal["nvidia", "amd", "cpu"] | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    text = _read(Path(spec.origin).parent / "version.py")
+    text = read_line(Path(spec.origin).parent / "version.py")
     set_of = {name: re.search(rf"^{name}\b.*= *['\"]", text, re.MULTILINE) for name in ("hip", "cuda")}
     return "amd" if set_of["hip"] else "nvidia" if set_of["cuda"] else "cpu"
 
@@ -127,13 +127,6 @@ def _explain_amd(nodes: list[str], search: AmdSearch, environ: Mapping[str, str]
 def _list_nodes(vendor: str, nodes: list[str]) -> str:
     names = nodes[0] if len(nodes) == 1 else f"{nodes[0]} to {nodes[-1]}"
     return f"{len(nodes)} {vendor} GPU{'s' * (len(nodes) != 1)} ({names})"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def free_disk_bytes(folder: Path, *replaceable: str) -> int | None:

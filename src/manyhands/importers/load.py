@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from manyhands.config.checks import check
 from manyhands.config.keys import Key, sections, table, wrong_value
-from manyhands.config.read import NO_TEXT, ParsedFile, parse_yaml_value, read_run_file
+from manyhands.config.read import NO_TEXT, ParsedFile, parse_or_text, read_run_file
 from manyhands.config.schema import RunConfig
 from manyhands.config.sources import drop_wrong_sources, list_paths, list_sources, open_source
 from manyhands.config.text import at_line, show
@@ -212,8 +212,8 @@ def _override_inside(mapping: dict[str, Any], path: str, text: str, origins: dic
         if target is None:
             return []
     else:
-        return [f"command line: {_unknown(path, _parse(text))}"]
-    target[leaf] = _parse(text)
+        return [f"command line: {_unknown(path, parse_or_text(text))}"]
+    target[leaf] = parse_or_text(text)
     origins[path] = "command line"
     return []
 
@@ -230,17 +230,10 @@ def _open_section(mapping: dict[str, Any], *names: str) -> dict[str, Any] | None
 
 
 def _read_value(text: str, key: Key) -> Any:
-    value = _parse(text)
+    value = parse_or_text(text)
     if key.keeps(value):
         return value
     return value if isinstance(value, str) and text.lstrip()[:1] in "'\"" else text
-
-
-def _parse(text: str) -> Any:
-    try:
-        return parse_yaml_value(text)
-    except ValueError:
-        return text
 
 
 def resolve_paths(mapping: dict[str, Any], folder: Path) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from manyhands.config.sources import IMAGES
 from manyhands.config.tasks import PAIRS
+from manyhands.core.units import count_of
 from manyhands.data.read.columns import carries
 from manyhands.data.read.messages import IMAGE_KEYS, Message, Reading, RowRefused, parse_json
 
@@ -140,9 +141,9 @@ def place_images(
         placed = _put_first(placed, len(given))
         empty = len(given)
     if empty != len(given):
-        has = f"{_count(len(given), 'image')} in the row's column" if given else "the row has no images"
+        has = f"{count_of(len(given), 'image')} in the row's column" if given else "the row has no images"
         raise RowRefused(
-            f"{has}, and {_count(empty, 'place')} for them ({MARK} in a text, or a part of type image without one)"
+            f"{has}, and {count_of(empty, 'place')} for them ({MARK} in a text, or a part of type image without one)"
         )
     rest = iter(given)
     images: list[ImageRef] = []
@@ -215,7 +216,3 @@ def _put_first(messages: list[Message], count: int) -> list[Message]:
             filled = {**message, "content": [*({"type": "image"} for _ in range(count)), *text]}
             return [*messages[:number], filled, *messages[number + 1 :]]
     raise RowRefused("the row has images, and no user message that they could stand in")
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"

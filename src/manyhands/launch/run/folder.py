@@ -205,6 +205,19 @@ class RunFolder:
         write_json(self.plan_json, {"newest": f"plans/{path.name}"})
         return path
 
+    def read_report(self) -> dict[str, Any]:
+        """report.json of a finished run. UserError where there is none."""
+        report = read_json(self.report_json)
+        if isinstance(report, dict):
+            return report
+        damaged = self.report_json.exists()
+        raise UserError(
+            "the run's report is damaged" if damaged else "the run has no report",
+            where=str(self.report_json),
+            why="it is no JSON object" if damaged else "a run writes it when it has finished",
+            fix="restore the file" if damaged else "let it finish, or name a finished run, such as runs/NAME",
+        )
+
     def read_plan(self) -> Plan:
         """The newest plan by number: plan.json is for people. UserError where none can be read."""
         number = self.newest_plan_number()

@@ -311,6 +311,31 @@ def _plan_launch(
     return after if asked is config else after.model_copy(update={"config_digest": config.digest})
 
 
+def plan_here(
+    config: RunConfig, *, world_size: int | None = None, host: HostFacts | None = None, report: Callable[[str], Any]
+) -> Plan:
+    """The plan that a start on this machine, or on ``host``, would make. Writes nothing. Raises UserError."""
+    from manyhands.planner.search import plan
+
+    config, facts = facts_here(config, world_size=world_size, host=host, report=report)
+    made = plan(config, facts)
+    refuse_unmatched(config, made, facts.model)
+    return made
+
+
+def facts_here(
+    config: RunConfig, *, world_size: int | None = None, host: HostFacts | None = None, report: Callable[[str], Any]
+) -> tuple[RunConfig, Facts]:
+    """What ``plan_here`` plans: the run with this machine's variables, and its facts."""
+    if host is None:
+        config, notes = apply_variables(config)
+        for note in notes:
+            report(f"note: {note}")
+    return config, gather_facts(
+        config, world_size=world_size, identify=False, only_plans=True, host=host, report=report
+    )
+
+
 def gather_facts(
     config: RunConfig,
     *,
