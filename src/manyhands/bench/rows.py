@@ -1,7 +1,4 @@
-"""The rows of the speed table: what is measured, how a case runs in processes of its own, and where results are kept.
-
-A case that hangs costs only itself. Results are JSON, one a line, appended as they come. No torch.
-"""
+"""Rows of the speed table: what is measured, and how cases run in processes of their own. JSON lines. No torch."""
 
 from __future__ import annotations
 

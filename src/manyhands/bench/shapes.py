@@ -35,10 +35,7 @@ def write_model_folder(folder: Path, shape: str, num_layers: int | None = None) 
 
 
 def write_rows(file: Path, lengths: list[int], seed: int = 1) -> None:
-    """Rows of random ids with exactly these numbers of tokens, the closing <eos> included.
-
-    Ids, not words: of some model types transformers takes a tokenizer class of its own, whatever the folder's.
-    """
+    """Rows of random ids (some model types bring their own tokenizer class) of exactly these lengths, with <eos>."""
     import random
 
     choose = random.Random(seed)

@@ -171,10 +171,7 @@ def all_keys() -> list[str]:
 
 
 def explain(key: str) -> str:
-    """Description, allowed values and default of a key, or of every key of a section.
-
-    Raises ``KeyError`` for another name.
-    """
+    """Description, allowed values and default of a key, or of every key of a section. Raises ``KeyError``."""
     if key in sections():
         inner = [name for name in table() if name.startswith(key + ".")]
         return "\n\n".join([f"{key}: {sections()[key].__doc__}", *(explain(name) for name in inner)])
@@ -216,10 +213,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def commented_yaml(values: Mapping[str, Any]) -> str:
-    """A run file with every key: those in ``values`` (dotted paths) set, the others commented out at their defaults.
-
-    Raises ``KeyError`` for a path that the schema does not know.
-    """
+    """A run file with every key: ``values`` (dotted paths) set, others commented out. Raises ``KeyError``."""
     unknown = set(values) - set(table())
     if unknown:
         raise KeyError(", ".join(sorted(unknown)))

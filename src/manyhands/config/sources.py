@@ -199,10 +199,7 @@ def _check_split(place: str, source: Source) -> Iterator[str]:
 
 
 def check_formats(config: RunConfig) -> Iterator[str]:
-    """Formats that do not fit the task, fields that the format does not have, columns that are both read and ignored.
-
-    Each finding comes once, however many sources it applies to.
-    """
+    """Formats of another task, missing fields, columns both read and ignored; each finding once for all sources."""
     found = [
         finding for rules in list_sources(config) for check in FORMAT_CHECKS for finding in check(config.task, rules)
     ]

@@ -1,7 +1,4 @@
-"""Collective calls with error exchange: if the work fails on one rank, every rank raises that error.
-
-Works the same in one process without a process group.
-"""
+"""Collective calls with error exchange: what fails on one rank is raised on all. Also without a process group."""
 
 from __future__ import annotations
 
@@ -79,10 +76,7 @@ def user_errors_on_all_ranks() -> Iterator[None]:
 
 
 def run_on_rank_0(work: Callable[[], T]) -> T | None:
-    """Calls ``work`` on rank 0 alone while the others wait; its result on rank 0, None elsewhere. Collective.
-
-    The others wait for as long as the work advances (``progress.py``), also longer than the process group's timeout.
-    """
+    """Calls ``work`` on rank 0, for as long as it advances (``progress.py``); None on the others. Collective."""
     rank, world_size = this_rank()
     mine: list[T] = []
     outcome: Callable[[], T] = work

@@ -83,10 +83,7 @@ class UserError(Exception):
 
 
 def explain_foreign(error: BaseException) -> UserError | None:
-    """What a library raises for something that the user can change, as a UserError; None for anything else.
-
-    A panic of a Rust library (tokenizers) is no Exception: pyo3 derives it from BaseException.
-    """
+    """A library's error that the user can change as a UserError, else None. A panic of Rust is a BaseException."""
     if type(error).__module__ == "pyo3_runtime":
         return UserError(
             "a library gave up on a text",

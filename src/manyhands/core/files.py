@@ -325,10 +325,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def hash_files(paths: Sequence[Path], progress: Progress = lambda num_bytes: None) -> dict[Path, str]:
-    """SHA-256 of each file in hex, as ``sha256sum`` prints it. ``progress`` is called with the bytes hashed so far.
-
-    Raises OSError.
-    """
+    """SHA-256 of each file in hex, as ``sha256sum``. ``progress`` gets the bytes hashed so far. Raises OSError."""
     digests = _hash_stretches([(path, 0, None) for path in paths], progress)
     return {path: digest.hex() for path, digest in zip(paths, digests, strict=True)}
 

@@ -1,4 +1,1 @@
-"""From files to batches: sources, formats, rendering, the token store, order, packs, collation.
-
-Torch-free up to ``batches``, so that the process that plans can use it. Knows no model.
-"""
+"""From files to batches: sources, formats, rendering, token store, order, packs. Torch-free up to ``batches``."""

@@ -58,10 +58,7 @@ SPECIAL_TOKENS = {
 
 
 def write_model(folder: Path, report: Callable[[str], Any] = print) -> None:
-    """Writes the model into ``folder`` (270 MB, bfloat16), completely or not at all; does nothing if it is there.
-
-    Raises UserError where the package ``gguf`` is missing or the download fails.
-    """
+    """Writes the model (270 MB, bfloat16) into ``folder``, whole or not at all. UserError without gguf or network."""
     if (folder / "model.safetensors").exists():
         return
     if importlib.util.find_spec("gguf") is None:

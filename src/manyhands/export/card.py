@@ -199,10 +199,7 @@ def changes_tokenizer(asked: ModelSection) -> bool:
 
 
 def name_on_hub(name: str, model_folder: str) -> str | None:
-    """OWNER/NAME of a model of the hub, if ``name`` is that or a folder of the hub's cache; None for other folders.
-
-    ``model_folder`` is where the plan found it: a relative path is meant from where the run was started.
-    """
+    """OWNER/NAME of a hub model or of a folder of the hub's cache, else None. ``model_folder``: from the plan."""
     cached = CACHED.search(str(Path(model_folder).resolve()))
     if cached and HUB_NAME.fullmatch(named := f"{cached[1]}/{cached[2]}"):
         return named

@@ -32,10 +32,7 @@ MORE_TOKENIZER_FILES = (
 
 
 def begin_folder(folder: Path, *, replace: bool) -> Path:
-    """An empty folder beside ``folder`` to write into; ``commit_folder`` puts it in its place.
-
-    UserError if ``folder`` holds anything and the caller does not own it (``replace``).
-    """
+    """An empty folder beside ``folder``, which ``commit_folder`` replaces. UserError if that holds anything."""
     refuse_foreign(folder, replace=replace)
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)

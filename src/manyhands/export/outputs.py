@@ -46,10 +46,7 @@ def write_output(
     card: Callable[..., str],
     replace: bool = False,
 ) -> None:
-    """Write ``folder`` with the hashes that verification compares with. Every rank calls this.
-
-    Nothing can be trained after ``model``: its weights are rounded in place to what was written.
-    """
+    """Writes ``folder`` with hashes for verification; rounds ``model`` in place for good. Collective."""
     dtype, source = choose_output_dtype(output, plan, config), Path(plan.model_folder)
     options: dict[str, Any] = {"asked": config.model, "reference_path": reference_path, "card": card}
     if output == "adapter":

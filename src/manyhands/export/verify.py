@@ -51,10 +51,7 @@ class Verification:
 def verify(
     folder: Path, reference: Reference, *, base: Path | None = None, probe_path: Path | None = None
 ) -> Verification:
-    """Compares ``folder`` with ``reference``; never raises for a finding.
-
-    ``base``: folder of an adapter's base model. ``probe_path``: input and logits saved by ``save_probe``.
-    """
+    """Findings of ``folder`` against ``reference``. ``base``: an adapter's. ``probe_path``: of ``save_probe``."""
     found = Verification(findings=compare_files(folder, reference))
     found.notes.append(f"{count_of(len(reference.tensors), 'tensor')} compared in the files")
     if found.findings:

@@ -93,10 +93,7 @@ def parse_gpus(text: str, where: str = "--gpus") -> AskedGpus:
 
 
 def find_kind(name: str, where: str = "") -> GpuKind:
-    """By name, alias or driver name, in any case and with or without dashes, brand and memory.
-
-    UserError with the nearest names.
-    """
+    """By name, alias or driver name, in any case, without dashes, brand or memory. UserError with the nearest."""
     wanted = _plain(name)
     by_name = {_plain(spelling): kind for kind in load_kinds() for spelling in (kind.name, *kind.aliases)}
     if found := by_name.get(wanted) or kind_of(name):

@@ -130,10 +130,7 @@ def _list_nodes(vendor: str, nodes: list[str]) -> str:
 
 
 def free_disk_bytes(folder: Path, *replaceable: str) -> int | None:
-    """What may be written into a folder, which need not exist: what is in its folders ``replaceable`` makes room.
-
-    None where the file system does not say: some network drivers answer with zeros.
-    """
+    """Bytes that may be written into a folder; ``replaceable`` ones make room. None where the disk does not say."""
     usage = shutil.disk_usage(nearest_folder(folder))
     if usage.total == 0:
         return None

@@ -244,10 +244,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path | st
 
 
 def find_trouble(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str | None:
-    """Why ``endpoint`` cannot be reached within the time, proxies of the environment included; None if it answers.
-
-    In a thread of its own, as nothing bounds the time of looking up a host's name.
-    """
+    """Why ``endpoint`` does not answer in time (proxies included), or None. In a thread: DNS has no time limit."""
     found: list[str | None] = []
 
     def ask() -> None:

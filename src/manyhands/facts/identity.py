@@ -99,10 +99,7 @@ def check_files(
     weights: bool = True,
     progress: Progress = lambda num_bytes: None,
 ) -> None:
-    """Raises UserError where the files in ``folder`` are not those that the run was planned with.
-
-    Nothing is compared where the plan names none: it is of an earlier version.
-    """
+    """UserError where files in ``folder`` are not those of the plan, if it names any (older ones do not)."""
     if planned and (
         changed := differing_files(planned, identify_files(folder, config, progress=progress), weights=weights)
     ):

@@ -254,10 +254,7 @@ TIMEOUT_S = 300.0  # most of it for importing torch from a cold disk
 
 
 def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], Any]) -> ModelFacts:
-    """``model`` with ``packs`` and ``packing_reason`` filled in. Nothing is asked where packing is off.
-
-    Raises UserError where the probe finds that the family cannot be trained at all, or the reason why.
-    """
+    """``model`` with ``packs`` and ``packing_reason``, where packing is on. UserError if it cannot be trained."""
     if config.data.packing is False:
         return model
     raw = Path(model.folder, CONFIG_FILE).read_bytes()

@@ -44,10 +44,7 @@ class TensorHeader:
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, in a fixed order: those of the index file, else ``model.safetensors``.
-
-    Raises UserError where there are none, where a shard is missing, or where weights are only there as pickles.
-    """
+    """A model folder's safetensors files in order, from the index if there is one. UserError if any is missing."""
     index = folder / INDEX_FILE
     if index.is_file():
         return _shards(index)

@@ -228,10 +228,7 @@ _DEEPSPEED_NAMES: Mapping[str, str] = {
 
 
 def read_environment(environ: Mapping[str, str]) -> ParsedFile | None:
-    """What ``accelerate launch`` was asked for, under the names of its file; None if it has not started this process.
-
-    DDP exports nothing but the number of processes, which is the launcher's.
-    """
+    """What ``accelerate launch`` was asked for, by its file's names, else None. DDP exports only its processes."""
     if "ACCELERATE_MIXED_PRECISION" not in environ:
         return None
     mapping: dict[str, Any] = {"mixed_precision": environ["ACCELERATE_MIXED_PRECISION"]}

@@ -1,7 +1,4 @@
-"""FSDP's options as accelerate, transformers (``fsdp_config``) and Axolotl spell them: version 1's and version 2's.
-
-Not an importer of its own: an importer hands over which of its keys hold which option.
-"""
+"""FSDP's options, versions 1 and 2, as accelerate, transformers and Axolotl spell them; used by importers."""
 
 from __future__ import annotations
 

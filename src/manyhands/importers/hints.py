@@ -10,10 +10,7 @@ from manyhands.importers.recognize import describe_key
 
 
 def nearest(path: str) -> str | None:
-    """The key or section that another tool's name or a misspelled one means; None if none is similar.
-
-    Similar is only what could be a typo: words that merely look alike mislead.
-    """
+    """The key or section that another tool's name, or one with a typo, means; None if none is similar."""
     path = _normalize(path)
     if find_note(path):
         return None

@@ -1,7 +1,4 @@
-"""A run file and overrides to a ``RunConfig``, or one ``UserError`` with everything that is wrong.
-
-Knows the schema and the file, not the model, the data or the machine (those are ``facts``).
-"""
+"""A run file and overrides to a ``RunConfig``, or one ``UserError`` with all faults. Knows no data or machine."""
 
 from __future__ import annotations
 
@@ -164,10 +161,7 @@ def _with_overrides(context: ImportContext, overrides: Sequence[str], files: Map
 def config_from_mapping(
     mapping: Mapping[str, Any], where: str = "the given configuration", origins: Mapping[str, str] | None = None
 ) -> RunConfig:
-    """Validates nested keys (as in a run file, ``name`` included). Raises ``UserError`` with all findings at once.
-
-    ``origins``: where in another tool's file each native key was set.
-    """
+    """Validates nested keys. ``UserError`` with all findings. ``origins``: of native keys in another tool's file."""
     return _validate(deepcopy(dict(mapping)), where, origins or {}, [], origins or {})
 
 

@@ -117,10 +117,7 @@ class AnswerFile:
         return answer
 
     def finish(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes ``output``: each row with its answer, in order; removes the partial file.
-
-        A row's own field of an answer's name is kept as ``reference``.
-        """
+        """Writes ``output`` in order; removes the partial file. A row's own answer field becomes ``reference``."""
         if missing := self._num_prompts - len(self._lines):
             raise ValueError(f"{missing} prompts have no answer yet")
         temporary = self.output.with_name(f".{self.output.name}.{os.getpid()}.tmp")

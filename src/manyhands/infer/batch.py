@@ -81,10 +81,7 @@ def answer_file(
     overwrite: bool = False,
     report: Report = report_aside,
 ) -> int:
-    """Answers each prompt of a JSONL file once and writes them in its order; returns how many there are.
-
-    Started again after a kill it continues: what it has is in ``OUTPUT.partial``. Raises UserError.
-    """
+    """Answers a JSONL file's prompts in order, or continues after a kill; returns how many. Raises UserError."""
     found = find_parts(folder, base)
     if placement.engine == "vllm":
         from manyhands.infer.vllm import refuse_missing_vllm

@@ -24,10 +24,7 @@ def run_tasks(
     include_path: str | None = None,
     apply_chat_template: bool = False,
 ) -> dict[str, Any]:
-    """The library's results, as it returns them, for one model in this process: adapters unmerged.
-
-    UserError where lm-eval is not installed, or does not know a task.
-    """
+    """lm-eval's results for one model in this process, adapters unmerged. UserError without it, or for a task."""
     if find_spec("lm_eval") is None:
         raise UserError(
             "lm-eval is not installed",

@@ -113,10 +113,7 @@ class ModelLocation:
 
 
 def open_answerer(folder: Path, base: str | None = None, device_map: DeviceMap | None = None) -> Answerer:
-    """Loads whatever ``folder`` is. UserError if it is none of the three, or its base cannot be found.
-
-    ``device_map``: see ``load_model``.
-    """
+    """Loads whatever ``folder`` is. UserError if it is none of the three, or has no base. See ``load_model``."""
     return load_answerer(find_parts(folder, base), device_map=device_map)
 
 
@@ -275,10 +272,7 @@ def dequantizing(folder: Path) -> dict[str, Any]:
 
 
 def put_adapter(model: nn.Module, adapter: Path) -> None:
-    """Adapts ``model`` in place by a LoRA adapter in PEFT's format. UserError for what our layers do not compute.
-
-    Where the adapter belongs to a model in 4 bits, the weights beside it get the values that NF4 keeps of them.
-    """
+    """Adapts ``model`` in place (PEFT's format), beside NF4's values for a 4-bit one. UserError for other layers."""
     fields = read_adapter_config(adapter)
     resize_embeddings(model, needed_tokens(adapter, rows_by_token(model)))
     trained = fields.get("trainable_token_indices") or {}

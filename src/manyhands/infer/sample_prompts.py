@@ -124,10 +124,7 @@ def _name(image: StoredImage) -> str:
 
 
 def _question(ids: list[int], tokenizer: Any, image_token: int = -1) -> str:
-    """What to show of a prompt: of the parts between special tokens, the longest of the last four, without its role.
-
-    In the templates we know those are the last question, the role after it and line ends.
-    """
+    """The longest of a prompt's last four parts between special tokens, without its role: the last question."""
     special = {*tokenizer.all_special_ids, image_token}
     parts: list[list[int]] = [[]]
     for token in ids:

@@ -83,10 +83,7 @@ def detect_launcher(environ: Mapping[str, str] = os.environ) -> Launcher:
 
 
 def refuse_silent_single(launcher: Launcher, config: RunConfig, num_gpus: int | None = None) -> None:
-    """UserError where one process, started by hand, would leave GPUs idle or the asked processes unstarted.
-
-    ``num_gpus``: those visible here; counted if not given.
-    """
+    """UserError where one process would leave GPUs idle. ``num_gpus``: visible ones, counted if not given."""
     asked = config.parallel.gpus
     slurm.refuse_idle(launcher.kind, launcher.world_size, launcher.local_world_size, asked, config.parallel.device)
     # One task of srun is no choice of one process: jobs and interactive shells have it by default.

@@ -1,7 +1,4 @@
-"""A run on the terminal: a progress bar, or plain lines where the output is a file or a pipe.
-
-A log gets the same text, with plain lines in place of the bar.
-"""
+"""A run on the terminal: a progress bar, or plain lines in a file or a pipe; a log gets these, too."""
 
 from __future__ import annotations
 

@@ -47,10 +47,7 @@ class JobFiles:
 def write_job(
     config: RunConfig, target: Target, host: HostFacts, *, with_plan: bool = True, report: Callable[[str], None]
 ) -> JobFiles:
-    """Plans the run for ``host``, makes the job's file and writes it with the run into ``submit/`` of the run's folder.
-
-    UserError: whatever the run or the cluster would refuse, as far as it can be known here; a finished run.
-    """
+    """Plans for ``host`` and writes job and run into ``submit/``. UserError for what run or cluster would refuse."""
     config = _for_job(config, target)
     if find_run(folder_of(config), config) == "finished":
         raise UserError("this run is finished: there is nothing to submit", where=str(folder_of(config).path))

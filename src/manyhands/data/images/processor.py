@@ -52,10 +52,7 @@ def update_by_files(digest: Any, folder: Path, names: Iterable[str]) -> None:
 
 
 class ImageProcessor:
-    """The image processor of the model in a folder, whose family has the layout ``layout``.
-
-    Raises UserError where it cannot be loaded, or does not say what ``layout`` needs.
-    """
+    """The image processor of a model folder for ``layout``. UserError where it does not load or lacks something."""
 
     def __init__(self, model_folder: str | Path, layout: ImageLayout) -> None:
         self.folder, self.layout = Path(model_folder), layout

@@ -277,10 +277,7 @@ def note_plain_markers(tokenizer: Any) -> list[str]:
 
 
 def find_placeholders(tokenizer: Any) -> tuple[str, ...]:
-    """Tokens that stand for images, videos and sounds in what a multimodal model reads; none for a model of text alone.
-
-    They are those that its config.json names (``image_token_id``, ...) and the special ones that are called so.
-    """
+    """Tokens for images, videos and sounds of a multimodal model: named in its config.json, or special ones."""
     try:
         config = json.loads((Path(tokenizer.name_or_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

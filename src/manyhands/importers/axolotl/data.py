@@ -1,7 +1,4 @@
-"""The data of an Axolotl run: ``datasets``, ``test_datasets``, ``pretraining_dataset``, lengths, what is held out.
-
-Each key of an entry has an outcome of its own (``datasets[0].type``).
-"""
+"""The data of an Axolotl run: data sets, lengths, what is held out. Each key of an entry has its own outcome."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Names of Axolotl's keys (its schemas of July 2026), by what becomes of them where no other key decides it.
-
-The second column of ``_REFUSED`` is what is told.
-"""
+"""Axolotl's keys (July 2026) by what becomes of them; the second column of ``_REFUSED`` is the message."""
 
 from __future__ import annotations
 

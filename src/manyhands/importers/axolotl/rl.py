@@ -44,10 +44,7 @@ def asked(t: Translator) -> str:
 
 
 def read_type(rl: str, kind: Any) -> Mapping[str, Any] | None:
-    """A data set's ``type`` as ``data.TYPES`` has those of supervised fine-tuning; None for one that is not available.
-
-    The types of the run's own chat template have no ``template``.
-    """
+    """``type`` as in ``data.TYPES``, or None; without ``template`` for those of the run's own chat template."""
     name, _, style = str(kind).partition(".")
     format, styles = ("label", _JUDGED) if rl == "kto" else ("preference", _PAIRS)
     if name == "chat_template" and rl != "kto":

@@ -103,10 +103,7 @@ _TASK = "Below is an instruction that describes a task"
 
 
 def map_template(t: Translator, entries: Mapping[str, list[str]]) -> None:
-    """The chat template of the run, which entries may name too, and what is trained of a conversation.
-
-    ``entries``: data sets by the template that their type stands for; under "" those of conversations.
-    """
+    """The chat template and what is trained. ``entries``: data sets by their type's template, "" for none."""
     chats = entries.get("", [])
     for name, places in entries.items():
         for place in places if name else ():

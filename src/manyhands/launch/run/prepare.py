@@ -1,7 +1,4 @@
-"""Config to facts to plan to folder, in the one process that plans a run: our launcher, or rank 0 under another.
-
-All facts are gathered here: the model, the prepared samples, this machine.
-"""
+"""Config to facts to plan to folder, in the one process that plans a run: our launcher, or rank 0."""
 
 from __future__ import annotations
 
@@ -213,10 +210,7 @@ def _take_folder(
 
 @raise_when_stopped()
 def plan_smaller(prepared: Prepared, group: NodeGroup | None = None) -> Prepared:
-    """The same run with the next smaller plan, written into its folder, after a launch that ran out of memory.
-
-    UserError (NothingSmaller) where the plan that ran out was the smallest.
-    """
+    """The next smaller plan after an OOM, written into the folder. UserError (NothingSmaller) where there is none."""
     folder = prepared.folder
     plan = _plan_launch(prepared.config, folder, must_shrink=True, group=group, num_left=prepared.num_left)
     folder.write_plan(plan)
