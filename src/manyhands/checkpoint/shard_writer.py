@@ -41,8 +41,10 @@ def write_file(
                 while view:
                     chunk = view[: min(CHUNK_BYTES, PIECE_BYTES - size % PIECE_BYTES)]
                     hashed = hasher.submit(piece.update, chunk)  # releases the GIL, as writing does
+                    left = chunk
                     try:
-                        _write_all(file, chunk)
+                        while left:
+                            left = left[file.write(left) :]
                     finally:
                         hashed.result()
                     view, size = view[len(chunk) :], size + len(chunk)
@@ -56,11 +58,6 @@ def write_file(
     if size % PIECE_BYTES or not size:
         whole.update(piece.digest())
     return {"bytes": size, "sha256": whole.hexdigest()}
-
-
-def _write_all(file: Any, chunk: memoryview) -> None:
-    while chunk:
-        chunk = chunk[file.write(chunk) :]
 
 
 def serve(fd: int) -> None:

@@ -173,7 +173,11 @@ def read_run_file(path: Path) -> ParsedFile:
     text = _read_text(path)
     where, kind = str(path), {".toml": "TOML", ".json": "JSON"}.get(path.suffix.lower(), "YAML")
     try:
-        data, lines = {"YAML": _read_yaml, "TOML": _read_toml, "JSON": _read_json}[kind](text, where)
+        data, lines = {
+            "YAML": _read_yaml,
+            "TOML": lambda text, where: (tomllib.loads(text), toml_lines(text)),
+            "JSON": _read_json,
+        }[kind](text, where)
     except (RecursionError, ValueError) as error:  # of TOML, where the message holds line and column
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise UserError(f"the run file is not valid {kind}", where=where, why=why) from None
@@ -309,10 +313,6 @@ def _read_yaml(text: str, where: str) -> tuple[Any, dict[str, int]]:
         ) from None
     _refuse_duplicates(loader.duplicates, where)
     return data, yaml_lines(node)
-
-
-def _read_toml(text: str, where: str) -> tuple[Any, dict[str, int]]:
-    return tomllib.loads(text), toml_lines(text)
 
 
 def _read_json(text: str, where: str) -> tuple[Any, dict[str, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -546,16 +546,21 @@ class ModelSection(Section):
     trust_remote_code: bool = Field(False, description="Run Python code from the model's repository.")
 
 
-def _check_optimizer_name(name: str) -> str:
-    if name not in OPTIMIZERS:
-        raise ValueError(f"no optimizer is called {name}")
-    return name
+def _one_of(table: Collection[str], what: str) -> AfterValidator:
+    """A name in ``table``; else ValueError."""
+
+    def check(name: str) -> str:
+        if name not in table:
+            raise ValueError(f"no {what} is called {name}")
+        return name
+
+    return AfterValidator(check)
 
 
 class OptimizerSection(Section):
     """How weights are updated."""
 
-    name: Annotated[str, AfterValidator(_check_optimizer_name)] = Field(
+    name: Annotated[str, _one_of(OPTIMIZERS, "optimizer")] = Field(
         next(iter(OPTIMIZERS)),
         description="; ".join(f"{name}: {spec.summary}" for name, spec in OPTIMIZERS.items()) + ".",
         json_schema_extra=lambda schema: schema.update(enum=list(OPTIMIZERS)),
@@ -786,12 +791,6 @@ class OutputSection(Section):
     merge: bool = Field(False, description="lora: also write the model with the adapter merged into its weights.")
 
 
-def _check_task_name(name: str) -> str:
-    if name not in TASKS:
-        raise ValueError(f"no task is called {name}")
-    return name
-
-
 class RunConfig(Section):
     """One fine-tuning run: what was asked for, never what was derived."""
 
@@ -800,7 +799,7 @@ class RunConfig(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=100,
     )
-    task: Annotated[str, AfterValidator(_check_task_name)] = Field(
+    task: Annotated[str, _one_of(TASKS, "task")] = Field(
         DEFAULT_TASK,
         description="; ".join(f"{name}: {task.summary}" for name, task in TASKS.items()) + ".",
         json_schema_extra=lambda schema: schema.update(enum=list(TASKS)),

@@ -103,7 +103,8 @@ class ShardWriter:
         self.pending[name] = tensor
         number = next(i for i, shard in enumerate(self.shards) if name in shard)
         if len(self.pending) == len(self.shards[number]):
-            file = shard_name(number, len(self.shards))
+            place = f"-{number + 1:05d}-of-{len(self.shards):05d}" if len(self.shards) > 1 else ""
+            file = f"model{place}.safetensors"
             write_tensors(self.folder / file, self.pending)
             self.files |= dict.fromkeys(self.pending, file)
             self.pending = {}
@@ -112,10 +113,6 @@ class ShardWriter:
         if len(self.shards) > 1:
             index = {"metadata": {"total_size": self.total}, "weight_map": self.files}
             write_json(self.folder / "model.safetensors.index.json", index)
-
-
-def shard_name(number: int, num_shards: int) -> str:
-    return "model.safetensors" if num_shards == 1 else f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
 def split_shards(sizes: dict[str, int], shard_bytes: int) -> list[set[str]]:

@@ -214,9 +214,8 @@ def _open_adapter(folder: Path, base: Path, dtype: str, kind: str) -> tuple[torc
     _quiet()
     options = {}
     if kind.startswith("nf4"):
-        options = {"device_map": {"": "cpu"}} | (
-            {} if _is_quantized(base) else _nf4_options(double_quant=kind == "nf4")
-        )
+        stored = json.loads((base / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+        options = {"device_map": {"": "cpu"}} | ({} if stored else _nf4_options(double_quant=kind == "nf4"))
     elif kind == "mxfp4":
         options = dequantizing(base)
     inner: Any = auto_class_of(base).from_pretrained(base, dtype=dtype, **options)
@@ -240,11 +239,6 @@ def _nf4_options(*, double_quant: bool) -> dict[str, Any]:
 
     quantized = BitsAndBytesConfig(**nf4_options(double_quant=double_quant), bnb_4bit_compute_dtype=torch.float32)
     return {"quantization_config": quantized}
-
-
-def _is_quantized(base: Path) -> bool:
-    """Whether the files hold weights in 4 bits already."""
-    return bool(json.loads((base / "config.json").read_text(encoding="utf-8")).get("quantization_config"))
 
 
 def dequantize_as_one_row(model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:

@@ -160,7 +160,8 @@ def _nvidia_gpus(visible: str | None) -> NvidiaGpus:
         return NvidiaGpus(why_none=f"NVML: {error}")
     try:
         if visible and visible.strip().upper().startswith("MIG-"):
-            return NvidiaGpus(tuple(_gpu(index, handle) for index, handle in enumerate(_mig_handles(visible))))
+            handles = [pynvml.nvmlDeviceGetHandleByUUID(entry.strip()) for entry in visible.split(",")]
+            return NvidiaGpus(tuple(_gpu(index, handle) for index, handle in enumerate(handles)))
         found = [_open(index) for index in range(pynvml.nvmlDeviceGetCount())]
         chosen = [(index, *found[index]) for index in select_visible(visible, [uuid for _, uuid, _ in found])]
         gpus = tuple(_gpu(*pair) for pair in enumerate(handle for _, handle, _, why in chosen if not why))
@@ -185,12 +186,6 @@ def _open(index: int) -> tuple[Any, str, str]:
     except pynvml.NVMLError_GpuIsLost as error:
         return handle, uuid, str(error)
     return handle, uuid, ""
-
-
-def _mig_handles(visible: str) -> list[Any]:
-    import pynvml
-
-    return [pynvml.nvmlDeviceGetHandleByUUID(entry.strip()) for entry in visible.split(",")]
 
 
 def _gpu(index: int, handle: Any) -> GpuFacts:

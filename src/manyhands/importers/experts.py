@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from manyhands.importers.translation import Translator
 
@@ -20,7 +20,8 @@ def map_router_loss(t: Translator, key: str, strength: float | Literal["model"] 
         return
     look, name = t.context.model_config, t.mapping.get("model", {}).get("name")
     config = look(name) if look is not None and isinstance(name, str) else None
-    text = _text_config(config) if config else {}
+    text = (config or {}).get("text_config")
+    text = text if isinstance(text, Mapping) else config or {}
     per_token = next((text[one] for one in PER_TOKEN if isinstance(text.get(one), int)), None)
     if strength == "model":
         strength = text.get("router_aux_loss_coef")
@@ -32,11 +33,6 @@ def map_router_loss(t: Translator, key: str, strength: float | Literal["model"] 
     else:
         why = "remove it, and set moe.balance to router_aux_loss_coef times num_experts_per_tok"
         t.refuse(key, f"{why}: transformers' loss is larger by that, and the model's config.json does not tell them")
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config")
-    return text if isinstance(text, Mapping) else config
 
 
 def add_target_parameters(t: Translator, key: str) -> None:

@@ -99,7 +99,9 @@ def describe_job(config: RunConfig, plan: Plan | None, host: HostFacts, files: P
     section = config.submit
     _refuse_secrets(config)
     device = plan.layout.device if plan is not None else "cuda" if host.gpus else "cpu"
-    total = plan.layout.world_size if plan is not None else _count(config, host)
+    asked = config.parallel.gpus
+    total = asked if asked != "auto" else max(1, len(host.gpus)) * host.num_nodes
+    total = plan.layout.world_size if plan is not None else total
     num_nodes = host.num_nodes if device == "cuda" else 1
     if device == "cuda" and total != len(host.gpus) * num_nodes:
         raise UserError(
@@ -187,11 +189,9 @@ class _Blocks(RunFileDumper):
         return True
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Blocks.add_representer(str, _represent_text)
+_Blocks.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
+)
 
 
 def to_yaml(job: ClusterJob, *documents: dict[str, Any]) -> str:
@@ -244,11 +244,6 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(item, key)
     elif isinstance(value, str):
         yield key, value
-
-
-def _count(config: RunConfig, host: HostFacts) -> int:
-    gpus = config.parallel.gpus
-    return gpus if gpus != "auto" else max(1, len(host.gpus)) * host.num_nodes
 
 
 def _save_before(section: SubmitSection, plan: Plan | None) -> int:

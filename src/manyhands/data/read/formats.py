@@ -514,11 +514,6 @@ def _read_alpaca(cells: Cells) -> list[Message]:
     return cells.below_system(turns)
 
 
-def _read_query(cells: Cells) -> list[Message]:
-    last = cells.text("query"), cells.text("response")
-    return cells.below_system(_take_turns([*cells.history(), last]))
-
-
 def _take_turns(pairs: Sequence[tuple[str, str]]) -> list[Message]:
     """Questions and answers as messages."""
     return [
@@ -536,7 +531,9 @@ _CONVERTERS: Mapping[str, Callable[[Cells], list[Message]]] = {
     "alpaca": _read_alpaca,
     "prompt": lambda row: row.side("completion", "assistant"),
     "question": lambda row: row.below_system(_take_turns([(row.text("question"), row.text("answer"))])),
-    "query": _read_query,
+    "query": lambda cells: cells.below_system(
+        _take_turns([*cells.history(), (cells.text("query"), cells.text("response"))])
+    ),
 }
 
 

@@ -129,14 +129,9 @@ def _map_full(t: Translator) -> None:
     if ranges:
         t.refuse("unfrozen_parameters", f"{show(ranges[0])}: rows of a matrix cannot be trained alone: name the matrix")
         return
-    native = {"method.name": "patterns", "method.train": ["re:" + _as_expression(str(one)) for one in patterns]}
-    t.map("unfrozen_parameters", native)
-
-
-def _as_expression(pattern: str) -> str:
-    """Axolotl's pattern of weights as a regular expression of full names: a beginning; dots are dots, but before +."""
-    literal = re.sub(r"\.(?!\+)", r"\\.", pattern)
-    return f"(?:{literal}).*"
+    # Axolotl's are expressions for the beginning of a full name, in which a dot is a dot, but for one before a plus.
+    trained = ["re:(?:" + re.sub(r"\.(?!\+)", r"\\.", str(one)) + ").*" for one in patterns]
+    t.map("unfrozen_parameters", {"method.name": "patterns", "method.train": trained})
 
 
 def _map_adapter(t: Translator, adapter: str) -> None:
