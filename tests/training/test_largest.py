@@ -16,7 +16,7 @@ from manyhands.planner.efficiency import largest_samples
 from manyhands.planner.layout import Layout, change
 from manyhands.training.types import StepResult
 from manyhands.worker.batches import largest_batches
-from manyhands.worker.largest import run_largest
+from manyhands.worker.stages import run_largest
 from tests.planner.examples import llama_8b
 from tests.support.plans import make_input
 

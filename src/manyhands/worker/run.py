@@ -20,7 +20,6 @@ from manyhands.training.types import Hook
 from manyhands.worker import export_stages, stages, training
 from manyhands.worker.health import check_machines
 from manyhands.worker.hooks import MakeHook, make_hooks, read_hooks
-from manyhands.worker.largest import try_largest
 from manyhands.worker.rank import Rank
 from manyhands.worker.reference import attach_reference, has_reference
 from manyhands.worker.rendezvous import join
@@ -89,7 +88,7 @@ def run_stages(rank: Rank, hooks: Sequence[Hook], makers: Sequence[MakeHook]) ->
     enter("resume")
     state = stages.resume(rank, built.engine, checkpoint)
     enter("try largest batch")
-    try_largest(rank, data, built)
+    stages.try_largest(rank, data, built)
     enter("train")
     hooks = [*hooks, *make_hooks(makers, rank, data, built)]
     state = training.train_model(rank, data, built, state, hooks, measured)

@@ -28,9 +28,9 @@ from manyhands.model.checks import (
     check_prompts,
     foreign_errors,
 )
-from manyhands.model.inputs import check_inputs, keep_features
+from manyhands.model.inputs import check_inputs, describe_batch, keep_features
 from manyhands.training.types import TrainState
-from manyhands.worker.batches import probe_batch
+from manyhands.worker.batches import largest_batches, probe_batch
 from manyhands.worker.rank import BuiltModel, Data, Rank, RunEngine
 
 
@@ -140,6 +140,45 @@ def check_model(rank: Rank, data: Data, built: BuiltModel) -> dict[str, Any]:
         torch.cuda.empty_cache()  # what the checks held, in pieces of other sizes than a step's
         torch.cuda.reset_peak_memory_stats(device)
     return measured
+
+
+def try_largest(rank: Rank, data: Data, built: BuiltModel) -> None:
+    """The largest micro-batch before the first step, on GPUs by torch's own engine: too little memory shows at once.
+
+    It is as large as any of the run, of the longest samples (two where another needs more for its length), while all
+    else that a step holds is there. Nothing is trained: the loss is times zero, its gradients are dropped. Collective.
+    """
+    if rank.world.device.type == "cuda" and not rank.plan.layout.zero_stage:
+        run_largest(rank, data, built)
+
+
+def run_largest(rank: Rank, data: Data, built: BuiltModel) -> None:
+    """Forward and backward (twice if gradients accumulate), then the evaluation's forward pass."""
+    engine, loss_model, layout, device = built.engine, built.loss_model, rank.plan.layout, rank.world.device
+    states = None
+    if not engine.optimizer.state and layout.offload == "none" and layout.device != "cpu":
+        # As many bytes as optimizer states will take, where these are only made in the first update.
+        states = torch.empty(rank.plan.memory.terms.get("optimizer", 0), dtype=torch.uint8, device=device)
+    sizes = []
+    loss_model.train()
+    for batch in largest_batches(rank, data, loss_model, "train"):
+        for last in (False, True) if layout.accumulates else (True,):
+            terms = engine.forward(batch)
+            engine.backward(torch.stack([term_sum for term_sum, _ in terms.values()]).sum() * 0, last=last)
+            del terms
+        engine.gradient_norm()
+        engine.drop_gradients()
+        sizes.append(describe_batch(batch))
+    if len(data.store.validation.lengths):
+        loss_model.eval()
+        with torch.no_grad():
+            for batch in largest_batches(rank, data, loss_model, "validation"):
+                engine.forward(batch)
+        loss_model.train()
+    del states
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    rank.process.print(f"largest micro-batch: {' and '.join(sizes)}, forward and backward, fits")
 
 
 def resume(rank: Rank, engine: RunEngine, checkpoint: Path | None) -> TrainState:
