@@ -15,14 +15,16 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from manyhands import families
 from manyhands.core.units import format_gib
 from manyhands.facts.types import Figure
-from manyhands.facts.visible import select_visible
+from manyhands.facts.visible import open_nvml, select_visible
 
 MIN_SHARED_BYTES = 2**28  # for each rank: NCCL's rings of a machine, and batches of data processes
 MIN_FILES = 4096
 MIN_LOCKED_BYTES = 2**26
 MIN_DISK_BYTES = 2**30
+PACKAGES = ("manyhands", "torch", "transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SLOW_BESIDE = 0.9  # of the median of all GPUs
 SLOW_OF_KIND = {"measured": 0.75, "datasheet": 0.4}  # no kernel reaches a datasheet's peak
 SLOW_LINK = 0.12  # of the datasheet's both directions: all-reduce over NVLink reaches some 0.25 to 0.4, over PCIe 0.03
@@ -88,18 +90,8 @@ def read_health(name: str, folder: Path, root: Path = Path("/")) -> HostHealth:
         free_disk_bytes=_free(folder),
         has_infiniband=any((root / "sys/class/infiniband").glob("*")),
         gpus=read_gpus(),
-        versions=read_versions(),
+        versions={name: version for name in PACKAGES if (version := families.installed_version(name))},
     )
-
-
-def read_versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {}
-    for name in ("manyhands", "torch", "transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def read_gpus(environ: Mapping[str, str] = os.environ) -> tuple[GpuHealth, ...]:
@@ -107,21 +99,13 @@ def read_gpus(environ: Mapping[str, str] = os.environ) -> tuple[GpuHealth, ...]:
     import pynvml
 
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    if visible and visible.strip().upper().startswith("MIG-"):
         return ()
-    try:
-        if visible and visible.strip().upper().startswith("MIG-"):
-            return ()
+    with contextlib.suppress(pynvml.NVMLError), open_nvml():
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         uuids = [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in map(pynvml.nvmlDeviceGetUUID, handles)]
         return tuple(_read_gpu(pynvml, index, handles[index]) for index in select_visible(visible, uuids))
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+    return ()
 
 
 def find_lost(uuids: Sequence[str]) -> dict[str, str]:
@@ -129,11 +113,7 @@ def find_lost(uuids: Sequence[str]) -> dict[str, str]:
     import pynvml
 
     found: dict[str, str] = {}
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return found
-    try:
+    with contextlib.suppress(pynvml.NVMLError), open_nvml():
         for uuid in uuids:
             try:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -147,10 +127,7 @@ def find_lost(uuids: Sequence[str]) -> dict[str, str]:
                 found[uuid] = f"NVML: {error}"
             except pynvml.NVMLError:  # not said of it: a slice of a GPU, an old driver
                 continue
-        return found
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+    return found
 
 
 def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuHealth:

@@ -19,7 +19,7 @@ from manyhands.core.machine import count_cores, memory_bytes, read_line
 from manyhands.facts.amd import AmdSearch, find_amd_gpus, find_amd_nodes
 from manyhands.facts.gpu_kinds import kind_of_all, read_calibration
 from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
-from manyhands.facts.visible import AMD_VARIABLES, hides_all, select_visible
+from manyhands.facts.visible import AMD_VARIABLES, hides_all, open_nvml, select_visible
 
 NVIDIA_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 # GPUs that share the host's memory, DGX Spark's and Jetson's: NVML does not say how much they have.
@@ -155,23 +155,17 @@ def _nvidia_gpus(visible: str | None) -> NvidiaGpus:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        with open_nvml():
+            if visible and visible.strip().upper().startswith("MIG-"):
+                handles = [pynvml.nvmlDeviceGetHandleByUUID(entry.strip()) for entry in visible.split(",")]
+                return NvidiaGpus(tuple(_gpu(index, handle) for index, handle in enumerate(handles)))
+            found = [_open(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            chosen = [(index, *found[index]) for index in select_visible(visible, [uuid for _, uuid, _ in found])]
+            gpus = tuple(_gpu(*pair) for pair in enumerate(handle for _, handle, _, why in chosen if not why))
+            lost = tuple(f"GPU {index} does not answer (NVML: {why})" for index, _, _, why in chosen if why)
+            return NvidiaGpus(gpus, lost, "; ".join(lost))
     except pynvml.NVMLError as error:
         return NvidiaGpus(why_none=f"NVML: {error}")
-    try:
-        if visible and visible.strip().upper().startswith("MIG-"):
-            handles = [pynvml.nvmlDeviceGetHandleByUUID(entry.strip()) for entry in visible.split(",")]
-            return NvidiaGpus(tuple(_gpu(index, handle) for index, handle in enumerate(handles)))
-        found = [_open(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        chosen = [(index, *found[index]) for index in select_visible(visible, [uuid for _, uuid, _ in found])]
-        gpus = tuple(_gpu(*pair) for pair in enumerate(handle for _, handle, _, why in chosen if not why))
-        lost = tuple(f"GPU {index} does not answer (NVML: {why})" for index, _, _, why in chosen if why)
-        return NvidiaGpus(gpus, lost, "; ".join(lost))
-    except pynvml.NVMLError as error:
-        return NvidiaGpus(why_none=f"NVML: {error}")
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
 def _open(index: int) -> tuple[Any, str, str]:

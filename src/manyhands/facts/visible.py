@@ -1,12 +1,27 @@
-"""Which GPUs the user's variables leave visible, read as CUDA, ROCm's runtime and HIP read them. Pure: knows no GPU."""
+"""Which GPUs the user's variables leave visible, as CUDA, ROCm's runtime and HIP read them; and NVIDIA's library."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from manyhands.core.errors import UserError
 
 AMD_VARIABLES = ("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+@contextlib.contextmanager
+def open_nvml() -> Iterator[Any]:
+    """NVIDIA's management library, started. Raises its NVMLError where there is no driver."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 def select_visible(visible: str | None, uuids: Sequence[str]) -> list[int]:

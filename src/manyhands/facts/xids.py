@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from manyhands.facts.visible import open_nvml
+
 WAIT_MS = 250  # until the thread looks whether it is still wanted
 RETRY_S = 1.0  # NVML answers at once, with an error, after a GPU has fallen off the bus
 MAX_KEPT = 1000  # a faulty kernel may cause one for each of its blocks
@@ -87,14 +89,9 @@ class XidListener:
         return tuple(Xid(uuid, number, now - at) for (uuid, number), at in latest.items())
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # of a driver or library that differs: no run ends for what is not heard
-            import pynvml
-
-            pynvml.nvmlInit()
-            try:
-                self._listen(pynvml)
-            finally:
-                pynvml.nvmlShutdown()
+        # Of a driver or library that differs: no run ends for what is not heard.
+        with contextlib.suppress(Exception), open_nvml() as nvml:
+            self._listen(nvml)
         self.ready.set()
 
     def _listen(self, nvml: Any) -> None:

@@ -8,11 +8,11 @@ import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from manyhands import families
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.files import read_rows
 from manyhands.core.terms import Metric, find_metric
@@ -66,13 +66,8 @@ def describe_data(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def describe_versions() -> dict[str, str]:
     """Of Python and of the libraries that a result depends on, as far as they are installed."""
-    found = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {name: version for name in LIBRARIES if (version := families.installed_version(name))}
+    return {"python": platform.python_version()} | found
 
 
 def name_time(seconds: float) -> str:

@@ -10,18 +10,18 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import manyhands
+from manyhands import families
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.text import flatten, printable
 from manyhands.data.tokenize.summary import PreparedData
 from manyhands.facts.types import Figure, GpuFacts, HostFacts
 
-PACKAGES = ("manyhands", "torch", "transformers", "safetensors")
+PACKAGES = ("torch", "transformers", "safetensors")
 MAX_SHOWN = 12  # keys that differ
 FIX_OF_LOST = "see what became of that machine or process; the same command on every node resumes"
 MISSING = "missing"  # UserError.kind where nodes have not come; ``data`` has their numbers
@@ -179,12 +179,8 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def read_versions() -> dict[str, str]:
     """What must be the same on every node: Python, libraries, and this program's own files."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in PACKAGES:
-        try:
-            found[name] = manyhands.__version__ if name == "manyhands" else version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found | {"code of manyhands": digest_of_code()}
+    found |= {name: families.installed_version(name) or "none" for name in PACKAGES}
+    return found | {"manyhands": manyhands.__version__, "code of manyhands": digest_of_code()}
 
 
 @cache

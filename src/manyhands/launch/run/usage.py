@@ -6,6 +6,7 @@ the driver is asked too, which counts the context and the caches that the plan e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manyhands.core.files import read_json
+from manyhands.facts.visible import open_nvml
 from manyhands.launch.local.heartbeat import lives, read_beats, was_killed
 from manyhands.launch.run.folder import RunFolder
 
@@ -129,18 +131,12 @@ def memory_by_process() -> dict[int, tuple[int, int]]:
     import pynvml
 
     found: dict[int, tuple[int, int]] = {}
-    try:
-        pynvml.nvmlInit()
-        try:
-            for index in range(pynvml.nvmlDeviceGetCount()):
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                    if process.usedGpuMemory:
-                        found[int(process.pid)] = (index, int(process.usedGpuMemory))
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return found
+    with contextlib.suppress(pynvml.NVMLError), open_nvml():
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                if process.usedGpuMemory:
+                    found[int(process.pid)] = (index, int(process.usedGpuMemory))
     return found
 
 
