@@ -264,11 +264,7 @@ def sum_losses(model: Any, samples: SampleSet, numbers: np.ndarray, images: Prom
         return _sum_by_logits(model, samples, numbers, images)
     device, loss_model = next(model.parameters()).device, LossModel(model).eval()
     shape = BatchShape(packed=False, tells_documents=loss_model.needs_documents)
-    batch = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in collate(samples, numbers, shape).items()
-    }
-    terms = loss_model(batch, metrics=True)
+    terms = loss_model(to_device(collate(samples, numbers, shape), device), metrics=True)
     return torch.stack([*terms["lm"], *terms["correct"]]).double().tolist()
 
 

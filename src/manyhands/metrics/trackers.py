@@ -8,7 +8,6 @@ Accounts, servers and offline modes are the libraries' own settings, in their ow
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import time
@@ -19,7 +18,7 @@ from typing import Any, Protocol, TextIO
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.files import write_atomically
+from manyhands.core.files import read_object, write_json
 from manyhands.metrics.sinks import Devices, Outcome, Sink, device_values, evaluation_values, step_values
 from manyhands.training.types import Evaluation, StepResult, TrainState
 
@@ -97,7 +96,7 @@ def open_trackers(
     ``resumes``: continue in the trackers what an earlier launch began. UserError where a tracker cannot be opened.
     """
     path = folder / FILE
-    known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if resumes and path.exists() else {}
+    known = read_object(path) if resumes else {}
     sinks: list[Sink] = []
     for name in NAMES:
         project = getattr(config.log, name)
@@ -116,7 +115,7 @@ def open_trackers(
         known[name] = tracker.identity
         sinks.append(TrackerSink(name, tracker, terminal, every_steps=config.log.every_steps, log=log))
     if sinks:
-        write_atomically(path, json.dumps(known, indent=1) + "\n")
+        write_json(path, known)
     return sinks
 
 

@@ -32,6 +32,7 @@ from pydantic import TypeAdapter
 from manyhands.config.schema import DataSection, ModelSection
 from manyhands.config.tasks import TASKS
 from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
+from manyhands.core.files import write_atomically
 from manyhands.core.machine import count_cores, memory_bytes
 from manyhands.data.chat.template import complete_arguments, probe_in_subprocess
 from manyhands.data.images.open import ImageOpener
@@ -295,9 +296,7 @@ def main() -> None:
             _run_pool(job, part_tokenizer)
         return
     except UserError as error:
-        temporary = job.folder / "error.unfinished"
-        temporary.write_text(error.to_json(), encoding="utf-8")
-        temporary.rename(job.folder / "error.json")
+        write_atomically(job.folder / "error.json", error.to_json())
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
