@@ -47,6 +47,7 @@ def degree_of(config: Any, given: Any) -> tuple[int, str]:
 
 SHORT = data_facts(num_samples=5000, mean=400, longest=512)
 FEW = data_facts(num_samples=500, mean=19_990, longest=20_000)
+TIGHT = data_facts(num_samples=500, mean=347_000, longest=348_000)  # needs 98 % of a GPU's memory
 TOO_LONG = data_facts(num_samples=500, mean=399_000, longest=400_000)
 KEPT = {"parallel__offload_activations": False, "data__max_length": 400_000, "batch__samples": 2}
 FULL = {"parallel__activation_checkpointing": "full"}
@@ -70,6 +71,8 @@ FULL = {"parallel__activation_checkpointing": "full"}
             2,
             "undivided the run does not fit: its smallest layout needs",
         ),
+        (FULL | KEPT, TIGHT, 2, 2, "with fewer too little memory would be left"),
+        (FULL | KEPT | {"parallel__context_degree": 1}, TIGHT, 2, 1, ""),
         (KEPT | {"batch__samples": 6}, TOO_LONG, 6, 3, "; with 2 a step is 24% slower"),  # which recompute attention
     ],
 )

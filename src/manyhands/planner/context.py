@@ -72,7 +72,7 @@ def choose_degree(
     for plan in safe:
         chosen = plan if _seconds(plan) < (1 - MIN_GAIN) * _seconds(chosen) else chosen
     why = {"asked": config.parallel.context_degree != "auto", "undivided": undivided}
-    why["tight"] = undivided is None and smallest is not plans[0]
+    why["tight"] = not undivided and smallest is not plans[0]
     if chosen is not smallest:
         why |= {"fewer": smallest.layout.mesh.context, "slower": _seconds(smallest) / _seconds(chosen) - 1}
     reasons = (reason("context", **each.values, **why) if each.code == "context" else each for each in chosen.why)
