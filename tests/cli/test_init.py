@@ -182,9 +182,7 @@ def test_init_counts_what_it_can(tmp_path):
 
 
 def _on_a_terminal(folder: Path, answers: list[tuple[str, str]]) -> int:
-    """Runs ``manyhands init`` in a folder on a terminal of its own; answers each question as it comes. Returns the exit
-    code.
-    """
+    """The exit code of ``manyhands init`` in a folder, on a terminal; answers each question as it comes."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)

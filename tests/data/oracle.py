@@ -313,9 +313,7 @@ class Turn:
         return common[: self.tokens.first(common)].strip()
 
     def _plain_closing(self, is_last: bool) -> str:
-        """What closes a plain answer, as the last message or before another; "" where nothing does but the next
-        message.
-        """
+        """What closes a plain answer, last or before another message; "" where only the next message does."""
         asked, word = [{"role": "user", "content": OTHER + "zzz"}], OWN + "zzz"
         told = [*asked, {"role": "assistant", "content": word}]
         tails = []

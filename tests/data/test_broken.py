@@ -322,9 +322,7 @@ def test_a_refusal_or_a_right_result(name: str, many_parts: None, tmp_path: Path
 
 
 def test_a_column_whose_description_is_damaged_ends_no_process() -> None:
-    """pyarrow ends the process where the description of such a column is asked for (``levels.parquet``: a histogram of
-    levels with a value too many).
-    """
+    """pyarrow ends a process that asks for such a column's description (a histogram with a level too many)."""
     file = Path(__file__).parent / "damaged" / "levels.parquet"
     code = "import sys; from manyhands.data.read.sources import read_rows; list(read_rows(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)

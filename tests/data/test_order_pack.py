@@ -197,9 +197,7 @@ def test_epochs_of_different_length_are_located() -> None:
 
 
 def test_a_part_of_a_source_is_drawn_each_epoch_and_no_row_again_before_all_were() -> None:
-    """20 rows of weight 0.4 and 10 of weight 1: 8 and 10 an epoch, so that five epochs are two passes over the
-    first.
-    """
+    """20 rows of weight 0.4 and 10 of weight 1: 8 and 10 an epoch; five epochs are two passes over the first."""
     sources = np.array([0] * 20 + [1] * 10, dtype=np.int16)
     order = SampleOrder(30, 1, batch_samples=4, sources=sources, weights=(0.4, 1.0))
     for passes in range(2):

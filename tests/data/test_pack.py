@@ -91,9 +91,7 @@ def best_efficiency(lengths: np.ndarray, num_ranks: int) -> float:
 @pytest.mark.parametrize("batch_samples", [16, 64, 512])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_97_percent_of_what_is_paid_for_are_tokens(draw, batch_samples: int, num_ranks: int) -> None:
-    """Of all that is possible, where a step is too small to be dealt evenly: 16 rows over 8 ranks, one long row in
-    64.
-    """
+    """Of all that is possible where a step is too small to be dealt evenly: 16 rows, 8 ranks, 1 long row in 64."""
     lengths = draw(np.random.default_rng(0), 40 * batch_samples)
     order = SampleOrder(len(lengths), 0, batch_samples=batch_samples)
     steps = [order.samples(0, index) for index in range(20)]

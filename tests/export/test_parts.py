@@ -80,9 +80,7 @@ def test_a_model_with_every_part_trained_is_laid_out_as_its_source_and_opens(tmp
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_beside_a_trained_projector_open_in_peft_and_in_transformers(tmp_path: Path, family: str) -> None:
-    """transformers' own reader looks for the projector under another name than PEFT's, and says nothing if it is not
-    there: the file has both.
-    """
+    """transformers ignores a projector under PEFT's name for it without a word: the file has both names."""
     from peft import PeftModel
 
     source = write_tiny_multimodal(tmp_path / "source", family=family)

@@ -55,9 +55,7 @@ def test_a_sound_folder_passes_with_logits(written: Path, name: str) -> None:
 
 
 def test_logits_are_those_of_the_rounded_weights_where_a_file_rounds_small_updates_away(tmp_path: Path) -> None:
-    """Trained from bfloat16: an update of a quarter of a digit is gone in a bfloat16 file, which is not the file's
-    fault.
-    """
+    """An update of a quarter of a digit is gone in a bfloat16 file, which is not the file's fault."""
     base, trained = make_model().eval(), make_model().eval()
     for model in (base, trained):
         round_weights(model, "bfloat16")
@@ -161,9 +159,7 @@ def test_the_fresh_process_answers_by_its_exit_code(written: Path, tmp_path: Pat
 def test_an_adapter_on_nf4_is_reopened_on_every_cpu(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiplies_bfloat16: bool
 ) -> None:
-    """Layers of 96 inputs end rows in half a block; on CPUs that multiply bfloat16 bitsandbytes packs weights anew and
-    rounds.
-    """
+    """96 inputs end rows in half a block; CPUs that multiply bfloat16 pack weights anew, and round."""
     pytest.importorskip("bitsandbytes")
     import bitsandbytes.functional as kernels
     import bitsandbytes.nn.modules as layers

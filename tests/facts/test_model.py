@@ -185,9 +185,7 @@ def test_text_fields_beside_the_towers_are_the_texts(tmp_path: Path):
 
 
 def test_the_widest_head_counts_and_the_widest_block(tmp_path: Path):
-    """Gemma 4 has wider heads in its full attention (here as transformers saves it, and as it is published), Gemma 3n a
-    list of widths.
-    """
+    """Gemma 4 (as saved, and as published) has wider heads in full attention, Gemma 3n a list of widths."""
     config = write_config(tmp_path, head_dim=16, per_layer_config={"2": {"head_dim": 24}})
     assert read_model_facts(tmp_path, "tiny", "random").head_dim == 24
     write_config(tmp_path, head_dim=16, global_head_dim=32)

@@ -62,9 +62,7 @@ def same(first: Ran, second: Ran) -> bool:
 
 
 def nonfinite(lab: Lab) -> None:
-    """Skipped, the step leaves no trace in the weights; rolled back, the run ends bit for bit as if it had been
-    skipped.
-    """
+    """Skipped, the step leaves the weights as they are; rolled back, the run ends with the same bits."""
     rank = lab.start()
     with poisoned(3), pytest.raises(Diverged, match="step 3 gave loss"):
         lab.train(rank)

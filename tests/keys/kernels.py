@@ -65,9 +65,7 @@ def attention(lab: Lab) -> None:
 
 
 def linear(lab: Lab) -> None:
-    """fp8 moves what is trained by its rounding, and says what that is; what is evaluated before the first step it does
-    not move.
-    """
+    """fp8 moves what is trained by its rounding, which the log states; an evaluation before step 1 is not moved."""
     for method in ("lora", "full"):
         ran = {asked: lab.run({"kernels.linear": asked, "method.name": method}) for asked in ("fp8", "compute_dtype")}
         assert ran["fp8"].losses != ran["compute_dtype"].losses

@@ -96,9 +96,7 @@ def hours_between_faults(lab: Lab) -> None:
 
 
 def asynchronous(lab: Lab) -> None:
-    """The same files, written by the rank itself or by another process. Neither run may be one that was done before:
-    what writes is seen while it does.
-    """
+    """The same files, written by the rank or by another process. Both runs are new: what writes is seen then."""
     keys, files = {"checkpoint.every_steps": 2, "checkpoint.keep_last": 9}, []
     for asked in (True, False):
         rank = lab.start({**keys, "checkpoint.asynchronous": asked})
@@ -143,9 +141,7 @@ def said(rank: LabRank) -> str:
 
 
 def keep_best(lab: Lab) -> None:
-    """The second step is the best trained one, though the model was better before training: it is kept, and
-    exported.
-    """
+    """Kept and exported is the second step, the best trained one, though the base model was better."""
     found = {0: 0.5, 1: 1.4, 2: 0.9, 3: 1.2, 4: 1.2, 5: 1.2}
     measure = training.evaluate
 

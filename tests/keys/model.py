@@ -77,9 +77,7 @@ def dtype(lab: Lab) -> None:
 
 
 def master_dtype(lab: Lab) -> None:
-    """Trained weights, optimizer states and what is saved are in this dtype; where that cannot be, it is an error that
-    says why.
-    """
+    """Trained weights, optimizer states and what is saved are in this dtype, or an error says why not."""
     full = {"method.name": "full", "model.dtype": "bfloat16", "stop.max_steps": 3}
     for asked in ("bfloat16", "float32"):
         ran = lab.export({**full, "model.master_dtype": asked})
@@ -190,9 +188,7 @@ def method(lab: Lab) -> None:
 
 
 def parts(lab: Lab) -> None:
-    """The language model's part is the method where none is named; parts of images need such a model (test_parts.py
-    has what each state does with one).
-    """
+    """The language model's part is the method where none is named; test_parts.py has the states of the others."""
     full = lab.start({"method.parts": {"language": "full"}, "method.rank": 16, "method.alpha": 32.0}).model  # defaults
     assert all(p.requires_grad for p in full.parameters())
     with pytest.raises(UserError, match="is a text model"):
@@ -304,9 +300,7 @@ def neftune_alpha(lab: Lab) -> None:
 
 
 def method_init(lab: Lab) -> None:
-    """loftq takes up a part of what NF4 loses, and says how much; a run that goes on has its factors from the
-    checkpoint.
-    """
+    """loftq takes up a part of what NF4 loses, and says how much; a resumed run has its factors."""
     weight = load_file(lab.folder / "model" / "model.safetensors")[f"{Q_PROJ}.weight"]
     left = {}
     for asked in ("zero", "loftq"):

@@ -49,9 +49,7 @@ def part_learning_rates(lab: Lab) -> None:
 
 
 def betas(key: str) -> Any:
-    """Adam's first update is g / |g| whatever the decays are, but for rounding, which the second loss may show: they
-    act from the second one on, in the third loss.
-    """
+    """Adam's first update is g / |g| whatever they are, but for rounding: they act from the third loss on."""
 
     def check(lab: Lab) -> None:
         losses = lab.run({key: 0.5}).losses

@@ -104,9 +104,7 @@ def shard_degree(lab: Lab) -> None:
 
 
 def context_degree(lab: Lab) -> None:
-    """So many neighbors are one data-parallel rank, and each has a part of its packs; tests/engine/test_context.py
-    trains.
-    """
+    """So many neighbors are one data-parallel rank, each with a part of its packs; test_context.py trains."""
     divided = {"parallel.gpus": 4, "parallel.context_degree": 2, "parallel.strategy": "fsdp"}
     made = plan(lab.config(divided), facts())
     assert made.layout.mesh == Mesh(shard=2, context=2) and made.layout.data_parallel_degree == 2
@@ -114,18 +112,14 @@ def context_degree(lab: Lab) -> None:
 
 
 def expert_degree(lab: Lab) -> None:
-    """So many ranks divide the experts, beside any strategy. What they train is seen in
-    tests/engine/test_expert_parallel.py.
-    """
+    """So many ranks divide the experts, beside any strategy; tests/engine/test_expert_parallel.py trains."""
     for degree in (1, 2, 4):
         made = plan(lab.config({"parallel.gpus": 4, "parallel.expert_degree": degree}), facts(mixture()))
         assert made.layout.expert_degree == degree and made.layout.world_size == 4
 
 
 def offload(lab: Lab) -> None:
-    """all: shards by FSDP2's own policy, without a sum over copies, as there are none; optimizer: a step in chunks; the
-    losses are those of neither.
-    """
+    """all: shards by FSDP2's own policy; optimizer: a step in chunks. The losses are those of neither."""
     rank = lab.start({"parallel.offload": "all"})
     groups = [fsdp_group(unit) for unit in rank.loss_model.modules() if isinstance(unit, FSDPModule)]
     assert groups and all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
@@ -172,9 +166,7 @@ def reshard_after_forward(lab: Lab) -> None:
 
 
 def activation_checkpointing(lab: Lab) -> None:
-    """Recomputed blocks begin once more in the backward pass (and stop at the last tensor that it needs); selective
-    multiplies once.
-    """
+    """Recomputed blocks begin once more in the backward pass; selective multiplies once."""
     counts: dict[str, int] = {}
     products: dict[str, int] = {}
     for asked in ("none", "selective", "except_attention", "full"):

@@ -136,9 +136,7 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
 
 
 def sleep_beyond_loss(folder: RunFolder) -> None:
-    """Until rank 0 has reported that it lost its peer, and long enough for a launcher that does not wait to end this
-    rank.
-    """
+    """Until rank 0 has reported the loss of its peer, and as long as an impatient launcher needs to end this."""
     while not folder.failure(0).exists():
         time.sleep(0.05)
     time.sleep(2)

@@ -203,9 +203,7 @@ def test_a_live_run_is_examined_without_being_ended(planned) -> None:
 
 
 def test_a_run_that_has_failed_is_not_taken_for_one_that_hangs(planned) -> None:
-    """The heartbeats of its ranks, which were killed, are still there; with the launcher, or before a restart of the
-    machine, too.
-    """
+    """Heartbeats of its killed ranks are still there; with the launcher, or from before a reboot, too."""
     from manyhands.launch.diagnose.hang import examine
 
     folder, _ = planned("wait", "end")

@@ -141,9 +141,7 @@ def test_one_that_ticks_is_given_time_after_a_cause(planned, monkeypatch):
 
 @pytest.mark.ci
 def test_a_rank_that_works_slowly_is_waited_for_by_those_that_cannot_go_on(planned):
-    """Nine seconds of work with a limit of three: the rank that waits makes no progress, and is no cause to end the
-    run.
-    """
+    """Nine seconds of work, a limit of three: the rank that waits for it is no cause to end the run."""
     assert launch(planned, "work slowly, then end", "wait for slow work, then end", timeout_s=3) == (0, "")
 
 

@@ -31,9 +31,7 @@ from tests.support.plans import explain_why
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    """Facts and planner in place of the real ones; ``world.plan`` holds what the next plan will say, ``world.run`` the
-    folder.
-    """
+    """Facts and planner in place of the real ones; ``world.plan``: what the next plan says, ``world.run``: a folder."""
     state = SimpleNamespace(plan={}, world_size=2, run=RunFolder(tmp_path / "runs" / "demo"), reports=[])
 
     def gather_facts(config, world_size=None, local_world_size=None, host=None, group=None, report=print):
@@ -531,9 +529,7 @@ BASE = {"config.json": "c" * 64, "model.safetensors": "a" * 64}
     ],
 )
 def test_a_resume_on_another_base_model_names_the_file(world, now, keeps_base, named):
-    """Where all weights are trained, those of the base are in the checkpoint: only its configuration has to be the
-    same.
-    """
+    """Where all weights are trained the checkpoint has them: only the configuration has to be the same."""
     world.plan = {"model_files": BASE, "keeps_base": keeps_base}
     prepare()
     pretend_checkpoint(world.run, 5)

@@ -70,9 +70,7 @@ class Curve:
 
 
 def cases(device: str = "cpu") -> list[Case]:
-    """The layouts of the table; the first is the reference. Unpacked cases state micro x ranks x accumulation = 8
-    rows.
-    """
+    """The table's layouts, the first as reference. Unpacked: micro x ranks x accumulation = 8 rows."""
 
     def unpacked(strategy: str, world: int, accumulation: int, **more: Any) -> Case:
         keys = {"parallel.strategy": strategy, "data.packing": False, "batch.accumulation": accumulation}

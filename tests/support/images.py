@@ -192,9 +192,7 @@ def take_step(
 def take_step_of(
     engine: Any, config: RunConfig, number: int, batches: Sequence[dict[str, Any]], num_loss_tokens: int
 ) -> tuple[float, float]:
-    """One step on this rank's micro-batches; returns its loss, which is that of ``num_loss_tokens`` on all ranks, and
-    its gradient norm.
-    """
+    """One step on this rank's micro-batches, of all ranks' ``num_loss_tokens``; returns loss and gradient norm."""
     from manyhands.training.step import StepWork, TermWeight, compute_gradients
 
     weights = {"lm": TermWeight(num_loss_tokens, 0)}

@@ -21,9 +21,7 @@ from manyhands.training.types import Batch, Terms
 
 
 class ToyEngine:
-    """``loss_model(batch, metrics=...)`` returns loss terms; ``model`` has the parameters. Gradients are summed by
-    hand.
-    """
+    """``loss_model(batch, metrics=...)`` returns loss terms of ``model``. Gradients are summed by hand."""
 
     def __init__(self, loss_model: Any, model: nn.Module, make_optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self.loss_model, self.model = loss_model, model
