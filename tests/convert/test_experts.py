@@ -81,7 +81,11 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 def as_module_has(model: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
     """The parameter ``name`` of transformers' experts, of a stack's (g o, i)."""
     stacked = rows.unflatten(0, (len(model.get_parameter(name)), -1))
-    return stacked.mT if model.get_submodule(name.rpartition(".")[0]).is_transposed else stacked
+    return stacked.mT if is_transposed(model, name) else stacked
+
+
+def is_transposed(model: Any, name: str) -> bool:
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", True)  # Llama 4's does not say so
 
 
 @pytest.mark.parametrize("model_type", [*TYPES, *AROUND_IMAGES])
@@ -120,7 +124,7 @@ def test_loss_and_gradients_are_those_of_the_loop(model_type: str) -> None:
     found.backward()
     for name, layer in adapted.items():
         by_group = loop.get_parameter(name).grad
-        by_group = by_group.mT if loop.get_submodule(name.rpartition(".")[0]).is_transposed else by_group
+        by_group = by_group.mT if is_transposed(loop, name) else by_group
         a, b = (x.weight.unflatten(0, (layer.num_groups, -1)) for x in (layer.lora_A, layer.lora_B))
         for x, wanted in ((layer.lora_A, b.mT @ by_group), (layer.lora_B, by_group @ a.mT)):
             assert distance(x.weight.grad, layer.scaling * wanted.flatten(0, 1)) < 1e-5, name
@@ -211,16 +215,17 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("model_type", PLAIN)
+@pytest.mark.parametrize("model_type", [*PLAIN, "llama4_text"])
 def test_a_saved_model_is_its_source_and_its_facts_count_it(tmp_path: Path, model_type: str, fused: bool) -> None:
     source = write(tmp_path / "source", model_type, **({"save_original_format": False} if fused else {}))
     before = contents(source)
     facts = read_model_facts(source, "tiny", "pretrained")
     parameters = {name: tensor for name, tensor in before.items() if "correction_bias" not in name}
     assert facts.num_parameters == sum(tensor.numel() for tensor in before.values())
-    idle = 6 * 3 * 48 * 64 * (1 if model_type == "jamba" else 2)  # 6 of 8 experts rest, in each block that has them
+    active = 1 if model_type == "llama4_text" else 2  # of 8, in each block that has them
+    idle = (8 - active) * 3 * 48 * 64 * (1 if model_type == "jamba" else 2)
     assert facts.num_active_parameters == facts.num_parameters - idle
-    assert {shape[2:] for shape in facts.block_linear_shapes.values()} == {(1, 1), (8, 2)} and parameters
+    assert {shape[2:] for shape in facts.block_linear_shapes.values()} == {(1, 1), (8, active)} and parameters
     for init in ("pretrained", "random"):
         assert read_model_facts(source, "tiny", init).block_linear_shapes == facts.block_linear_shapes
     model = load_model(tiny_plan(source), tiny_run(source))
@@ -240,8 +245,8 @@ def test_a_saved_model_is_its_source_and_its_facts_count_it(tmp_path: Path, mode
 
 @pytest.mark.parametrize(
     ("model_type", "transposed"),
-    [("qwen3_vl_moe", True), ("qwen3_vl_moe", False), ("gemma4", False)],
-    ids=["as published", "as transformers saves it", "beside a dense MLP"],
+    [("qwen3_vl_moe", True), ("qwen3_vl_moe", False), ("gemma4", False), ("llama4", True)],
+    ids=["as published", "as transformers saves it", "beside a dense MLP", "in a text model with a head"],
 )
 def test_stacks_are_read_and_saved_in_either_order_of_axes(tmp_path: Path, model_type: str, transposed: bool) -> None:
     from safetensors.torch import save_file
@@ -249,12 +254,12 @@ def test_stacks_are_read_and_saved_in_either_order_of_axes(tmp_path: Path, model
     source = write(tmp_path / "source", model_type)
     before, logits = contents(source), []
     stacks = [name for name, tensor in before.items() if ".experts." in name and tensor.dim() == 3]
-    if transposed:
+    if transposed and model_type != "llama4":  # whose own order it is
         before |= {name: before[name].mT.contiguous() for name in stacks}
         save_file(before, source / "model.safetensors", metadata={"format": "pt"})
     assert {before[name].shape[1] == 64 for name in stacks if "gate_up" in name} == {transposed}
     facts = read_model_facts(source, "tiny", "pretrained")
-    parent = "" if model_type == "gemma4" else "mlp."
+    parent = {"gemma4": "", "llama4": "feed_forward."}.get(model_type, "mlp.")
     names = [f"{parent}experts.{name}" for name in ("gate_up_proj", "down_proj")]
     assert [facts.block_linear_shapes[name][:2] for name in names] == [
         (8 * 2 * 48, 64),
@@ -282,7 +287,7 @@ def test_a_model_from_new_weights_is_saved_by_experts(tmp_path: Path, model_type
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "gemma4_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "gemma4_text", "llama4_text"])
 def test_adapters_are_merged_expert_by_expert(tmp_path: Path, model_type: str, method: str) -> None:
     source = write(tmp_path / "source", model_type)
     model: Any = load_model(tiny_plan(source), tiny_run(source, method))
@@ -402,9 +407,10 @@ def test_headers_are_counted_as_stacks() -> None:
 
 
 TARGETS: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    **{model_type: (model_type, "all-linear", {}) for model_type in PLAIN},
+    **{model_type: (model_type, "all-linear", {}) for model_type in (*PLAIN, "llama4_text")},
     "a dense block first": ("deepseek_v3", "all-linear", {"first_k_dense_replace": 1}),
     "around images": ("gemma4", "all-linear", {}),
+    "around images, in a text model with a head": ("llama4", "all-linear", {}),
     "attention and shared experts": ("deepseek_v3", ("q_b_proj", "shared_experts.up_proj"), {}),
     "the first projection alone": ("qwen3_moe", ("gate_up_proj",), {}),
     "the last projection of one block": ("qwen3_moe", ("layers.1.mlp.experts.down_proj", "v_proj"), {}),

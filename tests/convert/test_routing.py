@@ -74,7 +74,7 @@ def compute_reference(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         model(input_ids=torch.from_numpy(Rows().sample(number)["tokens"]).long()[None], use_cache=False)
         for (router, index), hidden in zip(seen, routed, strict=True):
             p, chosen = router(hidden).softmax(-1).sum(0), F.one_hot(index, 8).sum((0, 1))
-            total = total + length * 8 / 2 * (chosen / length * p / length).sum() / len(seen)
+            total = total + length * 8 / index.shape[1] * (chosen / length * p / length).sum() / len(seen)
         loads = loads + torch.stack([F.one_hot(index, 8).sum((0, 1)) for _, index in seen])
     return total, loads
 

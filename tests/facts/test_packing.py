@@ -69,6 +69,11 @@ def test_what_is_around_measured_text_must_be_measured_too(tmp_path: Path, answe
         judge_packing(make_config(tmp_path), facts, print)
 
 
+def test_a_family_that_cannot_pack_says_why(tmp_path: Path, answers: list[Any]) -> None:
+    facts = judge(tmp_path, "llama4_text")
+    assert not facts.packs and "beginning of a row" in facts.packing_reason
+
+
 def test_packing_off_asks_nothing(tmp_path: Path, answers: list[Any]) -> None:
     assert judge(tmp_path, "unheard_of", packing=False).packing_reason == ""
 

@@ -48,7 +48,12 @@ AROUND_IMAGES = {  # models of images, and the type of their text
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
 }
+_LLAMA4_VISION = dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 64)
+_LLAMA4_VISION |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+_LLAMA4_VISION |= {"image_size": 28, "patch_size": 14, "pixel_shuffle_ratio": 0.5}
+_OTHERS = {"gemma4": ("", {}, *WHOLE["gemma4"][2:]), "llama4": ("", {}, {"vision_config": _LLAMA4_VISION}, {})}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -84,7 +89,14 @@ OWN: dict[str, dict[str, Any]] = HYBRIDS | {
         "attention_k_eq_v": True,
         "global_head_dim": 32,
         "num_global_key_value_heads": 1,
-    }
+    },
+    "llama4_text": {
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 96,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 16,
+        "floor_scale": 16,
+    },
 }
 
 
@@ -93,7 +105,7 @@ def expert_config(model_type: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
     if text_type := AROUND_IMAGES.get(model_type):
-        _, own, towers, fields = (LIKE_OTHERS | {"gemma4": ("", {}, *WHOLE["gemma4"][2:])})[model_type]
+        _, own, towers, fields = (LIKE_OTHERS | _OTHERS)[model_type]
         text = expert_config(text_type, **own | changes).to_dict()
         return AutoConfig.for_model(model_type, text_config=text, **towers, **fields)
     usual = AutoConfig.for_model(model_type)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,7 +57,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found = {}
     for name, parameter in added_parameters(model).items():
         layer = next((layer for layer in paths if name.startswith(f"{layer}.")), "")
-        own = paths[layer] + name.removeprefix(layer) if layer else name.replace(ROWS, PEFT_ROWS)
+        own = _path_in_peft(model, paths, layer, name) if layer else name.replace(ROWS, PEFT_ROWS)
         found[f"{PEFT_PREFIX}{own}"] = parameter
     seen: set[int] = set()
     for name, module in fully_trained_modules(model).items():
@@ -70,10 +70,9 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The full tensors under PEFT's names and in its shapes. Where they are sharded every rank must call this."""
-    groups = _groups_of_b(model)
+    stacked = _stacked(model)
     return {
-        name: _as_in_peft(gather(parameter), groups.get(name, 1))
-        for name, parameter in adapter_parameters(model).items()
+        name: _as_in_peft(gather(parameter), stacked.get(name)) for name, parameter in adapter_parameters(model).items()
     }
 
 
@@ -91,25 +90,57 @@ def expert_paths(model: nn.Module) -> dict[str, str]:
     return paths
 
 
-def _groups_of_b(model: nn.Module) -> dict[str, int]:
-    """How many experts are in a factor B, by PEFT's name: there B (o, r g) has the expert as its fastest index."""
+class _Stacked(NamedTuple):
+    """How PEFT has a factor of g experts: B (o, r g) with the expert as its fastest index, A (g r, i)."""
+
+    num_groups: int
+    is_b: bool
+    # PEFT takes a stack (g, i, o) for (g, o, i) unless its class has ``is_transposed``: A is then our B, transposed
+    is_exchanged: bool
+
+
+def _is_exchanged(model: nn.Module, stack: str) -> bool:
+    return getattr(model.get_submodule(stack.rpartition(".")[0]), "exchanges_factors", False)
+
+
+def _path_in_peft(model: nn.Module, paths: Mapping[str, str], stack: str, name: str) -> str:
+    key = name.removeprefix(stack)
+    if _is_exchanged(model, stack):
+        key = key.translate(str.maketrans("AB", "BA"))
+    return paths[stack] + key
+
+
+def _stacked(model: nn.Module) -> dict[str, _Stacked]:
+    """Factors of experts by PEFT's names."""
     layers: dict[str, Any] = dict(adapted_layers(model))
-    return {f"{PEFT_PREFIX}{path}.lora_B.weight": layers[name].num_groups for name, path in expert_paths(model).items()}
+    return {
+        f"{PEFT_PREFIX}{path}.lora_{side}.weight": _Stacked(layers[name].num_groups, side == "B", exchanged)
+        for name, path in expert_paths(model).items()
+        for exchanged in (_is_exchanged(model, name),)
+        for side in "AB"
+    }
 
 
-def _as_in_peft(b: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """(g o, r) -> (o, r g); any other factor as it is."""
-    return b if num_groups == 1 else b.unflatten(0, (num_groups, -1)).permute(1, 2, 0).flatten(1)
+def _as_in_peft(factor: torch.Tensor, stacked: _Stacked | None) -> torch.Tensor:
+    """(g o, r) -> (o, r g), or of exchanged ones (g r, i) -> (i, r g) and (g o, r) -> (g r, o); others as they are."""
+    if stacked is None:
+        return factor
+    groups = factor.unflatten(0, (stacked.num_groups, -1))
+    groups = groups.mT if stacked.is_exchanged else groups
+    return groups.permute(1, 2, 0).flatten(1) if stacked.is_b else groups.flatten(0, 1)
 
 
-def _from_peft(stored: Any, num_groups: int) -> Any:
-    """The reverse: (o, r g) -> (g o, r), read in full."""
-    return stored if num_groups == 1 else stored[:].unflatten(1, (-1, num_groups)).permute(2, 0, 1).flatten(0, 1)
+def _from_peft(stored: Any, stacked: _Stacked | None) -> Any:
+    """The reverse, read in full but for a factor that is as it is."""
+    if stacked is None or not (stacked.is_b or stacked.is_exchanged):
+        return stored
+    num = stacked.num_groups
+    groups = stored[:].unflatten(1, (-1, num)).permute(2, 0, 1) if stacked.is_b else stored[:].unflatten(0, (num, -1))
+    return (groups.mT if stacked.is_exchanged else groups).flatten(0, 1)
 
 
-def _shape_in_peft(parameter: torch.Tensor, num_groups: int) -> tuple[int, ...]:
-    shape = full_shape(parameter)
-    return shape if num_groups == 1 else (shape[0] // num_groups, shape[1] * num_groups)
+def _shape_in_peft(parameter: torch.Tensor, stacked: _Stacked | None) -> tuple[int, ...]:
+    return tuple(_as_in_peft(torch.empty(full_shape(parameter), device="meta"), stacked).shape)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -193,10 +224,10 @@ def _fill(
     _refuse_misfit(model, shapes, where)
     parameters = adapter_parameters(model)
     aliases = {name: parameters[first] for name, first in tied_names(model).items()}
-    groups = _groups_of_b(model)
+    stacked = _stacked(model)
     for name, parameter in parameters.items():
         if name in shapes and local(parameter).numel():
-            local(parameter).copy_(local_part(parameter, _from_peft(read(name), groups.get(name, 1))))
+            local(parameter).copy_(local_part(parameter, _from_peft(read(name), stacked.get(name))))
     for name in shapes.keys() & aliases.keys():
         parameter = aliases[name]
         if not torch.equal(own := local(parameter), local_part(parameter, read(name)).to(own.device, own.dtype)):
@@ -220,8 +251,8 @@ def _refuse_misfit(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], wher
     )
     wrong = [f"missing: {name}" for name in sorted(parameters.keys() - shapes.keys() - may_lack)]
     wrong += [f"unexpected: {name}" for name in sorted(shapes.keys() - parameters.keys() - aliases.keys())]
-    groups = _groups_of_b(model)
-    wanted = {name: _shape_in_peft(parameter, groups.get(name, 1)) for name, parameter in parameters.items()}
+    stacked = _stacked(model)
+    wanted = {name: _shape_in_peft(parameter, stacked.get(name)) for name, parameter in parameters.items()}
     wrong += [
         f"shape of {name}: {shapes[name]}, the model has {shape}"
         for name, shape in sorted(wanted.items())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from manyhands import families
 from manyhands.convert.fused_experts import can_fuse, compute_adapted
@@ -28,7 +28,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.holding import own_part
 from manyhands.kernels.experts import ops, select
 from manyhands.model.loss import LossModel
-from manyhands.model.structure import find_experts
+from manyhands.model.structure import find_experts, with_class
 from manyhands.model.weights import QuantizedLayer, stored_form
 
 NAME = "manyhands"  # of the forward pass, in transformers' registry
@@ -189,11 +189,51 @@ def make_stack(experts: Any, parameter: torch.Tensor) -> tuple[Any, torch.Tensor
 ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
 
 
+class InputWeightedExperts(nn.Module):
+    """Experts into which a token goes times its weight: (n, e), (n, k), (n, k) -> (n, e)."""
+
+    has_gate, has_bias, is_concatenated, is_transposed = True, False, True, True
+    exchanges_factors = True  # PEFT cannot know that they are transposed
+    _apply_gate = _default_apply_gate
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = (hidden[:, None] * weights[..., None]).flatten(0, 1)  # a token for each choice
+        out = compute_experts(self, rows, index.reshape(-1, 1), weights.new_ones(len(rows), 1))
+        return out.unflatten(0, index.shape).sum(1)
+
+
+class InputWeightedBlock(nn.Module):
+    """A router, such experts and a shared one: (b, t, e) -> (b t, e), and the router's logits (b t, E)."""
+
+    top_k: int
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden.flatten(0, -2)
+        logits = self.router(hidden)
+        largest, index = logits.topk(self.top_k, dim=1)
+        weights = largest.float().sigmoid().to(logits.dtype)
+        return self.shared_expert(hidden) + self.experts(hidden, index, weights), logits
+
+
+def adopt_experts(model: Any) -> dict[str, Any]:
+    """The experts of a transformers model by name, those of a class without ``use_experts_implementation`` as modules
+    that go through ``compute_experts`` and share all parameters.
+    """
+    for name, experts in find_experts(model).items():
+        if type(experts).__name__ in families.weighing_inputs():
+            path = name.rpartition(".")[0]
+            block = with_class(model.get_submodule(path), InputWeightedBlock)
+            block.router = with_class(block.router, nn.Linear)  # type: ignore[arg-type]
+            block.experts = with_class(experts, InputWeightedExperts)
+            model.set_submodule(path, block)
+    return find_experts(model)
+
+
 def stack_experts(model: Any) -> list[str]:
     """Put stacks in the place of the experts' 3-D parameters, on meta or loaded; their names. UserError where there is
     none.
     """
-    found = find_experts(model)
+    found = adopt_experts(model)
     if not found:
         raise UserError(
             f"the experts of {type(model).__name__} cannot be trained here",
@@ -211,14 +251,15 @@ def stack_experts(model: Any) -> list[str]:
             stack.weight.requires_grad_(parameter.requires_grad)
             setattr(experts, key, stack.train(experts.training))
             names.append(f"{name}.{key}")
-    model.set_experts_implementation(NAME)
+    if not all(isinstance(experts, InputWeightedExperts) for experts in found.values()):
+        model.set_experts_implementation(NAME)
     return names
 
 
 @torch.no_grad()
 def round_experts(model: Any, kind: Any, *arguments: Any) -> None:
     """Give the experts of a transformers model the values that a layer of ``kind`` holds of them, in place."""
-    for experts in find_experts(model).values():
+    for experts in adopt_experts(model).values():
         for key in projections(experts):
             parameter = experts.get_parameter(key)
             stack, rows = make_stack(experts, parameter)

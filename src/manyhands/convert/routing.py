@@ -23,7 +23,7 @@ from manyhands.core.terms import LossTerm
 from manyhands.data.batch.collate import DOCUMENT_LENGTHS
 from manyhands.kernels.matmul import sum_dtype
 from manyhands.model.loss import LossModel
-from manyhands.model.structure import find_experts
+from manyhands.model.structure import find_decoder, find_experts
 
 BALANCE = "balance"
 
@@ -58,7 +58,7 @@ class Routing:
                 _find_router(model, name, each).register_forward_hook(partial(self._keep_logits, self.choices[-1]))
         loss_model.register_forward_pre_hook(self._open)
         # called by itself where a batch has images
-        model.get_decoder().register_forward_hook(partial(self._close, loss_model))
+        find_decoder(model).register_forward_hook(partial(self._close, loss_model))
         loss_model.needs_documents = True
 
     def begin(self) -> None:

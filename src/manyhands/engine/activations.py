@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.core.limits import MAX_AHEAD_BYTES, MAX_LEAVING_BYTES, PASSING_TENSORS
-from manyhands.model.structure import find_blocks, find_tower_blocks, is_multimodal
+from manyhands.model.structure import base_path, find_blocks, find_decoder, find_tower_blocks, is_multimodal
 from manyhands.planner.layout import Checkpointing
 
 LINEAR = {"aten::mm": 0, "aten::addmm": 1}  # which argument the inputs are; the weight (i, o) is the next one
@@ -259,7 +259,8 @@ def offload_activations(model: Any, device: torch.device) -> ActivationStore:
 
     Weights stay: autograd saves parameters themselves or views of them, whether gathered by FSDP2, compiled or neither.
     """
-    base: nn.Module = model.get_decoder() if is_multimodal(model.config) else getattr(model, model.base_model_prefix)
+    path = "" if is_multimodal(model.config) else base_path(model)
+    base: nn.Module = model.get_submodule(path) if path else find_decoder(model)
     store = ActivationStore(device)
     entered: list[torch.autograd.graph.saved_tensors_hooks] = []
 

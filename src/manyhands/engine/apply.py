@@ -40,7 +40,7 @@ from manyhands.engine.native import SHARD, NativeEngine
 from manyhands.engine.tiles import compile_tiles, tile_mlps
 from manyhands.kernels.attention.context import use_group
 from manyhands.model.loss import LossModel
-from manyhands.model.structure import find_blocks, find_tower_blocks
+from manyhands.model.structure import base_path, find_blocks, find_tower_blocks
 from manyhands.planner.layout import Layout
 from manyhands.planner.types import Plan
 
@@ -199,7 +199,7 @@ def keep_compute_copy(loss_model: LossModel) -> ComputeCopy:
     head.
     """
     model = loss_model.model
-    copy = ComputeCopy(loss_model, [loss_model, model, getattr(model, model.base_model_prefix)], torch.bfloat16)
+    copy = ComputeCopy(loss_model, [loss_model, model, model.get_submodule(base_path(model))], torch.bfloat16)
     for method in LOGITS_METHODS:
         copy.enter_by(loss_model, method)
     return copy

@@ -35,6 +35,7 @@ UNREAD = ".rotary_emb.inv_freq"  # older versions of transformers stored these f
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 HEAD_NORMS = ("q_norm", "k_norm")  # of queries and of keys
 MLP_OUTPUT_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
+DECODER = "model.language_model"  # of a multimodal model
 HEAD_PREFIX = re.compile(r"^.*(?=\blm_head\.)")
 
 
@@ -48,7 +49,8 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
     outer, config = read_config(folder)
     is_multimodal = config is not outer
     num_tower_parameters, tower, stored, stored_nf4 = 0, None, _config_dtype(outer), None
-    shapes, decoder = parameter_shapes(config), "model.language_model" if is_multimodal else "model"
+    named_decoder = families.find(outer).decoder
+    shapes, decoder = parameter_shapes(config), named_decoder if is_multimodal else "model"
     groups = families.expert_groups(families.find(config), config)
     stored_mxfp4 = tuple(groups) if is_mxfp4(outer) else ()
     if init == "pretrained":
@@ -57,7 +59,11 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         if is_multimodal:
             num_tower_parameters, tower = _read_towers(outer, tensors)
             config |= {"tie_word_embeddings": shares_head(folder, config)}
-            tensors = {name_in_model(name): tensor for name, tensor in tensors.items() if TEXT_TENSOR.search(name)}
+            tensors = {
+                name_in_model(name, named_decoder): tensor
+                for name, tensor in tensors.items()
+                if TEXT_TENSOR.search(name)
+            }
             decoder = next((name.removesuffix(EMBEDDINGS) for name in tensors if name.endswith(EMBEDDINGS)), decoder)
         else:
             tensors = {BARE_TENSOR.sub("model.", n): t for n, t in tensors.items() if not n.endswith(UNREAD)}
@@ -258,9 +264,11 @@ def resize_vocabulary(model: ModelFacts, new_tokens: NewTokens | None) -> ModelF
     )
 
 
-def name_in_model(name: str) -> str:
+def name_in_model(name: str, decoder: str = DECODER) -> str:
     """What transformers calls a tensor of a multimodal model's text, under whichever published name it is stored."""
-    return HEAD_PREFIX.sub("", TEXT_PREFIX.sub(lambda match: f"model.{match[1] or 'language_model'}.", name))
+    usual = decoder == DECODER
+    named = TEXT_PREFIX.sub(lambda match: f"model.{match[1] or 'language_model'}." if usual else f"{decoder}.", name)
+    return HEAD_PREFIX.sub("", named)
 
 
 def shares_head(folder: Path, config: Mapping[str, Any]) -> bool:

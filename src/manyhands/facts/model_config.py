@@ -260,6 +260,8 @@ def judge_packing(config: RunConfig, model: ModelFacts, report: Callable[[str], 
     raw = Path(model.folder, CONFIG_FILE).read_bytes()
     fields = json.loads(raw)
     family = families.find(model.model_type)
+    if family.why_unpacked:
+        return model.model_copy(update={"packs": False, "packing_reason": family.why_unpacked})
     if _is_known(family, fields, config.model.trust_remote_code):
         reason = f"packing is verified for {model.model_type}"
         return model.model_copy(update={"packs": True, "packing_reason": reason})

@@ -58,6 +58,7 @@ __all__ = [
     "routes",
     "stateful_mixers",
     "types_with_images",
+    "weighing_inputs",
     "why_no_experts",
     "why_no_images",
     "why_no_training",
@@ -127,6 +128,12 @@ def known_modules() -> dict[str, KnownModule]:
 def bypassed_linears() -> tuple[str, ...]:
     """Linear layers of blocks, by the end of their names, whose weights are read without their forward pass."""
     return tuple(name for family in FAMILIES for name in family.bypassed)
+
+
+@cache
+def weighing_inputs() -> frozenset[str]:
+    """Classes of experts whose inputs a router's scores weigh, by name."""
+    return frozenset(family.experts.weighs_inputs for family in FAMILIES if family.experts is not None) - {""}
 
 
 @cache

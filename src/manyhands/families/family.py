@@ -110,6 +110,9 @@ class Experts:
     shared_gate: str = ""
     biases: bool = False  # experts and router have them
     transposed: bool = False  # files have (experts, in, out) whatever the sizes
+    # class of experts that are (experts, in, out) with a forward pass of their own: the sigmoid of a token's largest
+    # logits weighs what goes into an expert, not its result
+    weighs_inputs: str = ""
 
     def within(self, name: str) -> str:
         """The name in a block of what the parent calls ``name``."""
@@ -210,10 +213,12 @@ class Family:
     block: Callable[[Config, int, bool], Shapes] | None = None  # its parameters but for experts; bool: it has none
     masks_by_position: bool = True  # transformers' own masks keep documents of a pack apart by their positions
 
+    why_unpacked: str = ""  # why documents of a pack cannot be as if alone
     packs: bool | None = None  # measured: documents of a pack are as if alone; None: not measured
 
     # a multimodal model
     text_model_type: str | None = None  # of its text, where that cannot be another family's
+    decoder: str = "model.language_model"  # the module with its embeddings, blocks and last norm
     towers: tuple[str, ...] = ()  # modules that encode images, video or sound
     projectors: tuple[str, ...] = ()  # modules that lead from a tower to the embeddings
     images: ImageLayout | None = None  # None: images cannot be trained
@@ -316,13 +321,15 @@ def _is_dense(family: Family, config: Config, index: int) -> bool:
     if family.experts is None or not num_experts(config):
         return True
     kinds = config.get("mlp_layer_types")
-    period = config.get("expert_layer_period") or 1
+    period, sparse = config.get("expert_layer_period") or 1, config.get("moe_layers")
     return (
         index < (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
         or index in (config.get("mlp_only_layers") or ())
         or (index + 1) % (config.get("decoder_sparse_step") or 1) != 0
         or (period > 1 and index % period != config.get("expert_layer_offset", 0))
         or bool(kinds and kinds[index] == "dense")
+        or (isinstance(sparse, list) and index not in sparse)
+        or (sparse is None and (index + 1) % (config.get("interleave_moe_layer_step") or 1) != 0)
     )
 
 

@@ -20,15 +20,12 @@ OMNI = "a part that speaks hangs on the hidden states of its text, and positions
 SOUND = "it takes sound, and no images"
 DIFFUSION = "it learns to restore blocks of tokens, not to predict the next one"
 
-OWN_EXPERTS = "its experts have a forward pass of their own, which transformers lets nobody replace"
-
 _HYBRID = "its layers that are not attention have not been tried in packs"
 _INDEXER = "a part of its attention chooses tokens and gets no gradient"
 _EXPERTS = {
     _HYBRID: "qwen4_exp qwen4_exp_text kimi_linear zaya minimax inkling inkling_text",
     "its experts have no gate, which the layout of stacks here requires": "nemotron_h",
     _INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4",
-    OWN_EXPERTS: "llama4 llama4_text",
     "its tokens attend in both directions": "openai_privacy_filter",
     DIFFUSION: "diffusion_gemma",
 }
@@ -46,8 +43,7 @@ INFERRED = ("aya_vision", "deepseek_vl", "janus", "qianfan_ocr", "vipllava")
 _ALIKE = {
     EXPERTS: "aria deepseek_ocr2 ernie4_5_vl_moe glm5_next inkling_mm_model kimi_k25 minimax_m3_vl "
     "mistral4 qwen3_omni_moe qwen3_omni_moe_thinker qwen4_exp step3p7",
-    OWN_EXPERTS: "llama4",
-    TORCHVISION: "cohere2_vision gemma4_unified lfm2_vl muse_glimmer perception_lm",
+    TORCHVISION: "cohere2_vision gemma4_unified lfm2_vl llama4 muse_glimmer perception_lm",
     ENCODER: "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",
     CROSS_ATTENTION: "blip idefics mllama",
     QUERIES: "blip-2 instructblip instructblipvideo",

@@ -35,6 +35,7 @@ from manyhands.kernels.matmul import sum_dtype
 from manyhands.model.attention import attention_kwargs, count_positions, document_mask
 from manyhands.model.documents import ROWS, Documents, follow_documents, separate_states
 from manyhands.model.multimodal import BY_OWN_FORWARD, Images
+from manyhands.model.structure import base_path, find_decoder
 from manyhands.training.types import StepFigures
 
 IGNORED = -100  # labels with this value are not trained
@@ -93,10 +94,10 @@ class LossModel(nn.Module):
     def __init__(self, model: Any, *, fuse: bool = False, terms: Sequence[LossTerm] = (LANGUAGE_MODEL,)) -> None:
         """``fuse``: cross-entropy fused with the head, if the head is one that can be; ``how_loss`` says what runs."""
         super().__init__()
-        base = getattr(model, "base_model_prefix", "")
-        config = model.config
-        unfit = not base or base not in model._modules or getattr(config, "is_encoder_decoder", False)
-        if unfit or hasattr(getattr(model, base), "decoder"):  # OPT's head asks its base for more than hidden states
+        base, config = base_path(model), model.config
+        unfit = not base or getattr(config, "is_encoder_decoder", False)
+        # OPT's head asks its base for more than hidden states
+        if unfit or hasattr(model.get_submodule(base), "decoder"):
             raise UserError(
                 f"{type(model).__name__} is not a decoder with a base model and a head",
                 where="model.name",
@@ -274,8 +275,8 @@ class LossModel(nn.Module):
         with self.documents.of(batch):
             if self.images is not None and self.images.has_images(batch):
                 kwargs |= self.images.decoder_inputs(self.model, batch)
-                return self.model.get_decoder()(use_cache=False, **kwargs)[0].flatten(0, 1)
-            base = getattr(self.model, self.model.base_model_prefix)
+                return find_decoder(self.model)(use_cache=False, **kwargs)[0].flatten(0, 1)
+            base = self.model.get_submodule(base_path(self.model))
             return base(input_ids=batch["input_ids"], use_cache=False, **kwargs)[0].flatten(0, 1)
 
     def _model_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,7 +386,12 @@ class _Identity(nn.Module):
 
 def _head_view(model: Any) -> Any:
     """The model without its base. Shares the head's module, has no state of its own, and is created for each use."""
-    view = copy.copy(model)
-    view._modules = dict(model._modules)
-    view._modules[model.base_model_prefix] = _Identity(getattr(model, model.base_model_prefix))
+    return _replace_base(model, base_path(model))
+
+
+def _replace_base(module: Any, path: str) -> Any:
+    if not path:
+        return _Identity(module)
+    view, (name, _, rest) = copy.copy(module), path.partition(".")
+    view._modules = module._modules | {name: _replace_base(module._modules[name], rest)}
     return view

@@ -52,6 +52,24 @@ def is_multimodal(config: Any) -> bool:
     return config.get_text_config() is not config
 
 
+def base_path(model: nn.Module) -> str:
+    """The name of the module whose result the head takes; "" where there is none. A few models have it under another
+    name than their prefix, or within a text model that has the head.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    if prefix in model._modules or "lm_head" in model._modules:
+        return prefix if prefix in model._modules else "model" if "model" in model._modules else ""
+    text = model._modules.get("language_model")
+    inner = base_path(text) if text is not None and "lm_head" in text._modules else ""
+    return f"language_model.{inner}" if inner else ""
+
+
+def find_decoder(model: Any) -> Any:
+    """The text decoder without a head."""
+    decoder = model.get_decoder()
+    return decoder.get_submodule(base_path(decoder)) if "lm_head" in decoder._modules else decoder
+
+
 def text_modules(model: Any) -> set[nn.Module] | None:
     """Every module of a multimodal model's text decoder; None for a model that is all text."""
     config = getattr(model, "config", None)
@@ -140,12 +158,13 @@ def set_attention(model: Any, implementation: str) -> None:
 
 def find_experts(model: nn.Module) -> dict[str, Any]:
     """The modules that hold a block's routed experts, by name: those of transformers'
-    ``use_experts_implementation``.
+    ``use_experts_implementation``, and of classes that a family names.
     """
+    named = families.weighing_inputs()
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+        if type(module).__name__ in named or (hasattr(module, "is_concatenated") and hasattr(module, "has_gate"))
     }
 
 
