@@ -22,7 +22,7 @@ PROJECTIONS = {
     "w2": "down_proj",
 }
 ALL = re.compile(
-    r"^(?P<parent>.+)\.(?:experts\.(?P<name>gate_up_proj|down_proj)|(?P<linear>input_linear|output_linear)\.weight)$"
+    r"^(?P<parent>.+)\.(?:experts\.(?P<name>gate_up_proj|up_proj|down_proj)|(?P<linear>input_linear|output_linear)\.weight)$"
 )
 OF_LINEAR = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 OLD_PARENT = "block_sparse_moe"  # of files whose experts have w1, w2 and w3: ``mlp`` in transformers' models
@@ -40,7 +40,8 @@ def stack_experts(
     for stored_name, tensor in tensors.items():
         name = stored_name.replace(f".{OLD_PARENT}.", ".mlp.") if old else stored_name
         if (one := ONE.match(name)) and one["name"] in PROJECTIONS:
-            stack = f"{one['parent']}.experts.{PROJECTIONS[one['name']]}.weight"
+            gated = one["name"] != "up_proj" or stored_name.replace(".up_proj.", ".gate_proj.") in tensors
+            stack = f"{one['parent']}.experts.{PROJECTIONS[one['name']] if gated else 'up_proj'}.weight"
             stacks.setdefault(stack, []).append((int(one["number"]), tensor))
         elif len(tensor.shape) == 3 and (match := ALL.match(name)):
             hidden_axis = 1 if match["name"] == "down_proj" or match["linear"] == "output_linear" else 2

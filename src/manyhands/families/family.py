@@ -109,6 +109,7 @@ class Experts:
     num_shared: str = "n_shared_experts"
     shared_gate: str = ""
     biases: bool = False  # experts and router have them
+    gate: bool = True  # experts multiply two projections of what goes in; False: they have up_proj and down_proj alone
     transposed: bool = False  # files have (experts, in, out) whatever the sizes
     # class of experts that are (experts, in, out) with a forward pass of their own: the sigmoid of a token's largest
     # logits weighs what goes into an expert, not its result
@@ -121,13 +122,15 @@ class Experts:
     @property
     def stacks(self) -> tuple[str, str]:
         """The names in a block of the stacks, in the order in which a token passes them."""
-        return self.within("experts.gate_up_proj"), self.within("experts.down_proj")
+        first = "gate_up_proj" if self.gate else "up_proj"
+        return self.within(f"experts.{first}"), self.within("experts.down_proj")
 
 
 # Model types for which vLLM reads the factors of all experts of a block as one pair: its classes with
 # ``is_3d_moe_weight``, and only where both stacks are adapted (vllm/lora/model_manager.py, read in November 2026).
 VLLM_READS_STACKS = ("gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "glm4_moe_lite")
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+MIXERS_OF_EXPERTS = {"moe", "E"}  # blocks that have them in the place of a mixer
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
@@ -138,7 +141,7 @@ def num_experts(config: Config) -> int:
         return 0
     if kind == "nemotron_h":  # its configuration counts experts of a kind of block that a model need not have
         blocks = config.get("layers_block_type") or config.get("hybrid_override_pattern") or ()
-        return number if {"moe", "E"} & set(blocks) else 0
+        return number if MIXERS_OF_EXPERTS & set(blocks) else 0
     return number
 
 
@@ -321,6 +324,9 @@ def _is_dense(family: Family, config: Config, index: int) -> bool:
     if family.experts is None or not num_experts(config):
         return True
     kinds = config.get("mlp_layer_types")
+    mixers = config.get("layers_block_type") or config.get("hybrid_override_pattern") or ()
+    if MIXERS_OF_EXPERTS & set(mixers):
+        return mixers[index] not in MIXERS_OF_EXPERTS
     period, sparse = config.get("expert_layer_period") or 1, config.get("moe_layers")
     return (
         index < (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
@@ -351,15 +357,18 @@ def _latent(config: Config) -> dict[str, tuple[int, int, bool]]:
 
 def _experts(config: Config, experts: Experts) -> dict[str, tuple[int, int, bool]]:
     hidden, inner, number = config["hidden_size"], config[experts.inner], num_experts(config)
-    first, last = experts.stacks
-    linears = {first: (number * 2 * inner, hidden, False), last: (number * hidden, inner, False)}
+    (first, last), width = experts.stacks, config.get("moe_latent_size") or hidden
+    linears = {
+        first: (number * (1 + experts.gate) * inner, width, False),
+        last: (number * width, inner, False),
+    }
     if experts.shared_inner:
         size = config.get(experts.shared_inner) or 0
     else:
         size = inner * (config.get(experts.num_shared) or 0) if experts.shared else 0
     if size:
         shared = experts.within(experts.shared)
-        linears |= {f"{shared}.{name}": (size, hidden, False) for name in ("gate_proj", "up_proj")}
+        linears |= {f"{shared}.{name}": (size, hidden, False) for name in ("gate_proj", "up_proj")[not experts.gate :]}
         linears[f"{shared}.down_proj"] = (hidden, size, False)
     if experts.shared_gate:
         linears[experts.within(experts.shared_gate)] = (1, hidden, False)

@@ -157,10 +157,14 @@ def _granite(config: Config, index: int, dense: bool) -> Shapes:
 
 
 def _nemotron(config: Config, index: int, dense: bool) -> Shapes:
-    """One mixer a block: attention, Mamba-2 or an MLP without a gate."""
+    """One mixer a block: attention, Mamba-2, or an MLP or experts without a gate."""
     kinds, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     mixer: Shapes
-    if has_attention(config, index):
+    if not dense:
+        hidden, latent = config["hidden_size"], config.get("moe_latent_size")
+        sizes = {"fc1": (latent, hidden), "fc2": (hidden, latent)} if latent else {}
+        mixer = {f"mixer.{name}_latent_proj.weight": size for name, size in sizes.items()}
+    elif has_attention(config, index):
         mixer = attention(config, config.get("head_dim") or 128)
         mixer = {name.replace("self_attn", "mixer"): shape for name, shape in mixer.items()}
     elif kinds[index] == "mlp" if kinds else pattern is not None and pattern[index] == "-":
@@ -240,6 +244,7 @@ NEMOTRON_H = Family(
     model_types=("nemotron_h",),
     head_dim=128,
     block=_nemotron,
+    experts=Experts("mixer", shared="shared_experts", shared_inner="moe_shared_expert_intermediate_size", gate=False),
     peft_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
     packs=True,
     mixers=("NemotronHMamba2Mixer",),

@@ -24,7 +24,6 @@ _HYBRID = "its layers that are not attention have not been tried in packs"
 _INDEXER = "a part of its attention chooses tokens and gets no gradient"
 _EXPERTS = {
     _HYBRID: "qwen4_exp qwen4_exp_text kimi_linear zaya minimax inkling inkling_text",
-    "its experts have no gate, which the layout of stacks here requires": "nemotron_h",
     _INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4",
     "its tokens attend in both directions": "openai_privacy_filter",
     DIFFUSION: "diffusion_gemma",
