@@ -24,7 +24,9 @@ optimizer: adamw_torch_8bit
 
 def test_files_are_counted_by_tool_with_one_reason_each(tmp_path: Path) -> None:
     (tmp_path / "runs.yaml").write_text(RUNS)
-    (tmp_path / "experts.yaml").write_text(RUNS.replace("meta-llama/Llama-3.2-1B", "meta-llama/Llama-4-Scout-17B-16E"))
+    (tmp_path / "experts.yaml").write_text(
+        RUNS.replace("meta-llama/Llama-3.2-1B", "moonshotai/Kimi-Linear-48B-A3B-Instruct")
+    )
     (tmp_path / "qat.yaml").write_text(RUNS + "qat: {weight_dtype: int4}\n")
     (tmp_path / "dpo.yaml").write_text(RUNS + "rl: dpo\n")
     (tmp_path / "cloud.yaml").write_text("provider: somewhere\n")
