@@ -41,7 +41,7 @@ from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_experts
 from manyhands.model.weights import StackedRows, stacked_layers, stored_form
 from tests.support.building import load_model
-from tests.support.experts import AROUND_IMAGES, HYBRIDS, expert_model
+from tests.support.experts import AROUND_IMAGES, HYBRIDS, OWN, expert_model
 from tests.support.tiny import tiny_plan, tiny_run
 
 TYPES = [
@@ -49,7 +49,7 @@ TYPES = [
     for family in families.FAMILIES
     if family.experts is not None
     for model_type in family.model_types
-    if model_type not in AROUND_IMAGES.values()
+    if model_type in OWN or model_type not in AROUND_IMAGES.values()
 ]
 NO_GATE = "nemotron_h"
 PLAIN = (

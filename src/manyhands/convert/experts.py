@@ -206,6 +206,9 @@ class InputWeightedBlock(nn.Module):
     """A router, such experts and a shared one: (b, t, e) -> (b t, e), and the router's logits (b t, E)."""
 
     top_k: int
+    router: nn.Module
+    experts: nn.Module
+    shared_expert: nn.Module
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = hidden.flatten(0, -2)
