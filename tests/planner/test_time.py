@@ -154,12 +154,16 @@ def test_micro_batches_of_as_many_tokens_are_one_with_the_mean_of_their_pairs():
 
 
 def test_a_plan_of_mixed_lengths_has_the_mean_step_of_the_data():
-    """Its few steps are drawn from all; of 16 samples each, six of them missed the mean tokens by a tenth."""
+    """Its steps are drawn from all that the run has; of 16 samples each, six missed the mean tokens by a tenth."""
     lengths = tuple(mix_lengths(2048))
     data = data_facts(num_samples=2048, mean=float(np.mean(lengths)), longest=max(lengths), first_lengths=lengths)
     made = plan(run_config(method__name="lora", batch__samples=16), facts(llama_8b(), gpus=1, data=data))
     mean = 16 * float(np.mean(lengths))
     assert made.time.tokens_per_s * made.time.step_s == pytest.approx(mean, rel=0.02)
+    short = plan(
+        run_config(method__name="lora", batch__samples=16, stop__max_steps=5), facts(llama_8b(), gpus=1, data=data)
+    )
+    assert short.time.tokens_per_s * short.time.step_s == pytest.approx(sum(lengths[:80]) / 5, rel=1e-4)
     packs = [[[np.array(lengths[i : i + 16])]] for i in range(0, 2048, 16)]
     whole = work_of_lengths(packs, replace(LORA.layout, micro_tokens=2**20), None)
     joined = join_sizes(whole, 8)

@@ -236,9 +236,10 @@ def _search(
         "batch_packs": split.batch_packs,
         "pack_tokens": config.data.max_length if split.batch_packs is not None else None,
     }
-    limits = memory_limits(config, facts, decisions)
-    limits = replace(limits, clock=make_clock(config, facts, decisions, limits.num_local, batch))
     steps = count_steps(config, facts.data, split.batch_samples)
+    limits = memory_limits(config, facts, decisions)
+    clock = make_clock(config, facts, decisions, limits.num_local, batch | {"num_steps": steps.total})
+    limits = replace(limits, clock=clock)
     passes, (reference, why_reference) = steps.total / steps.per_epoch, choose_reference(config, facts, steps)
     features = choose_features(config, facts, decisions.parts, DTYPE_BYTES[decisions.compute], passes, obstacle)
     terms, base = TASKS[config.task].make_terms(config), with_features(features, _base_input(config, facts, decisions))
