@@ -15,7 +15,7 @@ from manyhands.kernels.attention.flash4 import choose_packed
 from manyhands.kernels.backend import architecture_of
 from manyhands.kernels.fp8 import select
 
-NVIDIA = ("has_bfloat16", "has_varlen_attention", "has_flash4", "multiplies_fp8")
+NVIDIA = ("has_bfloat16", "has_varlen_attention", "has_flash4", "is_hopper", "multiplies_fp8")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ NVIDIA = ("has_bfloat16", "has_varlen_attention", "has_flash4", "multiplies_fp8"
         (GpuArchitecture("nvidia", (8, 0)), ("has_bfloat16", "has_varlen_attention")),
         (GpuArchitecture("nvidia", (8, 9)), ("has_bfloat16", "has_varlen_attention", "multiplies_fp8")),
         (GpuArchitecture("nvidia", (9, 0)), NVIDIA),
-        (GpuArchitecture("nvidia", (10, 0)), NVIDIA),
+        (GpuArchitecture("nvidia", (10, 0)), tuple(name for name in NVIDIA if name != "is_hopper")),
         (GpuArchitecture("nvidia", (12, 0)), ("has_bfloat16", "has_varlen_attention", "multiplies_fp8")),
         (GpuArchitecture("nvidia"), ("has_bfloat16", "has_varlen_attention", "multiplies_fp8")),  # a MIG slice
         (GpuArchitecture("amd", gfx="gfx906"), ()),

@@ -20,7 +20,7 @@ from manyhands.kernels.backend import Backend
 from manyhands.kernels.experts import ops, reference, select
 
 CPU = torch.device("cpu")
-NAMES = ("gather_low", "gate_low", "gate_low_backward", "gathered_outer", "add_low", "combine")
+NAMES = ("gather_low", "gate_low", "gate_low_backward", "gathered_outer", "multiply_and_add", "combine")
 ROWS = {"gather_low_rows": ops.gather_low_rows, "gate_low_rows": ops.gate_low_rows}
 
 
@@ -67,8 +67,8 @@ def forget_weights(
     return reference.gate_low_backward(both, low, b, a, bias, v, following, torch.ones_like(weights), *more)
 
 
-def add_the_next_group(y: torch.Tensor, low: torch.Tensor, wide: torch.Tensor, ends: torch.Tensor) -> None:
-    reference.add_low(y, low, wide.roll(1, 0), ends)
+def add_the_next_group(x: Any, weight: Any, low: Any, wide: torch.Tensor, ends: Any) -> torch.Tensor:
+    return reference.multiply_and_add(x, weight, low, wide.roll(1, 0), ends)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def add_the_next_group(y: torch.Tensor, low: torch.Tensor, wide: torch.Tensor, e
         {"combine": shift_weights},
         {"gate_low": forget_a_bias},
         {"gate_low_backward": forget_weights},
-        {"add_low": add_the_next_group},
+        {"multiply_and_add": add_the_next_group},
         {"gather_low": lambda x, tokens, ends, a, scale: reference.gather_low(x, tokens, ends, a, 2 * scale)},
         {"gathered_outer": lambda x, tokens, *rest, **kind: reference.gathered_outer(x, tokens.flip(0), *rest, **kind)},
     ],

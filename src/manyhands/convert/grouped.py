@@ -66,10 +66,11 @@ def _multiply_quantized(
 ) -> torch.Tensor:
     groups, size, inner = shape
     weight = _dequantize[storage](pieces, (groups * size, inner), x.dtype).view(shape)
-    y = compute_groups(x, weight.mT if transposed else weight, ends)
-    if low is not None:
-        kernels_for(y, low.shape[1]).add_low(y, low, wide, ends)
-    return y
+    weight = weight.mT if transposed else weight
+    if low is None:
+        return compute_groups(x, weight, ends)
+    out: torch.Tensor = kernels_for(x, low.shape[1]).multiply_and_add(x, weight, low, wide, ends)
+    return out
 
 
 # Opaque to torch.compile: it would see that both directions dequantize the same weight, do it once and keep it.
@@ -134,7 +135,7 @@ def multiply_stack(
     wide: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product with a quantized stack, of which nothing is kept, without gradients: (n, i) -> (n, o), or back. With
-    low (n, r) and wide (g, r, o) their product is added (``kernels.experts.reference.add_low``).
+    low (n, r) and wide (g, r, o) their product is added (``kernels.experts.reference.multiply_and_add``).
 
     ``in_fp8``: of fp8 values of x, or of those given in its place and the ``dtype`` of the result; for the way back
     their rows were multiplied by ``factors_of`` the stack before.

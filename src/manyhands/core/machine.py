@@ -49,6 +49,10 @@ class GpuArchitecture:
         return self.vendor == "nvidia" and self.capability is not None and self.capability[0] in (9, 10)
 
     @property
+    def is_hopper(self) -> bool:
+        return self.vendor == "nvidia" and self.capability == (9, 0)
+
+    @property
     def multiplies_fp8(self) -> bool:
         """In the formats that are used here, e4m3fn and e5m2. AMD's gfx94x has others (e4m3fnuz, e5m2fnuz)."""
         return self.vendor == "nvidia" and self._is_at_least((8, 9))

@@ -13,7 +13,6 @@ from torch import Tensor
 from manyhands.kernels.experts import reference
 from manyhands.kernels.experts.select import kernels_for
 from manyhands.kernels.fp8.ops import quantize_group_rows, quantize_rows
-from manyhands.kernels.grouped import compute_groups
 from manyhands.kernels.matmul import sum_dtype
 from manyhands.kernels.operators import operator
 
@@ -67,9 +66,8 @@ def _gathered_outer(x: Tensor, tokens: Tensor, low: Tensor, ends: Tensor, transp
 
 
 def _multiply_and_add(x: Tensor, weight: Tensor, low: Tensor, wide: Tensor, ends: Tensor) -> Tensor:
-    y = compute_groups(x, weight, ends)
-    kernels_for(y, low.shape[1]).add_low(y, low, wide, ends)
-    return y
+    out: Tensor = kernels_for(x, low.shape[1]).multiply_and_add(x, weight, low, wide, ends)
+    return out
 
 
 def _combine(y: Tensor, places: Tensor, num_chosen: int, weights: Tensor | None) -> Tensor:

@@ -101,6 +101,13 @@ def add_low(y: Tensor, low: Tensor, wide: Tensor, ends: Tensor) -> None:
     y += multiply_groups(low, wide.mT, ends)
 
 
+def multiply_and_add(x: Tensor, weight: Tensor, low: Tensor, wide: Tensor, ends: Tensor) -> Tensor:
+    """x_g W_g^T + low_g wide_g (n, o), for x (n, i), weight (g, o, i), low (n, r), wide (g, r, o)."""
+    y: Tensor = multiply_groups(x, weight, ends)
+    add_low(y, low, wide, ends)
+    return y
+
+
 def combine(y: Tensor, places: Tensor, num_chosen: int, weights: Tensor | None) -> Tensor:
     """The sum of a token's rows of y (t k, o), which stand at ``places`` (t k), times ``weights`` (t, k): (t, o)."""
     rows = y[places].unflatten(0, (-1, num_chosen))

@@ -124,7 +124,10 @@ def _compare(
         for name, arguments, options in calls:
             found, wanted = (getattr(module, name)(*arguments, **options) for module in (kernels, reference))
             yield from zip(*((out if isinstance(out, tuple) else (out,)) for out in (found, wanted)), strict=True)
-        found, wanted = both.clone(), both.clone()
-        for module, out in ((kernels, found), (reference, wanted)):
-            module.add_low(out, low, b1.mT, ends)
-        yield found, wanted
+        weight = draw(groups, 2 * inner, width) / width**0.5
+        for arguments in (
+            (x[tokens], weight, low, b1.mT, ends),
+            (both, weight.mT, low, a1, ends),
+            (x[tokens, 4:], weight[..., 4:], low, b1.mT, ends),  # rows of no multiple of 16 bytes, not contiguous
+        ):
+            yield kernels.multiply_and_add(*arguments), reference.multiply_and_add(*arguments)

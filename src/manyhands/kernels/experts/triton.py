@@ -12,17 +12,23 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from manyhands.kernels.backend import architecture_of
 from manyhands.kernels.fp8.triton_rows import new_rows, scale_of
+from manyhands.kernels.grouped import ALIGNMENT, compute_groups
 
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped": 3}
 MIN_RANK = 16  # of tl.dot
 ROWS, COLUMNS = 64, 128  # of a tile
 GATE_COLUMNS = 64  # of a tile of gate and up
+GATE_ROWS, GATE_WARPS = 32, 2  # forward
 CHUNK = 512  # rows of a group that one program adds up: some experts get many times the rows of others
 WARPS = 4
 COMBINED = 1024  # columns of a program that adds up the rows of one token
 SUMMED = 1024  # values of a program that adds up what chunks gave
+PRODUCT = (128, 256, 64)  # rows, columns and summed values of a tile of a grouped product
+LONGEST_SUM = 2048  # over a weight's columns; above, grouped_mm and ``add_low`` take less time (docs/lab/speed.md)
 
 
 @triton.jit
@@ -319,13 +325,13 @@ def gate_low(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, (num_groups, rank, width) = len(both), a.shape
     z, following = both.new_empty(num_rows, width), both.new_empty(num_rows, rank)
-    _gate_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
+    _gate_kernel[(triton.cdiv(num_rows, GATE_ROWS) + num_groups,)](
         *(both, low, b, a, b if bias is None else bias, ends, z, following, width, rank, scale, num_groups),
         GROUPS=triton.next_power_of_2(num_groups),
-        ROWS=ROWS,
+        ROWS=GATE_ROWS,
         COLUMNS=GATE_COLUMNS,
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
-        num_warps=WARPS,
+        num_warps=GATE_WARPS,
         GATE=GATES[gate],
         BIASED=bias is not None,
         STEP=2 if gate == "clamped" else 1,
@@ -518,7 +524,7 @@ def _gate_backward_kernel(  # type: ignore[no-untyped-def]
     for_u = tl.zeros((COLUMNS, RANK), tl.float32)
     for_a = tl.zeros((COLUMNS, RANK), tl.float32)
     kind = both_pointer.dtype.element_ty
-    for row in range(begin, end, ROWS):
+    for row in tl.range(begin, end, ROWS, num_stages=2):
         rows = row + tl.arange(0, ROWS)
         in_rows = rows < end
         wide = rows.to(tl.int64)[:, None]
@@ -780,3 +786,88 @@ def add_low(y: torch.Tensor, low: torch.Tensor, wide: torch.Tensor, ends: torch.
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
         num_warps=WARPS,
     )
+
+
+@triton.jit
+def _product_kernel(  # type: ignore[no-untyped-def]
+    x_tiles,
+    weight_tiles,
+    low_pointer,
+    wide_pointer,
+    y_pointer,
+    ends_pointer,
+    width,
+    inner,
+    weight_rows,
+    rank,
+    wide_group,
+    wide_rank,
+    wide_column,
+    num_groups,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    RANK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    tiles = tl.cdiv(width, COLUMNS)
+    group, row, end = _find_block(ends_pointer, tl.program_id(0) // tiles, num_groups, GROUPS, ROWS)
+    if group >= num_groups:
+        return
+    column = tl.program_id(0) % tiles * COLUMNS
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # Tiles may reach into the next group's rows: of x these are not stored; of a weight they meet zeros or are not.
+    for start in tl.range(0, inner, INNER, num_stages=4):
+        x = x_tiles.load([row, start])
+        if TRANSPOSED:
+            total = tl.dot(x, weight_tiles.load([group * weight_rows + start, column]), total)
+        else:
+            total = tl.dot(x, weight_tiles.load([group * weight_rows + column, start]).T, total)
+    rows, columns, ranks = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    in_rows, in_columns, in_rank = rows < end, columns < width, ranks < rank
+    low = tl.load(
+        low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0
+    )
+    wide = tl.load(
+        wide_pointer + group.to(tl.int64) * wide_group + ranks[:, None] * wide_rank + columns[None, :] * wide_column,
+        mask=in_rank[:, None] & in_columns[None, :],
+        other=0.0,
+    )
+    total = tl.dot(low, wide, total)
+    at = y_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :]
+    tl.store(at, total.to(y_pointer.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
+
+
+def multiply_and_add(
+    x: torch.Tensor, weight: torch.Tensor, low: torch.Tensor, wide: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """On Hopper in one kernel, where that takes less time: its tiles come by the tensor memory accelerator."""
+    transposed = weight.stride(-1) != 1
+    stored = weight.mT if transposed else weight
+    num_rows, (num_groups, width, inner) = len(x), weight.shape
+    fits = width % ALIGNMENT == inner % ALIGNMENT == 0 and x.is_contiguous() and stored.is_contiguous()
+    if not (fits and (transposed or inner <= LONGEST_SUM) and _is_hopper(x.device)):
+        y = compute_groups(x, weight, ends)
+        add_low(y, low, wide, ends)
+        return y
+    rank, (rows, columns, values) = low.shape[1], PRODUCT
+    y = x.new_empty(num_rows, width)
+    _product_kernel[((triton.cdiv(num_rows, rows) + num_groups) * triton.cdiv(width, columns),)](
+        TensorDescriptor.from_tensor(x, [rows, values]),
+        TensorDescriptor.from_tensor(stored.flatten(0, 1), [values, columns] if transposed else [columns, values]),
+        *(low, wide, y, ends, width, inner, stored.shape[1], rank, *wide.stride(), num_groups),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=rows,
+        COLUMNS=columns,
+        INNER=values,
+        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
+        TRANSPOSED=transposed,
+        num_warps=8,
+    )
+    return y
+
+
+def _is_hopper(device: torch.device) -> bool:
+    architecture = architecture_of(device)
+    return architecture is None or architecture.is_hopper  # None: Triton's interpreter
