@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from manyhands.facts.model import read_model_facts
-from manyhands.planner.time.elementwise import moved_values, num_kernels
+from manyhands.facts.types import LinearShape
+from manyhands.planner.time.elementwise import EXPERTS_RATE, LONGEST_SUM, moved_values, num_kernels
+from tests.planner.examples import mixture
 from tests.support.plans import change_input, make_input
 
 NUM_TOKENS = 512
@@ -81,3 +83,21 @@ def test_training_in_fp8_quantizes_both_sides_of_each_matmul_and_transposes_thos
         fp8 = change_input(setup, fp8_blocks=True)
         more = [moved_values(fp8, backward=backward) - moved_values(setup, backward=backward) for backward in (0, 1)]
         assert more == pytest.approx([1.5 * ins, 1.5 * outs + transposed * 2 / plain.compute_bytes])
+
+
+@pytest.mark.parametrize(("width", "is_inside"), [(LONGEST_SUM, (True, True)), (LONGEST_SUM + 8, (False, True))])
+def test_low_rank_sums_inside_a_grouped_product_move_nothing(width: int, is_inside: tuple[bool, bool]) -> None:
+    model = mixture()
+    hidden, rows = model.hidden_size, model.rows_per_token * model.hidden_size
+    wide = 2 * LONGEST_SUM  # the other stack's sums run over it
+    stacks = {"mlp.experts.gate_up_proj": LinearShape(8 * width, wide, 4, 2)}
+    stacks |= {"mlp.experts.down_proj": LinearShape(4 * hidden, width, 4, 2)}
+    outside = make_input(
+        model.model_copy(update={"block_linear_shapes": model.block_linear_shapes | stacks}),
+        num_adapter_parameters=1000,
+        fuses_experts=True,
+    )
+    inside = change_input(outside, sums_in_products=True)
+    for backward, saved in enumerate(is_inside):
+        less = moved_values(outside, backward=bool(backward)) - moved_values(inside, backward=bool(backward))
+        assert less == pytest.approx(2 * rows / EXPERTS_RATE * saved)

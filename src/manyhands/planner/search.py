@@ -304,6 +304,11 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         data_workers=decisions.data_workers,
         ddp_bucket_mb=None if config.parallel.ddp_bucket_mb == "auto" else config.parallel.ddp_bucket_mb,
     )
+    fp8_groups = (
+        config.model.frozen_dtype == "fp8"
+        and decisions.compute == "bfloat16"
+        and all(gpu.architecture.multiplies_fp8_groups for gpu in decisions.gpus)
+    )
     return EstimateInput(
         model=with_towers(facts.model, decisions.parts) if layout.trains_everything else facts.model,
         layout=layout,
@@ -314,9 +319,10 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         nf4_double=config.method.double_quant,
         fp8_blocks=config.kernels.linear == "fp8",
         fp8_weights=config.model.frozen_dtype == "fp8",
-        fp8_groups=config.model.frozen_dtype == "fp8"
-        and decisions.compute == "bfloat16"
-        and all(gpu.architecture.multiplies_fp8_groups for gpu in decisions.gpus),
+        fp8_groups=fp8_groups,
+        sums_in_products=decisions.compute == "bfloat16"
+        and not fp8_groups
+        and all(gpu.architecture.is_hopper for gpu in decisions.gpus),
         builds_mask=decisions.attention == "sdpa" and config.data.packing is True,
         attends_blockwise=decisions.attention == "blockwise",
         partially_trained=partially_trained,

@@ -96,6 +96,7 @@ class EstimateInput:
     fp8_blocks: bool = False  # matmuls of the blocks' linear layers in fp8
     fp8_weights: bool = False  # and their frozen weights are kept so alone
     fp8_groups: bool = False  # stacks among these multiply in fp8
+    sums_in_products: bool = False  # grouped products add low-rank sums themselves (kernels/experts)
     partially_trained: TrainedWeights | None = None  # patterns: the model's own weights that are trained
     optimizer_name: str = next(iter(OPTIMIZERS))
     fuse_loss: bool = False  # cross-entropy fused with the head

@@ -12,6 +12,7 @@ from manyhands.planner.memory.input import EstimateInput
 
 # Fitted to one row, a mixture of 30B (A3B) by 2 x 4,096 tokens on an H200: 70 ms in all for 193 GB
 EXPERTS_RATE = 0.6
+LONGEST_SUM = 2048  # that of kernels/experts/triton.py
 
 
 def moved_values(e: EstimateInput, *, backward: bool) -> float:
@@ -27,8 +28,9 @@ def moved_values(e: EstimateInput, *, backward: bool) -> float:
 
 def _around_experts(e: EstimateInput, *, backward: bool) -> float:
     """What kernels around the grouped products move beside the gate: for k rows a token, sorted and summed, 3 k H. With
-    fused adapters also the results that low-rank products are added to, 2 k H, and backward what their gradients are
-    made from, 2 k H more; these kernels and the gate's reach ``EXPERTS_RATE`` of the memory's rate.
+    fused adapters also the results that low-rank products are added to, 2 k H where no grouped product does it, and
+    backward what their gradients are made from, 2 k H more; these kernels and the gate's reach ``EXPERTS_RATE`` of the
+    memory's rate.
 
     What stacks multiply in fp8 is written in half as many bytes by these kernels, but for the gradients of gate and up,
     2 I, which a kernel of its own quantizes, as it does all rows where adapters are not fused.
@@ -37,7 +39,10 @@ def _around_experts(e: EstimateInput, *, backward: bool) -> float:
     if not e.fuses_experts:
         quantized = rows + (2 if backward else 1) * e.model.intermediate_size
         return 3 * rows + 1.5 * quantized * e.fp8_groups
-    own = (7 if backward else 5) * rows
+    own = (5 if backward else 3) * rows
+    narrow = min(shape.into for shape in e.model.block_linear_shapes.values() if shape.groups > 1)
+    if not (e.sums_in_products and (backward or narrow <= LONGEST_SUM)):
+        own += 2 * rows
     gate = (5 if backward else 3) * e.model.intermediate_size
     in_fp8 = (3 if backward else -0.5) * e.model.intermediate_size - 0.5 * rows
     return (own + gate + in_fp8 * e.fp8_groups) / EXPERTS_RATE - gate

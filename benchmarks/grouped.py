@@ -1,0 +1,88 @@
+"""Times the grouped products of experts with their low-rank sums, at shapes of published mixtures.
+
+    python -m benchmarks.grouped [--output rows.jsonl]
+
+Random bfloat16 values, loads of a skewed router, rank 16. A case is one product of a block: ``apart`` is
+``torch.nn.functional.grouped_mm`` and the sum added after it, ``together`` what
+``kernels.experts.triton.multiply_and_add`` runs: where that is one kernel it is Triton's alone. Prints one JSON line a
+case: the median of 12 runs in ms, and the deviation of one from the other. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from manyhands.bench.rows import say
+from manyhands.kernels.grouped import compute_groups
+
+# groups, outputs, inputs, whether the product goes back to the inputs, rows
+CASES = {
+    "qwen30b-a3b down": (128, 2048, 768, False, 65_536),
+    "qwen30b-a3b up, backward": (128, 1536, 2048, True, 65_536),
+    "gptoss20b down": (32, 2880, 2880, False, 32_768),
+    "gptoss20b up, backward": (32, 5760, 2880, True, 32_768),
+    "mixtral8x7b down": (8, 4096, 14_336, False, 16_384),
+    "mixtral8x7b up, backward": (8, 28_672, 4096, True, 16_384),
+}
+RANK, RUNS = 16, 12
+
+
+def median_ms(run: Callable[[], torch.Tensor]) -> float:
+    times = []
+    for _ in range(RUNS + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times[2:])[RUNS // 2]
+
+
+def measure(name: str) -> dict[str, object]:
+    from manyhands.kernels.experts import triton
+
+    groups, size, inner, back, num_rows = CASES[name]
+    torch.manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    loads = torch.multinomial(torch.softmax(0.5 * torch.randn(groups), 0), num_rows, replacement=True)
+    ends = loads.bincount(minlength=groups).cumsum(0).int().cuda()
+    x, weight = draw(num_rows, size if back else inner), 0.02 * draw(groups, size, inner)
+    weight = weight.mT if back else weight
+    low, wide = draw(num_rows, RANK), 0.02 * draw(groups, RANK, weight.shape[1])
+
+    def apart() -> torch.Tensor:
+        y = compute_groups(x, weight, ends)
+        triton.add_low(y, low, wide, ends)
+        return y
+
+    def together() -> torch.Tensor:
+        return triton.multiply_and_add(x, weight, low, wide, ends)
+
+    wanted, found = apart().float(), together().float()
+    return {
+        "case": name,
+        "device": torch.cuda.get_device_name(),
+        "apart_ms": round(median_ms(apart), 3),
+        "together_ms": round(median_ms(together), 3),
+        "deviation": float((found - wanted).norm() / wanted.norm()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSONL file to append the rows to")
+    options = parser.parse_args()
+    for name in CASES:
+        say(measure(name), options.output)
+
+
+if __name__ == "__main__":
+    main()
