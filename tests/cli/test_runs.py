@@ -111,7 +111,7 @@ def test_odd_files_in_a_runs_folder_are_no_traceback(tmp_path):
     assert "finished" in call("list", "--dir", str(tmp_path))
     assert "report" in call("show", "odd", "--dir", str(tmp_path))
     refused = CliRunner().invoke(app, ["plan", "--compare", str(path / "report.md")])
-    assert refused.exit_code == 2 and "there is no report" in refused.output
+    assert refused.exit_code == 2 and "the run has no report" in refused.output
 
 
 def test_what_may_not_be_read_is_an_error_of_the_user(tmp_path, monkeypatch):

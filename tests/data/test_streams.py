@@ -286,7 +286,7 @@ def test_the_batch_of_self_tests_is_small_however_long_samples_are(monkeypatch: 
         plan=SimpleNamespace(
             packing=True,
             shares_prompts=False,
-            layout=SimpleNamespace(compile=False, device="cpu", pack_tokens=None, mesh=Mesh()),
+            layout=SimpleNamespace(compile=False, device="cpu", pack_tokens=None, mesh=Mesh(), exchanges_heads=False),
         ),
     )
     batch = worker_batches.probe_batch(rank, data, SimpleNamespace(needs_documents=False, images=None))  # type: ignore
@@ -299,7 +299,9 @@ def test_batches_of_samples_of_one_length_say_so_compiled_or_not(
 ) -> None:
     """Attention takes the faster kernel for rows of one length by it."""
     lengths = SimpleNamespace(lengths=np.array([4, 4, 4]), num_images=None)
-    layout = SimpleNamespace(compile=compiled, device="cpu", pack_tokens=pack_tokens, mesh=Mesh())
+    layout = SimpleNamespace(
+        compile=compiled, device="cpu", pack_tokens=pack_tokens, mesh=Mesh(), exchanges_heads=False
+    )
     store: Any = SimpleNamespace(train=lengths, validation=lengths)
     plan, model = (
         SimpleNamespace(packing=True, shares_prompts=False, layout=layout),
