@@ -194,9 +194,11 @@ def test_the_plan_counts_each_prompt_once_or_says_why_not() -> None:
             asked = config.model_copy(update={"preference": PreferenceSection(share_prompts=True)})
             with pytest.raises(UserError, match="cannot be computed once"):
                 choose_prompts(asked, known, kind)
-    config, known = run_config(task="preference"), facts(model_facts(), data=data)
-    _, shares, (reason,) = choose_prompts(config, known, "varlen")
-    assert not shares and "waits for a measurement on GPUs" in sentence_of(reason)
+    for num_tokens, asked, shares in ((262_000, "auto", True), (263_000, "auto", False), (263_000, True, True)):
+        few = data.model_copy(update={"shared": shared.model_copy(update={"num_tokens": num_tokens})})
+        config, known = run_config(task="preference", preference__share_prompts=asked), facts(model_facts(), data=few)
+        _, found, (reason,) = choose_prompts(config, known, "varlen")
+        assert found is shares and ("less than an eighth of the tokens" in sentence_of(reason)) is not shares
     big = model_facts(4096, 16384, 32, 32, 8, 32_000)
     one, other = (
         plan(run_config(task="preference", preference__share_prompts=shares), facts(big, data=data, gpus=1))

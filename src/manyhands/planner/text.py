@@ -511,7 +511,7 @@ SENTENCES: dict[Code, Template] = {
                 "why",
                 "computed for each answer of a pair, as ",
                 short="no prompt is longer than one token",
-                gpu="preference.share_prompts: auto waits for a measurement on GPUs (true asks for it)",
+                few="sharing would spare less than an eighth of the tokens (preference.share_prompts=true asks for it)",
                 window="layers have a sliding window",
                 state="layers carry a state along a row",
                 sinks="heads have attention sinks",
