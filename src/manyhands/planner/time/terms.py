@@ -29,8 +29,9 @@ from manyhands.planner.time.work import MicroBatchGroup
 TILE = (128, 256)  # rows and columns that one multiprocessor computes of a matmul at a time
 NUM_PROCESSORS = 132  # of Hopper
 SPLIT_K = 1024
-GROUPED_SHARE = 0.88  # of a dense product's rate: gpt-oss-20b's experts on an H200, 78 TFLOP in 120 ms
-FP8_GROUPED = 1.34  # times that in fp8: four products of a 30B model's experts on an H200, 1.61 ms in place of 2.17
+GROUPED_SHARE = 0.9  # of a dense product's sustained rate: a step of an 8x7B mixture on an H200
+UNHIDDEN_WEIGHTS = 0.5  # of the time to read them: fits 256 and 99 ms of steps with 256 and 512 rows a group on an H200
+FP8_GROUPED = 1.31  # times the rate of tiles in fp8: four products of 512 rows a group, 1.61 ms in place of 2.17
 HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
 PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
@@ -124,16 +125,17 @@ def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
 
 def grouped_s(s: TimeInput, tokens: float, shape: LinearShape) -> float:
     """Seconds of the product of each group's rows with its weight, as ``matmul_s``: a group's last tile of rows is half
-    full in the mean, and all groups' weights are read.
+    full in the mean, all groups' weights are read, and a share of that time is not hidden behind tiles.
     """
     rows, out = tokens * shape.active, shape.out // shape.groups
     tiles = (rows / TILE[0] + shape.groups / 2) * math.ceil(out / TILE[1])
     faster = FP8_GROUPED if s.estimate.fp8_groups else 1.0
     tiled = 2.0 * TILE[0] * TILE[1] * shape.into * max(tiles, NUM_PROCESSORS) / (faster * s.rates.matmul_burst)
-    moved = rows * out * s.estimate.compute_bytes
-    moved += (rows * shape.into + shape.size) * (1 if s.estimate.fp8_groups else s.estimate.compute_bytes)
+    width = 1 if s.estimate.fp8_groups else s.estimate.compute_bytes
+    weights = shape.size * width / s.rates.memory
+    moved = weights + rows * (out * s.estimate.compute_bytes + shape.into * width) / s.rates.memory
     operations = 2.0 * rows * out * shape.into
-    return max(operations / (faster * GROUPED_SHARE * s.rates.matmul), tiled, moved / s.rates.memory)
+    return max(operations / (faster * GROUPED_SHARE * s.rates.matmul), tiled + UNHIDDEN_WEIGHTS * weights, moved)
 
 
 def trained_share(e: EstimateInput) -> float:
