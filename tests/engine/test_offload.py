@@ -93,6 +93,36 @@ def test_activations_are_stored_once_and_come_back(monkeypatch: pytest.MonkeyPat
     assert torch.equal(store.unpack(packed[0]), copies[0])
 
 
+def test_large_tensors_lie_in_pieces_on_the_host_and_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not rounded up to a power of 2 each; strides of dense tensors stay, as kernels were compiled for them."""
+    monkeypatch.setattr(activations, "PINNED_PIECE", 64)
+    monkeypatch.setattr(activations, "PASSING_TENSORS", 0)
+    monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 0)
+    store = ActivationStore(CPU)
+    store.begin()
+    whole = torch.randn(3, 5, 7)
+    tensors = [whole, whole.permute(2, 0, 1), whole[:, 1:3], torch.arange(41).to(torch.bfloat16), torch.empty(0)]
+    packed = [store.pack(tensor) for tensor in tensors]
+    assert [[piece.nbytes for piece in saved.host] for saved in packed] == [
+        *([64] * 6 + [36], [64] * 6 + [36], [64, 64, 40], [64, 18], [0])
+    ]
+    for saved, tensor in reversed([*zip(packed, tensors, strict=True)]):
+        found = store.unpack(saved)
+        assert torch.equal(found, tensor) and found.stride() == torch.empty_like(tensor).stride()
+
+
+@pytest.mark.parametrize(("most", "leaving"), [(2**30, 4), (900, 2), (300, 1)])
+def test_long_tensors_pass_up_to_so_many_bytes(most: int, leaving: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "MAX_PASSING_BYTES", most)
+    monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 300)
+    store = ActivationStore(CPU)
+    packed = [store.pack(torch.randn(100)) for _ in range(9)]
+    assert len(store._leaving) == leaving
+    monkeypatch.setattr(activations, "MAX_AHEAD_BYTES", 300)
+    store.unpack(packed[5])
+    assert sum(saved.device is not None for saved in packed[:5]) == leaving
+
+
 @pytest.mark.parametrize("num_tensors", [0, 2, 4])
 def test_some_tensors_pass_however_large(num_tensors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that two blocks' are on their way while a third computes; fetched ahead is one at least."""

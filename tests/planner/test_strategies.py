@@ -203,7 +203,7 @@ def test_activations_move_but_for_what_passes():
     kept, moved = (plan(run_config(parallel__offload_activations=on, **keys), the_facts).memory for on in (False, True))
     inputs = 64 * 16384 * 2 * 5120
     assert kept.terms["activations"] - moved.terms["activations"] == inputs - (4 + 1) * inputs // 64
-    assert moved.host_terms["activations"] == int(host_memory.PINNED * inputs)
+    assert moved.host_terms["activations"] == inputs  # 160 MiB each: two pieces of 64 MiB and one of 32
 
 
 def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():

@@ -17,9 +17,11 @@ MAX_BLOCK_SCORES = 2**25  # elements: 128 MiB in float32
 # Activations in host memory.
 MAX_LEAVING_BYTES = 2**28  # being copied out during the forward pass
 MAX_AHEAD_BYTES = 2**28  # fetched before the backward pass asks for them: 5 ms of copying, a block takes longer
-# So many tensors may pass in either direction whatever their size: two for each of two blocks. With fewer the compute
-# stream waits for copies where one tensor of a long sample is larger than the limits above.
-PASSING_TENSORS = 4
+# So many tensors may pass in either direction, up to so many bytes, whatever the limits above: two for each of two
+# blocks. With one alone the compute stream waited for copies of 1 GiB in 8B blocks that keep results of attention: 6 %
+# of a step of 131,072 tokens. A longer sample's blocks take longer than their copies the more, and one may always pass.
+PASSING_TENSORS, MAX_PASSING_BYTES = 4, 2**32
+PINNED_PIECE = 2**26  # bytes that are pinned at once: torch rounds each block of pinned memory up to a power of 2
 
 # A block's MLP by tiles of one long sequence.
 MIN_TILED_TOKENS = 2**16  # of a micro-batch: with fewer the MLP is not what a block is short of memory for

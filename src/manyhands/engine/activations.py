@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from manyhands.core.limits import MAX_AHEAD_BYTES, MAX_LEAVING_BYTES, PASSING_TENSORS
+from manyhands.core.limits import MAX_AHEAD_BYTES, MAX_LEAVING_BYTES, MAX_PASSING_BYTES, PASSING_TENSORS, PINNED_PIECE
 from manyhands.model.structure import base_path, find_blocks, find_decoder, find_tower_blocks, is_multimodal
 from manyhands.planner.layout import Checkpointing
 
@@ -130,14 +130,25 @@ def _checkpoint_in_training(block: nn.Module, inner: Any, contexts: Any, *args: 
 MIN_BYTES = {"cuda": 2**20, "cpu": 0}
 
 
+def _may_pass(limit: int, size: int) -> int:
+    """Bytes that may pass in one direction where tensors have ``size`` bytes."""
+    return max(limit, min(PASSING_TENSORS * size, MAX_PASSING_BYTES))
+
+
+def _flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory, (n,)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 class SavedTensor:
-    """One saved tensor: on the host, on the device while it leaves or is wanted. Lives as long as the graph needs
-    it.
+    """One saved tensor: on the host in pieces, on the device while it leaves or is wanted. Lives as long as the graph
+    needs it.
     """
 
     def __init__(self, place: int, size: int) -> None:
         self.place, self.size = place, size  # where in the order of packing; bytes
-        self.host: torch.Tensor | None = None
+        self.host: list[torch.Tensor] = []  # elements in pieces of ``PINNED_PIECE`` bytes, (n,)
+        self.like: torch.Tensor | None = None  # on meta: its shape and strides
         self.device: torch.Tensor | None = None
         self.copied: torch.cuda.Event | None = None
         self.fetched: torch.cuda.Event | None = None
@@ -146,10 +157,10 @@ class SavedTensor:
 class ActivationStore:
     """``pack`` and ``unpack`` for ``torch.autograd.graph.saved_tensors_hooks``.
 
-    What is on its way out is bounded by ``MAX_LEAVING_BYTES`` or ``PASSING_TENSORS``, whichever is more: past it the
-    compute stream waits for the oldest copy. The backward pass asks in about the reverse order, so each request fetches
-    the ones before it, up to ``MAX_AHEAD_BYTES`` or ``PASSING_TENSORS``. On a CPU the same bookkeeping runs with
-    synchronous copies.
+    What is on its way out is bounded by ``MAX_LEAVING_BYTES`` or ``PASSING_TENSORS`` of at most ``MAX_PASSING_BYTES``,
+    whichever is more: past it the compute stream waits for the oldest copy. The backward pass asks in about the reverse
+    order, so each request fetches the ones before it, up to ``MAX_AHEAD_BYTES`` or as many tensors. On a CPU the same
+    bookkeeping runs with synchronous copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -181,7 +192,7 @@ class ActivationStore:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in self._known:
             return self._known[key]  # q, k and v save the same input
-        self._release(MAX_LEAVING_BYTES - size, max(0, PASSING_TENSORS - 1))
+        self._release(_may_pass(MAX_LEAVING_BYTES, size) - size)
         saved = SavedTensor(len(self._order), size)
         self._copy_out(saved, tensor.detach())
         self._leaving.append((key, saved, tensor.detach()))
@@ -198,14 +209,13 @@ class ActivationStore:
             saved.device = tensor  # the last ones are still here
         self._release(0)
         self._fetch(packed)
-        ahead = num_ahead = 0
+        ahead = 0
         for reference in reversed(self._order[: packed.place]):
             before = reference()
             if before is not None:
-                if num_ahead >= max(1, PASSING_TENSORS) and ahead + before.size > MAX_AHEAD_BYTES:
+                if ahead and ahead + before.size > _may_pass(MAX_AHEAD_BYTES, before.size):
                     break
                 ahead += before.size
-                num_ahead += 1
                 self._fetch(before)
         if packed.fetched is not None:
             torch.cuda.current_stream(self._device).wait_event(packed.fetched)
@@ -213,23 +223,25 @@ class ActivationStore:
         return packed.device
 
     def _copy_out(self, saved: SavedTensor, tensor: torch.Tensor) -> None:
-        if self._out is None:
-            saved.host = tensor.clone()
-            return
-        saved.host = torch.empty_like(
-            tensor, device="cpu", pin_memory=True
-        )  # torch keeps freed pinned blocks for the next step
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        saved.like = torch.empty_like(tensor, device="meta")
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            saved.host.copy_(tensor, non_blocking=True)
-        saved.copied = torch.cuda.Event()
-        saved.copied.record(self._out)
+            if saved.like.stride() != tensor.stride():  # there are gaps between its elements
+                tensor = torch.empty_like(tensor).copy_(tensor)
+            for piece in _flatten(tensor).split(PINNED_PIECE // tensor.element_size()):
+                # torch keeps freed pinned blocks for the next step
+                saved.host.append(torch.empty_like(piece, device="cpu", pin_memory=self._out is not None))
+                saved.host[-1].copy_(piece, non_blocking=True)
+        if self._out is not None:
+            saved.copied = torch.cuda.Event()
+            saved.copied.record(self._out)
 
-    def _release(self, room: int, num_tensors: int = 0) -> None:
-        """Holds no more than ``room`` bytes of what leaves, or so many tensors. The compute stream uses their memory
-        again, so it waits for the copies.
+    def _release(self, room: int) -> None:
+        """Holds no more than ``room`` bytes of what leaves. The compute stream uses their memory again, so it waits for
+        the copies.
         """
-        while len(self._leaving) > num_tensors and self._leaving_bytes > room:
+        while self._leaving and self._leaving_bytes > room:
             key, saved, _ = self._leaving.popleft()
             del self._known[key]
             self._leaving_bytes -= saved.size
@@ -239,18 +251,19 @@ class ActivationStore:
     def _fetch(self, saved: SavedTensor) -> None:
         if saved.device is not None:
             return
-        assert saved.host is not None
-        if self._in is None or saved.copied is None:
-            saved.device = saved.host.clone()
-            return
+        assert saved.like is not None
         # Allocated on the compute stream, which uses and frees it; what is queued there may still use the memory.
-        saved.device = torch.empty_like(saved.host, device=self._device)
-        self._in.wait_stream(torch.cuda.current_stream(self._device))
-        self._in.wait_event(saved.copied)
+        saved.device = torch.empty_like(saved.like, device=self._device)
+        if self._in is not None and saved.copied is not None:
+            self._in.wait_stream(torch.cuda.current_stream(self._device))
+            self._in.wait_event(saved.copied)
         with torch.cuda.stream(self._in):
-            saved.device.copy_(saved.host, non_blocking=True)
-        saved.fetched = torch.cuda.Event()
-        saved.fetched.record(self._in)
+            places = _flatten(saved.device).split(PINNED_PIECE // saved.device.element_size())
+            for place, piece in zip(places, saved.host, strict=True):
+                place.copy_(piece, non_blocking=True)
+        if self._in is not None:
+            saved.fetched = torch.cuda.Event()
+            saved.fetched.record(self._in)
 
 
 def offload_activations(model: Any, device: torch.device) -> ActivationStore:

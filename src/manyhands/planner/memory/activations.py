@@ -6,7 +6,7 @@ The notation is that of ``terms.py``.
 
 from __future__ import annotations
 
-from manyhands.core.limits import MAX_BLOCK_SCORES, MIN_TILED_TOKENS, PASSING_TENSORS
+from manyhands.core.limits import MAX_BLOCK_SCORES, MAX_PASSING_BYTES, MIN_TILED_TOKENS, PASSING_TENSORS
 from manyhands.planner.layout import Checkpointing
 from manyhands.planner.memory.input import EstimateInput
 
@@ -17,13 +17,14 @@ def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     """What the blocks' graphs keep from forward to backward: ``T`` times ``kept_bytes_per_token`` of each.
 
     Of what moves to host memory one block's are on the device, and on their way out or back ``passing_bytes``, or
-    ``PASSING_TENSORS`` of the largest kind: ``T c`` times the hidden size, the width of all queries where results of
-    attention move, and the inner size of the MLP where its values do.
+    ``PASSING_TENSORS`` of the largest kind up to ``MAX_PASSING_BYTES``, or one such tensor: ``T c`` times the hidden
+    size, the width of all queries where results of attention move, and the inner size of the MLP where its values do.
     """
     m, moved = s.model, moved_bytes(s)
     widths = {"full": m.hidden_size, "except_attention": max(m.hidden_size, m.num_heads * m.head_dim)}
     widest = widths.get(s.layout.activation_checkpointing, max(m.hidden_size, m.intermediate_size))
-    passing = max(passing_bytes, PASSING_TENSORS * s.layout.full_micro_tokens * s.compute_bytes * widest)
+    largest = s.layout.full_micro_tokens * s.compute_bytes * widest
+    passing = max(passing_bytes, largest, min(PASSING_TENSORS * largest, MAX_PASSING_BYTES))
     on_device = min(moved, passing + moved // m.num_layers)
     heavy = s.model.num_layers - s.layout.lighter_layers
     kept = heavy * kept_bytes_per_token(

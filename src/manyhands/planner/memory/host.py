@@ -6,7 +6,13 @@ from __future__ import annotations
 
 import math
 
-from manyhands.core.limits import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_DEVICE, UPDATE_SLICE, UPDATE_SLICES_ON_DEVICE
+from manyhands.core.limits import (
+    PINNED_PIECE,
+    STATE_CHUNK_BYTES,
+    STATE_CHUNKS_ON_DEVICE,
+    UPDATE_SLICE,
+    UPDATE_SLICES_ON_DEVICE,
+)
 from manyhands.planner.memory.activations import moved_bytes
 from manyhands.planner.memory.gradients import gradients, gradients_on_host
 from manyhands.planner.memory.input import EstimateInput
@@ -22,8 +28,8 @@ def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, in
 
     ``all``: shards of weights (pinned), gradients (none where weights are updated in the backward pass) and optimizer
     states, which are pinned where bfloat16 masters are updated on the GPU. ``optimizer``: the states, pinned.
-    Activations: see ``moved_bytes``, pinned. ZeRO's ``optimizer`` holds masters, states and gradients, and while a
-    checkpoint is written or read its masters and states pass through host memory.
+    Activations: see ``moved_bytes``, in pieces that are pinned. ZeRO's ``optimizer`` holds masters, states and
+    gradients, and while a checkpoint is written or read its masters and states pass through host memory.
     """
     host: dict[str, int] = {}
     if s.layout.offload == "all":
@@ -41,7 +47,9 @@ def estimate_host_terms(s: EstimateInput, terms: dict[str, int]) -> dict[str, in
     if s.layout.zero_stage:
         host["checkpoint"] = terms["optimizer"]
     if s.layout.offload_activations:
-        host["activations"] = int(PINNED * moved_bytes(s))
+        tensor = s.layout.full_micro_tokens * s.compute_bytes * s.model.hidden_size
+        last = tensor % PINNED_PIECE  # rounded up; all moved tensors as large as a block's input
+        host["activations"] = moved_bytes(s) * (tensor - last + (2 ** (last - 1).bit_length() if last else 0)) // tensor
     return host
 
 
