@@ -5,6 +5,7 @@ copies.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,38 @@ def test_only_activations_of_the_base_move_and_with_recomputed_blocks_only_their
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
     assert store.num_packed_bytes == 2 * per_pass  # nothing is kept for no backward pass
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    [("full", False), ("except_attention", False), pytest.param("full", True, marks=pytest.mark.ci)],
+)
+def test_of_some_blocks_the_inputs_move_and_of_the_last_ones_they_stay(mode: Any, compiled: bool) -> None:
+    """In every pass, each with a forward pass without gradients between; gradients are the same to the bit."""
+    ids, size, layers = torch.arange(40)[None], 40 * 64 * 4, 4
+    whole: dict[str, Any] = {}
+    for moved in (None, 0, 1, 3, 4):
+        model = tiny_model("llama", num_hidden_layers=layers).train()
+        activations.checkpoint_blocks(model, [mode] * layers, compiled=compiled)
+        if compiled:
+            torch._dynamo.reset()
+            compile_blocks(model, dynamic=True, backend="aot_eager")
+        store = None if moved is None else offload_activations(model, CPU, moved)
+        for passes in (1, 2):
+            hidden = model.model(input_ids=ids, use_cache=False)[0]
+            if store is not None and moved is not None:
+                rest = (
+                    2 * size + 40 * 4 if moved == layers else 0
+                )  # of the last norm: its input, that divided, its norm
+                small = store.num_packed_bytes - passes * moved * size
+                assert 0 <= small <= passes * (rest + size // 4), "rotary embeddings may move too"
+                assert len(store._leaving) == 0 or moved == layers, "what moved has left by the end"
+            hidden.square().sum().backward()
+            with torch.no_grad():
+                model.model(input_ids=ids, use_cache=False)
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        whole = whole or found
+        assert all(torch.equal(found[name], whole[name]) for name in whole), moved
 
 
 @pytest.mark.gpu

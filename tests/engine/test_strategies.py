@@ -101,7 +101,7 @@ def test_what_is_recomputed_or_offloaded_changes_no_bit(world: Ranks, folder: st
     for keys in (
         {"activation_checkpointing": "selective"},
         {"offload_activations": True},
-        {"offload_activations": True, "activation_checkpointing": "full"},
+        {"offload_activations": True, "activation_checkpointing": "full", "layers_on_device": 1},
         {"offload": "all"},
     ):
         found = gradients(**keys)

@@ -13,10 +13,12 @@ import pytest
 
 from manyhands.config.checks import check
 from manyhands.core.errors import UserError
+from manyhands.planner.candidates import Limits
+from manyhands.planner.layout import change
 from manyhands.planner.memory import host as host_memory
 from manyhands.planner.memory import terms as memory
 from manyhands.planner.memory.activations import linear_bytes_per_token
-from manyhands.planner.search import plan
+from manyhands.planner.search import base_input, plan
 from manyhands.planner.text import explain
 from manyhands.planner.types import Plan
 from tests.planner.examples import GIB, data_facts, facts, llama_8b, model_facts, run_config
@@ -204,6 +206,32 @@ def test_activations_move_but_for_what_passes():
     inputs = 64 * 16384 * 2 * 5120
     assert kept.terms["activations"] - moved.terms["activations"] == inputs - (4 + 1) * inputs // 64
     assert moved.host_terms["activations"] == inputs  # 160 MiB each: two pieces of 64 MiB and one of 32
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_fewest_blocks_move_where_the_host_has_no_room_for_all(gpus: int) -> None:
+    """8B LoRA, 524,288 tokens: 4 GiB of each block's input, on GPUs of 140 GiB and a host that its ranks share."""
+    one = data_facts(num_samples=8, mean=2**19, longest=2**19, num_validation_samples=0, num_validation_tokens=0)
+    keys = {"method__name": "lora", "data__packing": True, "batch__samples": gpus, "data__max_length": 2**19}
+
+    def made(host_gib: int, **more: Any) -> Any:
+        given = facts(llama_8b(), gpus=gpus, host_bytes=gpus * host_gib * GIB, data=one)
+        return plan(run_config(**keys, parallel__context_degree=1, **more), given)
+
+    some, everything = made(112), made(160)
+    staying, moved = some.layout.layers_on_device, some.memory.host_terms["activations"]
+    assert some.memory.is_safe and some.layout.offload_activations and 0 < staying < 32
+    assert moved == (32 - staying) * 4 * GIB <= some.memory.host_limit == int(0.9 * 112 * GIB)
+    with pytest.raises(UserError, match="activations in host memory would take"):
+        made(2 * moved // GIB // 3)
+    assert f"but for those of the last {staying} blocks" in sentence(some, "offload")
+    assert everything.layout.layers_on_device == 0 and everything.step_s > some.step_s
+    limits = Limits(some.memory.limit, some.memory.host_limit, 0, gpus)
+    one_more = change(some.layout, layers_on_device=staying + 1)
+    base = base_input(run_config(**keys), facts(llama_8b(), gpus=gpus, data=one))
+    assert not limits.evaluate_memory(base, one_more).memory.is_safe
+    with pytest.raises(UserError, match="what is kept in host memory does not fit"):
+        made(112, parallel__offload_activations=True)
 
 
 def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():

@@ -164,6 +164,8 @@ class ActivationStore:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.num_blocks = 0  # done in this forward pass
+        self.num_moved_blocks: int | None = None  # of the first ones; None: everything that is saved moves
         self._device = device
         self._min_bytes = MIN_BYTES[device.type]
         self._out: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -178,6 +180,7 @@ class ActivationStore:
     def begin(self) -> None:
         """Before a forward pass: forget what no graph holds any more."""
         self._release(0)
+        self.num_blocks = 0
         alive = [saved for saved in (reference() for reference in self._order) if saved is not None]
         for place, saved in enumerate(alive):
             saved.place = place
@@ -189,6 +192,9 @@ class ActivationStore:
             return tensor
         if isinstance(tensor._base, nn.Parameter):
             return tensor  # a weight, transposed
+        if self.num_moved_blocks is not None and self.num_blocks >= self.num_moved_blocks:
+            self._release(0)  # the last that moved has had a block's time to leave
+            return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in self._known:
             return self._known[key]  # q, k and v save the same input
@@ -266,9 +272,10 @@ class ActivationStore:
             saved.fetched.record(self._in)
 
 
-def offload_activations(model: Any, device: torch.device) -> ActivationStore:
+def offload_activations(model: Any, device: torch.device, num_blocks: int | None = None) -> ActivationStore:
     """Let the base of ``model`` (embeddings, blocks, last norm; not the head) keep its activations in host memory; of a
-    multimodal model its text decoder.
+    multimodal model its text decoder. With ``num_blocks`` those of so many of the first blocks, and the others theirs
+    on the device.
 
     Weights stay: autograd saves parameters themselves or views of them, whether gathered by FSDP2, compiled or neither.
     """
@@ -287,6 +294,16 @@ def offload_activations(model: Any, device: torch.device) -> ActivationStore:
         if entered:
             entered.pop().__exit__(None, None, None)
 
+    blocks = find_blocks(model).values()
+    if num_blocks is not None and num_blocks < len(blocks):
+        store.num_moved_blocks = num_blocks
+
+        @torch.compiler.disable
+        def count(*_: Any) -> None:
+            store.num_blocks += 1
+
+        for block in blocks:
+            block.register_forward_hook(count)
     base.register_forward_pre_hook(enter)
     base.register_forward_hook(leave, always_call=True)
     return store

@@ -101,7 +101,7 @@ def apply(
     if layout.offload == "all":
         _move_whole(loss_model, world.device)
     if layout.offload_activations:
-        offload_activations(loss_model.model, world.device)
+        offload_activations(loss_model.model, world.device, num_blocks - layout.layers_on_device)
     if mesh is not None:
         return make_sharded_engine(loss_model, world, mesh, layout, experts)
     if layout.wrapper == "none":

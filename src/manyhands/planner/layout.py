@@ -108,6 +108,7 @@ class Layout:
     reduce_every: bool = True  # sharded gradients after every micro-batch; else unsharded ones wait for the last
     offload: Offload = "none"
     offload_activations: bool = False
+    layers_on_device: int = 0  # of the last layers: their activations stay where those of the others move
     compile: bool = False
     dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all samples have one length
     wrapper: Wrapper = "none"  # what gathers weights and reduces gradients

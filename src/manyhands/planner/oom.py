@@ -27,6 +27,7 @@ LAYOUT_FIELDS = (  # that decide what memory a layout needs, as ``describe_layou
     "reduce_every",
     "offload",
     "offload_activations",
+    "layers_on_device",
     "full_micro_tokens",
 )
 

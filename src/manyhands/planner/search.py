@@ -421,7 +421,16 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult) -> list[R
     moved = {"none": [], "optimizer": ["optimizer"], "all": ["weights", "gradients", "optimizer"]}[parallel.offload]
     if moved := moved + ["activations"] * layout.offload_activations:
         hidden = parallel.offload_activations == "auto" and moved[-1] == "activations"
-        why.append(reason("offload", moved=moved, hidden=hidden, bytes=memory.host_total, limit=memory.host_limit))
+        why.append(
+            reason(
+                "offload",
+                moved=moved,
+                hidden=hidden,
+                bytes=memory.host_total,
+                limit=memory.host_limit,
+                staying=layout.layers_on_device,
+            )
+        )
     why += [
         reason(
             "memory",

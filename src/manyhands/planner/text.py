@@ -180,10 +180,14 @@ def _smaller(v: Values) -> str:
     return text + fill(measured, v)
 
 
+ACTIVATIONS = "activations{layers_on_device:? but for the last {layers_on_device:n layer}}"
+
+
 def describe_layout(v: Values) -> str:
     """Whatever of a layout takes or saves memory, but for the size of a micro-batch; ``v`` has its fields by name."""
     moved = {"none": [], "optimizer": ["optimizer states"], "all": ["weights, gradients and optimizer states"]}
-    offloaded = " and ".join(moved[v["offload"]] + ["activations"] * v["offload_activations"])
+    activations = fill(ACTIVATIONS, v)
+    offloaded = " and ".join(moved[v["offload"]] + [activations] * v["offload_activations"])
     reduces = v["reduce_every"] and v["strategy"] in ("fsdp", "hsdp")
     return fill(
         "{strategy}, activation checkpointing {activation_checkpointing}"
@@ -433,7 +437,8 @@ SENTENCES: dict[Code, Template] = {
         "gradients after every micro-batch, as unsharded ones do not fit until the last",
         "gradients once per step, as unsharded ones fit until then ({bytes:gib})",
     ),
-    "offload": "{moved:moved} in host memory{limit:?{hidden:?, copied while blocks are recomputed}, {bytes:gib} of "
+    "offload": "{moved:moved} in host memory{staying:?, but for those of the last {staying:n block}}"
+    "{limit:?{hidden:?, copied while blocks are recomputed}, {bytes:gib} of "
     "{limit:gib} per rank|, as always on a CPU}",
     "memory": _memory,
     "images": _images,
@@ -749,9 +754,9 @@ def describe_longest(found: LongestSample, facts: Facts) -> str:
     layout, memory = found.plan.layout, found.plan.memory
     checkpointing = describe_checkpointing(layout).replace("_", " ")
     ranks = count_of(layout.world_size, "GPU" if layout.device == "cuda" else "process")
-    how = f"{layout.strategy}, activation checkpointing: {checkpointing}" + ", activations in host memory" * bool(
-        layout.offload_activations
-    )
+    how = f"{layout.strategy}, activation checkpointing: {checkpointing}"
+    if layout.offload_activations:
+        how += f", {fill(ACTIVATIONS, vars(layout))} in host memory"
     seconds = "" if found.plan.step_s is None else f", {found.plan.step_s:,.1f} s a step"
     lines = [
         f"longest sample: {found.length:,} tokens on {ranks} ({how}; {format_gib(memory.total)} of "

@@ -55,7 +55,12 @@ class MemoryEstimate(FrozenModel):
     @property
     def is_safe(self) -> bool:
         """Fits, and leaves its margin free."""
-        return self.total <= (1 - self.margin) * self.limit and self.fits_host
+        return self.leaves_margin and self.fits_host
+
+    @property
+    def leaves_margin(self) -> bool:
+        """Whether its margin is free on the device."""
+        return self.total <= (1 - self.margin) * self.limit
 
     @property
     def fits_host(self) -> bool:

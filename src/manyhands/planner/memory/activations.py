@@ -19,18 +19,22 @@ def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     Of what moves to host memory one block's are on the device, and on their way out or back ``passing_bytes``, or
     ``PASSING_TENSORS`` of the largest kind up to ``MAX_PASSING_BYTES``, or one such tensor: ``T c`` times the hidden
     size, the width of all queries where results of attention move, and the inner size of the MLP where its values do.
+    Where the last blocks' stay, nothing is on its way while they are there: the more of both counts.
     """
     m, moved = s.model, moved_bytes(s)
     widths = {"full": m.hidden_size, "except_attention": max(m.hidden_size, m.num_heads * m.head_dim)}
     widest = widths.get(s.layout.activation_checkpointing, max(m.hidden_size, m.intermediate_size))
     largest = s.layout.full_micro_tokens * s.compute_bytes * widest
     passing = max(passing_bytes, largest, min(PASSING_TENSORS * largest, MAX_PASSING_BYTES))
-    on_device = min(moved, passing + moved // m.num_layers)
+    staying = s.layout.layers_on_device
+    on_device = min(moved, passing + moved // (m.num_layers - staying))
     heavy = s.model.num_layers - s.layout.lighter_layers
     kept = heavy * kept_bytes_per_token(
         s, s.layout.activation_checkpointing
     ) + s.layout.lighter_layers * kept_bytes_per_token(s, s.layout.last_checkpointing)
-    return s.layout.full_micro_tokens * kept - moved + on_device + _kept_factors(s)
+    held = s.layout.full_micro_tokens * kept - moved
+    left = s.layout.full_micro_tokens * staying * kept_bytes_per_token(s, s.layout.activation_checkpointing)
+    return max(held, held - left + on_device) + _kept_factors(s)
 
 
 def _kept_factors(s: EstimateInput) -> int:
@@ -153,9 +157,9 @@ def linear_bytes_per_token(s: EstimateInput) -> int:
 
 
 def moved_bytes(s: EstimateInput) -> int:
-    """Activations that go to host memory: ``L T`` times what a block keeps. Eager and selective or except_attention
-    only its input, as the rest is in the checkpoint's own cache. None on a CPU. Where activations move, all blocks have
-    one mode.
+    """Activations that go to host memory: ``T`` times what a block keeps, of all blocks but ``layers_on_device``. Eager
+    and selective or except_attention only its input, as the rest is in the checkpoint's own cache. None on a CPU. Where
+    activations move, all blocks have one mode.
     """
     if not s.layout.offload_activations or s.layout.device == "cpu":
         return 0
@@ -165,7 +169,7 @@ def moved_bytes(s: EstimateInput) -> int:
         if in_cache
         else kept_bytes_per_token(s, s.layout.activation_checkpointing)
     )
-    return s.layout.full_micro_tokens * s.model.num_layers * per_token
+    return s.layout.full_micro_tokens * (s.model.num_layers - s.layout.layers_on_device) * per_token
 
 
 def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
