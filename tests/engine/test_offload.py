@@ -199,6 +199,36 @@ def test_of_some_blocks_the_inputs_move_and_of_the_last_ones_they_stay(mode: Any
         assert all(torch.equal(found[name], whole[name]) for name in whole), moved
 
 
+@pytest.mark.parametrize(
+    ("moved", "compiled"), [(4, False), (2, False), (1, False), pytest.param(2, True, marks=pytest.mark.ci)]
+)
+def test_inputs_of_blocks_in_pairs_are_computed_again(moved: int, compiled: bool) -> None:
+    """One input a pair is kept; its first block computes three times, each other twice; no bit changes."""
+    ids, size, layers = torch.arange(40)[None], 40 * 64 * 4, 4
+    gradients, counts = [], []
+    for repeated in (0, 2) if compiled else (0, 1, 2):
+        model = tiny_model("llama", num_hidden_layers=layers).train()
+        calls: list[int] = []
+        for index, block in enumerate(() if compiled else model.model.layers):
+            block.self_attn.o_proj.register_forward_hook(lambda *_, n=index, calls=calls: calls.append(n))
+        activations.checkpoint_blocks(model, ["full"] * layers, compiled=compiled)
+        if compiled:
+            torch._dynamo.reset()
+            compile_blocks(model, dynamic=True, backend="aot_eager")
+        store = offload_activations(model, CPU, moved, repeated)
+        hidden = model.model(input_ids=ids, use_cache=False)[0]
+        kept = moved - min(repeated, moved // 2)
+        assert (store.num_packed_bytes - (2 * size if moved == layers else 0)) // size == kept
+        hidden.square().sum().backward()
+        with torch.no_grad():
+            model.model(input_ids=ids, use_cache=False)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        counts.append([calls.count(index) - 1 for index in range(layers)])
+    assert all(torch.equal(found[name], gradients[0][name]) for found in gradients for name in gradients[0])
+    if not compiled:
+        assert counts == [[2, 2, 2, 2], [3, 2, 2, 2], [3, 2, 3, 2]]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_streamed_steps_are_the_plain_ones_and_states_are_pinned_host_memory() -> None:
     device = torch.device("cuda")

@@ -17,7 +17,7 @@ from manyhands.planner.candidates import Limits
 from manyhands.planner.layout import change
 from manyhands.planner.memory import host as host_memory
 from manyhands.planner.memory import terms as memory
-from manyhands.planner.memory.activations import linear_bytes_per_token
+from manyhands.planner.memory.activations import kept_activations, linear_bytes_per_token, moved_bytes
 from manyhands.planner.search import base_input, plan
 from manyhands.planner.text import explain
 from manyhands.planner.types import Plan
@@ -222,8 +222,7 @@ def test_the_fewest_blocks_move_where_the_host_has_no_room_for_all(gpus: int) ->
     staying, moved = some.layout.layers_on_device, some.memory.host_terms["activations"]
     assert some.memory.is_safe and some.layout.offload_activations and 0 < staying < 32
     assert moved == (32 - staying) * 4 * GIB <= some.memory.host_limit == int(0.9 * 112 * GIB)
-    with pytest.raises(UserError, match="activations in host memory would take"):
-        made(2 * moved // GIB // 3)
+    assert made(2 * moved // GIB // 3).layout.repeated_inputs > some.layout.repeated_inputs == 0
     assert f"but for those of the last {staying} blocks" in sentence(some, "offload")
     assert everything.layout.layers_on_device == 0 and everything.step_s > some.step_s
     limits = Limits(some.memory.limit, some.memory.host_limit, 0, gpus)
@@ -232,6 +231,45 @@ def test_the_fewest_blocks_move_where_the_host_has_no_room_for_all(gpus: int) ->
     assert not limits.evaluate_memory(base, one_more).memory.is_safe
     with pytest.raises(UserError, match="what is kept in host memory does not fit"):
         made(112, parallel__offload_activations=True)
+
+
+def test_the_fewest_inputs_are_computed_again_where_host_and_gpu_cannot_hold_all() -> None:
+    """8B LoRA, 2**20 tokens on one GPU: 8 GiB of each of 32 inputs, of which 14 fit the host and few the GPU."""
+    one = data_facts(num_samples=8, mean=2**20, longest=2**20, num_validation_samples=0, num_validation_tokens=0)
+    keys = {"method__name": "lora", "data__packing": True, "batch__samples": 1, "data__max_length": 2**20}
+
+    def made(host_gib: int, **more: Any) -> Any:
+        return plan(run_config(**keys, **more), facts(llama_8b(), gpus=1, host_bytes=host_gib * GIB, data=one))
+
+    little, some, whole = made(128), made(200), made(300)
+    repeated = [each.layout.repeated_inputs for each in (little, some, whole)]
+    assert 16 >= repeated[0] > repeated[1] > repeated[2] == 0
+    for each in (little, some):
+        again, staying = each.layout.repeated_inputs, each.layout.layers_on_device
+        kept_here = staying - max(0, again - (32 - staying) // 2)
+        assert each.memory.host_terms["activations"] == (32 - again - kept_here) * 8 * GIB
+        assert each.memory.is_safe and f"and {again} blocks once more" in sentence(each, "activation checkpointing")
+    per_block = (little.step_s - some.step_s) / (repeated[0] - repeated[1])
+    terms = some.time.terms
+    assert per_block == pytest.approx(terms["recomputation"] / (32 + repeated[1]), rel=0.02)
+    with pytest.raises(UserError, match=r"would take 112\.0 GiB per rank, and there are 57\.6 GiB"):
+        made(64)
+
+
+@pytest.mark.parametrize(
+    ("repeated", "staying", "moved", "kept"),
+    [(0, 0, 4, 0), (0, 1, 3, 1), (1, 0, 3, 0), (2, 0, 2, 1), (1, 1, 2, 1), (2, 1, 2, 1), (2, 2, 1, 2), (1, 3, 1, 2)],
+)
+def test_inputs_that_are_kept_are_counted(repeated: int, staying: int, moved: int, kept: int) -> None:
+    """Of four blocks. ``kept``: on the device when the last block begins, its own input too where it was made again."""
+    one = change_input(LORA, model=model_facts(layers=4), activation_checkpointing="full", device="cuda")
+    setup = change_input(
+        one, full_micro_tokens=2**31, offload_activations=True, layers_on_device=staying, repeated_inputs=repeated
+    )
+    size = 2**31 * 2 * 8
+    assert moved_bytes(setup) == moved * size
+    later = (min(moved, 2) + (repeated > 0)) * size  # its own, one that comes, and one that is made of its own
+    assert kept_activations(setup, 2**28) == max(kept * size, later)
 
 
 def test_auto_moves_activations_of_recomputed_blocks_where_the_host_has_room():

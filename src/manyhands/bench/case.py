@@ -298,7 +298,15 @@ def summarise(
     world_size, cuda = world.world_size, world.device.type == "cuda"
     of_layout = (
         *("strategy", "activation_checkpointing", "lighter_layers", "reshard_after_forward", "offload"),
-        *("offload_activations", "layers_on_device", "mlp_tile_tokens", "compile", "micro_tokens", "pack_tokens"),
+        *(
+            "offload_activations",
+            "layers_on_device",
+            "repeated_inputs",
+            "mlp_tile_tokens",
+            "compile",
+            "micro_tokens",
+            "pack_tokens",
+        ),
     )
     decided = {name: getattr(plan.layout, name) for name in of_layout}
     decided |= {"attention": plan.attention, "packing": plan.packing}

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -272,10 +272,50 @@ class ActivationStore:
             saved.fetched.record(self._in)
 
 
-def offload_activations(model: Any, device: torch.device, num_blocks: int | None = None) -> ActivationStore:
+def repeat_input(store: ActivationStore, first: Any, second: Any) -> None:
+    """Let ``second``, a block that is computed again, not keep its input: ``first``, the block before it, is computed
+    once more in the backward pass to give it, from its own input. The numbers are the same: so is the graph.
+    """
+    run_first, run_second = first._gradient_checkpointing_func, second._gradient_checkpointing_func
+    result: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+
+    def enter(compute: Any, x: torch.Tensor, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run_first(compute, x, *args)
+        packed, needs_gradient = store.pack(x.detach()), x.requires_grad
+
+        def repeat() -> torch.Tensor:
+            with torch.enable_grad():
+                out: torch.Tensor = compute(store.unpack(packed).detach().requires_grad_(needs_gradient), *args)
+            return out.detach()
+
+        result[:] = [(run_first(compute, x, *args), repeat)]
+        return result[0][0]
+
+    def leave(compute: Any, x: torch.Tensor, *args: Any) -> Any:
+        out, repeat = result.pop() if result else (None, None)
+        if out is not x:  # without gradients, or where something is added between blocks
+            return run_second(compute, x, *args)
+        address = x.data_ptr()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            return repeat if tensor.data_ptr() == address else store.pack(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return repeat() if packed is repeat else store.unpack(packed)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return run_second(compute, x, *args)
+
+    first._gradient_checkpointing_func, second._gradient_checkpointing_func = enter, leave
+
+
+def offload_activations(
+    model: Any, device: torch.device, num_blocks: int | None = None, num_repeated: int = 0
+) -> ActivationStore:
     """Let the base of ``model`` (embeddings, blocks, last norm; not the head) keep its activations in host memory; of a
     multimodal model its text decoder. With ``num_blocks`` those of so many of the first blocks, and the others theirs
-    on the device.
+    on the device. Of ``num_repeated`` pairs of blocks, the first ones, the second block's input is not kept.
 
     Weights stay: autograd saves parameters themselves or views of them, whether gathered by FSDP2, compiled or neither.
     """
@@ -294,7 +334,9 @@ def offload_activations(model: Any, device: torch.device, num_blocks: int | None
         if entered:
             entered.pop().__exit__(None, None, None)
 
-    blocks = find_blocks(model).values()
+    blocks = [*find_blocks(model).values()]
+    for index in range(num_repeated):
+        repeat_input(store, blocks[2 * index], blocks[2 * index + 1])
     if num_blocks is not None and num_blocks < len(blocks):
         store.num_moved_blocks = num_blocks
 

@@ -101,7 +101,8 @@ def apply(
     if layout.offload == "all":
         _move_whole(loss_model, world.device)
     if layout.offload_activations:
-        offload_activations(loss_model.model, world.device, num_blocks - layout.layers_on_device)
+        first = num_blocks - layout.layers_on_device
+        offload_activations(loss_model.model, world.device, first, layout.repeated_inputs)
     if mesh is not None:
         return make_sharded_engine(loss_model, world, mesh, layout, experts)
     if layout.wrapper == "none":

@@ -109,6 +109,7 @@ class Layout:
     offload: Offload = "none"
     offload_activations: bool = False
     layers_on_device: int = 0  # of the last layers: their activations stay where those of the others move
+    repeated_inputs: int = 0  # pairs of layers, the first ones, whose second one's input is made again from the first's
     compile: bool = False
     dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all samples have one length
     wrapper: Wrapper = "none"  # what gathers weights and reduces gradients

@@ -28,6 +28,7 @@ LAYOUT_FIELDS = (  # that decide what memory a layout needs, as ``describe_layou
     "offload",
     "offload_activations",
     "layers_on_device",
+    "repeated_inputs",
     "full_micro_tokens",
 )
 

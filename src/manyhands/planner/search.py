@@ -408,6 +408,7 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult) -> list[R
             layers=result.base.model.num_layers,
             last=layout.last_checkpointing,
             tile=layout.mlp_tile_tokens,
+            repeated=layout.repeated_inputs,
             no_faster=result.ran_out is None and keeps_less_by_choice(chosen, result.candidates),
             asked=parallel.activation_checkpointing != "auto",
         ),

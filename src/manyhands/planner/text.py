@@ -193,6 +193,7 @@ def describe_layout(v: Values) -> str:
         "{strategy}, activation checkpointing {activation_checkpointing}"
         "{lighter_layers:? (lighter in the last {lighter_layers:n layer})}"
         "{mlp_tile_tokens:?, MLPs by tiles of {mlp_tile_tokens:,} tokens}"
+        "{repeated_inputs:?, {repeated_inputs:n block} recomputed twice}"
         "{reshard_after_forward:?, weights freed after the forward pass}"
         "{reduces:?, gradients reduced after every micro-batch}{offloaded:?, {offloaded} in host memory}",
         {**v, "reduces": reduces, "offloaded": offloaded},
@@ -209,12 +210,13 @@ def _hsdp(v: Values) -> str:
 
 
 def describe_checkpointing(layout: Layout) -> str:
-    """``full``, or ``full, the last 63 layers selective``, or ``full, MLPs by tiles``."""
+    """``full``, or ``full, the last 63 layers selective``, or ``full, MLPs by tiles, 16 layers twice``."""
     last = f", the last {count_of(layout.lighter_layers, 'layer')} {layout.last_checkpointing}"
     return (
         layout.activation_checkpointing
         + last * bool(layout.lighter_layers)
         + ", MLPs by tiles" * bool(layout.mlp_tile_tokens)
+        + f", {count_of(layout.repeated_inputs, 'layer')} twice" * bool(layout.repeated_inputs)
     )
 
 
@@ -430,7 +432,8 @@ SENTENCES: dict[Code, Template] = {
         selective="norms, activation functions and sums are recomputed; results of linear layers and attention are kept"
         + LESS_KEPT,
         except_attention="each block but its attention is recomputed in the backward pass" + LESS_KEPT,
-        full="each block is recomputed in the backward pass{tile:?, its MLP by tiles of {tile:,} tokens}" + LESS_KEPT,
+        full="each block is recomputed in the backward pass{tile:?, its MLP by tiles of {tile:,} tokens}"
+        "{repeated:?, and {repeated:n block} once more, whose results are not kept}" + LESS_KEPT,
     ),
     "reduction": _if(
         "every",

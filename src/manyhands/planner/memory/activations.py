@@ -7,7 +7,7 @@ The notation is that of ``terms.py``.
 from __future__ import annotations
 
 from manyhands.core.limits import MAX_BLOCK_SCORES, MAX_PASSING_BYTES, MIN_TILED_TOKENS, PASSING_TENSORS
-from manyhands.planner.layout import Checkpointing
+from manyhands.planner.layout import Checkpointing, Layout
 from manyhands.planner.memory.input import EstimateInput
 
 LARGEST_LOAD = 2  # rows that come to one rank of those that divide experts, by their mean: assumed, not measured
@@ -19,22 +19,31 @@ def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     Of what moves to host memory one block's are on the device, and on their way out or back ``passing_bytes``, or
     ``PASSING_TENSORS`` of the largest kind up to ``MAX_PASSING_BYTES``, or one such tensor: ``T c`` times the hidden
     size, the width of all queries where results of attention move, and the inner size of the MLP where its values do.
-    Where the last blocks' stay, nothing is on its way while they are there: the more of both counts.
+    Where the last blocks' stay, nothing is on its way while they are there: the more of both counts. An input that is
+    not kept is there beside the one that it is made from.
     """
     m, moved = s.model, moved_bytes(s)
     widths = {"full": m.hidden_size, "except_attention": max(m.hidden_size, m.num_heads * m.head_dim)}
     widest = widths.get(s.layout.activation_checkpointing, max(m.hidden_size, m.intermediate_size))
     largest = s.layout.full_micro_tokens * s.compute_bytes * widest
     passing = max(passing_bytes, largest, min(PASSING_TENSORS * largest, MAX_PASSING_BYTES))
-    staying = s.layout.layers_on_device
-    on_device = min(moved, passing + moved // (m.num_layers - staying))
-    heavy = s.model.num_layers - s.layout.lighter_layers
-    kept = heavy * kept_bytes_per_token(
-        s, s.layout.activation_checkpointing
-    ) + s.layout.lighter_layers * kept_bytes_per_token(s, s.layout.last_checkpointing)
-    held = s.layout.full_micro_tokens * kept - moved
-    left = s.layout.full_micro_tokens * staying * kept_bytes_per_token(s, s.layout.activation_checkpointing)
-    return max(held, held - left + on_device) + _kept_factors(s)
+    num_moved, repeated = count_moved(s.layout, m.num_layers), s.layout.repeated_inputs
+    token = kept_bytes_per_token(s, s.layout.activation_checkpointing)
+    on_device = min(moved, passing + moved // num_moved) + s.layout.full_micro_tokens * token * (repeated > 0)
+    lighter = s.layout.lighter_layers
+    kept = (m.num_layers - lighter) * token + lighter * kept_bytes_per_token(s, s.layout.last_checkpointing)
+    held = s.layout.full_micro_tokens * (kept - repeated * token) - moved
+    left = s.layout.full_micro_tokens * (m.num_layers - repeated - num_moved) * token * (moved > 0)
+    last = s.layout.full_micro_tokens * token * (2 * repeated == m.num_layers)
+    return max(held + last, held - left + on_device) + _kept_factors(s)
+
+
+def count_moved(layout: Layout, num_layers: int) -> int:
+    """Blocks whose activations go to host memory where those of any do: of the first ones, less the second of each pair
+    that does not keep its input.
+    """
+    first = num_layers - layout.layers_on_device
+    return first - min(layout.repeated_inputs, first // 2)
 
 
 def _kept_factors(s: EstimateInput) -> int:
@@ -157,8 +166,8 @@ def linear_bytes_per_token(s: EstimateInput) -> int:
 
 
 def moved_bytes(s: EstimateInput) -> int:
-    """Activations that go to host memory: ``T`` times what a block keeps, of all blocks but ``layers_on_device``. Eager
-    and selective or except_attention only its input, as the rest is in the checkpoint's own cache. None on a CPU. Where
+    """Activations that go to host memory: ``T`` times what a block keeps, of ``count_moved`` blocks. Eager and
+    selective or except_attention only its input, as the rest is in the checkpoint's own cache. None on a CPU. Where
     activations move, all blocks have one mode.
     """
     if not s.layout.offload_activations or s.layout.device == "cpu":
@@ -169,7 +178,7 @@ def moved_bytes(s: EstimateInput) -> int:
         if in_cache
         else kept_bytes_per_token(s, s.layout.activation_checkpointing)
     )
-    return s.layout.full_micro_tokens * (s.model.num_layers - s.layout.layers_on_device) * per_token
+    return s.layout.full_micro_tokens * count_moved(s.layout, s.model.num_layers) * per_token
 
 
 def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:

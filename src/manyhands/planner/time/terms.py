@@ -293,13 +293,14 @@ def dequantization(s: TimeInput) -> float:
     stacks that multiply in fp8, values transposed for dx.
     """
     e = s.estimate
-    passes = 2 + sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
+    again = sum(mode in ("full", "except_attention") for mode in modes(e)) + e.layout.repeated_inputs
+    passes = 2 + again / e.model.num_layers
     passes += e.num_more_passes
     if e.nf4_blocks:
-        again = 0  # by each tile but the first
+        by_tiles = 0  # by each tile but the first
         if tile := e.layout.mlp_tile_tokens:
-            again = (e.layout.full_micro_tokens - 1) // tile * e.model.num_layers * mlp_elements(e)
-        return passes * (e.num_in_linears + again) * (0.5 + e.compute_bytes) / s.rates.memory
+            by_tiles = (e.layout.full_micro_tokens - 1) // tile * e.model.num_layers * mlp_elements(e)
+        return passes * (e.num_in_linears + by_tiles) * (0.5 + e.compute_bytes) / s.rates.memory
     if e.model.stored_mxfp4:
         size = sum(e.model.block_linear_shapes[name].size for name in e.model.stored_mxfp4) * e.model.num_layers
         return passes * size * (0.5 + e.compute_bytes) / s.rates.memory
@@ -316,11 +317,11 @@ def modes(e: EstimateInput) -> tuple[Checkpointing, ...]:
 
 def recomputation(s: TimeInput, micro: MicroBatchGroup) -> float:
     """What blocks compute again in the backward pass: all of the forward pass, all but attention, or all but attention
-    and the linear layers.
+    and the linear layers. Once more for each input that is not kept.
     """
-    found = modes(s.estimate)
-    whole = sum(mode in ("full", "except_attention") for mode in found)
-    with_attention = sum(mode == "full" for mode in found) / s.estimate.model.num_layers
+    found, repeated = modes(s.estimate), s.estimate.layout.repeated_inputs
+    whole = sum(mode in ("full", "except_attention") for mode in found) + repeated
+    with_attention = (sum(mode == "full" for mode in found) + repeated) / s.estimate.model.num_layers
     again = whole * block_matmuls(s, micro.tokens, backward=False)
     again += with_attention * all_attention(s, micro, backward=False)
     fused = FUSED_AGAIN if s.estimate.layout.compile else 1.0
