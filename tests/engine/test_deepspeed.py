@@ -19,9 +19,12 @@ from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError, require_extras
 from manyhands.core.world import World
 from manyhands.engine import deepspeed_compat
+from manyhands.engine.apply import apply
 from manyhands.facts.types import NewTokens
+from manyhands.model.structure import find_decoder
 from tests.engine.test_layouts import RAGGED
 from tests.support import equality
+from tests.support.building import on_meta
 from tests.support.equality import Case, Curve
 from tests.support.ranks import ranks
 from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
@@ -214,3 +217,23 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match="need DeepSpeed"):
         require_extras("zero2")
     assert "manyhands[deepspeed]" in str(caught.value.fix) and "No module named" in str(caught.value.why)
+
+
+@pytest.mark.ci
+@installed
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_activations_in_host_memory_change_no_step(folder: str, strategy: str) -> None:
+    keys: Any = {"strategy": strategy, "world_size": 2, "activation_checkpointing": "full"}
+    plans = (tiny_plan(folder, **keys, offload_activations=moves) for moves in (False, True))
+    kept, moved = (on_two_ranks(plan, run_file(folder, "full"), RAGGED, 2) for plan in plans)
+    assert moved == kept
+
+
+@installed
+def test_activations_go_to_host_memory_as_planned(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.engine.deepspeed.apply_zero", lambda *_: None)
+    plan = tiny_plan(folder, strategy="zero2", world_size=2, activation_checkpointing="full", offload_activations=True)
+    loss_model, load = on_meta(plan, run_file(folder, "full"), resumes=True)
+    apply(loss_model, plan, World(0, 0, 2, torch.device("cpu")), load, run_file(folder, "full"))
+    assert find_decoder(loss_model.model)._forward_pre_hooks

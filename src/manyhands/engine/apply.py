@@ -84,7 +84,10 @@ def apply(
         from manyhands.engine.deepspeed import apply_zero  # an extra
 
         assert config is not None
-        return apply_zero(loss_model, plan, config, world, materialize)
+        engine = apply_zero(loss_model, plan, config, world, materialize)
+        if layout.offload_activations:
+            offload_activations(loss_model.model, world.device, num_blocks - layout.layers_on_device)
+        return engine
     mesh = make_mesh(layout, world)
     experts = divide_experts(loss_model, layout, world)
     if mesh is not None:

@@ -97,7 +97,9 @@ def _block_by_tiles(s: EstimateInput, others: int, inner: int) -> int:
     whole: what the MLP keeps and ``inner`` for n tokens, and sums of its trained weights' gradients, ``(4 + c)`` each.
 
     Or attention's gradients, if these are more: of its result, of q, k and v, ``T c (2 q + 2 k)``, and of keys and
-    values for every query.
+    values for every query. What its kernel needs for itself (sums of dq in float32, ``4 T q``) is not counted: in its
+    place are inputs of the second norm and of the MLP, which are gone by then. Measured on a CPU, in eager float32 by
+    the tokens between 2,048 and 4,096: 10.6 hidden sizes a token, and 12.6 estimated.
     """
     m, c, mlp = s.model, s.compute_bytes, mlp_bytes_per_token(s)
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
