@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,8 @@ class BatchCapacity:
 
 def measure_capacity(model: Any, max_rows: int | None = None, num_processes: int = 1) -> BatchCapacity:
     """Of a loaded model on its devices; ``num_processes`` share the host's memory where that is the CPU's."""
-    text = model.config.get_text_config()
+    text = copy.copy(model.config.get_text_config())
+    text.allow_global_per_layer_attribute_access = True  # where layers differ, those of most
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     parameter = next(model.parameters())
