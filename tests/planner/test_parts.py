@@ -56,7 +56,9 @@ def test_a_tower_that_no_file_describes_is_not_planned_for():
     assert plan(run_config(model__init="random"), facts(model)).parts["vision"] == "left_out"
 
 
-@pytest.mark.parametrize(("both", "gpus", "attention"), [(True, 1, "varlen"), (False, 1, "sdpa"), (True, 0, "sdpa")])
+@pytest.mark.parametrize(
+    ("both", "gpus", "attention"), [(True, 1, "varlen"), (False, 1, "sdpa"), (True, 0, "blockwise")]
+)
 def test_images_read_in_both_directions_need_no_mask_on_a_gpu(both, gpus, attention):
     """Packed or not."""
     tower = tower_facts().model_copy(update={"bidirectional": both})

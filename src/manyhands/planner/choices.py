@@ -284,8 +284,8 @@ def choose_attention(
     or images are read in both directions, for which others need a mask.
 
     Soft-capped scores are computed blockwise, packed or not: varlen cannot cap them, and sdpa leaves the cap out. So
-    are sinks where varlen cannot, and packs that several ranks divide: sdpa sees a rank's own keys. ``exchanges``: they
-    exchange heads.
+    are sinks and images read in both directions where varlen cannot, and packs that several ranks divide: sdpa sees a
+    rank's own keys. ``exchanges``: they exchange heads.
     """
     model, tower, divides = facts.model, facts.model.tower, config.parallel.context_ranks > 1
     both = facts.data.num_images > 0 and tower is not None and tower.bidirectional
@@ -308,8 +308,8 @@ def choose_attention(
     values = {"obstacle": obstacle, "dtype": compute, "head_dim": model.head_dim, "gpu": gpu}
     if model.attention_sinks:
         return "blockwise", reason("attention", kind="sinks", **values)
-    if divides:
-        return "blockwise", reason("attention", kind="divided", **values)
+    if divides or both:
+        return "blockwise", reason("attention", kind="divided" if divides else "images", **values)
     return "sdpa", reason("attention", kind="sdpa", **values)
 
 

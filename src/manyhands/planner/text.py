@@ -486,6 +486,9 @@ SENTENCES: dict[Code, Template] = {
         varlen="varlen, {packed:?each packed sample on its own|as images are read in both directions}, without a mask",
         sdpa=lambda v: fill("sdpa, as ", v) + fill(_NO_VARLEN, v),
         divided=lambda v: fill("blockwise in PyTorch, as ranks divide packs and ", v) + fill(_NO_VARLEN, v),
+        images=lambda v: (
+            fill("blockwise in PyTorch, as the tokens of an image see each other and ", v) + fill(_NO_VARLEN, v)
+        ),
         sinks=lambda v: fill("blockwise in PyTorch, with the heads' sinks, as ", v) + fill(_NO_VARLEN, v),
     ),
     "compile": _by(
