@@ -117,7 +117,7 @@ def test_tokens_and_pixels_are_those_of_the_processor(
         assert sample["tokens"].tolist() == list(expected["input_ids"][0])
         batch = collate(store.train, np.array([number]), shape(folder))
         for name in names if len(from_streams(sample)) else ():
-            values = _squares(expected) if name == "pixel_values" else np.asarray(expected[name])
+            values = _squares(expected) if name == "pixel_values" else _entry(expected, name)
             found = batch[name].numpy()
             assert np.array_equal(found, values.reshape(found.shape)), name
     units = [0 if "pixel_values" not in each else len(_squares(each)) for each in made]
@@ -150,6 +150,9 @@ def _open(part: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _squares(made: Any) -> np.ndarray:
     """Squares or patches end to end, without what only fills images up that are smaller or fewer squares."""
     values = np.asarray(made["pixel_values"])
+    if "image_position_ids" in made:  # patches, channels last
+        real = values[np.asarray(made["image_position_ids"])[..., 0] >= 0]
+        return real.reshape(-1, 4, 4, 3).transpose(0, 3, 1, 2)
     if values.ndim == 4 and "image_sizes" in made and "batch_num_images" not in made:  # whole images of their own sizes
         return np.concatenate(
             [cut(image[:, :h, :w], 14) for image, (h, w) in zip(values, made["image_sizes"], strict=True)]
@@ -158,6 +161,12 @@ def _squares(made: Any) -> np.ndarray:
         return values
     squares = values.reshape(-1, *values.shape[2:])
     return squares[squares.reshape(len(squares), -1).any(axis=1)]
+
+
+def _entry(made: Any, name: str) -> np.ndarray:
+    if name == "image_sizes" and "image_position_ids" in made:  # rows and columns, where there are places (column, row)
+        return np.asarray(made["image_position_ids"]).max(1)[:, ::-1] + 1
+    return np.asarray(made[name])
 
 
 def test_rotary_positions_are_the_models(qwen_folder: Path) -> None:

@@ -146,6 +146,7 @@ SHARDED = (
     "qwen3_5",
     "aya_vision",
     "janus",
+    "gemma4 experts",
 )  # each way that images are cut or inferred, beside FAMILIES'
 # Images of a conversation (width, height), between its words; numbers of those of two micro-batches of a step, in turn.
 SHOWN: tuple[tuple[tuple[int, int], ...], ...] = (((80, 60),), ((30, 30), (90, 60)), (), ((28, 84),), ())

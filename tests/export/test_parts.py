@@ -20,14 +20,16 @@ from manyhands.export.model import export_model
 from manyhands.export.verify import verify
 from manyhands.families import find
 from manyhands.infer.load import ModelLocation, load_model
-from manyhands.model.structure import auto_class_of
+from manyhands.model.structure import auto_class_of, left_out
 from tests.export.test_source_layout import layout
-from tests.support.multimodal import write_tiny_multimodal
+from tests.support.layouts import build
+from tests.support.multimodal import WHOLE, write_tiny_multimodal
+from tests.support.tiny import tiny_plan, tiny_run
 
-SLOW = ("llava", "internvl", "smolvlm")
+SLOW = ("llava", "internvl", "smolvlm", "gemma4")
 FAMILIES = ("gemma3", "qwen3_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW))
 IMAGE = 250
-TOKENS = {"gemma3": 4, "llava": 4, "internvl": 1, "smolvlm": 1, "qwen3_vl": 1}  # placeholders of one image
+TOKENS = {"gemma3": 4, "llava": 4, "internvl": 1, "smolvlm": 1, "qwen3_vl": 1, "gemma4": 1}  # placeholders of one image
 
 
 def inputs(family: str) -> dict[str, torch.Tensor]:
@@ -43,6 +45,10 @@ def inputs(family: str) -> dict[str, torch.Tensor]:
             "image_grid_thw": torch.tensor([[1, 2, 2]]),
             "mm_token_type_ids": kinds,
         }
+    if family == "gemma4":  # nine patches of 4 x 4
+        places = torch.tensor([[[column, row] for row in range(3) for column in range(3)]])
+        pixels = torch.rand(1, 9, 3 * 4 * 4, generator=draw)
+        return {"input_ids": ids, "pixel_values": pixels, "image_position_ids": places}
     square = torch.randn(1, 3, 28, 28, generator=draw)
     return {"input_ids": ids, "pixel_values": square[None] if family == "smolvlm" else square}
 
@@ -107,3 +113,24 @@ def test_adapters_beside_a_trained_projector_open_in_peft_and_in_transformers(tm
     for opened in (by_peft, by_transformers, ours):
         torch.testing.assert_close(logits(opened, family), expected, rtol=1e-4, atol=1e-4)
     assert (expected - before).abs().max() > 0.1
+
+
+def test_a_tower_of_sound_is_left_out_and_saved_as_it_was(tmp_path: Path) -> None:
+    """Beside images: its samples have none."""
+    kind, own, towers, fields = WHOLE["gemma4"]
+    sound = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
+    sound |= {"subsampling_conv_channels": [8, 4]}
+    given = (kind, own, towers | {"audio_config": sound}, fields)
+    source = write_tiny_multimodal(tmp_path / "source", family="gemma4", whole=given)
+    engine = build(
+        tiny_plan(source, parts=dict.fromkeys(("vision", "projector", "language"), "trained")), tiny_run(source)
+    )
+    assert left_out(engine.model) == ["model.audio_tower", "model.embed_audio"]
+    assert all(p.requires_grad for p in engine.model.parameters())
+    disturb(engine.model.parameters())
+    reference = export_model(tmp_path / "model", engine.model, source, "float32", rank=0)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "model"))
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    heard = {name for name in before if "audio" in name}
+    assert len(heard) > 20 and not heard & changed and any("vision_tower" in name for name in changed)
+    assert not verify(tmp_path / "model", reference).findings

@@ -11,10 +11,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import manyhands
 from manyhands import families
 from manyhands.families import FAMILIES, UNKNOWN, find
+from manyhands.families.images import PIXELS
 
 SOURCES = Path(manyhands.__file__).parent
 # Files that name a family for another reason, and the reason.
@@ -144,10 +146,13 @@ def test_images_become_inputs_of_the_forward_pass(kind: str) -> None:
     from transformers import AutoConfig
 
     layout, home = find(kind).images, importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    config = AutoConfig.for_model(kind, vision_config={})
+    shape, others = layout.kind.smallest(config)
+    entries = {PIXELS: torch.zeros(shape)} | {name: torch.tensor(value) for name, value in others.items()}
     models = [value for name, value in vars(home).items() if name.endswith("ForConditionalGeneration")]
     inputs = {name for model in models for name in inspect.signature(model.forward).parameters}
-    assert models and set(layout.names) <= inputs
-    assert isinstance(getattr(AutoConfig.for_model(kind), layout.token_field), int)
+    assert models and layout.kind.inputs(dict.fromkeys(layout.names) | entries).keys() <= inputs
+    assert isinstance(getattr(config, layout.token_field), int)
 
 
 @pytest.mark.parametrize("strange", [{}, [], 3, None])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from manyhands.convert.lora import adapted_layers
 from manyhands.core.errors import UserError
 from manyhands.families import find
 from manyhands.model.attention import ImageRows, attend_blockwise, attend_varlen
@@ -185,6 +186,25 @@ def gradients(
     engine.model.zero_grad()
     set_attention(engine.model, before)
     return found
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4 experts"])
+def test_adapters_get_the_gradients_of_the_models_own_forward_pass(tmp_path: Path, family: str) -> None:
+    """Beside a trained projector: of documents around one image each, alone and in a pack."""
+    folder = vision.write_tiny_vision(tmp_path, family)
+    states = {"vision": "frozen", "projector": "trained", "language": "trained"}
+    engine = build(tiny_plan(folder, parts=states), tiny_run(folder, "lora", target_modules="all-linear"))
+    with torch.no_grad():
+        for layer in adapted_layers(engine.model).values():
+            layer.lora_B.weight.normal_(std=0.05)
+    documents = [([1, 2, 3], 0), ([4] * 9, 1)]
+    alone = [gradients(engine, folder, [document], packing=False, own=True) for document in documents]
+    together = gradients(engine, folder, documents, packing=True)
+    assert together.keys() == alone[0].keys() and {"lora", "embed_vision"} <= {
+        word for name in together for word in ("lora", "embed_vision") if word in name
+    }
+    for name, gradient in together.items():
+        torch.testing.assert_close(gradient, alone[0][name] + alone[1][name], rtol=1e-4, atol=2e-5, msg=name)
 
 
 def _forget_bounds(loss_model: LossModel) -> None:

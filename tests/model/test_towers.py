@@ -43,7 +43,7 @@ def collated(folder: Path, family: str, counts: tuple[int, ...] = (1, 2, 0, 1)) 
     assert layout is not None
     arrays = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     sizes = tower_sizes(AutoConfig.from_pretrained(folder).vision_config)
-    added = place_images(arrays, layout, IMAGE, sizes)
+    added = place_images(arrays, layout, {layout.token_field: IMAGE}, sizes)
     return batch | {n: v if isinstance(v, int) else torch.from_numpy(v) for n, v in added.items()}
 
 

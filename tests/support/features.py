@@ -33,6 +33,7 @@ def name_images(family: str, documents: Sequence[Document]) -> tuple[NamedImage,
         for number in range(document.num_images):
             sizes = {n: v[number : number + 1].numpy() for n, v in document.inputs.items() if n.startswith("image_")}
             units = int(np.prod(sizes["image_grid_thw"])) if "image_grid_thw" in sizes else 1
+            units = int(np.prod(sizes["image_sizes"])) if family == "gemma4" else units
             units = 2 if family == "llava_onevision" and alone else units
             name = hashlib.sha256(f"{document.ids} {number}".encode()).digest()
             named.append(NamedImage(name, units, alone, sizes))

@@ -16,6 +16,7 @@ from manyhands.core.holding import gather
 from manyhands.data.images.batch import FeatureFiles, ImageWork
 from manyhands.data.images.files import PixelBounds
 from manyhands.data.tokenize.tokenizer import load_tokenizer
+from manyhands.families import find
 from manyhands.model.image_checks import ImageVerdict, ProbeImages, check_images
 from manyhands.model.loss import IGNORED
 from manyhands.planner.types import Plan
@@ -24,9 +25,10 @@ from tests.support.features import keep, with_features
 from tests.support.layouts import build
 
 IMAGE, SIDE = 250, 28  # the tiny models' image token; pixels of a square
-FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl")
+FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl", "gemma4")
 QWEN = ("qwen2_5_vl", "qwen3_vl")
 GRIDS = ((4, 4), (2, 6), (6, 4))  # patches of an image's height and width, for Qwen
+POOLED = ((3, 3), (3, 6), (6, 6))  # and for Gemma 4
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ def _images(family: str, num: int, draw: torch.Generator) -> tuple[dict[str, tor
         pixels = torch.randn(sum(h * w for h, w in grids), 3 * 2 * 14 * 14, generator=draw)
         grid = torch.tensor([[1, h, w] for h, w in grids], dtype=torch.int64).reshape(-1, 3)
         return {"pixel_values": pixels, "image_grid_thw": grid}, [h * w // 4 for h, w in grids]
+    if family == "gemma4":
+        grids = [POOLED[int(torch.randint(len(POOLED), (1,), generator=draw))] for _ in range(num)]
+        pixels = torch.rand(sum(h * w for h, w in grids), 3, 4, 4, generator=draw)
+        sizes = torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)
+        return {"pixel_values": pixels, "image_sizes": sizes}, [h * w // 9 for h, w in grids]
     squares = 2 if family == "llava_onevision" and num == 1 else num  # alone, an image has itself in parts too
     inputs = {"pixel_values": torch.randn(squares, 3, SIDE, SIDE, generator=draw)}
     if family == "llava_onevision":
@@ -120,8 +127,11 @@ def reference_loss(model: Any, family: str, document: Document) -> torch.Tensor:
     is_image = (ids == IMAGE).long()
     if family == "gemma3":
         inputs["token_type_ids"] = is_image
-    if family in QWEN:
+    if family in (*QWEN, "gemma4"):
         inputs["mm_token_type_ids"] = is_image.int()
+    if family == "gemma4" and document.num_images:
+        inputs |= find(family).images.kind.inputs(document.inputs)
+        del inputs["image_sizes"]
     return sum_loss(model, document, inputs)
 
 

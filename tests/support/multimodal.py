@@ -42,6 +42,8 @@ _GEMMA4 |= {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 1, "tie_w
 _GEMMA4_VISION = {
     key: _SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 }
+_GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 3}
+_GEMMA4_VISION |= {"position_embedding_size": 256, "use_clipped_linears": True, "standardize": True}
 
 # Outer model type: the text's and what it has of its own, the towers', and the outer configuration's fields.
 WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -118,14 +120,26 @@ def write_tiny_multimodal(
 
     folder = Path(folder)
     kind, own, towers, fields = whole or WHOLE[family]
-    text = TINY | OF_FAMILY.get(kind, {}) | {"model_type": kind, "vocab_size_per_layer_input": TINY["vocab_size"]} | own
-    config = CONFIG_MAPPING[family](text_config=text, **towers, **fields, eos_token_id=258, initializer_range=0.08)
+    text = TINY | OF_FAMILY.get(kind, {}) | {"model_type": kind} | own
+    text["vocab_size_per_layer_input"] = text["vocab_size"]
+    config = CONFIG_MAPPING[family.partition(" ")[0]](
+        text_config=text, **towers, **fields, eos_token_id=258, initializer_range=0.08
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForMultimodalLM.from_config(config, dtype=getattr(torch, dtype))
         for parameter in model.parameters():
             if not parameter.any():  # zeros would agree by chance
                 torch.nn.init.normal_(parameter, std=0.08)
+        if kind == "gemma4_text":  # its scores have no scale, and of drawn weights they choose one key
+            for name, parameter in model.named_parameters():
+                if name.endswith(("q_norm.weight", "k_norm.weight")):
+                    torch.nn.init.constant_(parameter, 0.4)
+        for name, buffer in model.named_buffers():  # so would bounds that bound nothing
+            if name.endswith(("put_min", "put_max")):
+                buffer.clamp_(-2.0, 2.0)
+            elif name.endswith(("std_bias", "std_scale", "layer_scalar")):
+                torch.nn.init.normal_(buffer, mean=1.0, std=0.1)
     model.save_pretrained(folder)
     _publish(folder, family)
     weights = folder / "model.safetensors"

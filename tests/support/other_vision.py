@@ -17,6 +17,7 @@ HOMES = {
     "vipllava": "llava",
     "qwen3_5": "qwen3_vl",
     "mistral3": "pixtral",
+    "gemma4 experts": "gemma4",
 }  # whose processor it is
 LIKE_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lighton_ocr": (
@@ -56,6 +57,13 @@ LIKE_OTHERS |= {
     f"{dense}_moe": (f"{dense}_moe_text", WHOLE[dense][1] | _CHOSEN, *WHOLE[dense][2:])
     for dense in ("qwen3_vl", "qwen3_5")
 }
+LIKE_OTHERS["gemma4 experts"] = (
+    "gemma4_text",
+    WHOLE["gemma4"][1]
+    | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
+    *WHOLE["gemma4"][2:],
+)
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "vipllava": ("llama", {}, {"vision_config": _CLIP}, {"vision_feature_layers": [-2, 1]} | _UNTIED),
     "aya_vision": ("cohere2", {}, {"vision_config": _SIGLIP | {"vision_use_head": False}}, {"downsample_factor": 2}),

@@ -16,7 +16,7 @@ from typing import Any
 from manyhands.core.files import write_json
 from tests.support import multimodal, other_vision, tiny
 
-FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl")
+FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "idefics3", "smolvlm", "internvl", "gemma4")
 # whose layout is that of one of these: prepared and checked, not trained in tests
 LIKE_THEM = (
     "qwen2_vl",
@@ -30,6 +30,7 @@ LIKE_THEM = (
     "qwen3_5_moe",
     "mistral3",
     "lighton_ocr",
+    "gemma4 experts",
 )
 CHAT = (
     "{{% for message in messages %}}<|im_start|>{{{{ message['role'] + '\\n' }}}}"
@@ -111,6 +112,17 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"processor_class": "LightOnOcrProcessor", "patch_size": 14, "spatial_merge_size": 2},
         {"image_token_id": "image_token"},
     ),
+    **{
+        kind: (
+            {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+            | {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+            "<|image|>",
+            {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70},
+            {"processor_class": "Gemma4Processor", "image_seq_length": 70},
+            {"image_token_id": "image_token", "boi_token_id": "boi_token", "eoi_token_id": "eoi_token"},
+        )
+        for kind in ("gemma4", "gemma4 experts")
+    },
     **{
         f"llava_next{video}": (
             {"image_token": "<image>"} | ({"video_token": "<video>"} if video else {}),
@@ -236,7 +248,7 @@ def write_tiny_processor(folder: Path, family: str, **how: Any) -> Path:
     """A folder with tokenizer, processor and a config.json of the family, and no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = add_processor(folder, family, **how)
-    write_json(folder / "config.json", {"model_type": family, "vision_config": {}, **ids})
+    write_json(folder / "config.json", {"model_type": family.partition(" ")[0], "vision_config": {}, **ids})
     return folder
 
 
@@ -261,9 +273,9 @@ def processor_of(folder: Path, family: str) -> Any:
     layout = family_of(folder).images
     assert layout is not None
     home = other_vision.HOMES.get(family, family)
-    if home == "pixtral":  # it takes a size from the module of torchvision, which the other has too
-        pil = importlib.import_module("transformers.models.pixtral.image_processing_pil_pixtral")
-        sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", pil)
+    if home in ("pixtral", "gemma4"):  # they take a size from the module of torchvision, which the other has too
+        pil = importlib.import_module(f"transformers.models.{home}.image_processing_pil_{home}")
+        sys.modules.setdefault(f"transformers.models.{home}.image_processing_{home}", pil)
     module = importlib.import_module(f"transformers.models.{home}.processing_{home}")
     values = dict((KINDS | other_vision.KINDS)[family][3])
     kind = getattr(module, values.pop("processor_class"))
@@ -271,7 +283,8 @@ def processor_of(folder: Path, family: str) -> Any:
     if family == "smolvlm":
         module.num2words = str  # of videos alone
     image_processor = ImageProcessor(folder, layout).own
-    more = {"video_processor": SimpleNamespace(**_NO_VIDEO)} if "video_processor" in kind.get_attributes() else {}
+    others = {"video_processor", "feature_extractor"}.intersection(kind.get_attributes())
+    more = {name: SimpleNamespace(**_NO_VIDEO) for name in others}
     kind = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     parts = {"image_processor": image_processor, "tokenizer": tokenizer, **more}
     return kind(**parts, chat_template=tokenizer.chat_template, **values)

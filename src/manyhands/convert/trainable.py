@@ -96,7 +96,7 @@ class TrainedPatterns(BaseConverter):
         train_by_pattern(model, self.context.method, () if new_tokens is None else new_tokens.ids)
 
 
-CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+EMBEDDERS = (nn.Conv2d, nn.Conv3d, nn.Linear)  # of patches
 
 
 class CastsItsMasters:
@@ -111,7 +111,7 @@ class CastsItsMasters:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         masters = dict(self._parameters)
-        if isinstance(self, CONVOLUTIONS):  # towers cast images to the dtype of this weight, which is the master's
+        if isinstance(self, EMBEDDERS):  # towers cast images to the dtype of this weight, which is the master's
             args = tuple(x.to(self.compute_dtype) for x in args)
         try:
             for key, master in masters.items():

@@ -68,7 +68,7 @@ def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
         patches_per_unit=num_patches,
         unit_values=3 * side * side if patches else 3 * patch * patch * (vision.get("temporal_patch_size") or 1),
         tokens_per_unit=tokens_per_unit,
-        bidirectional=family.images is not None and family.images.bidirectional,
+        bidirectional=family.images is not None and family.images.attends_both_ways(config),
         num_further=further,
         projector_values=_projector_values(config, family, hidden, num_patches, tokens_per_unit) * (1 + further),
         modules={
@@ -92,7 +92,10 @@ def _modules(shapes: Shapes, known: tuple[str, ...]) -> tuple[str, ...]:
 def _tokens_per_unit(config: Mapping[str, Any], vision: Mapping[str, Any], patches: int, squares: bool) -> float:
     """Placeholders in the text for each unit, that is patch or square."""
     if not squares:
-        return 1 / (vision.get("spatial_merge_size") or config.get("spatial_merge_size") or 2) ** 2
+        return (
+            1
+            / (_size(vision, "spatial_merge_size", "pooling_kernel_size") or config.get("spatial_merge_size") or 2) ** 2
+        )
     if config.get("mm_tokens_per_image"):
         return float(config["mm_tokens_per_image"])
     for factor in ("scale_factor", "downsample_factor"):
@@ -108,7 +111,8 @@ def _projector_values(
     if family.images is None or family.images.inferred or not family.images.keeps_features:
         return 0.0
     layers = config.get("vision_feature_layer")
-    rows = tokens_per_unit if family.images.after_pooling else patches
+    pools = family.images.after_pooling or family.images.kind.pools_in_tower
+    rows = tokens_per_unit if pools else patches
     return float(rows * hidden * (len(layers) if isinstance(layers, list) else 1))
 
 

@@ -61,7 +61,10 @@ class ImageLayout:
     mrope: bool = False  # positions of text have three axes: entry ``rope_positions`` (3, 1, T)
     grid_inputs: tuple[str, ...] = ()  # what the tower takes if it is given, and else finds by its grids, waiting
     reads_grids: bool = False  # the tower works with the grids themselves too, on the device
-    bidirectional: bool = False  # the tokens of an image attend to each other in both directions
+    # the tokens of an image attend to each other in both directions: always, never, or where this field of its text's
+    # configuration is "vision"
+    bidirectional: bool | str = False
+    in_windows_alone: bool = False  # so in layers with a window, and not in others
     inferred: bool = False  # from the model's own files: its processor writes and cuts, and the loaded model is checked
     # the first module with weights in a projector that averages patches before: what goes in there is the smaller
     after_pooling: str = ""
@@ -74,6 +77,12 @@ class ImageLayout:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(entry.name for entry in self.entries)
+
+    def attends_both_ways(self, config: Config) -> bool:
+        """Whether tokens of an image do so in a model with this config.json."""
+        if isinstance(self.bidirectional, bool):
+            return self.bidirectional
+        return (config.get("text_config") or config).get(self.bidirectional) == "vision"
 
 
 def expand_by_its_own(image: ImageShape, processor: Mapping[str, Any]) -> str:

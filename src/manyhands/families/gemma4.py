@@ -1,8 +1,15 @@
 """Gemma 4: the text model, dense or with experts beside each MLP, and images and sound around it."""
 
-from manyhands.families.family import Config, Experts, Family, Shapes
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from manyhands.families.family import Config, Experts, Family, ImageLayout, Shapes
 from manyhands.families.gemma2 import NORMS
 from manyhands.families.hybrids import attention, mlp, norms
+from manyhands.families.images import PIXELS, ImageShape, Sized
+from manyhands.families.images.kind import Processor
 
 
 def _block(config: Config, index: int, dense: bool) -> Shapes:
@@ -41,6 +48,63 @@ def _block(config: Config, index: int, dense: bool) -> Shapes:
     return shapes
 
 
+class Pooled(Sized):
+    """Patches, of which squares of neighbors become one feature. The forward pass takes them row by row with their
+    (column, row), images padded to the longest; ``image_sizes`` are in patches.
+    """
+
+    pools_in_tower = True
+    fails_on_one_token = False
+
+    def prepare(self, processor: Processor, pixels: np.ndarray, alone: bool) -> dict[str, np.ndarray]:
+        patches, grid = _cut_off_padding(processor.run(pixels, alone))
+        side = int(processor.values["patch_size"])
+        squares = patches.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+        return {PIXELS: np.ascontiguousarray(squares, dtype=np.uint8), "image_sizes": np.array([grid])}
+
+    def measure(
+        self, made: Mapping[str, Any], size: tuple[int, int], values: Mapping[str, Any], alone: bool
+    ) -> ImageShape:
+        (patches, grid), side = _cut_off_padding(made), int(values["patch_size"])
+        return ImageShape(size, len(patches), (side, side), grid, alone)
+
+    def inputs(self, entries: dict[str, Any]) -> dict[str, Any]:
+        patches, sizes = entries[PIXELS].permute(0, 2, 3, 1).flatten(1), entries["image_sizes"].tolist()
+        longest = max((rows * columns for rows, columns in sizes), default=0)
+        pixels = patches.new_zeros(len(sizes), longest, patches.shape[1])
+        places = np.full((len(sizes), longest, 2), -1)
+        begin = 0
+        for image, (rows, columns) in enumerate(sizes):
+            length = rows * columns
+            pixels[image, :length] = patches[begin : begin + length]
+            places[image, :length] = np.stack([np.tile(np.arange(columns), rows), np.arange(rows).repeat(columns)], 1)
+            begin += length
+        return {PIXELS: pixels, "image_position_ids": entries["image_sizes"].new_tensor(places).to(pixels.device)}
+
+    def decoder_inputs(self, decoder: Any, ids: Any, is_image: Any) -> dict[str, Any]:
+        """Embeddings of each layer's own, by ids; of images, those of padding."""
+        if not decoder.config.hidden_size_per_layer_input:
+            return {}
+        ids = ids.masked_fill(is_image, decoder.config.pad_token_id)
+        return {"per_layer_inputs": decoder.get_per_layer_inputs(ids, None)}
+
+    def smallest(self, config: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
+        pooled, side = config.vision_config.pooling_kernel_size, config.vision_config.patch_size
+        return (pooled**2, 3, side, side), {"image_sizes": [[pooled, pooled]]}
+
+
+def _cut_off_padding(made: Mapping[str, Any]) -> tuple[np.ndarray, tuple[int, int]]:
+    """Patches (n, values) of an only image, and their rows and columns."""
+    (patches,), (places,) = made[PIXELS], made["image_position_ids"]
+    columns, rows = (int(count) + 1 for count in places.max(0))
+    return patches[: rows * columns], (rows, columns)
+
+
+def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
+    features = processor["image_token"] * (image.units // processor["pooling_kernel_size"] ** 2)
+    return f"{processor['boi_token']}{features}{processor['eoi_token']}"
+
+
 GEMMA4_TEXT = Family(
     name="Gemma 4",
     model_types=("gemma4_text",),
@@ -55,6 +119,13 @@ GEMMA4 = Family(
     model_types=("gemma4",),
     towers=("model.vision_tower", "model.audio_tower"),
     projectors=("model.embed_vision", "model.embed_audio"),
+    images=ImageLayout(
+        Pooled(),
+        _expand,
+        {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+        bidirectional="use_bidirectional_attention",
+        in_windows_alone=True,
+    ),
 )
 
 FAMILIES = (GEMMA4_TEXT, GEMMA4)

@@ -61,7 +61,6 @@ IMAGES_REFUSED: dict[str, str] = {name: reason for reason, names in _ALIKE.items
     "evolla": "it takes proteins, and no images",
     "exaone4_5": "its text beside images was not measured yet",
     "fuyu": "it has no vision tower: patches of an image are projected straight to the embeddings",
-    "gemma4": "its layers take token ids beside embeddings, and patches of an image have positions that it pads",
     "git": "an image stands before the text without placeholders",
     "granite4_vision": "features of an image go into several layers of its text",
     "kosmos-2": "images are placed by a mask beside the tokens, not by a token of their own",

@@ -220,7 +220,7 @@ def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_position
 def _over_heads(attend: Callable[..., tuple[torch.Tensor, None]]) -> Callable[..., tuple[torch.Tensor, None]]:
     """``attend`` for ranks that divide a pack too: ``exchanges_heads``, if not 0, is their number, and each computes
     the whole pack for its own heads. ``query`` and the result are then of this rank's tokens, the lengths of all. Keys
-    of a layer with too few heads are repeated first.
+    of a layer with too few heads are repeated first. ``window_image_rows``: ``image_rows`` of layers with a window.
     """
 
     @functools.wraps(attend)
@@ -232,9 +232,12 @@ def _over_heads(attend: Callable[..., tuple[torch.Tensor, None]]) -> Callable[..
         *others: Any,
         exchanges_heads: int = 0,
         s_aux: torch.Tensor | None = None,
+        window_image_rows: ImageRows | None = None,
         **more: Any,
     ) -> tuple[torch.Tensor, None]:
         degree = exchanges_heads
+        if window_image_rows is not None and more.get("sliding_window"):
+            more["image_rows"] = window_image_rows
         if not degree:
             return attend(module, query, key, value, *others, s_aux=s_aux, **more)
         num_heads, num_groups = query.shape[1], key.shape[1]

@@ -97,7 +97,10 @@ class KeptFeatures:
         """What goes into each projector, rows in the order in which features leave."""
         taken: dict[int, torch.Tensor] = {}
         hooks = [
-            inner.register_forward_pre_hook(lambda _, args, number=number: taken.update({number: args[0]}))
+            inner.register_forward_pre_hook(
+                lambda _, args, named, number=number: taken.update({number: next(iter((*args, *named.values())))}),
+                with_kwargs=True,
+            )
             for number, (_, inner) in enumerate(self._projectors)
         ]
         numbered = self._images.layout.kind.reorders_patches
@@ -117,6 +120,8 @@ def _find_projectors(images: Images, model: Any) -> list[tuple[nn.Module, nn.Mod
     """(what is called, what of it gets what is kept), that of the features themselves last."""
     found = []
     for name in reversed(families.find(model.config.model_type).projectors):
+        if not any(each.startswith(f"{name}.") for each in images.parts["projector"]):
+            continue  # of sound, or of none in this model
         module = model.get_submodule(name)
         for called in module if isinstance(module, nn.ModuleList) else [module]:
             after = images.layout.after_pooling
@@ -158,8 +163,9 @@ def digest_of_weights(images: Images, model: Any) -> str:
     versions = [f"{name} {version(name)}" for name in ("torch", "transformers", "manyhands")]
     attention = model.config.vision_config._attn_implementation
     digest.update("\0".join([*versions, kind, str(attention), str(bool(images.trained(model)))]).encode())
-    for name in sorted(names):
-        values = model.get_parameter(name).detach()
+    towers = tuple(f"{tower}." for tower in families.find(model.config.model_type).towers)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.startswith(towers or "-")}
+    for name, values in sorted(({name: model.get_parameter(name).detach() for name in names} | buffers).items()):
         digest.update(f"\0{name} {values.dtype} {tuple(values.shape)}\0".encode())
         digest.update(memoryview(values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
     return digest.hexdigest()

@@ -109,7 +109,7 @@ class LossModel(nn.Module):
                 where="config.json: output_router_logits",
                 fix="set output_router_logits to false in the model's config.json",
             )
-        if getattr(config.get_text_config(), "use_bidirectional_attention", None) is True:
+        if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
             raise UserError(
                 f"{type(model).__name__} reads its prompt in both directions, which causal training would break",
                 where="config.json: use_bidirectional_attention",

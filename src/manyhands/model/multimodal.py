@@ -37,7 +37,7 @@ from manyhands.model.attention import (
     count_positions,
     plain_attention,
 )
-from manyhands.model.structure import find_tower_blocks, text_parameters
+from manyhands.model.structure import find_decoder, find_tower_blocks, text_parameters
 from manyhands.model.towers import embed_by_matmul, use_varlen
 from manyhands.planner.types import Plan
 
@@ -67,7 +67,7 @@ def choose_attention(plan: Plan, model_config: Any) -> str | dict[str, str]:
     if not takes_images(plan):
         return text
     layout = families.find(model_config.model_type).images
-    if layout is not None and layout.bidirectional and text == "sdpa":
+    if text == "sdpa" and layout is not None and layout.attends_both_ways(model_config.to_dict()):
         text = BLOCKWISE
     own = model_config.get_text_config()
     return {"": text} | {key: text if getattr(model_config, key) is own else "sdpa" for key in model_config.sub_configs}
@@ -130,6 +130,7 @@ class Images:
         if self.layout.inferred:
             check_structure(model)
         self.token_id = int(getattr(model.config, self.layout.token_field))
+        self.both_ways = self.layout.attends_both_ways(model.config.to_dict())
         self.always_runs = False
         self.kept: KeptSource | None = None
         self._trained: list[tuple[nn.Module, str]] | None = None
@@ -194,6 +195,7 @@ class Images:
         outside = self.token_id >= config.get_text_config().vocab_size
         embeds = model.get_input_embeddings()(ids.masked_fill(is_image, 0) if outside else ids)
         kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
+        kwargs |= self.layout.kind.decoder_inputs(find_decoder(model), ids, is_image)
         if self.layout.mrope and ROPE_POSITIONS in batch:
             kwargs["position_ids"] = torch.cat([batch["position_ids"][None], batch[ROPE_POSITIONS]])
         if batch[self.layout.names[0]].shape[0] or KEPT in batch:
@@ -206,8 +208,9 @@ class Images:
             embeds = embeds.flatten(0, 1).index_copy(0, places, features.to(embeds.dtype)).view_as(embeds)
             if deeper:
                 kwargs |= {"visual_pos_masks": places, "deepstack_visual_embeds": deeper}
-            if self.layout.bidirectional:
-                kwargs["image_rows"] = rows_of(batch, is_image, kwargs["cu_seq_lens_q"])
+            if self.both_ways:
+                key = "window_image_rows" if self.layout.in_windows_alone else "image_rows"
+                kwargs[key] = rows_of(batch, is_image, kwargs["cu_seq_lens_q"])
         elif self.always_runs or torch.is_grad_enabled():
             embeds = embeds + self._zero_of_all_weights(model, ids.device).to(embeds.dtype)
         return kwargs | {"inputs_embeds": embeds}

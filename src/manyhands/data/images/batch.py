@@ -84,7 +84,7 @@ def add_images(
     if batcher.layout.mrope:
         entries["rope_positions"] = batcher.place_documents(divided, entries, batch["input_ids"].shape, starts, packed)
     tower = batcher.tower if batcher.layout.grid_inputs else {}
-    entries |= place_images(batch | entries, batcher.layout, batcher.token_id, tower)
+    entries |= place_images(batch | entries, batcher.layout, batcher.config, tower)
     num_documents = max(map(len, divided), default=1)
     if num_documents > 1:
         entries[PLACES] = divide_places(entries[PLACES], starts, num_documents)
@@ -111,7 +111,8 @@ class ImageBatcher:
         assert layout is not None
         self._work, self.layout = work, layout
         self.processor = open_processor(work.model_folder, layout)
-        self.token_id = int(read_object(self.processor.folder / "config.json")[layout.token_field])
+        self.config = read_object(self.processor.folder / "config.json")
+        self.token_id = int(self.config[layout.token_field])
         self._blanks = {
             name: values[:0] for name, values in self.processor.prepare(np.zeros((64, 64, 3), np.uint8)).items()
         }

@@ -44,12 +44,16 @@ GRID_ENTRIES = frozenset(
 Arrays = dict[str, Any]
 
 
-def place_images(batch: Mapping[str, Any], layout: ImageLayout, token_id: int, tower: Mapping[str, int]) -> Arrays:
-    """The entries of the table for a batch that has its tokens and images. ``tower``: see ``tower_sizes``."""
+def place_images(
+    batch: Mapping[str, Any], layout: ImageLayout, config: Mapping[str, Any], tower: Mapping[str, int]
+) -> Arrays:
+    """The entries of the table for a batch that has its tokens and images, of a model with this config.json.
+    ``tower``: see ``tower_sizes``.
+    """
     ids = batch["input_ids"]
-    is_image, (num_rows, length) = ids == token_id, ids.shape
+    is_image, (num_rows, length) = ids == int(config[layout.token_field]), ids.shape
     placed: Arrays = {PLACES: np.flatnonzero(is_image)}
-    if layout.bidirectional and len(placed[PLACES]):
+    if len(placed[PLACES]) and layout.attends_both_ways(config):
         bounds = batch.get("cu_seq_lens", np.arange(0, num_rows * length + 1, length))
         placed |= {f"{ROWS}{name}": value for name, value in find_rows(is_image, bounds).items()}
     if layout.grid_inputs:

@@ -67,7 +67,7 @@ class ImageProcessor:
                 why="the number of tokens that an image takes follows from it",
                 fix="add it to processor_config.json, as newer versions of the model have it",
             )
-        own = ("merge_size", "patch_size", "temporal_patch_size", "image_grid_pinpoints")
+        own = ("merge_size", "patch_size", "temporal_patch_size", "image_grid_pinpoints", "pooling_kernel_size")
         self.values = {name: getattr(self.own, name) for name in own if hasattr(self.own, name)} | values
         if not layout.inferred and not layout.kind.counts_patches:
             self._refuse_own_sizes()

@@ -20,7 +20,7 @@ class ImageEntry:
     end to end: ``(items, *item_shape)``, None where checkpoint or image decide.
     """
 
-    name: str  # the forward pass's own
+    name: str  # the forward pass's own, unless a kind makes inputs of it (``ImageKind.inputs``)
     item: Literal["image", "unit", "document"]  # what one item is; a unit is a patch or a square (see ``ImageKind``)
     item_shape: tuple[int | None, ...] = ()
     dtype: str = "int64"
@@ -60,6 +60,7 @@ class ImageKind:
     depends_on_others = False  # an image is prepared in another way where its sample has several
     reads_sizes = False  # the forward pass reads sizes on the host, where their entries stay
     reorders_patches = False  # a tower may compute patches in an order of its own, and restores it at its end
+    pools_in_tower = False  # what leaves a tower is as many rows as there are placeholders
     fails_on_one_token = False  # transformers' models drop the axis of an only token
 
     def prepare(self, processor: Processor, pixels: np.ndarray, alone: bool) -> dict[str, np.ndarray]:
@@ -83,6 +84,12 @@ class ImageKind:
     def inputs(self, entries: dict[str, Any]) -> dict[str, Any]:
         """What the forward pass takes, of a batch's ``entries`` as tensors."""
         return entries
+
+    def decoder_inputs(self, decoder: Any, ids: Any, is_image: Any) -> dict[str, Any]:
+        """What a text decoder computes of token ids (b, t) beside their embeddings; ``is_image`` (b, t): where features
+        stand.
+        """
+        return {}
 
     def smallest(self, config: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
         """Of one small image: the shape of ``pixel_values``, and the values of other entries."""
