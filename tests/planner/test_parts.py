@@ -76,6 +76,14 @@ def test_each_part_is_as_asked():
     assert parts_of(asked) == asked
 
 
+def test_a_part_counts_once_whatever_is_trained():
+    every, some = (
+        plan(run_config(method__name="full", method__parts={"vision": state}), whole())
+        for state in ("trained", "frozen")
+    )
+    assert every.num_parameters == every.num_trained == some.num_parameters > some.num_trained
+
+
 def test_a_projector_is_no_module_to_save():
     tower = tower_facts().model_copy(update={"modules": {"projector": ("model.multi_modal_projector",)}})
     model = model_facts(is_multimodal=True, num_tower_parameters=1000, tower=tower)

@@ -171,8 +171,8 @@ class EstimateInput:
     @property
     def num_parameters(self) -> int:
         """Of everything that is loaded, adapters included."""
-        images = 0 if self.images is None else self.images.tower.num_parameters + self.images.projector_parameters
-        return self.model.num_parameters + self.num_adapter_parameters + images
+        outer = 0 if self.images is None or self.trains_everything else self.images.num_trained + self.images.num_frozen
+        return self.model.num_parameters + self.num_adapter_parameters + outer
 
     @property
     def num_trained(self) -> int:
