@@ -102,6 +102,7 @@ def test_what_is_recomputed_or_offloaded_changes_no_bit(world: Ranks, folder: st
         {"activation_checkpointing": "selective"},
         {"offload_activations": True},
         {"offload_activations": True, "activation_checkpointing": "full", "layers_on_device": 1},
+        {"offload_activations": True, "activation_checkpointing": "full", "layers_on_device": 1, "lighter_layers": 1},
         {"offload": "all"},
     ):
         found = gradients(**keys)

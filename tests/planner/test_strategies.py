@@ -256,6 +256,23 @@ def test_the_fewest_inputs_are_computed_again_where_host_and_gpu_cannot_hold_all
         made(64)
 
 
+def test_lighter_layers_stay_on_the_gpu_where_those_of_all_do_not_fit() -> None:
+    """8B LoRA, 131,072 tokens: what 24 of 32 blocks keep moves, and the last 8 keep results of their linear layers."""
+    one = data_facts(num_samples=8, mean=2**17, longest=2**17, num_validation_samples=0, num_validation_tokens=0)
+    keys = {"method__name": "lora", "data__packing": True, "batch__samples": 1, "data__max_length": 2**17}
+    given = facts(llama_8b(), gpus=1, host_bytes=128 * GIB, data=one)
+    mixed, uniform = (
+        plan(run_config(**keys, parallel__activation_checkpointing=mode), given)
+        for mode in ("auto", "except_attention")
+    )
+    layout, memory_of = mixed.layout, mixed.memory
+    assert 4 <= layout.lighter_layers == layout.layers_on_device < 32 and layout.offload_activations
+    moved, everything = memory_of.host_terms["activations"], uniform.memory.host_terms["activations"]
+    assert moved == everything * (32 - layout.lighter_layers) // 32
+    assert uniform.memory.total < memory_of.total and memory_of.is_safe and mixed.step_s < 0.99 * uniform.step_s
+    assert uniform.layout.layers_on_device == 0
+
+
 @pytest.mark.parametrize(
     ("repeated", "staying", "moved", "kept"),
     [(0, 0, 4, 0), (0, 1, 3, 1), (1, 0, 3, 0), (2, 0, 2, 1), (1, 1, 2, 1), (2, 1, 2, 1), (2, 2, 1, 2), (1, 3, 1, 2)],

@@ -282,7 +282,8 @@ def defer_reduction(candidate: Candidate, base: EstimateInput, limits: Limits) -
 def relax_checkpointing(config: RunConfig, chosen: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
     """The candidate with the next lighter activation checkpointing in as many of the last layers as fit, if these are
     an eighth at least, not all, and it is faster for it; else itself, and so where keys give the mode or move
-    activations off the device. Activations then stay on the device.
+    activations off the device. Activations then stay on the device; or where so few layers do not fit, and those of all
+    were moved, those of the lighter layers alone.
     """
     asked = config.parallel
     if (
@@ -301,16 +302,25 @@ def relax_checkpointing(config: RunConfig, chosen: Candidate, base: EstimateInpu
     )
     if limits.evaluate_memory(base, uniform).memory.is_safe:
         return chosen  # a candidate itself
-    fewest, most, found = max(1, -(-base.model.num_layers // 8)), base.model.num_layers - 1, None
-    while fewest <= most:  # what a layer keeps only grows, so the largest number that fits is found by halves
-        count = (fewest + most) // 2
-        layout = change(chosen.layout, lighter_layers=count, offload_activations=False, layers_on_device=0)
-        if limits.evaluate_memory(base, layout).memory.is_safe:
-            found, fewest = layout, count + 1
-        else:
-            most = count - 1
-    lighter = chosen if found is None else limits.evaluate(base, found)
-    return lighter if is_faster(lighter, chosen) else chosen
+
+    def lighten(count: int, *, moves: bool) -> Layout:
+        staying = {"offload_activations": moves, "layers_on_device": count * moves}
+        return change(chosen.layout, lighter_layers=count, **staying)
+
+    eighth = max(1, -(-base.model.num_layers // 8))
+    for moves in (False, True)[: 1 + chosen.layout.offload_activations]:
+        fewest, most, found = eighth, base.model.num_layers - 1, None
+        while fewest <= most:  # what a layer keeps only grows, so the largest number that fits is found by halves
+            count = (fewest + most) // 2
+            layout = lighten(count, moves=moves)
+            if limits.evaluate_memory(base, layout).memory.is_safe:
+                found, fewest = layout, count + 1
+            else:
+                most = count - 1
+        if found is not None:
+            lighter = limits.evaluate(base, found)
+            return lighter if is_faster(lighter, chosen) else chosen
+    return chosen
 
 
 def is_faster(one: Candidate, other: Candidate, by: float = GAIN) -> bool:

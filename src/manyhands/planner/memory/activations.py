@@ -33,7 +33,7 @@ def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     lighter = s.layout.lighter_layers
     kept = (m.num_layers - lighter) * token + lighter * kept_bytes_per_token(s, s.layout.last_checkpointing)
     held = s.layout.full_micro_tokens * (kept - repeated * token) - moved
-    left = s.layout.full_micro_tokens * (m.num_layers - repeated - num_moved) * token * (moved > 0)
+    left = s.layout.full_micro_tokens * (kept - (repeated + num_moved) * token) * (moved > 0)
     last = s.layout.full_micro_tokens * token * (2 * repeated == m.num_layers)
     return max(held + last, held - left + on_device) + _kept_factors(s)
 
@@ -169,8 +169,8 @@ def linear_bytes_per_token(s: EstimateInput) -> int:
 
 def moved_bytes(s: EstimateInput) -> int:
     """Activations that go to host memory: ``T`` times what a block keeps, of ``count_moved`` blocks. Eager and
-    selective or except_attention only its input, as the rest is in the checkpoint's own cache. None on a CPU. Where
-    activations move, all blocks have one mode.
+    selective or except_attention only its input, as the rest is in the checkpoint's own cache. None on a CPU. Blocks
+    whose activations move have one mode.
     """
     if not s.layout.offload_activations or s.layout.device == "cpu":
         return 0
