@@ -17,6 +17,7 @@ from manyhands.engine import activations
 from manyhands.engine.activations import ActivationStore, SavedTensor, offload_activations
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.optimizers import StreamedOptimizer, split_parameters
+from manyhands.engine.tiles import tile_mlps
 from tests.support.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -203,7 +204,9 @@ def test_of_some_blocks_the_inputs_move_and_of_the_last_ones_they_stay(mode: Any
     ("moved", "compiled"), [(4, False), (2, False), (1, False), pytest.param(2, True, marks=pytest.mark.ci)]
 )
 def test_inputs_of_blocks_in_pairs_are_computed_again(moved: int, compiled: bool) -> None:
-    """One input a pair is kept; its first block computes three times, each other twice; no bit changes."""
+    """One input a pair is kept; its first block computes three times, each other twice; no bit changes. Compiled with
+    tiles, as plans have it.
+    """
     ids, size, layers = torch.arange(40)[None], 40 * 64 * 4, 4
     gradients, counts = [], []
     for repeated in (0, 2) if compiled else (0, 1, 2):
@@ -213,6 +216,7 @@ def test_inputs_of_blocks_in_pairs_are_computed_again(moved: int, compiled: bool
             block.self_attn.o_proj.register_forward_hook(lambda *_, n=index, calls=calls: calls.append(n))
         activations.checkpoint_blocks(model, ["full"] * layers, compiled=compiled)
         if compiled:
+            tile_mlps(model, 16)
             torch._dynamo.reset()
             compile_blocks(model, dynamic=True, backend="aot_eager")
         store = offload_activations(model, CPU, moved, repeated)
