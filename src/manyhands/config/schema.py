@@ -672,7 +672,7 @@ class ParallelSection(Section):
     offload_activations: bool | Auto = Field(
         "auto",
         description="Keep saved activations in host memory, copied during compute; auto does on GPUs with activation "
-        "checkpointing if the host has enough memory.",
+        "checkpointing, and of the fewest blocks that fit where the host lacks memory for all.",
     )
     reshard_after_forward: bool | Auto = Field(
         "auto", description="fsdp: free unsharded parameters after the forward pass (less memory), or keep them."
