@@ -247,6 +247,7 @@ def main() -> None:
         lengths=None,
         limit=None,
         plan_limit=None,
+        host_limit=None,
         output=None,
         profile=None,
         keys=[],

@@ -144,7 +144,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="write a table of kernels of three more steps")
     parser.add_argument("keys", nargs="*", metavar="section.key=value", help="keys set by hand")
     options = parser.parse_args()
-    options.run, options.lengths, options.limit, options.plan_limit = new_run(), None, None, None
+    options.run, options.lengths = new_run(), None
+    options.limit = options.plan_limit = options.host_limit = None
     return options
 
 

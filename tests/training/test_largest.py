@@ -71,7 +71,7 @@ class Watcher(Observer):
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_training_is_the_same_to_the_bit_with_and_without_it(method: Any, tmp_path: Path) -> None:
     row = BenchRow("largest", "", "tiny", method, 1, rows=4, length=128, data="chats")
-    unset = dict.fromkeys(("layers", "lengths", "limit", "plan_limit", "output", "profile"))
+    unset = dict.fromkeys(("layers", "lengths", "limit", "plan_limit", "host_limit", "output", "profile"))
     keys = ["parallel.device=cpu", "batch.micro_tokens=256", "data.validation_fraction=0.1"]
     options = argparse.Namespace(run="r", work=tmp_path, steps=3, warm=1, label="", keys=keys, **unset)
     seen = []

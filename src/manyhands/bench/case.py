@@ -205,6 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--plan-limit", type=float, metavar="GIB", help="memory of a GPU for the plan alone; without it --limit"
     )
+    parser.add_argument("--host-limit", type=float, metavar="GIB", help="free memory of the host, for the plan alone")
     parser.add_argument("--profile", type=Path, help="write a table of kernels of three more steps")
     parser.add_argument(
         "keys", nargs="*", metavar="section.key=value", help="keys set by hand: the figure then says so"
@@ -221,7 +222,11 @@ def prepare(options: argparse.Namespace, row: BenchRow, rank: int, world_size: i
             folder, row, world_size, options.steps, options.keys, options.layers, options.lengths
         )
         memory = options.plan_limit or options.limit
-        plan = make_plan(config, with_memory(facts, memory) if memory else facts)
+        facts = with_memory(facts, memory) if memory else facts
+        if options.host_limit:
+            host = {"free_memory_bytes": int(options.host_limit * 2**30)}
+            facts = facts.model_copy(update={"host": facts.host.model_copy(update=host)})
+        plan = make_plan(config, facts)
         temporary = handed.with_suffix(".tmp")
         temporary.write_text(json.dumps([config.model_dump(mode="json"), plan.model_dump(mode="json")]))
         temporary.rename(handed)
