@@ -188,12 +188,13 @@ def gradients(
     return found
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
 @pytest.mark.parametrize("family", ["gemma4", "gemma4 experts"])
-def test_adapters_get_the_gradients_of_the_models_own_forward_pass(tmp_path: Path, family: str) -> None:
+def test_adapters_get_the_gradients_of_the_models_own_forward_pass(tmp_path: Path, family: str, method: str) -> None:
     """Beside a trained projector: of documents around one image each, alone and in a pack."""
     folder = vision.write_tiny_vision(tmp_path, family)
     states = {"vision": "frozen", "projector": "trained", "language": "trained"}
-    engine = build(tiny_plan(folder, parts=states), tiny_run(folder, "lora", target_modules="all-linear"))
+    engine = build(tiny_plan(folder, parts=states), tiny_run(folder, method, target_modules="all-linear"))
     with torch.no_grad():
         for layer in adapted_layers(engine.model).values():
             layer.lora_B.weight.normal_(std=0.05)
