@@ -8,8 +8,9 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.facts.types import LinearShape, ModelFacts
+from manyhands.planner.experts import list_expert_degrees
 from manyhands.planner.search import plan
-from tests.planner.examples import facts, mixture, model_facts, run_config
+from tests.planner.examples import data_facts, facts, mixture, model_facts, on_nodes, run_config
 from tests.support.plans import explain_why
 
 
@@ -74,21 +75,26 @@ def test_projections_of_single_experts_are_their_stacks(targets: list[str], plan
     assert len(told) == (planned != tuple(targets))
 
 
-def large_mixture() -> ModelFacts:
-    """Four blocks, each of eight experts of 98,304 values in two stacks, of which a token goes to two."""
-    dense = model_facts(hidden=128, inner=256, layers=4, heads=4, vocab=512)
-    attention = {name: shape for name, shape in dense.block_linear_shapes.items() if "mlp" not in name}
-    stacks = {"mlp.experts.gate_up_proj": LinearShape(8 * 512, 128, 8, 2)}
-    stacks |= {"mlp.experts.down_proj": LinearShape(8 * 128, 256, 8, 2)}
-    added = sum(stack.size for stack in stacks.values()) - 3 * 128 * 256
-    return dense.model_copy(
+def mixture_of(hidden: int, inner: int, experts: int, active: int, **dense: Any) -> ModelFacts:
+    """Blocks of attention, and of ``experts`` in two stacks, of which a token goes to ``active``."""
+    base = model_facts(hidden=hidden, inner=inner * active, **dense)
+    attention = {name: shape for name, shape in base.block_linear_shapes.items() if "mlp" not in name}
+    stacks = {"mlp.experts.gate_up_proj": LinearShape(experts * 2 * inner, hidden, experts, active)}
+    stacks |= {"mlp.experts.down_proj": LinearShape(experts * hidden, inner, experts, active)}
+    added = sum(stack.size for stack in stacks.values()) - 3 * hidden * inner * active
+    return base.model_copy(
         update={
             "model_type": "qwen3_moe",
             "block_linear_shapes": attention | stacks,
-            "num_block_parameters": dense.num_block_parameters + added,
-            "num_parameters": dense.num_parameters + 4 * added,
+            "num_block_parameters": base.num_block_parameters + added,
+            "num_parameters": base.num_parameters + base.num_layers * added,
         }
     )
+
+
+def large_mixture() -> ModelFacts:
+    """Four blocks, each of eight experts of 98,304 values in two stacks, of which a token goes to two."""
+    return mixture_of(128, 256, 8, 2, layers=4, heads=4, vocab=512)
 
 
 @pytest.mark.parametrize(
@@ -143,3 +149,79 @@ def test_a_rank_holds_its_part_of_the_experts(method: str, strategy: str, groups
         "compile: no, as the host waits for how many tokens go to each rank's experts"
     ]
     assert not explain_why(one, "expert_degree") and one.layout.expert_degree == 1
+
+
+QWEN_30B = mixture_of(2048, 768, 128, 8, layers=48, heads=32, kv_heads=4, head_dim=128, vocab=151936, tied=False)
+FEW_WIDE_BLOCKS = mixture_of(4096, 8192, 64, 4, layers=2, heads=32, kv_heads=8, vocab=32000)
+FULL = {"method__name": "full"}
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "gpus", "degree", "why"),
+    [
+        (QWEN_30B, {}, 4, 1, ""),  # a copy on each: there is nothing to win
+        (QWEN_30B, FULL, 8, 1, ""),
+        (QWEN_30B, FULL, 4, 4, "; on 1 rank a step is "),  # gathers that nothing hides, of micro-batches of one sample
+        (QWEN_30B, FULL | {"parallel__expert_degree": 1}, 4, 1, ""),
+        (QWEN_30B, {"parallel__expert_degree": 2}, 4, 2, ", as configured; not measured on GPUs, "),
+        (FEW_WIDE_BLOCKS, FULL, 4, 4, "; undivided the run does not fit: its smallest layout needs"),
+        (FEW_WIDE_BLOCKS, {}, 4, 1, ""),
+        (FEW_WIDE_BLOCKS, {}, 1, 1, ""),
+    ],
+)
+def test_the_degree_that_auto_takes(model: ModelFacts, keys: Any, gpus: int, degree: int, why: str) -> None:
+    """1 where experts fit undivided, but where a step is a tenth shorter with rows twice the mean for one rank."""
+    made = plan(run_config(**keys), facts(model, gpus=gpus, data=data_facts(4000, mean=4096, longest=4096)))
+    assert made.layout.expert_degree == degree
+    (line,) = explain_why(made, "expert_degree") or [""]
+    assert why in line and bool(why) == bool(line) == (degree > 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "degrees"),
+    [
+        ({}, (1, 2, 4, 8)),
+        (FULL, (1, 4, 8)),  # masters and moments of half the experts need 174 GB
+        ({"parallel__gpus": 6}, (1, 2)),
+        ({"parallel__device": "cpu"}, (1,)),
+        ({"parallel__expert_degree": 4}, (4,)),
+        ({"method__name": "qlora"}, (1, 2, 4, 8)),
+        *(({name: value}, (1,)) for name, value in {
+            "parallel__strategy": "zero3", "parallel__offload": "optimizer", "parallel__compile": True,
+            "parallel__context_degree": 2, "kernels__linear": "fp8", "optimizer__name": "muon",
+        }.items()),
+    ],
+)  # fmt: skip
+def test_auto_tries_only_what_divided_experts_were_tested_with(keys: Any, degrees: tuple[int, ...]) -> None:
+    assert list_expert_degrees(run_config(**keys), facts(QWEN_30B, gpus=8)) == degrees
+
+
+def test_auto_divides_experts_within_a_machine() -> None:
+    for hosts, degrees in (((4, 4), (1, 2, 4)), ((8, 4), (1, 2, 4)), ((1, 1), (1,))):
+        assert list_expert_degrees(run_config(), on_nodes(facts(QWEN_30B, gpus=8), *hosts)) == degrees
+    assert list_expert_degrees(run_config(), facts(gpus=8)) == (1,)  # a dense model
+
+
+def test_a_refusal_does_not_speak_of_a_key_that_nobody_set() -> None:
+    with pytest.raises(UserError, match="does not fit") as caught:
+        plan(run_config(**FULL), facts(QWEN_30B, gpus=2))
+    assert "expert_degree" not in str(caught.value)
+
+
+def test_a_step_is_as_long_as_that_of_the_rank_with_the_most_rows() -> None:
+    """Of 8,192 tokens, 8 experts each, in bfloat16: rows twice the mean, three quarters of which leave a rank."""
+    keys = {"batch__samples": 8, "batch__micro_tokens": 8192, "parallel__activation_checkpointing": "none"}
+    given = facts(QWEN_30B, gpus=4, data=data_facts(4000, mean=4096, longest=4096))
+    one, four = (plan(run_config(**keys, parallel__expert_degree=degree), given).time for degree in (1, 4))
+    assert one is not None and four is not None
+    sent = 2 * 8192 * 8 * 2048 * 2 * 3 / 4 * 4 * 48  # there and back, forward and backward, in 48 blocks
+    link = 0.4049 * 450e9
+    assert four.terms["communication"] == pytest.approx(sent / link, rel=0.05)
+    assert four.terms["attention"] == one.terms["attention"] and four.terms["matmuls"] > 1.3 * one.terms["matmuls"]
+
+
+def test_memory_that_runs_out_of_divided_experts_is_followed_by_a_smaller_plan() -> None:
+    given = facts(QWEN_30B, gpus=4, data=data_facts(4000, mean=4096, longest=4096))
+    first = plan(run_config(**FULL), given)
+    second = plan(run_config(**FULL), given, number=2, cause="out_of_memory", before=first)
+    assert second.memory.total < first.memory.total and second.batch_samples == first.batch_samples

@@ -659,10 +659,11 @@ class ParallelSection(Section):
         description="Ranks that divide the tokens of each pack (context parallelism). auto is 1, the fewest that fit "
         "samples too long for one GPU, or more where a step is estimated to be a tenth faster.",
     )
-    expert_degree: PositiveInt = Field(
-        1,
+    expert_degree: PositiveInt | Auto = Field(
+        "auto",
         description="Mixtures of experts: neighboring ranks that divide every block's experts, each holding its part "
-        "whole; tokens are sent to them. A divisor of the ranks and of the experts. 1: each rank computes all experts.",
+        "whole; tokens are sent to them. A divisor of the ranks and of the experts. 1: each rank computes all experts. "
+        "auto is 1, or more on one machine's GPUs where nothing else fits or a step is estimated to be a tenth faster.",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
@@ -695,6 +696,11 @@ class ParallelSection(Section):
     def context_ranks(self) -> int:
         """``context_degree``, which the planner sets for auto; 1 where it has not."""
         return 1 if self.context_degree == "auto" else self.context_degree
+
+    @property
+    def expert_ranks(self) -> int:
+        """The same of ``expert_degree``."""
+        return 1 if self.expert_degree == "auto" else self.expert_degree
 
 
 class LaunchSection(Section):

@@ -111,7 +111,7 @@ def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
 def _freed(config: RunConfig, facts: Facts) -> Iterator[Change]:
     """Keys that fix what the plan would choose: parallel's together, then the micro-batch's."""
     parallel, batch = config.parallel, config.batch
-    names = ("strategy", "activation_checkpointing", "reshard_after_forward", "context_degree")
+    names = ("strategy", "activation_checkpointing", "reshard_after_forward", "context_degree", "expert_degree")
     fixed = {name: "auto" for name in names if getattr(parallel, name) != "auto"}
     if fixed:
         keys = ", ".join(f"parallel.{name}=auto" for name in fixed)

@@ -204,7 +204,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     check_optimizer(config, device, compute)
     check_experts(config, facts.model)
     master, why_master = choose_master_dtype(config, compute, parts)
-    check_expert_degree(config, facts.model, world_size, master)
+    check_expert_degree(config, facts.model, world_size)
     output, why_output = choose_output_dtype(config, facts.model, compute)
     data_workers, why_workers = choose_data_workers(config, facts, device)
     check_processes(config, facts, device, world_size)
@@ -379,7 +379,7 @@ def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[
         return asked, reason("compile", compile=asked, source="asked")
     if config.parallel.strategy == "zero3":
         return False, reason("compile", compile=False, source="zero3")
-    if config.parallel.expert_degree > 1:
+    if config.parallel.expert_ranks > 1:
         return False, reason("compile", compile=False, source="experts")
     if device == "cpu":
         return False, reason("compile", compile=False, source="cpu")

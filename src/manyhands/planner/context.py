@@ -4,7 +4,8 @@ what ranks exchange. What a divided sample cannot be yet is refused by name. Pur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from manyhands.config.checks import check_context as check_keys
 from manyhands.config.schema import RunConfig
@@ -13,16 +14,16 @@ from manyhands.facts.types import Facts, ModelFacts
 from manyhands.planner.advice import DOES_NOT_FIT
 from manyhands.planner.batch import USEFUL_TOKENS
 from manyhands.planner.hardware import choose_device, choose_shard_ranks, choose_world_size
-from manyhands.planner.types import Cause, Plan, Reason, reason
+from manyhands.planner.types import Cause, Code, Plan, Reason, reason
 
 KEY = "parallel.context_degree"
-# Share of a step that must be gained, by the estimate, where samples fit undivided: the exchange of keys and values is
-# not measured.
+# Share of a step that must be gained, by the estimate, where the run fits undivided: what ranks exchange is not
+# measured.
 MIN_GAIN = 0.1
 
 
-def with_degree(config: RunConfig, degree: int) -> RunConfig:
-    parallel = config.parallel.model_copy(update={"context_degree": degree})
+def with_degree(config: RunConfig, degree: int, name: str = "context_degree") -> RunConfig:
+    parallel = config.parallel.model_copy(update={name: degree})
     return config.model_copy(update={"parallel": parallel})
 
 
@@ -33,7 +34,7 @@ def list_degrees(config: RunConfig, facts: Facts) -> tuple[int, ...]:
     asked = config.parallel.context_degree
     if asked != "auto":
         return (asked,)
-    if config.parallel.expert_degree > 1 or _obstacles(config, facts.model):
+    if config.parallel.expert_ranks > 1 or _obstacles(config, facts.model):
         return (1,)
     device, _ = choose_device(config, facts)
     world_size, _ = choose_world_size(config, facts, device)
@@ -42,41 +43,56 @@ def list_degrees(config: RunConfig, facts: Facts) -> tuple[int, ...]:
     return (1, *(degree for degree in divisors if not any(check_keys(with_degree(config, degree)))))
 
 
-def choose_degree(
-    config: RunConfig, facts: Facts, cause: Cause, before: Plan | None, make_plan: Callable[[int], Plan]
-) -> Plan:
-    """The plan of the smallest degree that fits with its margin, or else at all; or that of a larger one if its steps
-    are estimated to be shorter by ``MIN_GAIN``, where samples are long or fewer than the ranks. After a launch that
-    ran out of memory degrees below its own are not tried. Where none fits, the refusal of the largest.
+def plan_degrees(
+    degrees: Sequence[int], make_plan: Callable[[int], Plan], is_enough: Callable[[Plan], bool], refusal: int = -1
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan of the first of ``degrees`` that fits with its margin, or else at all; or that of a later one if its
+    steps are estimated to be shorter by ``MIN_GAIN``; and what a reason says of this. None are tried after a plan with
+    its margin that ``is_enough``. Where none fits, the ``refusal`` of the last one, or of another.
     """
-    first = before.layout.mesh.context if before is not None and cause == "out_of_memory" else 1
-    plans: list[Plan] = []
-    undivided = ""
-    refusal: UserError | None = None
-    degrees = list_degrees(config, facts)
-    for degree in [degree for degree in degrees if degree >= first] or degrees[-1:]:
+    plans: dict[int, Plan] = {}
+    refusals: dict[int, UserError] = {}
+    for degree in degrees:
         try:
-            plans.append(make_plan(degree))
+            plans[degree] = made = make_plan(degree)
         except UserError as error:
             if error.kind not in (DOES_NOT_FIT, OUT_OF_MEMORY):
                 raise
-            refusal = error
-            undivided = error.what if degree == 1 else undivided
-        if plans and plans[-1].memory.is_safe and (cause == "out_of_memory" or not _may_gain(plans[-1], facts)):
-            break
+            refusals[degree] = error
+        else:
+            if made.memory.is_safe and is_enough(made):
+                break
     if not plans:
-        assert refusal is not None
-        raise refusal
-    safe = [plan for plan in plans if plan.memory.is_safe]
-    smallest = chosen = (safe or plans)[0]
-    for plan in safe:
-        chosen = plan if _seconds(plan) < (1 - MIN_GAIN) * _seconds(chosen) else chosen
-    why = {"asked": config.parallel.context_degree != "auto", "undivided": undivided}
-    why["tight"] = not undivided and smallest is not plans[0]
-    if chosen is not smallest:
-        why |= {"fewer": smallest.layout.mesh.context, "slower": _seconds(smallest) / _seconds(chosen) - 1}
-    reasons = (reason("context", **each.values, **why) if each.code == "context" else each for each in chosen.why)
-    return chosen.model_copy(update={"why": tuple(reasons)})
+        raise refusals[degrees[refusal]]
+    safe = {degree: plan for degree, plan in plans.items() if plan.memory.is_safe}
+    first = chosen = next(iter(safe or plans))
+    for degree, plan in safe.items():
+        chosen = degree if _seconds(plan) < (1 - MIN_GAIN) * _seconds(plans[chosen]) else chosen
+    why = {"undivided": refusals[1].what if 1 in refusals else "", "tight": False}
+    why["tight"] = not why["undivided"] and first != next(iter(plans))
+    if chosen != first:
+        why |= {"fewer": first, "slower": _seconds(plans[first]) / _seconds(plans[chosen]) - 1}
+    return plans[chosen], why
+
+
+def explain_degree(plan: Plan, code: Code, **why: Any) -> Plan:
+    """The plan with more values in its reason of this code."""
+    reasons = (reason(code, **each.values, **why) if each.code == code else each for each in plan.why)
+    return plan.model_copy(update={"why": tuple(reasons)})
+
+
+def choose_degree(
+    config: RunConfig, facts: Facts, cause: Cause, before: Plan | None, make_plan: Callable[[int], Plan]
+) -> Plan:
+    """The plan of ``plan_degrees``, where samples are long or fewer than the ranks. After a launch that ran out of
+    memory degrees below its own are not tried.
+    """
+    first = before.layout.mesh.context if before is not None and cause == "out_of_memory" else 1
+    degrees = list_degrees(config, facts)
+    degrees = tuple(degree for degree in degrees if degree >= first) or degrees[-1:]
+    again = cause == "out_of_memory"
+    chosen, why = plan_degrees(degrees, make_plan, lambda plan: again or not _may_gain(plan, facts))
+    return explain_degree(chosen, "context", asked=config.parallel.context_degree != "auto", **why)
 
 
 def _may_gain(plan: Plan, facts: Facts) -> bool:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.experts import PROJECTIONS
-from manyhands.facts.types import LinearShape, ModelFacts
+from manyhands.facts.types import Facts, LinearShape, ModelFacts
+from manyhands.planner.context import MIN_GAIN, explain_degree, plan_degrees
+from manyhands.planner.hardware import choose_device, choose_world_size, ranks_per_machine
 from manyhands.planner.memory.input import NF4_ROW_VALUES, is_saved
-from manyhands.planner.types import Reason, reason
+from manyhands.planner.types import Cause, Plan, Reason, reason
 
 FUSED = "experts.gate_up_proj"
+KEY = "parallel.expert_degree"
+STATE_BYTES = 12  # of a trained value: its master and AdamW's moments
+SPARED = ("communication", "copies", "recomputation", "optimizer", "offload", "host")  # terms of a step
 
 
 def fuses_experts(config: RunConfig, model: ModelFacts) -> bool:
@@ -73,56 +79,113 @@ def check_experts(config: RunConfig, model: ModelFacts) -> None:
         _check_adapters(config, model)
 
 
-def check_expert_degree(config: RunConfig, model: ModelFacts, world_size: int, master: str) -> None:
+def check_expert_degree(config: RunConfig, model: ModelFacts, world_size: int) -> None:
     """UserError where ranks cannot divide the experts: by their numbers, or beside what this was not tried with."""
-    degree, key = config.parallel.expert_degree, "parallel.expert_degree"
+    degree = config.parallel.expert_ranks
     if degree == 1:
         return
     if not model.has_groups:
         raise UserError(
             f"{model.model_type} has no experts to divide",
-            where=key,
+            where=KEY,
             why="its blocks have one MLP each",
-            fix=f"remove {key}, or use a mixture of experts",
+            fix=f"remove {KEY}, or use a mixture of experts",
         )
-    stacks = [shape for shape in model.block_linear_shapes.values() if shape.groups > 1]
-    num_experts = math.gcd(*(stack.groups for stack in stacks))
+    num_experts = _count_experts(model)
     fitting = [number for number in range(1, world_size + 1) if world_size % number == num_experts % number == 0]
     for count, what in ((world_size, "ranks of the run"), (num_experts, "experts of a block")):
         if count % degree:
             raise UserError(
-                f"{key}: {degree} does not divide the {count} {what}",
-                where=key,
+                f"{KEY}: {degree} does not divide the {count} {what}",
+                where=KEY,
                 why="groups of so many neighboring ranks hold as many experts each",
-                fix=f"set {key} to {' or '.join(map(str, fitting))}, or start another number of processes",
+                fix=f"set {KEY} to {' or '.join(map(str, fitting))}, or start another number of processes",
             )
+    for name in _obstacles(config, model):
+        raise UserError(
+            f"{KEY} cannot be combined with {name}",
+            where=KEY,
+            why="divided experts are not part of FSDP2 or DDP, and this combination has not been tested",
+            fix=f"remove {KEY}, or change {name.partition(':')[0].partition(',')[0]}",
+        )
+    if _cuts_rows(config, model, degree):
+        raise UserError(
+            f"experts in NF4 cannot be divided by {KEY}: {degree}",
+            where=KEY,
+            why=f"they are held in rows of {NF4_ROW_VALUES:,} values, which would lie on two ranks",
+            fix=f"set method.name: lora, or another {KEY}",
+        )
+
+
+def _stacks(model: ModelFacts) -> list[LinearShape]:
+    return [shape for shape in model.block_linear_shapes.values() if shape.groups > 1]
+
+
+def _count_experts(model: ModelFacts) -> int:
+    return math.gcd(*(stack.groups for stack in _stacks(model)))
+
+
+def _obstacles(config: RunConfig, model: ModelFacts) -> list[str]:
+    """What divided experts were not tried with."""
     others = {
         f"parallel.strategy: {config.parallel.strategy}": config.parallel.strategy.startswith("zero"),
         f"parallel.offload: {config.parallel.offload}": config.parallel.offload != "none",
         f"method.name: {config.method.name}": config.method.name == "patterns",
         "model.frozen_dtype: fp8": config.model.frozen_dtype == "fp8",
         "kernels.linear: fp8": config.kernels.linear == "fp8",
-        "model.master_dtype: bfloat16": master == "bfloat16",
+        "model.master_dtype: bfloat16": config.model.master_dtype == "bfloat16",
         f"optimizer.name: {config.optimizer.name}": config.optimizer.name != "adamw",
         "parallel.compile: true": config.parallel.compile is True,
         f"parallel.context_degree: {config.parallel.context_degree}": config.parallel.context_ranks > 1,
-        "model.name, a model of images": model.is_multimodal,
+        "model.name, with images": model.is_multimodal,
     }
-    for name, is_set in others.items():
-        if is_set:
-            raise UserError(
-                f"{key} cannot be combined with {name}",
-                where=key,
-                why="divided experts are not part of FSDP2 or DDP, and this combination has not been tested",
-                fix=f"remove {key}, or change {name.partition(':')[0].partition(',')[0]}",
-            )
-    if config.method.name == "qlora" and any(stack.size // degree % NF4_ROW_VALUES for stack in stacks):
-        raise UserError(
-            f"experts in NF4 cannot be divided by {key}: {degree}",
-            where=key,
-            why=f"they are held in rows of {NF4_ROW_VALUES:,} values, which would lie on two ranks",
-            fix=f"set method.name: lora, or another {key}",
-        )
+    return [name for name, stands in others.items() if stands]
+
+
+def _cuts_rows(config: RunConfig, model: ModelFacts, degree: int) -> bool:
+    is_nf4 = config.method.name == "qlora"
+    return is_nf4 and any(stack.size // degree % NF4_ROW_VALUES for stack in _stacks(model))
+
+
+def list_expert_degrees(config: RunConfig, facts: Facts) -> tuple[int, ...]:
+    """The degrees that a plan may have, the smallest first: the key's, or for auto 1 and, on GPUs, the divisors of one
+    machine's ranks by which the experts can be divided and their masters and moments fit. ``config`` is resolved.
+    """
+    asked, model = config.parallel.expert_degree, facts.model
+    if asked != "auto":
+        return (asked,)
+    device, _ = choose_device(config, facts)
+    if device == "cpu" or not model.has_groups or _obstacles(config, model):
+        return (1,)
+    world_size, _ = choose_world_size(config, facts, device)
+    num_local = math.gcd(*facts.node_ranks) or ranks_per_machine(facts, device, world_size)
+    common = math.gcd(world_size, num_local, _count_experts(model))
+    held = STATE_BYTES * model.sum_linears(lambda shape: shape.size if shape.groups > 1 else 0)
+    least = held / min(gpu.memory_bytes for gpu in facts.host.gpus) if config.method.name == "full" else 1
+    degrees = (degree for degree in range(2, common + 1) if common % degree == 0 and degree > least)
+    return (1, *(degree for degree in degrees if not _cuts_rows(config, model, degree)))
+
+
+def choose_expert_degree(config: RunConfig, facts: Facts, cause: Cause, make_plan: Callable[[int], Plan]) -> Plan:
+    """The plan of ``plan_degrees`` over ``list_expert_degrees``. Undivided experts are enough where nothing that
+    dividing them may shorten takes ``MIN_GAIN`` of a step, or its seconds are not known.
+    """
+    degrees = list_expert_degrees(config, facts)
+
+    def is_enough(plan: Plan) -> bool:
+        return cause == "out_of_memory" or (plan.layout.expert_degree == 1 and not _may_gain(plan))
+
+    chosen, why = plan_degrees(degrees, make_plan, is_enough, refusal=0)
+    return explain_degree(chosen, "expert_degree", asked=config.parallel.expert_degree != "auto", **why)
+
+
+def _may_gain(plan: Plan) -> bool:
+    """Gathers, copies and what little memory leaves to compute again are all that a rank may be spared: products,
+    attention and kernels take as long or longer.
+    """
+    terms = plan.time.terms if plan.time is not None else {}
+    spared = sum(terms.get(name, 0.0) for name in SPARED)
+    return plan.step_s is not None and spared > MIN_GAIN * plan.step_s
 
 
 def _check_adapters(config: RunConfig, model: ModelFacts) -> None:

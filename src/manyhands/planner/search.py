@@ -29,12 +29,13 @@ from manyhands.planner.choices import Decisions, decide, fuses_optimizer, resolv
 from manyhands.planner.context import choose_degree, list_degrees, with_degree
 from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.efficiency import with_efficiency
-from manyhands.planner.experts import fuses_experts
+from manyhands.planner.experts import choose_expert_degree, fuses_experts
 from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
 from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
 from manyhands.planner.layout import DTYPE_BYTES, lay_out, mesh_of
 from manyhands.planner.longest import LongestSample, find_longest
 from manyhands.planner.memory.input import (
+    LARGEST_LOAD,
     EstimateInput,
     count_adapter_parameters,
     count_expert_adapters,
@@ -123,10 +124,15 @@ def plan_longest(config: RunConfig, facts: Facts) -> LongestSample:
 
 
 def _plan(config: RunConfig, facts: Facts, launch: LaunchRequest) -> Plan:
-    def make_plan(degree: int) -> Plan:
-        return _plan_divided(with_degree(config, degree), facts, launch, config.digest)
+    def make_plan(experts: int) -> Plan:
+        given = with_degree(config, experts, "expert_degree")
 
-    return choose_degree(config, facts, launch.cause, launch.before, make_plan)
+        def divide_packs(degree: int) -> Plan:
+            return _plan_divided(with_degree(given, degree), facts, launch, config.digest)
+
+        return choose_degree(given, facts, launch.cause, launch.before, divide_packs)
+
+    return choose_expert_degree(resolve_auto(config, facts)[0], facts, launch.cause, make_plan)
 
 
 def _plan_divided(config: RunConfig, facts: Facts, launch: LaunchRequest, digest: str) -> Plan:
@@ -299,7 +305,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         compile=decisions.compile,
         embeddings_apart=not facts.model.tied_embeddings,
         exchanges_heads=decisions.exchanges_heads,
-        expert_degree=config.parallel.expert_degree,
+        expert_degree=config.parallel.expert_ranks,
         dynamic=not has_one_length(facts.data),
         data_workers=decisions.data_workers,
         ddp_bucket_mb=None if config.parallel.ddp_bucket_mb == "auto" else config.parallel.ddp_bucket_mb,
@@ -415,7 +421,7 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult) -> list[R
     ]
     if layout.expert_degree > 1:
         groups = layout.world_size // layout.expert_degree
-        why.append(reason("expert_degree", degree=layout.expert_degree, groups=groups))
+        why.append(reason("expert_degree", degree=layout.expert_degree, groups=groups, load=LARGEST_LOAD))
     why += explain_links(facts, limits.clock, result.base, result.candidates) if limits.clock is not None else []
     if layout.num_shards > 1 and layout.accumulates and not layout.zero_stage:
         why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))

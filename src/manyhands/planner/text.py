@@ -423,8 +423,10 @@ SENTENCES: dict[Code, Template] = {
         "sharded",
         zero3="DeepSpeed's ZeRO: weights, gradients and optimizer states sharded over {ranks:n {device}}",
     ),
-    "expert_degree": "divided over {degree} ranks, to which tokens are sent, in {groups:n group}; not measured on "
-    "GPUs, and estimated for evenly loaded ranks",
+    "expert_degree": "divided over {degree} ranks, to which tokens are sent, in {groups:n group}"
+    "{asked:?, as configured}; not measured on GPUs, and estimated for a rank with {load} times its share of the tokens"
+    "{undivided:?; undivided {undivided}}{tight:?; on fewer ranks too little memory would be left}"
+    "{slower:?; on {fewer:n rank} a step is {slower:.0%} slower}",
     "activation_checkpointing": _by(
         "mode",
         "{mode}, ",

@@ -10,8 +10,6 @@ from manyhands.core.limits import MAX_BLOCK_SCORES, MAX_PASSING_BYTES, MIN_TILED
 from manyhands.planner.layout import Checkpointing, Layout
 from manyhands.planner.memory.input import EstimateInput
 
-LARGEST_LOAD = 2  # rows that come to one rank of those that divide experts, by their mean: assumed, not measured
-
 
 def kept_activations(s: EstimateInput, passing_bytes: int) -> int:
     """What the blocks' graphs keep from forward to backward: ``T`` times ``kept_bytes_per_token`` of each.
@@ -238,7 +236,7 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
         attention = int(max(attention, c * m.mixer_values) if widest and not side_by_side else sum(kinds))
     mlp = mlp_bytes_per_token(s)
     if s.layout.expert_degree > 1:
-        mlp = int(LARGEST_LOAD * mlp) + c * int((1 + LARGEST_LOAD) * m.rows_per_token) * m.hidden_size
+        mlp = s.expert_load * mlp + c * int((1 + s.expert_load) * m.rows_per_token) * m.hidden_size
     merged = c * max(0, q + k - m.head_norm_elements) if s.merges_queries else 0
     if s.freezes_text:
         return norms + attention + merged + mlp - c * m.intermediate_size

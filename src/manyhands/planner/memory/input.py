@@ -27,6 +27,8 @@ from manyhands.facts.types import DataFacts, ModelFacts, NewTokens, TowerFacts
 from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.layout import DTYPE_BYTES, Layout
 
+LARGEST_LOAD = 2  # rows that come to one rank of those that divide experts, by their mean: assumed, not measured
+
 
 @dataclass(frozen=True)
 class ImageInput:
@@ -227,6 +229,17 @@ class EstimateInput:
         if self.layout.expert_degree == 1:
             return 0
         return self.num_expert_adapters or self.trains_everything * self.block_in_experts * self.model.num_layers
+
+    @property
+    def expert_load(self) -> int:
+        """Rows that come to the rank with the most of those that divide experts, by their mean."""
+        return LARGEST_LOAD if self.layout.expert_degree > 1 else 1
+
+    @property
+    def trained_here(self) -> float:
+        """Trained elements that a rank updates: ``1 / S``, of divided experts ``1 / expert_degree``."""
+        shared = (self.num_trained - self.trained_in_experts) / self.num_shards
+        return shared + self.trained_in_experts / self.layout.expert_degree
 
     def by_experts(self, num_bytes: float) -> int:
         """What a rank holds more than ``1 / S`` of, if these bytes are divided by ``expert_degree`` in place of S."""

@@ -15,6 +15,8 @@ from manyhands.planner.time.rates import LATENCY_S, NODE_LATENCY_S
 # A bfloat16 gradient added to a float32 sum moves 10 bytes, by a kernel that is not vectorised and takes as long as
 # others for 18: 15.8 ms of 3.8e9 parameters, 31.7 ms of 7.2e9
 MIXED_SUM_BYTES = 18
+# Assumed: the GPU idles while the host reads the numbers of rows, and launches what sends them
+READ_ROWS_S = 1e-4
 
 
 def gathers(s: TimeInput) -> float:
@@ -48,10 +50,13 @@ def copies(s: TimeInput) -> float:
     seconds = gathers(s) * (inward + outward)
     if e.trains_everything:
         times = s.work.num_micro if e.layout.reduce_every else 1
-        seconds += times * e.model.num_parameters * (c + e.sum_bytes) * 0.75
+        seconds += times * (e.model.num_parameters - e.trained_in_experts) * (c + e.sum_bytes) * 0.75
     seconds *= s.fitted.shard_copies
     if e.trains_everything and e.num_shards == 1:
         seconds += times * e.model.num_parameters * (4 if e.layout.world_size > 1 else 2) * e.sum_bytes
+    if e.is_cast:  # divided experts, where they are used, and their gradients
+        own = e.trained_in_experts / e.layout.expert_degree
+        seconds += s.work.num_micro * (forward_passes(s) + 1) * own * (e.master_bytes + c)
     return seconds / s.rates.memory
 
 
@@ -63,16 +68,18 @@ def accumulation(s: TimeInput) -> float:
     if later <= 0 or e.layout.zero_stage:  # ZeRO's sums are among its copies
         return 0.0
     if e.num_shards > 1 and e.layout.reduce_every:
-        return e.num_trained / e.num_shards * 12 * later / s.rates.memory
+        return e.trained_here * 12 * later / s.rates.memory
     widened = (e.compute_bytes + 4, MIXED_SUM_BYTES) if e.is_cast else (0, 12)
-    return e.num_trained * (widened[0] + widened[1] * later) / s.rates.memory
+    moved = (e.num_trained - e.trained_in_experts) * (widened[0] + widened[1] * later)
+    return (moved + e.trained_in_experts / e.layout.expert_degree * 12 * later) / s.rates.memory
 
 
 def whole_bytes(e: EstimateInput) -> int:
-    """Of all weights as they are gathered."""
+    """Of all weights as they are gathered, which divided experts are not."""
     if e.trains_everything:
-        return e.model.num_parameters * e.compute_bytes
-    return e.num_root_parameters * e.frozen_bytes + e.frozen_blocks_bytes
+        return (e.model.num_parameters - e.trained_in_experts) * e.compute_bytes
+    blocks = e.frozen_blocks_bytes - e.frozen_block_in_experts * e.model.num_layers
+    return e.num_root_parameters * e.frozen_bytes + blocks
 
 
 def communication(s: TimeInput, compute: float) -> float:
@@ -94,14 +101,11 @@ def communication(s: TimeInput, compute: float) -> float:
         hidden = min(beside, compute)
         return alone + (beside - hidden) + s.fitted.overlap_cost * hidden
     rounds = s.work.num_micro if layout.reduce_every else 1.0
-    in_experts = (e.block_in_experts * e.compute_bytes if e.trains_everything else e.frozen_block_in_experts) * (
-        e.model.num_layers
-    )
     trained = e.num_trained - e.trained_in_experts
     units = e.model.num_layers + (2 if e.num_apart else 1)
     seconds = 0.0
     if shard > 1:
-        times, held = gathers(s), whole_bytes(e) - in_experts
+        times, held = gathers(s), whole_bytes(e)
         seconds += times * (held * (shard - 1) / shard / rate + units * latency)
         seconds += rounds * (trained * e.sum_bytes * (shard - 1) / shard / rate + units * latency)
     if copies_of > 1:
@@ -117,9 +121,10 @@ def communication(s: TimeInput, compute: float) -> float:
 
 
 def exchanges(s: TimeInput) -> float:
-    """What the ranks that divide experts send one another, which no compute hides: in each block ``T k c H`` there and
-    back, in the forward and the backward pass and where it is computed again, of which ``(D - 1) / D`` leave the rank;
-    and once a step the sums over groups of the gradients. Loads are taken to be even.
+    """What the ranks that divide experts send one another, which no compute hides and the rank with the largest load
+    decides: of T tokens with k experts each ``LARGEST_LOAD T k c H (D - 1) / D`` there and as much back in a block, in
+    each forward pass and once backward; before a forward pass the numbers of rows, which the host reads. Once a step
+    the gradients are summed over groups. From the operations of ``convert/experts.py``; not measured.
     """
     e, layout = s.estimate, s.estimate.layout
     degree, groups = layout.expert_degree, layout.world_size // layout.expert_degree
@@ -127,14 +132,24 @@ def exchanges(s: TimeInput) -> float:
         return 0.0
     rate = s.rates.node_link if degree > s.num_local else s.rates.link
     latency = NODE_LATENCY_S if degree > s.num_local else LATENCY_S
-    passes = 3 if layout.activation_checkpointing == "full" else 2
-    rows = layout.full_micro_tokens * e.model.rows_per_token * e.compute_bytes * e.model.hidden_size
-    one = rows * (degree - 1) / degree / rate + 2 * latency  # and the numbers of rows, for which the host waits
-    seconds = s.work.num_micro * e.model.num_layers * passes * 2 * one
+    forward = forward_passes(s)
+    tokens = sum(micro.count * micro.tokens for micro in s.work.micros)
+    sent = e.expert_load * tokens * e.model.rows_per_token * e.compute_bytes * e.model.hidden_size
+    waits = s.work.num_micro * (2 * (forward + 1) * latency + forward * (latency + READ_ROWS_S))
+    seconds = e.model.num_layers * (2 * (forward + 1) * sent * (degree - 1) / degree / rate + waits)
     if groups > 1:
         over = s.rates.node_link if layout.world_size > s.num_local else s.rates.link
         seconds += e.trained_in_experts * e.sum_bytes / degree * 2 * (groups - 1) / groups / over
     return seconds
+
+
+def forward_passes(s: TimeInput) -> float:
+    """Of a micro-batch through a mean block: more than one where the backward pass computes blocks again, selectively
+    too, and beside the trained pass.
+    """
+    modes = s.estimate.layout.checkpointing_by_layer(s.estimate.model.num_layers)
+    again = sum(mode != "none" for mode in modes) + s.estimate.layout.repeated_inputs
+    return 1 + again / len(modes) + s.estimate.num_more_passes
 
 
 def _exchanges_in_attention(s: TimeInput) -> float:
@@ -165,8 +180,12 @@ def between_nodes(s: TimeInput) -> float:
     shard, copies_of = layout.num_shards, layout.num_copies
     if layout.world_size <= s.num_local:
         return 0.0
-    rounds, sums = s.work.num_micro if layout.reduce_every else 1.0, e.num_trained * e.sum_bytes
-    moved = 0.0
+    rounds, sums = (
+        s.work.num_micro if layout.reduce_every else 1.0,
+        (e.num_trained - e.trained_in_experts) * e.sum_bytes,
+    )
+    groups = layout.world_size // layout.expert_degree
+    moved = e.trained_in_experts * e.sum_bytes * 2 * (groups - 1) / groups
     if shard > s.num_local:
         whole = (shard - 1) / shard
         gathered = gathers(s) * whole_bytes(e)

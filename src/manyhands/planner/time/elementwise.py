@@ -32,20 +32,23 @@ def _around_experts(e: EstimateInput, *, backward: bool) -> float:
     backward what their gradients are made from, 2 k H more; these kernels and the gate's reach ``EXPERTS_RATE`` of the
     memory's rate.
 
+    Where ranks divide experts, all this is of the rows that come to the one with the most, and 3 k H more of its own.
+
     What stacks multiply in fp8 is written in half as many bytes by these kernels, but for the gradients of gate and up,
     2 I, which a kernel of its own quantizes, as it does all rows where adapters are not fused.
     """
     rows = e.model.rows_per_token * e.model.hidden_size
+    gate = (5 if backward else 3) * e.model.intermediate_size
+    more = 0.0 if e.layout.expert_degree == 1 else 3 * rows + (e.expert_load - 1) * gate
     if not e.fuses_experts:
         quantized = rows + (2 if backward else 1) * e.model.intermediate_size
-        return 3 * rows + 1.5 * quantized * e.fp8_groups
+        return e.expert_load * 3 * rows + 1.5 * quantized * e.fp8_groups + more
     own = (5 if backward else 3) * rows
     narrow = min(shape.into for shape in e.model.block_linear_shapes.values() if shape.groups > 1)
     if not (e.sums_in_products and (backward or narrow <= LONGEST_SUM)):
         own += 2 * rows
-    gate = (5 if backward else 3) * e.model.intermediate_size
     in_fp8 = (3 if backward else -0.5) * e.model.intermediate_size - 0.5 * rows
-    return (own + gate + in_fp8 * e.fp8_groups) / EXPERTS_RATE - gate
+    return e.expert_load * ((own + gate + in_fp8 * e.fp8_groups) / EXPERTS_RATE - gate) + more
 
 
 def num_kernels(e: EstimateInput, *, backward: bool) -> float:

@@ -125,14 +125,16 @@ def block_matmuls(s: TimeInput, tokens: float, *, backward: bool) -> float:
 
 def grouped_s(s: TimeInput, tokens: float, shape: LinearShape) -> float:
     """Seconds of the product of each group's rows with its weight, as ``matmul_s``: a group's last tile of rows is half
-    full in the mean, all groups' weights are read, and a share of that time is not hidden behind tiles.
+    full in the mean, all groups' weights are read, and a share of that time is not hidden behind tiles. Of those that
+    a rank has, with the largest load.
     """
-    rows, out = tokens * shape.active, shape.out // shape.groups
-    tiles = (rows / TILE[0] + shape.groups / 2) * math.ceil(out / TILE[1])
+    degree = s.estimate.layout.expert_degree
+    rows, out = tokens * shape.active * s.estimate.expert_load, shape.out // shape.groups
+    tiles = (rows / TILE[0] + shape.groups / degree / 2) * math.ceil(out / TILE[1])
     faster = FP8_GROUPED if s.estimate.fp8_groups else 1.0
     tiled = 2.0 * TILE[0] * TILE[1] * shape.into * max(tiles, NUM_PROCESSORS) / (faster * s.rates.matmul_burst)
     width = 1 if s.estimate.fp8_groups else s.estimate.compute_bytes
-    weights = shape.size * width / s.rates.memory
+    weights = shape.size / degree * width / s.rates.memory
     moved = weights + rows * (out * s.estimate.compute_bytes + shape.into * width) / s.rates.memory
     operations = 2.0 * rows * out * shape.into
     return max(operations / (faster * GROUPED_SHARE * s.rates.matmul), tiled + UNHIDDEN_WEIGHTS * weights, moved)
@@ -156,7 +158,8 @@ def adapters(s: TimeInput, tokens: float, *, backward: bool) -> float:
     share = min(1.0, e.num_adapter_parameters / max(1, full_adapter_parameters(e)))
     moved = 0.0
     for shape in e.model.block_linear_shapes.values():
-        out, into = shape.active_out, shape.into * shape.active
+        load = e.expert_load if shape.groups > 1 else 1
+        out, into = load * shape.active_out, load * shape.into * shape.active
         if shape.groups > 1 and e.fuses_experts:  # counted with the kernels around grouped products
             continue
         moved += (2 * out + 3 * into) if backward else (into + 2 * out)
@@ -300,10 +303,11 @@ def dequantization(s: TimeInput) -> float:
         by_tiles = 0  # by each tile but the first
         if tile := e.layout.mlp_tile_tokens:
             by_tiles = (e.layout.full_micro_tokens - 1) // tile * e.model.num_layers * mlp_elements(e)
-        return passes * (e.num_in_linears + by_tiles) * (0.5 + e.compute_bytes) / s.rates.memory
+        here = e.num_in_linears - e.block_in_experts * e.model.num_layers * (1 - 1 / e.layout.expert_degree)
+        return passes * (here + by_tiles) * (0.5 + e.compute_bytes) / s.rates.memory
     if e.model.stored_mxfp4:
         size = sum(e.model.block_linear_shapes[name].size for name in e.model.stored_mxfp4) * e.model.num_layers
-        return passes * size * (0.5 + e.compute_bytes) / s.rates.memory
+        return passes * size / e.layout.expert_degree * (0.5 + e.compute_bytes) / s.rates.memory
     in_stacks = e.model.sum_linears(lambda shape: shape.size if shape.groups > 1 else 0)
     if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized again in each pass
         return passes * (e.num_in_linears - in_stacks) * (e.compute_bytes + 1) / s.rates.memory
@@ -334,7 +338,7 @@ def optimizer(s: TimeInput) -> float:
     the copy that computes and its gradients in bfloat16.
     """
     e, spec = s.estimate, OPTIMIZERS[s.estimate.optimizer_name]
-    trained = e.num_trained / e.num_shards
+    trained = e.trained_here
     narrow = e.master_bytes / 4
     moved = spec.moved_bytes * narrow + (2 if e.fuse_optimizer and e.keeps_copy else SYNC_UPDATE_BYTES * narrow)
     by_kernel = spec.kernel_s if e.layout.device == "cuda" else 0.0
