@@ -68,6 +68,7 @@ def test_balance_and_load_are_the_same_for_any_micro_batches_and_ranks(world: Ra
         run("fsdp", 2, recomputed),
         run("fsdp", 4, packs),
         run("hsdp", 4, recomputed | {"parallel.shard_degree": 2}),
+        run("fsdp", 2, recomputed | {"parallel.expert_degree": 2}),
     ):
         curve = run_case(world, tmp_path, case, "float32", "full")
         assert compare(one, curve).within("float32"), case
