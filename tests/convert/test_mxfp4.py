@@ -39,6 +39,7 @@ from manyhands.infer.load import ModelLocation, load_model
 from manyhands.kernels.mxfp4.reference import dequantize_reference, draw_pieces, quantize
 from manyhands.kernels.mxfp4.select import TRIED_SHAPES, choose_backend
 from manyhands.model.weights import quantized_layers, stacked_layers, stored_form
+from manyhands.planner.text import sentence_of
 from tests.keys.lab import Lab, Ran, open_lab
 from tests.support.experts import expert_model, write_mxfp4_model
 
@@ -255,10 +256,28 @@ def test_a_run_is_saved_beside_them_and_merged_in_16_bits(lab: Lab, stored: Path
             torch.testing.assert_close(merged.get_parameter(name), stored_form(layer, wanted), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.ci
+def test_full_training_begins_with_dequantized_weights_and_saves_them_so(lab: Lab, stored: Path) -> None:
+    """Their values before the first step are transformers', and a saved model opens without quantization."""
+    keys = {"model.name": str(stored), "method.name": "full"}
+    rank, theirs = lab.start(keys), reopen(stored)
+    assert quantized_layers(rank.model) == {}
+    for name, stack in stacked_layers(rank.model).items():
+        assert torch.equal(stored_form(stack, stack.weight), theirs.get_parameter(name))
+    (reason,) = [reason for reason in rank.plan.why if reason.code == "frozen_experts"]
+    assert "dequantized from MXFP4 as they are read" in sentence_of(reason)
+    run = lab.export(keys)
+    assert run.losses[-1] < run.losses[0] and run.rank.plan.num_trained == sum(p.numel() for p in theirs.parameters())
+    saved = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
+    assert getattr(saved.config, "quantization_config", None) is None
+    for name, stack in stacked_layers(run.rank.model).items():
+        assert torch.equal(stored_form(stack, stack.weight), saved.get_parameter(name))
+        assert not torch.equal(saved.get_parameter(name), theirs.get_parameter(name))
+
+
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({"method.name": "full"}, "method.name: full cannot be combined"),
         ({"method.name": "qlora"}, "method.name: qlora cannot be combined"),
         ({"method.name": "lora", "model.frozen_dtype": "fp8"}, "model.frozen_dtype: fp8"),
     ],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from manyhands.core.seeds import named_seed
 from manyhands.facts.model import shares_head
 from manyhands.facts.stored_mxfp4 import StoredMxfp4
 from manyhands.facts.types import NewTokens
+from manyhands.kernels.mxfp4.reference import dequantize_reference
 from manyhands.model.attention import register_attention
 from manyhands.model.multimodal import choose_attention, takes_images
 from manyhands.model.resize_embeddings import Resized, rows_by_token
@@ -297,6 +299,23 @@ def _read_part(file: Any, name: str, rows: slice, columns: slice) -> torch.Tenso
     return part
 
 
+def _dequantized_rows(stored: StoredMxfp4, files: ExitStack) -> StackedRows:
+    """The weight (g o, i) in the dtype that transformers makes of it; ``files`` keeps them open."""
+    blocks, scales = (
+        files.enter_context(open_weights(path)).get_slice(name)
+        for path, name in (stored.pieces["blocks"], stored.pieces["scales"])
+    )
+    groups, inner, size = stored.shape
+
+    def read(expert: int, rows: slice, columns: slice) -> torch.Tensor:
+        advance()
+        own_blocks, own_scales = (each[expert : expert + 1, rows][0] for each in (blocks, scales))
+        shape = (len(own_scales), inner)
+        return dequantize_reference(own_blocks.flatten(1), own_scales, shape, torch.bfloat16)[:, columns]
+
+    return StackedRows((size, partial(read, expert)) for expert in range(groups))
+
+
 class _Filling:
     """Fills a model's tensors by name from whatever can be sliced: a safetensors slice, or a whole tensor."""
 
@@ -309,6 +328,10 @@ class _Filling:
 
     def fill(self, name: str, stored: Any) -> None:
         if name in self.stacks:
+            if isinstance(stored, StoredMxfp4) and f"{name}.weight" not in self.layers:
+                with ExitStack() as files:
+                    self._fill(f"{name}.weight", _dequantized_rows(stored, files))
+                return
             if not isinstance(stored, StackedRows | StoredMxfp4):
                 stored = StackedRows.of_stored(self.stacks[name], stored)
             name = f"{name}.weight"

@@ -149,9 +149,9 @@ def follow_stored(config: RunConfig, method: MethodSection, model: ModelFacts) -
 def _check_mxfp4(config: RunConfig, method: MethodSection, model: ModelFacts) -> None:
     """UserError for what cannot go with experts that stay in MXFP4."""
     wrong = {
-        f"method.name: {method.name}": method.name != "lora",
+        f"method.name: {method.name}": method.name == "qlora",
         "model.frozen_dtype: fp8": config.model.frozen_dtype == "fp8",
-        "kernels.linear: fp8": config.kernels.linear == "fp8",
+        "kernels.linear: fp8": config.kernels.linear == "fp8" and method.name == "lora",
     }
     for key, is_set in wrong.items():
         if model.stored_mxfp4 and is_set:
@@ -159,10 +159,17 @@ def _check_mxfp4(config: RunConfig, method: MethodSection, model: ModelFacts) ->
             raise UserError(
                 f"{key} cannot be combined with a model whose experts are stored in MXFP4",
                 where=name,
-                why=f"{model.folder} holds experts of 4 bits, which stay as they are and are not trained",
-                fix=("set method.name: lora" if name == "method.name" else "remove it")
+                why=f"{model.folder} holds experts of 4 bits, which lora keeps as they are and full dequantizes",
+                fix=("set method.name: lora or full" if name == "method.name" else "remove it")
                 + ", or use the model's version in 16 bits (its config.json has no quantization_config)",
             )
+
+
+def dequantize_experts(config: RunConfig, facts: Facts) -> Facts:
+    """Facts of a model whose experts in MXFP4 are dequantized as they are read, where lora does not keep them."""
+    if config.method.name == "lora" or not facts.model.stored_mxfp4:
+        return facts
+    return facts.model_copy(update={"model": facts.model.model_copy(update={"stored_mxfp4": ()})})
 
 
 def name_targets(method: MethodSection, model: ModelFacts) -> tuple[MethodSection, tuple[Reason, ...]]:
@@ -196,7 +203,8 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
         in_files = facts.model.stored_nf4 is not None
         why_frozen = (reason("frozen", compute=compute, double=config.method.double_quant, stored=in_files),)
     if facts.model.stored_mxfp4:
-        why_frozen += (reason("frozen_experts", compute=compute),)
+        kept = config.method.name == "lora"
+        why_frozen += (reason("frozen_experts", compute=compute, kept=kept),)
     why_frozen += choose_linear(config, device, gpus)
     parts, why_parts = choose_parts(config, facts)
     why_frozen += why_parts

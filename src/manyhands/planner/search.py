@@ -25,7 +25,7 @@ from manyhands.planner.candidates import (
 )
 from manyhands.planner.checkpoints import Saving, choose_saving, space_checkpoints, staging
 from manyhands.planner.checks import check_disk, estimate_disk, explain_samples, nothing_fits, warn_of_values
-from manyhands.planner.choices import Decisions, decide, fuses_optimizer, resolve_auto
+from manyhands.planner.choices import Decisions, decide, dequantize_experts, fuses_optimizer, resolve_auto
 from manyhands.planner.context import choose_degree, list_degrees, with_degree
 from manyhands.planner.converters import Case, choose_converters
 from manyhands.planner.efficiency import with_efficiency
@@ -139,6 +139,7 @@ def _plan_divided(config: RunConfig, facts: Facts, launch: LaunchRequest, digest
     """The plan with a given degree of context parallelism; ``digest`` is that of the run's own config."""
     config, why_resolved = resolve_auto(config, facts)  # from here on no `auto`
     decisions = decide(config, facts)
+    facts = dequantize_experts(config, facts)
     facts, shares_prompts, why_prompts = choose_prompts(config, facts, decisions.attention)
     result = _search(config, facts, decisions, launch)
     estimate_input = result.estimate_input
@@ -280,7 +281,7 @@ def _search(
 def base_input(config: RunConfig, facts: Facts) -> EstimateInput:
     """What the estimates of all candidates share; the layout is a copy on each rank, without micro-batches."""
     config, _ = resolve_auto(config, facts)
-    return _base_input(config, facts, decide(config, facts))
+    return _base_input(config, dequantize_experts(config, facts), decide(config, facts))
 
 
 def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> EstimateInput:

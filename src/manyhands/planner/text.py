@@ -475,8 +475,11 @@ SENTENCES: dict[Code, Template] = {
     "float32",
     "frozen": "linear layers of the blocks in NF4{stored:?, as they are stored}, {double:?4.13|4.5} bits per weight, "
     "dequantized to {compute} for each matmul; the rest {compute}",
-    "frozen_experts": "experts in MXFP4, as they are stored, 4.25 bits per weight, dequantized to {compute} for each "
-    "product",
+    "frozen_experts": _if(
+        "kept",
+        "experts in MXFP4, as they are stored, 4.25 bits per weight, dequantized to {compute} for each product",
+        "experts are dequantized from MXFP4 as they are read, and saved without quantization",
+    ),
     "linear": "matmuls of the blocks in fp8 during training{emulated:?, emulated in float32, as requested by "
     "parallel.device: cpu}; {weights:?their frozen weights are kept in fp8 alone, and evaluation multiplies with these "
     "in the compute dtype|evaluation and saved weights do not use fp8}",
