@@ -523,6 +523,8 @@ def test_gpus_that_divide_samples_count_as_one(tmp_path: Path, key: str) -> None
         ({"load_in_8bit": True}, "load_in_8bit", {"method": {"name": "lora"}}),
         ({"optimizer": "adamw_torch_4bit"}, "optimizer", {"optimizer": {"name": "adamw_8bit"}}),
         ({"optimizer": "adamw_torch_8bit"}, "optimizer", {"optimizer": {"name": "adamw_8bit"}}),
+        ({"optimizer": "paged_adamw_8bit", "fsdp_version": 2, "fsdp_config": {"offload_params": True}}, "optimizer",
+         {"optimizer": {"name": "adamw"}, "parallel": {"offload": "all"}}),
         ({"fp16": True}, "fp16", {"model": {"dtype": "bfloat16"}}),
         ({"fp8": True}, "fp8", {"kernels": {"linear": "fp8"}}),
         ({"resize_token_embeddings_to_32x": True}, "resize_token_embeddings_to_32x", {}),
@@ -837,6 +839,20 @@ def test_what_axolotl_requires_is_asked_for(tmp_path: Path, key: str) -> None:
 def test_another_kind_of_training_has_one_reason(tmp_path: Path, changes: dict[str, Any]) -> None:
     done = change(tmp_path, colour=3, **changes)
     assert list(refused(done)) == [next(iter(changes))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"dequantize": True}}, ""),
+        ({"model_quantization_config_kwargs": {"dequantize": True}}, ""),
+        ({"model_quantization_config": "FineGrainedFP8Config"}, "model_quantization_config"),
+        ({"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"other": 1}},
+         "model_quantization_config"),
+    ],
+)  # fmt: skip
+def test_experts_in_mxfp4_are_read_as_they_are_stored(tmp_path: Path, changes: dict[str, Any], refusal: str) -> None:
+    assert list(refused(change(tmp_path, **changes))) == ([refusal] if refusal else [])
 
 
 def test_options_of_a_method_that_is_off_change_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from manyhands.importers.fsdp import fsdp_keys, fsdp_options, map_fsdp, map_word
 from manyhands.importers.precision import map_fp16
 from manyhands.importers.trackers import TRACKER_OPTIONS, map_tracker_options, map_trackers
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator
-from manyhands.optim.registry import names_in
+from manyhands.optim.registry import OPTIMIZERS, names_in
 
 SCHEDULES: Mapping[str, str] = {
     "cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
@@ -238,6 +238,15 @@ def choose_optimizer(t: Translator, key: str, known: Mapping[str, tuple[str, str
         t.substitute(key, {"optimizer.name": ours}, note)
     else:
         t.map(key, "optimizer.name", ours)
+
+
+def widen_states(t: Translator) -> None:
+    """AdamW with states of 32 bits in place of 8 where they are in host memory."""
+    asked = OPTIMIZERS.get(t.mapping.get("optimizer", {}).get("name"))
+    offload = t.mapping.get("parallel", {}).get("offload", "none")
+    if offload != "none" and asked in (OPTIMIZERS["adamw_8bit"], OPTIMIZERS["paged_adamw_8bit"]):
+        why = f"states in host memory have 32 bits (parallel.offload: {offload})"
+        t.replace("optimizer.name", {"optimizer.name": "adamw"}, why)
 
 
 def map_revision(t: Translator) -> None:

@@ -141,7 +141,7 @@ ONLY_WITH_RL = names(
 )
 
 _EXPERTS = "not available for experts: remove it"
-_QUANTIZED = "quantized bases are not available but for NF4 (`adapter: qlora` with a model in bfloat16)"
+QUANTIZED = "quantized bases are not available but for NF4 (`adapter: qlora` with a model in bfloat16)"
 _OPTIMIZER = "this optimizer is not available"
 _REFUSED = {
     "expert_parallel_token_capacity": "no token is dropped: remove it",
@@ -151,9 +151,9 @@ _REFUSED = {
     use_dsv4_kernels use_glm_dsa_kernels dense_mixer
     """: _EXPERTS,
     """
-    gptq model_quantization_config model_quantization_config_kwargs use_onebitllms nvfp4_merge_aware
+    gptq use_onebitllms nvfp4_merge_aware
     nvfp4_merge_aware_start_step nonexpert_quantization gemma4_fp8_nonexpert gemma4_nf4_nonexpert
-    """: _QUANTIZED,
+    """: QUANTIZED,
     "qat": "training with simulated quantization is not available",
     "quantization": "quantizing the result is not available",
     "diffusion": "diffusion language models are not available",
@@ -211,7 +211,6 @@ PART_OF = MappingProxyType(
     {
         **{key: switch for switch, *inner in map(str.split, _REFUSED) if switch in _SWITCHES for key in inner},
         "expert_parallel_token_capacity": "expert_parallel_size",
-        "model_quantization_config_kwargs": "model_quantization_config",
         "deepcompile": "deepspeed",
     }
 )  # fmt: skip
@@ -251,9 +250,9 @@ SPECIAL = names("bos_token eos_token pad_token unk_token additional_special_toke
 MAPPED = names(
     """
     base_model base_model_config revision_of_model model_revision trust_remote_code reinit_weights tokenizer_config
-    tokenizer_legacy tokenizer_use_mistral_common model_config
-    model_type special_tokens tokens resize_token_embeddings_to_32x eot_tokens chat_template
-    chat_template_jinja chat_template_kwargs datasets test_datasets pretraining_dataset streaming
+    tokenizer_legacy tokenizer_use_mistral_common model_config model_quantization_config
+    model_quantization_config_kwargs model_type special_tokens tokens resize_token_embeddings_to_32x eot_tokens
+    chat_template chat_template_jinja chat_template_kwargs datasets test_datasets pretraining_dataset streaming
     dataset_exact_deduplication sample_packing_sequentially curriculum_sampling sequence_len eval_sequence_len
     min_sample_len excess_length_strategy sample_packing max_packed_sequence_len
     train_on_inputs val_set_size micro_batch_size

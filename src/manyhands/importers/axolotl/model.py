@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from manyhands.config.text import names, show
+from manyhands.importers.axolotl.keys import QUANTIZED
 from manyhands.importers.experts import add_target_parameters, map_router_loss
 from manyhands.importers.images import split_projector
 from manyhands.importers.translation import Translator
@@ -53,8 +54,20 @@ def map_model(t: Translator) -> None:
         map_router_loss(t, "model_config", strength if isinstance(strength, int | float) else "model")
     else:
         t.no_op("model_config", "the model adds no router's loss without output_router_logits" if settings else "")
+    _map_stored_quantization(t)
     t.only("tokenizer_legacy", (True,), "the tokenizer is read as its files have it: remove it")
     _map_tokens(t)
+
+
+def _map_stored_quantization(t: Translator) -> None:
+    """``model_quantization_config``: how transformers opens a model whose experts are stored in MXFP4."""
+    key, options = "model_quantization_config", "model_quantization_config_kwargs"
+    kind, given = t.get(key), t.get(options) or {}
+    if kind in (None, "Mxfp4Config") and isinstance(given, dict) and not given.keys() - {"dequantize"}:
+        t.no_op((key, options), "lora keeps experts in MXFP4, with the values of dequantized ones" if kind else "")
+    else:
+        t.refuse(key if kind else options, f"{show(kind)} is not available: {QUANTIZED}")
+        t.no_op(options)
 
 
 def _map_tokens(t: Translator) -> None:
