@@ -90,7 +90,8 @@ def hours_between_faults(lab: Lab) -> None:
     given = facts(
         llama_8b(), gpus=4, host_bytes=500 * GIB, data=data_facts(num_samples=50_000, mean=3000, longest=4096)
     )
-    keys = {"method__name": "full", "checkpoint__hours_between_faults": 6.0}
+    hours = lab.config({"checkpoint.hours_between_faults": 6.0}).checkpoint.hours_between_faults
+    keys = {"method__name": "full", "checkpoint__hours_between_faults": hours}
     rare, often = (plan(run_config(**asked), given) for asked in ({"method__name": "full"}, keys))
     assert often.checkpoint_every == pytest.approx(rare.checkpoint_every / 2, rel=0.02)
 

@@ -15,7 +15,7 @@ from manyhands.families import find
 from manyhands.model.attention import ImageRows, attend_blockwise, attend_varlen
 from manyhands.model.loss import LossModel
 from manyhands.model.multimodal import BY_OWN_FORWARD, find_image_rows
-from manyhands.model.structure import auto_class_of, set_attention
+from manyhands.model.structure import auto_class_of, find_experts, set_attention
 from tests.support import other_vision, vision
 from tests.support.building import on_meta
 from tests.support.images import (
@@ -153,7 +153,8 @@ def test_the_loaded_model_is_checked(tmp_path: Path, family: str) -> None:
     engine, packs = engine_of(folder), find(family).packs is not False
     for packing in (True, False) if packs else (False,):
         found = check_engine(engine, tiny_plan(folder, packing=packing), tiny_run(folder))
-        assert max(found.own, found.together) < 1e-5 and found.leak == 0 and found.seen > 1e-4
+        leak = 1e-7 if find_experts(engine.model) else 0  # experts round by how many rows they get
+        assert max(found.own, found.together) < 1e-5 and found.leak <= leak and found.seen > 1e-4
         assert found.num_tokens > 0 and f"an image of {found.num_tokens} tokens" in found.describe()
     expected = [
         gradients(engine, folder, [document], packing=False, own=True) for document in (([1, 2, 3], 0), ([4] * 9, 1))
