@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from manyhands.checkpoint.load import load_checkpoint
 from manyhands.checkpoint.save import save_checkpoint
@@ -204,8 +205,8 @@ def test_of_some_blocks_the_inputs_move_and_of_the_last_ones_they_stay(mode: Any
     ("moved", "compiled"), [(4, False), (2, False), (1, False), pytest.param(2, True, marks=pytest.mark.ci)]
 )
 def test_inputs_of_blocks_in_pairs_are_computed_again(moved: int, compiled: bool) -> None:
-    """One input a pair is kept; its first block computes three times, each other twice; no bit changes. Compiled with
-    tiles, as plans have it.
+    """One input a pair is kept; its first block computes three times, each other twice; no bit changes, with dropout in
+    blocks that are not compiled. Compiled with tiles, as plans have it.
     """
     ids, size, layers = torch.arange(40)[None], 40 * 64 * 4, 4
     gradients, counts = [], []
@@ -214,12 +215,14 @@ def test_inputs_of_blocks_in_pairs_are_computed_again(moved: int, compiled: bool
         calls: list[int] = []
         for index, block in enumerate(() if compiled else model.model.layers):
             block.self_attn.o_proj.register_forward_hook(lambda *_, n=index, calls=calls: calls.append(n))
+            block.mlp.register_forward_pre_hook(lambda _, args: F.dropout(args[0], 0.5))
         activations.checkpoint_blocks(model, ["full"] * layers, compiled=compiled)
         if compiled:
             tile_mlps(model, 16)
             torch._dynamo.reset()
             compile_blocks(model, dynamic=True, backend="aot_eager")
         store = offload_activations(model, CPU, moved, repeated)
+        torch.manual_seed(0)
         hidden = model.model(input_ids=ids, use_cache=False)[0]
         kept = moved - min(repeated, moved // 2)
         assert (store.num_packed_bytes - (2 * size if moved == layers else 0)) // size == kept

@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    get_device_states,
+    set_device_states,
+)
 
 from manyhands.core.limits import MAX_AHEAD_BYTES, MAX_LEAVING_BYTES, MAX_PASSING_BYTES, PASSING_TENSORS, PINNED_PIECE
 from manyhands.model.structure import base_path, find_blocks, find_decoder, find_tower_blocks, is_multimodal
@@ -274,7 +280,8 @@ class ActivationStore:
 
 def repeat_input(store: ActivationStore, first: Any, second: Any) -> None:
     """Let ``second``, a block that is computed again, not keep its input: ``first``, the block before it, is computed
-    once more in the backward pass to give it, from its own input. The numbers are the same: so is the graph.
+    once more in the backward pass to give it, from its own input. The numbers are the same: so are the graph and what
+    is drawn for dropout.
     """
     run_first, run_second = first._gradient_checkpointing_func, second._gradient_checkpointing_func
     result: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
@@ -283,9 +290,12 @@ def repeat_input(store: ActivationStore, first: Any, second: Any) -> None:
         if not torch.is_grad_enabled():
             return run_first(compute, x, *args)
         packed, needs_gradient = store.pack(x.detach()), x.requires_grad
+        drawn, (devices, drawn_there) = torch.get_rng_state(), get_device_states(x)
 
         def repeat() -> torch.Tensor:
-            with torch.enable_grad():
+            with torch.random.fork_rng(devices), torch.enable_grad():
+                torch.set_rng_state(drawn)
+                set_device_states(devices, drawn_there)
                 out: torch.Tensor = compute(store.unpack(packed).detach().requires_grad_(needs_gradient), *args)
             return out.detach()
 
