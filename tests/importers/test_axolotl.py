@@ -848,7 +848,7 @@ def test_another_kind_of_training_has_one_reason(tmp_path: Path, changes: dict[s
         ({"model_quantization_config_kwargs": {"dequantize": True}}, ""),
         ({"model_quantization_config": "FineGrainedFP8Config"}, "model_quantization_config"),
         ({"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"other": 1}},
-         "model_quantization_config"),
+         "model_quantization_config_kwargs"),
     ],
 )  # fmt: skip
 def test_experts_in_mxfp4_are_read_as_they_are_stored(tmp_path: Path, changes: dict[str, Any], refusal: str) -> None:

@@ -248,7 +248,7 @@ def test_the_fewest_inputs_are_computed_again_where_host_and_gpu_cannot_hold_all
         again, staying = each.layout.repeated_inputs, each.layout.layers_on_device
         kept_here = staying - max(0, again - (32 - staying) // 2)
         assert each.memory.host_terms["activations"] == (32 - again - kept_here) * 8 * GIB
-        assert each.memory.is_safe and f"and {again} blocks once more" in sentence(each, "activation checkpointing")
+        assert each.memory.is_safe and f"and {again} blocks a second time" in sentence(each, "activation checkpointing")
     per_block = (little.step_s - some.step_s) / (repeated[0] - repeated[1])
     terms = some.time.terms
     assert per_block == pytest.approx(terms["recomputation"] / (32 + repeated[1]), rel=0.02)

@@ -198,7 +198,7 @@ def test_the_plan_counts_each_prompt_once_or_says_why_not() -> None:
         few = data.model_copy(update={"shared": shared.model_copy(update={"num_tokens": num_tokens})})
         config, known = run_config(task="preference", preference__share_prompts=asked), facts(model_facts(), data=few)
         _, found, (reason,) = choose_prompts(config, known, "varlen")
-        assert found is shares and ("less than an eighth of the tokens" in sentence_of(reason)) is not shares
+        assert found is shares and ("save less than an eighth of the tokens" in sentence_of(reason)) is not shares
     big = model_facts(4096, 16384, 32, 32, 8, 32_000)
     one, other = (
         plan(run_config(task="preference", preference__share_prompts=shares), facts(big, data=data, gpus=1))

@@ -373,7 +373,7 @@ class PreferenceSection(Section):
     share_prompts: Auto | bool = Field(
         "auto",
         description="Compute the prompt of a pair once for both answers, where all layers of the model have plain full "
-        "attention. auto: where that spares an eighth of the tokens or more.",
+        "attention. auto: where that saves an eighth of the tokens or more.",
     )
     beta: PositiveFloat = Field(0.1, description="Scale of the rewards; of orpo, weight of the odds ratio.")
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(

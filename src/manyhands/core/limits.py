@@ -19,7 +19,7 @@ MAX_LEAVING_BYTES = 2**28  # being copied out during the forward pass
 MAX_AHEAD_BYTES = 2**28  # fetched before the backward pass asks for them: 5 ms of copying, a block takes longer
 # So many tensors may pass in either direction, up to so many bytes, whatever the limits above: two for each of two
 # blocks. With one alone the compute stream waited for copies of 1 GiB in 8B blocks that keep results of attention: 6 %
-# of a step of 131,072 tokens. A longer sample's blocks take longer than their copies the more, and one may always pass.
+# of a step of 131,072 tokens. In longer samples computing a block outlasts its copies by more. One may always pass.
 PASSING_TENSORS, MAX_PASSING_BYTES = 4, 2**32
 PINNED_PIECE = 2**26  # bytes that are pinned at once: torch rounds each block of pinned memory up to a power of 2
 

@@ -92,10 +92,8 @@ def _modules(shapes: Shapes, known: tuple[str, ...]) -> tuple[str, ...]:
 def _tokens_per_unit(config: Mapping[str, Any], vision: Mapping[str, Any], patches: int, squares: bool) -> float:
     """Placeholders in the text for each unit, that is patch or square."""
     if not squares:
-        return (
-            1
-            / (_size(vision, "spatial_merge_size", "pooling_kernel_size") or config.get("spatial_merge_size") or 2) ** 2
-        )
+        merged = _size(vision, "spatial_merge_size", "pooling_kernel_size") or config.get("spatial_merge_size") or 2
+        return 1 / merged**2
     if config.get("mm_tokens_per_image"):
         return float(config["mm_tokens_per_image"])
     for factor in ("scale_factor", "downsample_factor"):

@@ -24,7 +24,7 @@ from manyhands.config.read import ParsedFile
 from manyhands.config.text import show
 from manyhands.core.errors import UserError
 from manyhands.importers import deepspeed, preferences
-from manyhands.importers.transformers import widen_states
+from manyhands.importers.transformers import keep_offloaded_states_in_32_bits
 from manyhands.importers.translation import ImportContext, Translation, Translator, flatten
 
 FILES = ("axolotl.run", "trl", "llamafactory.run", "sft_play", "synth_ai", "theworld")
@@ -93,7 +93,7 @@ def translate(source: ParsedFile, importer: Importer, context: ImportContext) ->
     t = Translator(source, context, tool=importer.TOOL, known=importer.KEYS, open=importer.OPEN)
     _refuse_mixed(t, importer)
     importer.translate(t)
-    widen_states(t)
+    keep_offloaded_states_in_32_bits(t)
     deepspeed.fall_back_to_fsdp(t)
     elsewhere = frozenset().union(*(load_importer(name).KEYS for name in FILES))
     return t.finish(refuse_unknown=importer.REFUSES_UNKNOWN, elsewhere=elsewhere)

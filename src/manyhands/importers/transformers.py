@@ -240,12 +240,12 @@ def choose_optimizer(t: Translator, key: str, known: Mapping[str, tuple[str, str
         t.map(key, "optimizer.name", ours)
 
 
-def widen_states(t: Translator) -> None:
-    """AdamW with states of 32 bits in place of 8 where they are in host memory."""
+def keep_offloaded_states_in_32_bits(t: Translator) -> None:
+    """Replace 8-bit AdamW by AdamW where optimizer states are in host memory."""
     asked = OPTIMIZERS.get(t.mapping.get("optimizer", {}).get("name"))
     offload = t.mapping.get("parallel", {}).get("offload", "none")
     if offload != "none" and asked in (OPTIMIZERS["adamw_8bit"], OPTIMIZERS["paged_adamw_8bit"]):
-        why = f"states in host memory have 32 bits (parallel.offload: {offload})"
+        why = f"optimizer states in host memory have 32 bits (parallel.offload: {offload})"
         t.replace("optimizer.name", {"optimizer.name": "adamw"}, why)
 
 

@@ -165,7 +165,7 @@ def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
         f" and there are {format_gib(memory.host_limit or 0)} of host memory",
         where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
         why="the limit is 90 % of the machine's free memory over its ranks;"
-        " pinned memory takes about 1.4 times what it holds, but of activations"
+        " pinned memory, except that of activations, takes about 1.4 times what it holds"
         + (", and DeepSpeed's checkpoints pass through it" if smallest.layout.zero_stage else ""),
         fix=f"offload less, {fewer}or use more machines with parallel.strategy=fsdp",
         details=[f"{name}: {format_gib(size)}" for name, size in memory.host_terms.items() if size],

@@ -159,7 +159,7 @@ def _check_mxfp4(config: RunConfig, method: MethodSection, model: ModelFacts) ->
             raise UserError(
                 f"{key} cannot be combined with a model whose experts are stored in MXFP4",
                 where=name,
-                why=f"{model.folder} holds experts of 4 bits, which lora keeps as they are and full dequantizes",
+                why=f"{model.folder} holds 4-bit experts, which lora keeps as they are and full dequantizes",
                 fix=("set method.name: lora or full" if name == "method.name" else "remove it")
                 + ", or use the model's version in 16 bits (its config.json has no quantization_config)",
             )

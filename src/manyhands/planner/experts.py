@@ -18,7 +18,7 @@ from manyhands.planner.types import Cause, Plan, Reason, reason
 FUSED = "experts.gate_up_proj"
 KEY = "parallel.expert_degree"
 STATE_BYTES = 12  # of a trained value: its master and AdamW's moments
-SPARED = ("communication", "copies", "recomputation", "optimizer", "offload", "host")  # terms of a step
+SAVED_BY_DIVIDING = ("communication", "copies", "recomputation", "optimizer", "offload", "host")  # terms of a step
 
 
 def fuses_experts(config: RunConfig, model: ModelFacts) -> bool:
@@ -127,7 +127,7 @@ def _count_experts(model: ModelFacts) -> int:
 
 def _obstacles(config: RunConfig, model: ModelFacts) -> list[str]:
     """What divided experts were not tried with."""
-    others = {
+    untested = {
         f"parallel.strategy: {config.parallel.strategy}": config.parallel.strategy.startswith("zero"),
         f"parallel.offload: {config.parallel.offload}": config.parallel.offload != "none",
         f"method.name: {config.method.name}": config.method.name == "patterns",
@@ -139,7 +139,7 @@ def _obstacles(config: RunConfig, model: ModelFacts) -> list[str]:
         f"parallel.context_degree: {config.parallel.context_degree}": config.parallel.context_ranks > 1,
         "model.name, with images": model.is_multimodal,
     }
-    return [name for name, stands in others.items() if stands]
+    return [name for name, is_set in untested.items() if is_set]
 
 
 def _cuts_rows(config: RunConfig, model: ModelFacts, degree: int) -> bool:
@@ -180,12 +180,12 @@ def choose_expert_degree(config: RunConfig, facts: Facts, cause: Cause, make_pla
 
 
 def _may_gain(plan: Plan) -> bool:
-    """Gathers, copies and what little memory leaves to compute again are all that a rank may be spared: products,
-    attention and kernels take as long or longer.
+    """Whether dividing experts could shorten a step enough: it saves gathers, copies, recomputation and updates;
+    products and attention take as long or longer.
     """
     terms = plan.time.terms if plan.time is not None else {}
-    spared = sum(terms.get(name, 0.0) for name in SPARED)
-    return plan.step_s is not None and spared > MIN_GAIN * plan.step_s
+    saved = sum(terms.get(name, 0.0) for name in SAVED_BY_DIVIDING)
+    return plan.step_s is not None and saved > MIN_GAIN * plan.step_s
 
 
 def _check_adapters(config: RunConfig, model: ModelFacts) -> None:

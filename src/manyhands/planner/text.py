@@ -435,7 +435,7 @@ SENTENCES: dict[Code, Template] = {
         + LESS_KEPT,
         except_attention="each block but its attention is recomputed in the backward pass" + LESS_KEPT,
         full="each block is recomputed in the backward pass{tile:?, its MLP by tiles of {tile:,} tokens}"
-        "{repeated:?, and {repeated:n block} once more, whose results are not kept}" + LESS_KEPT,
+        "{repeated:?, and {repeated:n block} a second time, as their results are not kept}" + LESS_KEPT,
     ),
     "reduction": _if(
         "every",
@@ -527,7 +527,7 @@ SENTENCES: dict[Code, Template] = {
                 "why",
                 "computed for each answer of a pair, as ",
                 short="no prompt is longer than one token",
-                few="sharing would spare less than an eighth of the tokens (preference.share_prompts=true asks for it)",
+                few="sharing would save less than an eighth of the tokens (preference.share_prompts=true shares)",
                 window="layers have a sliding window",
                 state="layers carry a state along a row",
                 sinks="heads have attention sinks",

@@ -63,11 +63,11 @@ def _map_stored_quantization(t: Translator) -> None:
     """``model_quantization_config``: how transformers opens a model whose experts are stored in MXFP4."""
     key, options = "model_quantization_config", "model_quantization_config_kwargs"
     kind, given = t.get(key), t.get(options) or {}
-    if kind in (None, "Mxfp4Config") and isinstance(given, dict) and not given.keys() - {"dequantize"}:
-        t.no_op((key, options), "lora keeps experts in MXFP4, with the values of dequantized ones" if kind else "")
-    else:
-        t.refuse(key if kind else options, f"{show(kind)} is not available: {QUANTIZED}")
-        t.no_op(options)
+    t.no_op((key, options), "lora keeps experts in MXFP4, with the values of dequantized ones" if kind else "")
+    if kind not in (None, "Mxfp4Config"):
+        t.refuse(key, f"{show(kind)}: {QUANTIZED}")
+    elif not isinstance(given, dict) or given.keys() - {"dequantize"}:
+        t.refuse(options, f"got {show(given)}, allowed: dequantize alone")
 
 
 def _map_tokens(t: Translator) -> None:
