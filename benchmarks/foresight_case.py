@@ -29,8 +29,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.foresight_cases import BY_NAME, Case
-from manyhands.bench.case import Bench, Observer, find_facts, folder_of, more_steps, outside_allocator_gib, run
-from manyhands.bench.rows import new_run
+from manyhands.bench.case import (
+    Bench,
+    Observer,
+    find_facts,
+    folder_of,
+    more_steps,
+    outside_allocator_gib,
+    read_options,
+    run,
+)
 from manyhands.planner.efficiency import lay_out_step
 from manyhands.planner.search import base_input
 from manyhands.planner.types import Plan
@@ -236,22 +244,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-foresight")
     asked = parser.parse_args()
     case = BY_NAME[asked.case]
-    options = argparse.Namespace(
-        run=new_run(),
-        work=asked.work / str(sorted(BY_NAME).index(case.name)),
-        steps=case.steps,
-        warm=min(3, case.steps - 2),
-        label="foresight",
-        kept=asked.kept,
-        layers=None,
-        lengths=None,
-        limit=None,
-        plan_limit=None,
-        host_limit=None,
-        output=None,
-        profile=None,
-        keys=[],
-    )
+    options = read_options(argparse.ArgumentParser(), [])
+    options.work = asked.work / str(sorted(BY_NAME).index(case.name))
+    options.steps, options.warm = case.steps, min(3, case.steps - 2)
+    options.label, options.kept = "foresight", asked.kept
     options.work.mkdir(parents=True, exist_ok=True)
     if asked.staged:
         stage(options, case)

@@ -24,8 +24,8 @@ import torch
 
 from benchmarks.vision_shapes import write_image_rows, write_vision_folder
 from benchmarks.vision_tables import PARTS, SAMPLES, SHORT, TOKENS
-from manyhands.bench.case import Bench, Observer, run
-from manyhands.bench.rows import BenchRow, new_run
+from manyhands.bench.case import Bench, Observer, read_options, run
+from manyhands.bench.rows import BenchRow
 from manyhands.core.holding import local
 from manyhands.launch.environment import detect_launcher
 from manyhands.training.loop import Loop
@@ -132,21 +132,10 @@ def write_case(folder: Path, case: Case, options: argparse.Namespace, world_size
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=sorted(CASES), required=True)
-    parser.add_argument("--layers", type=int, help="only so many blocks, of text and of the tower")
     parser.add_argument("--samples", type=int, help="samples of one GPU in one step")
     parser.add_argument("--words", type=int, help="words of a row")
     parser.add_argument("--pixels", type=int, help="side of an image")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--warm", type=int, default=4)
-    parser.add_argument("--label", default="manyhands")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "manyhands-vision")
-    parser.add_argument("--output", type=Path, help="JSONL file to append the row to")
-    parser.add_argument("--profile", type=Path, help="write a table of kernels of three more steps")
-    parser.add_argument("keys", nargs="*", metavar="section.key=value", help="keys set by hand")
-    options = parser.parse_args()
-    options.run, options.lengths = new_run(), None
-    options.limit = options.plan_limit = options.host_limit = None
-    return options
+    return read_options(parser, steps=15, warm=4, work=Path(tempfile.gettempdir()) / "manyhands-vision")
 
 
 if __name__ == "__main__":

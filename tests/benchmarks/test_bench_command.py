@@ -61,13 +61,10 @@ def test_a_row_clips_as_its_keys_say(tmp_path: Path) -> None:
         def summarise(self, rank: Any, loop: Any, results: Any) -> dict[str, Any]:
             return {"max_grad_norm": loop.max_grad_norm}
 
-    unset = dict.fromkeys(("layers", "lengths", "limit", "plan_limit", "profile"))
     for keys, expected in (([], 1.0), (["optimizer.max_grad_norm=0"], 0.0)):
-        keys = ["parallel.device=cpu", *keys]
         output = tmp_path / f"{expected}.jsonl"
-        options = argparse.Namespace(
-            run="r", work=tmp_path, steps=2, warm=1, label="", keys=keys, output=output, **unset
-        )
+        given = ["--steps=2", "--warm=1", f"--work={tmp_path}", f"--output={output}", "parallel.device=cpu", *keys]
+        options = case.read_options(argparse.ArgumentParser(), given)
         case.run(options, BenchRow("clips", "", "tiny", "lora", 1, rows=1, length=64), Norm())
         assert json.loads(output.read_text())["max_grad_norm"] == expected
 
@@ -75,8 +72,7 @@ def test_a_row_clips_as_its_keys_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reference", ["adapters", "stored"])
 def test_a_row_of_pairs_starts_where_no_answer_is_better(tmp_path: Path, reference: str) -> None:
     """Before the first step a pair's loss is log 2; the step that follows the timed ones has its reference too."""
-    unset = dict.fromkeys(("layers", "lengths", "limit", "plan_limit", "profile"))
     keys, output = ["parallel.device=cpu", f"preference.reference={reference}"], tmp_path / "rows.jsonl"
-    options = argparse.Namespace(run="r", work=tmp_path, steps=2, warm=1, label="", keys=keys, output=output, **unset)
-    case.run(options, replace(BY_NAME["8b-dpo"], shape="tiny", length=32))
+    given = ["--steps=2", "--warm=1", f"--work={tmp_path}", f"--output={output}", *keys]
+    case.run(case.read_options(argparse.ArgumentParser(), given), replace(BY_NAME["8b-dpo"], shape="tiny", length=32))
     assert json.loads(output.read_text())["losses"][0] == 0.6931

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manyhands.bench.case import Bench, Observer, run
+from manyhands.bench.case import Bench, Observer, read_options, run
 from manyhands.bench.rows import BenchRow
 from manyhands.planner.efficiency import largest_samples
 from manyhands.planner.layout import Layout, change
@@ -71,9 +71,8 @@ class Watcher(Observer):
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_training_is_the_same_to_the_bit_with_and_without_it(method: Any, tmp_path: Path) -> None:
     row = BenchRow("largest", "", "tiny", method, 1, rows=4, length=128, data="chats")
-    unset = dict.fromkeys(("layers", "lengths", "limit", "plan_limit", "host_limit", "output", "profile"))
     keys = ["parallel.device=cpu", "batch.micro_tokens=256", "data.validation_fraction=0.1"]
-    options = argparse.Namespace(run="r", work=tmp_path, steps=3, warm=1, label="", keys=keys, **unset)
+    options = read_options(argparse.ArgumentParser(), ["--steps=3", "--warm=1", f"--work={tmp_path}", *keys])
     seen = []
     for tries in (True, False):
         watcher = Watcher(tries)

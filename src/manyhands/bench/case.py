@@ -19,6 +19,7 @@ import math
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -186,9 +187,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", choices=sorted(BY_NAME), required=True)
     parser.add_argument("--shape", help="another shape, such as tiny on a CPU")
-    parser.add_argument("--layers", type=int, help="only so many blocks")
     parser.add_argument("--length", type=int, help="tokens a row")
     parser.add_argument("--rows", type=int, help="rows of one GPU in one step")
+    return read_options(parser)
+
+
+def read_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None, **defaults: Any
+) -> argparse.Namespace:
+    """All that `run` reads, beside the caller's own options; without arguments those of the command line."""
+    parser.add_argument("--layers", type=int, help="only so many blocks")
     parser.add_argument(
         "--lengths", type=Path, help="JSON list of the rows' lengths in tokens, such as a real data set's"
     )
@@ -210,7 +218,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "keys", nargs="*", metavar="section.key=value", help="keys set by hand: the figure then says so"
     )
-    return parser.parse_intermixed_args()  # keys may stand between options
+    parser.set_defaults(**defaults)
+    return parser.parse_intermixed_args(arguments)  # keys may stand between options
 
 
 def prepare(options: argparse.Namespace, row: BenchRow, rank: int, world_size: int) -> tuple[RunConfig, Plan]:
