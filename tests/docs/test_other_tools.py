@@ -89,7 +89,7 @@ def test_each_script_runs_to_its_end(folder: Path, tool: str, monkeypatch: pytes
 
     monkeypatch.setattr(trainer_module, "start", start)
     monkeypatch.setattr(mh.TrainOutput, "plan", types.SimpleNamespace(num_steps=1))
-    monkeypatch.setattr("manyhands.api.outputs._export", lambda run, output, *options: kept.append((output, options)))
+    monkeypatch.setattr("manyhands.api.outputs.export", lambda run, output, *options: kept.append((output, options)))
     exec(compile(blocks("python")[tool].replace(MODEL, "model"), tool, "exec"), {})
     assert kept[0].stop.max_steps == 10 and kept[0].method.name == {"TRL": "full", "Unsloth": "lora"}[tool]
     assert tool == "TRL" or (Path("lora_model").is_dir() and kept[1][1] == ("--merge", "--dtype", "bfloat16"))

@@ -20,7 +20,8 @@ from manyhands.api.foreign import (
 )
 from manyhands.api.model import LanguageModel, load
 from manyhands.api.results import TrainerState, TrainOutput
-from manyhands.api.runs import TrainedRun, plan, train
+from manyhands.api.runs import plan
+from manyhands.api.trained import TrainedRun, train
 from manyhands.api.trainer import FastLanguageModel, FastModel, FastVisionModel, Trainer
 from manyhands.core.errors import UserError
 

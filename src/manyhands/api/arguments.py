@@ -12,14 +12,18 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 
+from manyhands.api.runs import read_keys
 from manyhands.config.patterns import REGEX
 from manyhands.config.read import ParsedFile
 from manyhands.config.text import names, nearest_name, show
 from manyhands.core.errors import UserError
+from manyhands.facts.host import read_host_facts
 from manyhands.importers import preferences, trl
 from manyhands.importers import transformers as hf
+from manyhands.importers.load import LoadedRun
 from manyhands.importers.translation import ImportContext, Translation, Translator
 
 WHERE = "the trainer's arguments"
@@ -43,6 +47,8 @@ ADAPTER = names(
     "r target_modules lora_alpha lora_dropout bias layers_to_transform layers_pattern use_gradient_checkpointing "
     "random_state use_rslora use_dora modules_to_save init_lora_weights loftq_config"
 )
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+UNSLOTH_ADAPTER = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": list(PROJECTIONS)}
 MODEL = names("model_name revision dtype load_in_4bit load_in_8bit full_finetuning device_map trust_remote_code")
 KEYS = (
     trl.KEYS
@@ -156,6 +162,20 @@ def as_file(given: Mapping[str, Any]) -> ParsedFile:
     if isinstance(asked, str) and asked != "all-linear" and not NAME_OR_PATTERN.match(asked):
         keys["target_modules"] = [f"{REGEX}{asked}"]  # PEFT reads a text as a regular expression for the full name
     return ParsedFile(keys, WHERE, text=json.dumps(keys, indent=2) + "\n")
+
+
+def load_given(given: Mapping[str, Any], overrides: Mapping[str, Any]) -> LoadedRun:
+    """The run that parameters by the names of ``FastLanguageModel``, ``SFTConfig`` and ``TrainingArguments`` mean;
+    those that are None are left out. Raises ``UserError``.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("dataset_text_field") == "":  # as Unsloth has it for rows of messages
+        del given["dataset_text_field"]
+    if given.get("load_in_4bit") and "r" not in given:
+        given |= UNSLOTH_ADAPTER
+    given = {"use_bnb_nested_quant": True, **given, "use_peft": "r" in given}
+    num_gpus = len(read_host_facts().gpus)
+    return read_keys(as_file(given), overrides, read=partial(translate, num_gpus=num_gpus))
 
 
 def translate(source: ParsedFile, context: ImportContext, num_gpus: int) -> Translation:

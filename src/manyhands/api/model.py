@@ -11,8 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from manyhands.api.outputs import Outputs
+from manyhands.api.arguments import load_given
+from manyhands.api.outputs import Outputs, export
 from manyhands.api.process import run_module
+from manyhands.api.runs import plan
+from manyhands.api.sources import write_rows
 from manyhands.config.text import names
 from manyhands.core.errors import UserError
 from manyhands.data.read.messages import RowRefused
@@ -107,17 +110,24 @@ class LanguageModel(Outputs):
         if (self.folder / "run.json").is_file():
             made = RunFolder(self.folder).read_plan()
         else:
-            from manyhands.api.trainer import Trainer
-
             with tempfile.TemporaryDirectory() as cache:
-                rows = [{"text": "a"}, {"text": "b"}]
-                made = Trainer(self, train_dataset=rows, overrides={"data.cache": cache}).plan()
+                rows = write_rows([{"text": "a"}, {"text": "b"}], Path(cache), "train")
+                made = plan(load_given({**self.given, "train_dataset": rows}, {"data.cache": cache}).config)
         return made.num_trained, made.num_parameters
 
     def print_trainable_parameters(self) -> None:
         """Prints ``get_nb_trainable_parameters`` as PEFT does."""
         trained, every = self.get_nb_trainable_parameters()
         print(f"trainable params: {trained:,} || all params: {every:,} || trainable%: {100 * trained / every:.4f}")
+
+    def merge_and_unload(self) -> LanguageModel:
+        """The model with its adapter merged, from ``merged`` in the run's folder; written and verified if missing."""
+        run = self._run()
+        if (run / "adapter").is_dir():
+            export(run, run / "merged", "--merge")
+        found = load(run / ("merged" if (run / "adapter").is_dir() else "model"))
+        found.outputs = {"model": found.folder}
+        return found
 
     def eval(self) -> LanguageModel:
         """The same: it is in evaluation mode."""

@@ -7,14 +7,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from manyhands.api.process import run_module
 from manyhands.core.errors import UserError
 from manyhands.export.record import copy_output
-
-if TYPE_CHECKING:
-    from manyhands.api.model import LanguageModel
 
 # Unsloth's names of GGUF types that are not llama.cpp's.
 GGUF_TYPES = {"not_quantized": "bf16", "fast_quantized": "q8_0", "quantized": "q4_k_m", "f16": "f16"}
@@ -71,7 +68,7 @@ class Outputs:
         if save_method == "lora" or not (run / "adapter").is_dir():
             self.save_pretrained(folder)
         else:
-            _export(run, Path(folder), "--merge", "--dtype", "bfloat16")
+            export(run, Path(folder), "--merge", "--dtype", "bfloat16")
 
     def save_pretrained_gguf(
         self,
@@ -89,18 +86,7 @@ class Outputs:
         for kind in (GGUF_TYPES.get(kind.lower(), kind.lower()) for kind in kinds):
             target = Path(folder) if len(kinds) == 1 else Path(folder) / kind
             target.parent.mkdir(parents=True, exist_ok=True)
-            _export(run, target, "--gguf", kind, *(["--llama-cpp", os.fspath(llama_cpp)] if llama_cpp else []))
-
-    def merge_and_unload(self) -> LanguageModel:
-        """The model with its adapter merged, from ``merged`` in the run's folder; written and verified if missing."""
-        from manyhands.api.model import load
-
-        run = self._run()
-        if (run / "adapter").is_dir():
-            _export(run, run / "merged", "--merge")
-        found = load(run / ("merged" if (run / "adapter").is_dir() else "model"))
-        found.outputs = {"model": found.folder}
-        return found
+            export(run, target, "--gguf", kind, *(["--llama-cpp", os.fspath(llama_cpp)] if llama_cpp else []))
 
     def push_to_hub(
         self, repo_id: str, *, private: bool = True, token: str | None = None, base: str | None = None
@@ -155,17 +141,17 @@ class Outputs:
         )
 
 
-def _export(run: Path, output: Path, *options: str) -> None:
+def export(run: Path, output: Path, *options: str) -> None:
     """In a process of its own; among ranks rank 0 has it done."""
     from manyhands.api.start import on_first_rank
 
-    def export() -> None:
+    def write() -> None:
         try:
             print(run_module("manyhands.export", str(run), "--output", str(output), *options), end="", flush=True)
         except UserError as error:
             raise _in_python(error) from None
 
-    on_first_rank(export)
+    on_first_rank(write)
 
 
 def _push(source: Path, repository: str, private: bool, token: str | None, base: str | None = None) -> str:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from manyhands.api.callbacks import Callback, Row
-from manyhands.api.runs import TrainedRun
+from manyhands.api.trained import TrainedRun
 from manyhands.core.errors import UserError
 from manyhands.core.limits import GIB
 

@@ -7,26 +7,25 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.api.arguments import (
     ADAPTER,
     MODEL,
+    PROJECTIONS,
     SFT,
-    as_file,
+    load_given,
     read_arguments,
     read_model_options,
     read_quantization,
-    translate,
 )
 from manyhands.api.callbacks import Callback, Callbacks, check_functions
 from manyhands.api.distributed import get_rank
 from manyhands.api.model import LanguageModel, check_device_map
 from manyhands.api.process import run_module
 from manyhands.api.results import TrainerState, TrainOutput, TransformersCallbacks, early_stopping, repository_of
-from manyhands.api.runs import check_overrides, plan, read_keys
+from manyhands.api.runs import check_overrides, plan
 from manyhands.api.sources import list_rows, write_rows
 from manyhands.api.start import start
 from manyhands.config.keys import table
@@ -37,13 +36,10 @@ from manyhands.core.files import write_json
 from manyhands.core.text import report_aside
 from manyhands.core.units import count_of
 from manyhands.facts.adapter import CONFIG, describe_method, locate_adapter, read_adapter_config
-from manyhands.facts.host import read_host_facts
 from manyhands.importers.load import LoadedRun
 
 if TYPE_CHECKING:
     from manyhands.planner.types import Plan
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class FastLanguageModel:
@@ -364,18 +360,11 @@ class Trainer:
         if arguments.get("max_length") or arguments.get("max_seq_length"):
             model.pop("max_seq_length", None)  # of the model: the most it is loaded for
         given = {**model, **tokenizer, **arguments}
-        given = {name: value for name, value in given.items() if value is not None}
-        if given.get("dataset_text_field") == "":  # as Unsloth has it for rows of messages
-            del given["dataset_text_field"]
         cache = Path(str(self.overrides.get("data.cache", DataSection.model_fields["cache"].default)))
         given["train_dataset"] = write_rows(self._format(self.train_dataset, "train_dataset"), cache, "train")
         if self.eval_dataset is not None:
             given["eval_dataset"] = write_rows(self._format(self.eval_dataset, "eval_dataset"), cache, "validation")
-        if given.get("load_in_4bit") and "r" not in given:
-            given |= UNSLOTH_ADAPTER
-        given = {"use_bnb_nested_quant": True, **given, "use_peft": "r" in given}
-        num_gpus = len(read_host_facts().gpus)
-        return read_keys(as_file(given), self.overrides, read=partial(translate, num_gpus=num_gpus))
+        return load_given(given, self.overrides)
 
     def _format(self, data: Any, name: str) -> Any:
         """Rows as ``formatting_func`` writes them."""
@@ -430,7 +419,6 @@ def _read_peft(config: Any) -> dict[str, Any]:
     return {name: given.get(name, default) for name, default in PEFT_FIELDS.items()}
 
 
-UNSLOTH_ADAPTER = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": list(PROJECTIONS)}
 HOOKS = "give on_step, on_evaluate or on_checkpoint, functions of a row of metrics.jsonl, or hooks and metrics"
 FROM_PRETRAINED = {
     "token": "set HF_TOKEN in the environment: a run's files hold no secrets",
