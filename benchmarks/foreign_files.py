@@ -261,8 +261,9 @@ def tiny_folder(name: str, folder: Path, *, tekken: bool = False) -> Path:
 
 def _write_model(kind: str, size: Mapping[str, Any], path: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from manyhands.model.structure import auto_class
 
     values = TINY | OF_FAMILY.get(EXPERTS.get(kind, kind), {}) | dict(size)
     if kind in EXPERTS:
@@ -272,7 +273,7 @@ def _write_model(kind: str, size: Mapping[str, Any], path: Path) -> None:
     try:
         if any(isinstance(count, int) and count > 1 for count in counts):
             config = expert_config(EXPERTS.get(kind, kind), **size)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
         model.save_pretrained(path)
     except Exception:  # sizes that a family does not take: its config.json alone
         config.save_pretrained(path)

@@ -38,7 +38,7 @@ from manyhands.kernels.grouped import gradients_in_one_launch, group_gradients, 
 from manyhands.model.attention import IMPLEMENTATIONS, VARLEN, attention_kwargs, plain_attention, register_attention
 from manyhands.model.checks import check_loss, check_packing, pack_documents
 from manyhands.model.loss import LossModel
-from manyhands.model.structure import find_experts
+from manyhands.model.structure import auto_class_of, find_experts
 from manyhands.model.weights import StackedRows, stacked_layers, stored_form
 from tests.support.building import load_model
 from tests.support.experts import AROUND_IMAGES, HYBRIDS, OWN, expert_model
@@ -63,6 +63,7 @@ PLAIN = (
     *HYBRIDS,
     "gpt_oss",
     "gemma4_text",
+    "mistral4",
 )
 SINKS = [model_type for family in families.FAMILIES if family.sinks for model_type in family.model_types]
 METHOD = MethodSection(name="lora", rank=4, alpha=8.0)
@@ -247,8 +248,8 @@ def test_a_saved_model_is_its_source_and_its_facts_count_it(tmp_path: Path, mode
 
 @pytest.mark.parametrize(
     ("model_type", "transposed"),
-    [("qwen3_vl_moe", True), ("qwen3_vl_moe", False), ("gemma4", False), ("llama4", True)],
-    ids=["as published", "as transformers saves it", "beside a dense MLP", "in a text model with a head"],
+    [("qwen3_vl_moe", True), ("qwen3_vl_moe", False), ("gemma4", False), ("llama4", True), ("mistral3", False)],
+    ids=["as published", "as transformers saves it", "beside a dense MLP", "in a text model with a head", "latent"],
 )
 def test_stacks_are_read_and_saved_in_either_order_of_axes(tmp_path: Path, model_type: str, transposed: bool) -> None:
     from safetensors.torch import save_file
@@ -289,7 +290,9 @@ def test_a_model_from_new_weights_is_saved_by_experts(tmp_path: Path, model_type
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "gemma4_text", "llama4_text"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "gemma4_text", "llama4_text", "mistral4"]
+)
 def test_adapters_are_merged_expert_by_expert(tmp_path: Path, model_type: str, method: str) -> None:
     source = write(tmp_path / "source", model_type)
     model: Any = load_model(tiny_plan(source), tiny_run(source, method))
@@ -297,7 +300,7 @@ def test_adapters_are_merged_expert_by_expert(tmp_path: Path, model_type: str, m
         for layer in adapted_layers(model).values():
             layer.lora_B.weight.normal_(std=0.1)
     export_model(tmp_path / "saved", model, source, "float32", rank=0, merge=True)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    opened = auto_class_of(tmp_path / "saved").from_pretrained(tmp_path / "saved", dtype=torch.float32)
     for name, layer in adapted_layers(model).items():
         if name in stacked_layers(model):
             saved_stack = opened.get_parameter(name).mT if layer.stored_transposed else opened.get_parameter(name)
@@ -415,6 +418,7 @@ TARGETS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "between narrow layers": (NO_GATE, ("up_proj", "down_proj", "fc1_latent_proj"), {"moe_latent_size": 32}),
     "around images": ("gemma4", "all-linear", {}),
     "around images, in a text model with a head": ("llama4", "all-linear", {}),
+    "around images, beside shared experts": ("mistral3", "all-linear", {}),
     "attention and shared experts": ("deepseek_v3", ("q_b_proj", "shared_experts.up_proj"), {}),
     "the first projection alone": ("qwen3_moe", ("gate_up_proj",), {}),
     "the last projection of one block": ("qwen3_moe", ("layers.1.mlp.experts.down_proj", "v_proj"), {}),

@@ -28,7 +28,17 @@ from tests.support.tiny import write_tiny_model
 from tests.support.vision import processor_of, write_tiny_vision
 
 NEW = 6
-SLOW = ("llava", "llava_onevision", "smolvlm", "internvl", "qwen2_5_vl", "lighton_ocr", "gemma4", "gemma4 experts")
+SLOW = (
+    "llava",
+    "llava_onevision",
+    "smolvlm",
+    "internvl",
+    "qwen2_5_vl",
+    "lighton_ocr",
+    "gemma4",
+    "gemma4 experts",
+    "mistral3 experts",
+)
 FAMILIES = ("gemma3", "qwen3_vl", "mistral3", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW))
 CPU = Placement(processes=1)
 

@@ -49,11 +49,13 @@ AROUND_IMAGES = {  # models of images, and the type of their text
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
+    "mistral3": "mistral4",
 }
 _LLAMA4_VISION = dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 64)
 _LLAMA4_VISION |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 _LLAMA4_VISION |= {"image_size": 28, "patch_size": 14, "pixel_shuffle_ratio": 0.5}
-_OTHERS = {"gemma4": ("", {}, *WHOLE["gemma4"][2:]), "llama4": ("", {}, {"vision_config": _LLAMA4_VISION}, {})}
+_OTHERS = {kind: ("", {}, *WHOLE[kind][2:]) for kind in ("gemma4", "mistral3")}
+_OTHERS |= {"llama4": ("", {}, {"vision_config": _LLAMA4_VISION}, {})}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -100,7 +102,11 @@ OWN: dict[str, dict[str, Any]] = HYBRIDS | {
         "attention_chunk_size": 16,
         "floor_scale": 16,
     },
-}
+    # queries of later positions are longer
+    "mistral4": {"head_dim": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 4,
+        "max_position_embeddings": 512, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.5}},
+}  # fmt: skip
 
 
 def expert_config(model_type: str, **changes: Any) -> Any:
@@ -122,15 +128,14 @@ def expert_config(model_type: str, **changes: Any) -> Any:
 def expert_model(model_type: str, *, eager: bool = True, **changes: Any) -> Any:
     """A transformers model in float32 with random weights, its experts computed by its own loop if ``eager``."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     from manyhands.model.attention import plain_attention
+    from manyhands.model.structure import auto_class
 
-    kind: Any = AutoModelForMultimodalLM if model_type in AROUND_IMAGES else AutoModelForCausalLM
     config = expert_config(model_type, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = kind.from_config(
+        model = auto_class(config).from_config(
             config,
             dtype=torch.float32,
             attn_implementation=plain_attention(config),

@@ -17,6 +17,7 @@ HOMES = {
     "vipllava": "llava",
     "qwen3_5": "qwen3_vl",
     "mistral3": "pixtral",
+    "mistral3 experts": "pixtral",
     "gemma4 experts": "gemma4",
 }  # whose processor it is
 LIKE_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -63,6 +64,13 @@ LIKE_OTHERS["gemma4 experts"] = (
     | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}
     | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
     *WHOLE["gemma4"][2:],
+)
+LIKE_OTHERS["mistral3 experts"] = (
+    "mistral4",
+    _CHOSEN
+    | {"n_routed_experts": 8, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16}
+    | {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 32},
+    *WHOLE["mistral3"][2:],
 )
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "vipllava": ("llama", {}, {"vision_config": _CLIP}, {"vision_feature_layers": [-2, 1]} | _UNTIED),

@@ -31,6 +31,7 @@ LIKE_THEM = (
     "mistral3",
     "lighton_ocr",
     "gemma4 experts",
+    "mistral3 experts",
 )
 CHAT = (
     "{{% for message in messages %}}<|im_start|>{{{{ message['role'] + '\\n' }}}}"
@@ -98,13 +99,16 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         )
         for kind, name in {"glm4v": "Glm4v", "glm46v": "Glm46V", "glm4v_moe": "Glm4v"}.items()
     },
-    "mistral3": (
-        {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
-        "[IMG]",
-        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84}, "patch_size": 14},
-        {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
-        {"image_token_index": "image_token"},
-    ),
+    **{
+        kind: (
+            {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+            "[IMG]",
+            {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84}, "patch_size": 14},
+            {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+            {"image_token_index": "image_token"},
+        )
+        for kind in ("mistral3", "mistral3 experts")
+    },
     "lighton_ocr": (
         {"image_token": "<|image_pad|>", "image_break_token": "<|vision_pad|>", "image_end_token": "<|vision_end|>"},
         "<|image_pad|>",

@@ -28,7 +28,7 @@ MIXTRAL = Family(
 )
 DEEPSEEK_V3 = Family(
     name="DeepSeek-V3",
-    model_types=("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "axk1"),
+    model_types=("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "axk1", "mistral4"),
     latent_attention=True,
     mlp_bias=False,
     experts=Experts(shared="shared_experts"),

@@ -30,13 +30,18 @@ def hugging_face_model(model: Any) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """``AutoModelForMultimodalLM`` for a transformers config of text and more that it knows, else
+    """``AutoModelForMultimodalLM`` for a transformers config of text and more, or of a text that it alone knows, else
     ``AutoModelForCausalLM``.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
-    whole = is_multimodal(config) and config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    whole = config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and (
+        is_multimodal(config) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
     return AutoModelForMultimodalLM if whole else AutoModelForCausalLM
 
 
