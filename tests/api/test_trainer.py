@@ -84,6 +84,7 @@ ACTS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"ddp_bucket_cap_mb": 25}, {"parallel.ddp_bucket_mb": 25}),
     ({"seed": 7}, {"seed": 7}),
     ({"bf16": True}, {"model.dtype": "bfloat16"}),
+    ({"optim": "adamw_bnb_8bit", "fsdp": "full_shard offload"}, {"parallel.offload": "all", "optimizer.name": "adamw"}),
 )
 
 

@@ -33,6 +33,7 @@ FSDP = {
     "num_processes": 2,
     "use_cpu": False,
 }
+TRL = {"model_name_or_path": "m", "dataset_name": "o/d", "gradient_accumulation_steps": 8}
 FSDP_ENVIRONMENT = {  # what `accelerate launch` exports for the file above
     "ACCELERATE_MIXED_PRECISION": "bf16",
     "ACCELERATE_USE_FSDP": "true",
@@ -259,6 +260,49 @@ def test_what_a_stage_cannot_carry_out_of_the_run_file_is_sharded_by_fsdp(tmp_pa
         load(tmp_path, "deepspeed", stage3, qlora, deepspeed=True, strict=True)
 
 
+EIGHT_BIT = RUN | {"optimizer": {"name": "adamw_8bit"}}
+OFFLOADS: list[tuple[str, dict[str, Any], str]] = [
+    ("accelerate", {**FSDP, "fsdp_config": {"fsdp_offload_params": True}}, "all"),
+    (
+        "accelerate",
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"}},
+        "optimizer",
+    ),
+    ("deepspeed", {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "optimizer"),
+]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        EIGHT_BIT,
+        RUN | {"optimizer": {"name": "paged_adamw_8bit"}},
+        TRL | {"optim": "adamw_bnb_8bit", "completion_only_loss": True},
+    ],
+)
+@pytest.mark.parametrize(("kind", "said", "offload"), OFFLOADS)
+def test_states_that_a_settings_file_offloads_have_32_bits(
+    tmp_path: Path, kind: str, said: dict[str, Any], offload: str, run: dict[str, Any]
+) -> None:
+    loaded = load(tmp_path, kind, said, run, deepspeed=True, gpus=2)
+    assert (loaded.config.optimizer.name, loaded.config.parallel.offload) == ("adamw", offload)
+    (outcome,) = (one for one in loaded.settings[0].outcomes if one.kind == "substituted")
+    assert outcome.native == {"parallel.offload": offload, "optimizer.name": "adamw"}
+    assert outcome.why == f"optimizer states in host memory have 32 bits (parallel.offload: {offload})"
+    with pytest.raises(UserError, match=r"have 32 bits.*refused under --strict"):
+        load(tmp_path, kind, said, run, deepspeed=True, gpus=2, strict=True)
+
+
+def test_overrides_decide_of_states_in_host_memory(tmp_path: Path) -> None:
+    kind, said, _ = OFFLOADS[0]
+    for override in ("optimizer.name=adafactor", "optimizer.name=adamw_8bit"):
+        with pytest.raises(UserError, match=r"`parallel.offload: all` does not support"):
+            load(tmp_path, kind, said, EIGHT_BIT, override)
+    on_gpu = load(tmp_path, kind, said, EIGHT_BIT, "parallel.offload=none", strict=True).config
+    assert (on_gpu.optimizer.name, on_gpu.parallel.offload) == ("adamw_8bit", "none")
+    assert load(tmp_path, kind, said, EIGHT_BIT, "optimizer.name=adamw", strict=True).config.optimizer.name == "adamw"
+
+
 def test_deepspeed_s_samples_per_gpu_are_the_batch_where_nothing_else_says_one(tmp_path: Path) -> None:
     said = {ZERO: {"stage": 2}, "train_micro_batch_size_per_gpu": 4}
     assert load(tmp_path, "deepspeed", said, gpus=2).config.batch.samples == 8
@@ -327,9 +371,6 @@ def test_batches_of_deepspeed_are_checked_with_their_sum(tmp_path: Path) -> None
         load(tmp_path, "deepspeed", numbers | {"train_batch_size": 64}, count_gpus=lambda: 2)
     with pytest.raises(UserError, match=r"`batch.samples: 32`, the run file for 8"):
         load(tmp_path, "deepspeed", {"train_batch_size": 32}, RUN | {"batch": {"samples": 8}})
-
-
-TRL = {"model_name_or_path": "m", "dataset_name": "o/d", "gradient_accumulation_steps": 8}
 
 
 def test_a_file_of_another_tool_and_deepspeed_s_have_one_accumulation(tmp_path: Path) -> None:

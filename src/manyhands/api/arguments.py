@@ -24,6 +24,7 @@ from manyhands.facts.host import read_host_facts
 from manyhands.importers import preferences, trl
 from manyhands.importers import transformers as hf
 from manyhands.importers.load import LoadedRun
+from manyhands.importers.recognize import replace_conflicting
 from manyhands.importers.translation import ImportContext, Translation, Translator
 
 WHERE = "the trainer's arguments"
@@ -183,6 +184,7 @@ def translate(source: ParsedFile, context: ImportContext, num_gpus: int) -> Tran
     t = Translator(source, context, tool="the trainer", known=KEYS, open=OPEN)
     t.aliases = {**RENAMED, **dict.fromkeys(_translate_own(t, num_gpus), "-")}
     trl.translate(t)
+    replace_conflicting(t)
     translation = t.finish(refuse_unknown=True)
     found = translation.findings()
     if found:

@@ -263,13 +263,13 @@ def map_stage(t: Translator, key: str, number: int, why: str = "") -> None:
         t.substitute(key, native, "; ".join(part for part in (why, NOT_INSTALLED, alike) if part))
 
 
-def fall_back_to_fsdp(t: Translator, run: Mapping[str, Any] | None = None) -> None:
+def fall_back_to_fsdp(t: Translator, run: Mapping[str, Any]) -> None:
     """Replaces a stage by FSDP2 where DeepSpeed cannot carry out the rest of the file or of ``run``."""
     asked = str(t.mapping.get("parallel", {}).get("strategy"))
     if not asked.startswith("zero"):
         return
     merged = dict(t.mapping)
-    for section, values in (run or {}).items():
+    for section, values in run.items():
         if isinstance(values, Mapping):
             merged[section] = {**values, **merged.get(section, {})}
     if obstacle := find_obstacle(merged, int(asked[-1])):

@@ -131,7 +131,7 @@ def merge_settings(
     for native, value in flatten(settings.mapping).items():
         if native in settings.tool_defaults and flat.keys() & exclusive_with(native):
             continue
-        if native in flat and flat[native] not in (value, "auto") and native not in defaults:
+        if native in flat and flat[native] not in (value, "auto") and native not in {*defaults, *settings.replaces}:
             place = f" ({origins[native]})" if native in origins else ""
             found.append(
                 f"{settings.origins.get(native, native)} asks for `{native}: {show(value)}`, the run file for "

@@ -93,8 +93,7 @@ def translate(source: ParsedFile, importer: Importer, context: ImportContext) ->
     t = Translator(source, context, tool=importer.TOOL, known=importer.KEYS, open=importer.OPEN)
     _refuse_mixed(t, importer)
     importer.translate(t)
-    keep_offloaded_states_in_32_bits(t)
-    deepspeed.fall_back_to_fsdp(t)
+    replace_conflicting(t)
     elsewhere = frozenset().union(*(load_importer(name).KEYS for name in FILES))
     return t.finish(refuse_unknown=importer.REFUSES_UNKNOWN, elsewhere=elsewhere)
 
@@ -109,8 +108,14 @@ def translate_settings(
         raise UserError(f"this is no {importer.TOOL} file: it has none of its keys", where=source.where)
     _refuse_mixed(t, importer)
     importer.translate(t)
-    deepspeed.fall_back_to_fsdp(t, run)
+    replace_conflicting(t, run)
     return t.finish(refuse_unknown=importer.REFUSES_UNKNOWN)
+
+
+def replace_conflicting(t: Translator, run: Mapping[str, Any] | None = None) -> None:
+    """Replaces what cannot be had with the rest of the file, or with the native mapping of the ``run`` beside it."""
+    keep_offloaded_states_in_32_bits(t, run or {})
+    deepspeed.fall_back_to_fsdp(t, run or {})
 
 
 def describe_key(path: str, value: Any) -> str | None:

@@ -15,7 +15,7 @@ from manyhands.importers.deepspeed import map_deepspeed
 from manyhands.importers.fsdp import fsdp_keys, fsdp_options, map_fsdp, map_words, read_words
 from manyhands.importers.precision import map_fp16
 from manyhands.importers.trackers import TRACKER_OPTIONS, map_tracker_options, map_trackers
-from manyhands.importers.translation import UNKNOWN_GPUS, Translator
+from manyhands.importers.translation import UNKNOWN_GPUS, Translator, look_up
 from manyhands.optim.registry import OPTIMIZERS, names_in
 
 SCHEDULES: Mapping[str, str] = {
@@ -240,13 +240,19 @@ def choose_optimizer(t: Translator, key: str, known: Mapping[str, tuple[str, str
         t.map(key, "optimizer.name", ours)
 
 
-def keep_offloaded_states_in_32_bits(t: Translator) -> None:
-    """Replace 8-bit AdamW by AdamW where optimizer states are in host memory."""
-    asked = OPTIMIZERS.get(t.mapping.get("optimizer", {}).get("name"))
-    offload = t.mapping.get("parallel", {}).get("offload", "none")
-    if offload != "none" and asked in (OPTIMIZERS["adamw_8bit"], OPTIMIZERS["paged_adamw_8bit"]):
-        why = f"optimizer states in host memory have 32 bits (parallel.offload: {offload})"
+def keep_offloaded_states_in_32_bits(t: Translator, run: Mapping[str, Any]) -> None:
+    """Replace 8-bit AdamW of the file, or of the ``run`` that it distributes, where states are in host memory."""
+    own = look_up(t.mapping, "optimizer.name")
+    asked = OPTIMIZERS.get(own or look_up(run, "optimizer.name"))
+    offload = look_up(run, "parallel.offload") or look_up(t.mapping, "parallel.offload")
+    if asked is None or asked.arguments.get("bits") != 8 or offload in (None, "none"):
+        return
+    why = f"optimizer states in host memory have 32 bits (parallel.offload: {offload})"
+    if own:
         t.replace("optimizer.name", {"optimizer.name": "adamw"}, why)
+    else:
+        t.replace("parallel.offload", {"parallel.offload": offload, "optimizer.name": "adamw"}, why)
+        t.replaces.add("optimizer.name")
 
 
 def map_revision(t: Translator) -> None:

@@ -85,7 +85,8 @@ class Translation:
 
     ``gpus``: the number of GPUs that per-GPU numbers were multiplied by, None if there were none to multiply.
     ``tool_defaults``: native keys that hold a default of the tool, with the reason. ``micro``, ``accumulation``:
-    samples per GPU and micro-batches per step, where the file has them as numbers.
+    samples per GPU and micro-batches per step, where the file has them as numbers. ``replaces``: native keys of the run
+    file that the values of a settings file replace.
     """
 
     tool: str
@@ -97,6 +98,7 @@ class Translation:
     gpus: int | None = None
     micro: int | None = None
     accumulation: int | None = None
+    replaces: Collection[str] = ()
 
     def findings(self) -> list[str]:
         """What keeps the file from being run, each with its place."""
@@ -145,6 +147,7 @@ class Translator:
         self.micro: int | None = None
         self.accumulation: int | None = None
         self.aliases: Mapping[str, str] = {}
+        self.replaces: set[str] = set()
 
     # reading
 
@@ -364,6 +367,7 @@ class Translator:
             self._gpus,
             self.micro,
             self.accumulation,
+            frozenset(self.replaces),
         )
 
     def _note(self, key: str, kind: Kind, why: str, native: Mapping[str, Any] | None = None) -> None:
