@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -21,8 +23,10 @@ from manyhands.infer.load import open_answerer
 from manyhands.infer.prompts import PromptOptions, PromptTokens
 from manyhands.infer.replicas import Placement, group_size
 from manyhands.infer.settings import GenerationSettings
-from manyhands.infer.worker import BatchCapacity, PromptQueue, Worker
+from manyhands.infer.worker import BatchCapacity, PromptQueue, Worker, measure_capacity
+from manyhands.model.structure import block_linears
 from tests.export.tiny import make_model, save_source
+from tests.support.experts import expert_model
 from tests.support.zygote import forking
 
 SETTINGS = GenerationSettings(max_new_tokens=6)
@@ -282,6 +286,22 @@ def test_prompts_that_change_on_the_way_get_no_answers_of_others(model: Path, tm
     with pytest.raises(UserError, match="the prompts have changed"):
         answer_file(model, prompts, tmp_path / "answers.jsonl", SETTINGS, report=change)
     assert not (tmp_path / "answers.jsonl").exists()
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma4", "qwen3_moe"])
+def test_a_token_s_cache_is_that_of_every_block(model_type: str) -> None:
+    """Of Gemma 4, whose layers differ, without transformers' warning that one value stands for all."""
+    differs = model_type.startswith("gemma4")
+    model = expert_model(model_type, **{"num_global_key_value_heads": 2} if differs else {})
+    logger, said = logging.getLogger("transformers"), io.StringIO()
+    logger.addHandler(handler := logging.StreamHandler(said))
+    try:
+        found = measure_capacity(model).token_bytes
+    finally:
+        logger.removeHandler(handler)
+    keys = [layer.out_features for name, layer in block_linears(model).items() if name.endswith("k_proj")]
+    assert found == 2 * 4 * sum(keys) and (len(set(keys)) > 1) == differs
+    assert said.getvalue() == ""
 
 
 def test_batches_are_of_like_lengths_the_longest_first_and_fit() -> None:

@@ -307,8 +307,9 @@ def norm_elements(block: Iterable[str], config: Mapping[str, Any]) -> int:
 
 def widest_head(config: Mapping[str, Any]) -> int:
     """head_dim of the block with the widest heads: what an attention kernel must support."""
-    own = [block.get("head_dim") or 0 for block in (config.get("per_layer_config") or {}).values()]
-    return max(families.head_dim(families.find(config), config), config.get("global_head_dim") or 0, *own)
+    blocks = [families.config_of_block(config, index) for index in range(config["num_hidden_layers"])]
+    own = (families.head_dim(families.find(config), block) for block in blocks)
+    return max(config.get("global_head_dim") or 0, *own)
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

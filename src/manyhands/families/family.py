@@ -248,6 +248,11 @@ def is_tied(family: Family, config: Config) -> bool:
     return family.tied if tied is None else bool(tied)
 
 
+def config_of_block(config: Config, index: int) -> Config:
+    """The fields of config.json with those that it has for the block ``index`` alone."""
+    return {**config, **((config.get("per_layer_config") or {}).get(str(index)) or {})}
+
+
 def head_dim(family: Family, config: Config) -> int:
     if family.latent_attention:
         return int(config["qk_rope_head_dim"] + config["qk_nope_head_dim"])

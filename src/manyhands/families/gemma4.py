@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.families.family import Config, Experts, Family, ImageLayout, Shapes
+from manyhands.families.family import Config, Experts, Family, ImageLayout, Shapes, config_of_block
 from manyhands.families.gemma2 import NORMS
 from manyhands.families.hybrids import attention, mlp, norms
 from manyhands.families.images import PIXELS, ImageShape, Sized
@@ -22,10 +22,9 @@ def _block(config: Config, index: int, dense: bool) -> Shapes:
         dim = config.get("global_head_dim") or 512
         if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
             own["num_key_value_heads"] = config["num_global_key_value_heads"]
-    if (layers := config.get("per_layer_config")) is not None:
-        layer = layers.get(str(index)) or {}
-        dim = layer.get("head_dim") or config.get("head_dim") or 256
-        own["num_key_value_heads"] = layer.get("num_key_value_heads") or config.get("num_key_value_heads")
+    if config.get("per_layer_config") is not None:
+        own |= config_of_block(config, index)
+        dim = own.get("head_dim") or 256
     shapes = attention(own, dim)
     shapes |= {f"self_attn.{name}_norm.weight": (dim,) for name in ("q", "k")}
     shares = index >= config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from manyhands import families
 from manyhands.core.errors import EXIT_FAILED, OUT_OF_MEMORY, UserError
 from manyhands.core.machine import memory_bytes
 from manyhands.infer.decode import Completion, OnText, can_pad, complete
@@ -53,10 +53,10 @@ class BatchCapacity:
 
 def measure_capacity(model: Any, max_rows: int | None = None, num_processes: int = 1) -> BatchCapacity:
     """Of a loaded model on its devices; ``num_processes`` share the host's memory where that is the CPU's."""
-    text = copy.copy(model.config.get_text_config())
-    text.allow_global_per_layer_attribute_access = True  # where layers differ, those of most
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    text = model.config.get_text_config()
+    values = text.to_dict()
+    values |= {name: values[own] for name, own in text.attribute_map.items() if own in values}
+    blocks = [families.config_of_block(values, index) for index in range(text.num_hidden_layers)]
     parameter = next(model.parameters())
     if parameter.device.type == "cuda":
         devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -65,16 +65,23 @@ def measure_capacity(model: Any, max_rows: int | None = None, num_processes: int
     else:
         num_bytes = min(MAX_CPU_BYTES, memory_bytes()[1] // 4) // num_processes
     default_rows = MAX_ROWS_GPU if parameter.device.type == "cuda" else MAX_ROWS_CPU
-    wide = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    inner = max(block.get("intermediate_size") or 4 * text.hidden_size for block in blocks)
+    wide = 4 * text.hidden_size + 3 * inner
     return BatchCapacity(
         num_bytes=num_bytes,
-        token_bytes=2 * text.num_hidden_layers * heads * head_dim * parameter.element_size(),
+        token_bytes=2 * sum(map(_key_values, blocks)) * parameter.element_size(),
         prompt_token_bytes=wide * parameter.element_size(),
         row_bytes=BYTES_A_LOGIT * text.vocab_size,
         max_rows=max_rows or default_rows,
         max_tokens=getattr(text, "max_position_embeddings", None),
         pads=can_pad(model.config),
     )
+
+
+def _key_values(block: Mapping[str, Any]) -> int:
+    """Values of a token's keys in a block, by its fields of config.json."""
+    heads = block["num_attention_heads"]
+    return (block.get("num_key_value_heads") or heads) * (block.get("head_dim") or block["hidden_size"] // heads)
 
 
 class PromptQueue:
