@@ -40,6 +40,7 @@ from manyhands.model.checks import check_loss, check_packing, pack_documents
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import auto_class_of, find_experts
 from manyhands.model.weights import StackedRows, stacked_layers, stored_form
+from manyhands.planner.memory.input import count_adapter_parameters
 from tests.support.building import load_model
 from tests.support.experts import AROUND_IMAGES, HYBRIDS, OWN, expert_model
 from tests.support.tiny import tiny_plan, tiny_run
@@ -420,6 +421,9 @@ TARGETS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "around images, in a text model with a head": ("llama4", "all-linear", {}),
     "around images, beside shared experts": ("mistral3", "all-linear", {}),
     "attention and shared experts": ("deepseek_v3", ("q_b_proj", "shared_experts.up_proj"), {}),
+    "a shared expert's gate": ("qwen2_moe", ("shared_expert_gate", "experts.down_proj"), {}),
+    "a gate of a hybrid, no experts": ("qwen3_next", ("shared_expert_gate", "in_proj_qkvz"), {}),
+    "a gate and all of an MLP": ("qwen3_5_moe_text", ("re:.*mlp.*",), {}),
     "the first projection alone": ("qwen3_moe", ("gate_up_proj",), {}),
     "the last projection of one block": ("qwen3_moe", ("layers.1.mlp.experts.down_proj", "v_proj"), {}),
 }
@@ -455,6 +459,22 @@ def test_peft_opens_adapters_of_experts_with_the_same_logits(tmp_path: Path, cas
         opened = expert_model(model_type, **changes).eval()
         put_adapter(opened, tmp_path / "adapter")
         assert distance(opened.eval()(ids).logits, logits) < 1e-6
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_next", "qwen3_5_moe_text"])
+def test_the_gate_of_a_shared_expert_is_adapted_by_name_alone(tmp_path: Path, model_type: str, method: str) -> None:
+    """The plan counts its factors, and QLoRA leaves its weight as it is."""
+    source = write(tmp_path / "source", model_type)
+    facts = read_model_facts(source, "", "pretrained")
+    for targets in ("all-linear", ["shared_expert_gate"], ["re:.*"]):
+        config = tiny_run(source, method, target_modules=targets)
+        model: Any = load_model(tiny_plan(source), config)
+        gates = {name: layer for name, layer in adapted_layers(model).items() if name.endswith("shared_expert_gate")}
+        assert len(gates) == (0 if targets == "all-linear" else len(find_experts(model)))
+        assert all(layer.weight.shape == (1, facts.hidden_size) for layer in gates.values())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert trained == count_adapter_parameters(config, facts)
 
 
 def test_an_adapter_of_an_older_layout_is_refused(tmp_path: Path) -> None:

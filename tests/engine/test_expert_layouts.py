@@ -83,11 +83,15 @@ def test_balance_and_load_are_the_same_for_any_micro_batches_and_ranks(world: Ra
 
 @pytest.mark.ci
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "lora on a shared expert's gate"])
 def test_a_run_goes_on_in_any_layout(world: Ranks, tmp_path: Path, method: str) -> None:
-    """Seven experts: no number of ranks here divides them."""
-    folder = write_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2, num_experts=7)
-    config = tiny_run(folder, method)
+    """Seven experts: no number of ranks here divides them. A factor B of one row leaves ranks without any."""
+    on_gate = method.endswith("gate")
+    folder = write_tiny_model(
+        tmp_path / "model", "qwen2_moe" if on_gate else "qwen3_moe", num_hidden_layers=2, num_experts=7
+    )
+    targets = {"target_modules": ["shared_expert_gate", "v_proj", "experts.down_proj"]} if on_gate else {}
+    config = tiny_run(folder, method.partition(" ")[0], **targets)
     layouts = {
         "single": {"world_size": 1},
         "ddp": {"world_size": 2},

@@ -33,7 +33,7 @@ from manyhands.core.progress import advance
 from manyhands.core.seeds import named_generator
 from manyhands.kernels.grouped import grouped_matmul
 from manyhands.model.loss import LossModel
-from manyhands.model.structure import block_linears, find_blocks, inside
+from manyhands.model.structure import block_linears, find_blocks, inside, shared_gates
 from manyhands.model.weights import QuantizedLayer
 
 MIN_REACH = 0.9  # share of the blocks' matrix elements that all-linear must adapt
@@ -154,7 +154,8 @@ def apply_lora(model: nn.Module, method: MethodSection, seed: int, token_ids: It
     """
     saved = find_modules_to_save(model, method.modules_to_save)
     linears = block_linears(model)
-    candidates = {name: linear for name, linear in linears.items() if not inside(name, saved)}
+    by_name = linears if method.target_modules == "all-linear" else linears | shared_gates(model)
+    candidates = {name: linear for name, linear in by_name.items() if not inside(name, saved)}
     targets = find_targets(candidates, method.target_modules)
     if method.target_modules == "all-linear":
         _check_reach(model, list(linears))

@@ -119,6 +119,7 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
         num_in_blocks=sum(math.prod(shape) for found in blocks.values() for shape in found.values()) if differ else 0,
         block_linear_shapes=largest,
         other_linear_shapes={index: found for index, found in linears.items() if found != largest},
+        shared_gate=_shared_gate(block, groups),
         block_norm_elements=norm_elements(block, config),
         head_norm_elements=norm_elements([name for name in block if _norm_of(name) in HEAD_NORMS], config),
         **_describe_mixers(blocks, config),
@@ -198,6 +199,13 @@ def _linear_shapes(
         and name not in families.bypassed_linears()
         and not families.routes(name, shape[0], experts)
     }
+
+
+def _shared_gate(block: Mapping[str, tuple[int, ...]], groups: Mapping[str, int]) -> str:
+    """The layer that gives one value beside experts; "" without one."""
+    experts = {name.rpartition(".")[0]: number for name, number in groups.items()}
+    gates = (name for name, shape in block.items() if shape[:1] == (1,) and families.routes(name, 1, experts))
+    return next((name.removesuffix(".weight") for name in gates), "")
 
 
 def _active_width(linears: Mapping[str, LinearShape]) -> int:

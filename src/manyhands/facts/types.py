@@ -115,6 +115,7 @@ class ModelFacts(Fact):
     num_in_blocks: int = 0  # of all blocks; 0: each has as many
     block_linear_shapes: dict[str, LinearShape]  # of the same block
     other_linear_shapes: dict[int, dict[str, LinearShape]] = {}  # of blocks without stacks where others have some
+    shared_gate: str = ""  # in blocks with stacks, the layer whose one output weighs a shared expert
     block_norm_elements: int  # elements a token that the norms of one block read: hidden_size for each
     head_norm_elements: int = 0  # of these, what norms of queries and keys read
     num_attention_layers: int | None = None  # None: every block has attention
@@ -130,6 +131,12 @@ class ModelFacts(Fact):
     def linears_of(self, index: int) -> dict[str, LinearShape]:
         """The linear layers of a block."""
         return self.other_linear_shapes.get(index, self.block_linear_shapes)
+
+    def adaptable_of(self, index: int) -> dict[str, LinearShape]:
+        """What can be adapted by name: the linear layers of a block, and a shared expert's gate."""
+        linears = self.linears_of(index)
+        gated = self.shared_gate and any(shape.groups > 1 for shape in linears.values())
+        return linears | ({self.shared_gate: LinearShape(1, self.hidden_size)} if gated else {})
 
     @property
     def num_in_all_blocks(self) -> int:

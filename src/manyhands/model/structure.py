@@ -10,7 +10,7 @@ it from the source, byte for byte. With images ``model/multimodal.py`` lets them
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -177,15 +177,23 @@ def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer inside a block, by its full name; neither embeddings nor the head, nor routers, nor layers
     that are not called.
     """
+    return {name: linear for name, linear, routes in _linears_of_blocks(model) if not routes}
+
+
+def shared_gates(model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers whose one output weighs a shared expert, by their full names."""
+    return {name: linear for name, linear, routes in _linears_of_blocks(model) if routes and linear.out_features == 1}
+
+
+def _linears_of_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
+    """Full name, layer, and whether it routes tokens."""
     numbers = {name: experts.num_experts for name, experts in find_experts(model).items()}
-    return {
-        full_name: module
-        for block_name, block in find_blocks(model).items()
-        for name, module in block.named_modules()
-        if isinstance(module, nn.Linear)
-        and not families.routes(full_name := f"{block_name}.{name}", module.out_features, numbers)
-        and not full_name.endswith(families.bypassed_linears() or ("-",))
-    }
+    bypassed = families.bypassed_linears() or ("-",)
+    for block_name, block in find_blocks(model).items():
+        for name, module in block.named_modules():
+            full_name = f"{block_name}.{name}"
+            if isinstance(module, nn.Linear) and not full_name.endswith(bypassed):
+                yield full_name, module, families.routes(full_name, module.out_features, numbers)
 
 
 class TextNeedsTower(UserError, AttributeError):

@@ -61,7 +61,7 @@ def _layers_of(model: ModelFacts) -> dict[str, LinearShape]:
     return {
         f"{model.decoder}.layers.{index}.{name}": shape
         for index in range(model.num_layers)
-        for name, shape in model.linears_of(index).items()
+        for name, shape in model.adaptable_of(index).items()
     }
 
 
@@ -228,5 +228,5 @@ def _refuse_target(pattern: str, model: ModelFacts) -> None:
         where="method.target_modules",
         why=f"gate and up of each expert are one matrix, {FUSED}, with one adapter" if is_fused else "",
         fix=f"name {FUSED} in its place" if is_fused else "name linear layers of the blocks, or use all-linear",
-        details=list(model.block_linear_shapes),
+        details=list(model.adaptable_of(model.num_layers - 1)),
     )

@@ -432,7 +432,8 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
     patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
     adapted = whole = 0
     for index in range(model.num_layers):
-        for name, shape in model.linears_of(index).items():
+        by_name = model.linears_of if method.target_modules == "all-linear" else model.adaptable_of
+        for name, shape in by_name(index).items():
             full_name = f"{model.decoder}.layers.{index}.{name}"
             if is_saved(full_name, method.modules_to_save):
                 whole += shape.size
@@ -443,7 +444,7 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
             f"no layer matches method.target_modules: {', '.join(patterns)}",
             where="method.target_modules",
             fix="name linear layers of the blocks, or use all-linear",
-            details=list(model.block_linear_shapes),
+            details=list(model.adaptable_of(model.num_layers - 1)),
         )
     called = [[f"{model.decoder}.{name}" for name in EMBEDDING_NAMES], HEAD_NAMES]
     saved = [any(is_saved(name, method.modules_to_save) for name in names) for names in called]
