@@ -506,6 +506,13 @@ def test_groups_of_shards(tmp_path: Path) -> None:
     assert done.mapping["parallel"]["strategy"] == "hsdp" and done.mapping["parallel"]["shard_degree"] == 4
 
 
+def test_ranks_that_divide_experts_have_samples_of_their_own(tmp_path: Path) -> None:
+    done = change(tmp_path, expert_parallel_size=2, dp_shard_size=4, micro_batch_size=3, gradient_accumulation_steps=5)
+    assert refused(done) == {} and done.gpus == 8
+    assert done.mapping["parallel"]["expert_degree"] == 2
+    assert 3 * 5 * 8 in done.mapping["batch"].values()
+
+
 @pytest.mark.parametrize("key", ["context_parallel_size", "sequence_parallel_degree"])
 def test_gpus_that_divide_samples_count_as_one(tmp_path: Path, key: str) -> None:
     done = change(tmp_path, **{key: 2}, dp_shard_size=4, micro_batch_size=3, gradient_accumulation_steps=5)
@@ -798,7 +805,8 @@ def test_a_key_that_stands_twice_without_a_value_is_one(tmp_path: Path) -> None:
         ({"datasets": "ours/turns"}, "datasets", "allowed: a list of data sets"),
         ({"optimizer": "sinkgd"}, "optimizer", "sinkgd is not available: write one of adamw_torch"),
         ({"lr_scheduler": "rex"}, "lr_scheduler", "write one of cosine, linear"),
-        ({"expert_parallel_size": 2, "dp_shard_size": 2}, "expert_parallel_size", "it is one of its own"),
+        ({"expert_parallel_size": 2, "context_parallel_size": 2}, "expert_parallel_size", "cannot divide experts"),
+        ({"expert_parallel_size": 2, "dp_replicate_size": 2}, "expert_parallel_size", "has no replicas beside it"),
         ({"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "plugins", "DiffusionPlugin: diffusion"),
         ({"plugins": ["mine.Plugin"]}, "plugins", "mine.Plugin is not available"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size", "`2`: splitting a layer"),

@@ -124,12 +124,21 @@ def test_a_dense_model_has_no_experts_to_divide() -> None:
         plan(run_config(parallel__expert_degree=2), facts(gpus=2))
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("method", "optimizer", "moments"),
+    [("full", "adamw", 8), ("lora", "adamw", 8), ("full", "adamw_8bit", 2 + 8 / 256), ("full", "paged_adamw_8bit", 0)],
+)
 @pytest.mark.parametrize(("strategy", "groups"), [("ddp", 1), ("fsdp", 1), ("fsdp", 2)])
-def test_a_rank_holds_its_part_of_the_experts(method: str, strategy: str, groups: int) -> None:
+def test_a_rank_holds_its_part_of_the_experts(
+    method: str, optimizer: str, moments: float, strategy: str, groups: int
+) -> None:
     """The plan counts it, shows it and prices the exchange; experts are neither gathered nor on every rank."""
     keys: dict[str, Any] = {"method__name": method, "method__rank": 4, "parallel__strategy": strategy}
-    keys |= {"parallel__activation_checkpointing": "none", "parallel__reshard_after_forward": "auto"}
+    keys |= {
+        "optimizer__name": optimizer,
+        "parallel__activation_checkpointing": "none",
+        "parallel__reshard_after_forward": "auto",
+    }
     model = large_mixture()
     one, divided = (
         plan(run_config(**keys, parallel__expert_degree=degree), facts(model, gpus=2 * groups)) for degree in (1, 2)
@@ -139,7 +148,8 @@ def test_a_rank_holds_its_part_of_the_experts(method: str, strategy: str, groups
     held, trained = (4 * experts, experts) if method == "full" else (2 * experts + 4 * 4 * sides, 4 * sides)
     shards = 2 * groups if strategy == "fsdp" else 1
     assert divided.memory.terms["weights"] - one.memory.terms["weights"] == int(held / 2 - held / shards)
-    assert divided.memory.terms["optimizer"] - one.memory.terms["optimizer"] == int(8 * trained * (1 / 2 - 1 / shards))
+    fewer = int(moments * trained * (1 / 2 - 1 / shards))
+    assert abs(divided.memory.terms["optimizer"] - one.memory.terms["optimizer"] - fewer) <= 1  # of a rounded byte
     assert divided.candidates[0].step_s is not None
     if strategy == "fsdp":
         assert divided.memory.terms["gathered"] < one.memory.terms["gathered"]

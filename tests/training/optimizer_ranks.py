@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from manyhands.checkpoint import load_checkpoint, save_checkpoint
 from manyhands.config.schema import OptimizerSection
@@ -68,7 +69,16 @@ def draw(key: str, shape: torch.Size) -> torch.Tensor:
 
 def build(section: OptimizerSection, kind: str) -> tuple[Net, torch.optim.Optimizer]:
     net = Net()
-    if kind != "single":
+    if kind == "experts":  # divided over two ranks each, as engine/experts.py divides them; the rest as FSDP2 does
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("expert_groups", "expert"))
+        for module in net.block.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    part = parameter.detach()[: len(parameter) // 2].clone()
+                    divided = DTensor.from_local(part, mesh, [Replicate(), Shard(0)], run_check=False)
+                    module._parameters[name] = nn.Parameter(divided, parameter.requires_grad)
+        fully_shard(ImportContext(net), ignored_params=set(net.block.parameters()))
+    elif kind != "single":
         world = dist.get_world_size()
         sizes = {"fsdp": (world,), "hsdp": (2, world // 2), "replicate": (world, 1)}[kind]
         names = ("replicate", "shard")[-len(sizes) :]

@@ -38,7 +38,7 @@ def test_shards_and_copies_end_at_the_weights_of_one_process(name: str, world: R
     alone = optimizer_ranks.run(keys, "single")
     start = optimizer_ranks.run(keys, "single", 0)
     assert all(not torch.equal(tensor, start[key]) for key, tensor in alone.items() if key != "block.frozen.weight")
-    for kind, world_size in (("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("replicate", 2)):
+    for kind, world_size in (("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("replicate", 2), ("experts", 4)):
         for found in world.run(f"{TASK}run", keys, kind, world_size=world_size):
             if name == "adamw_8bit":
                 found, alone_now = (
@@ -77,6 +77,9 @@ PASSED_ON = [  # layout, ranks, and whether its shards cut other blocks than tho
     ("replicate", 2, True),
     ("hsdp", 4, True),
     ("fsdp", 2, False),
+    ("experts", 2, False),
+    ("experts", 4, False),
+    ("single", 1, True),
 ]
 
 

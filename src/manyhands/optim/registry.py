@@ -52,6 +52,7 @@ class OptimizerSpec:
     is_fused: bool = False  # has a kernel that clips, updates, casts, and rounds bfloat16 masters stochastically
     streams_states: bool = False  # its states may be in host memory (``parallel.offload``)
     takes_partitions: bool = False  # updates DeepSpeed's flat partitions, which have no rows
+    takes_divided_experts: bool = False  # tested where ranks divide experts (``parallel.expert_degree``)
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
@@ -78,6 +79,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         is_fused=True,
         streams_states=True,
         takes_partitions=True,
+        takes_divided_experts=True,
         names={
             "transformers": dict.fromkeys(
                 ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"), ""
@@ -94,6 +96,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         moved_bytes=14,
         kernel_s=_8BIT_S,
         library="bitsandbytes",
+        takes_divided_experts=True,
         names={
             "transformers": {
                 "adamw_bnb_8bit": "",
@@ -115,6 +118,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         state_bytes=_two_moments,
         moved_bytes=28,
         library="bitsandbytes",
+        takes_divided_experts=True,
         is_paged=True,
         names={"transformers": {"paged_adamw_32bit": "", "paged_adamw": ""}},
     ),
@@ -126,6 +130,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         moved_bytes=14,
         kernel_s=_8BIT_S,
         library="bitsandbytes",
+        takes_divided_experts=True,
         is_paged=True,
         names={"transformers": {"paged_adamw_8bit": ""}},
     ),

@@ -10,6 +10,7 @@ from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
 from manyhands.facts.experts import PROJECTIONS
 from manyhands.facts.types import Facts, LinearShape, ModelFacts
+from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.context import MIN_GAIN, explain_degree, plan_degrees
 from manyhands.planner.hardware import choose_device, choose_world_size, ranks_per_machine
 from manyhands.planner.memory.input import NF4_ROW_VALUES, is_saved
@@ -134,7 +135,7 @@ def _obstacles(config: RunConfig, model: ModelFacts) -> list[str]:
         "model.frozen_dtype: fp8": config.model.frozen_dtype == "fp8",
         "kernels.linear: fp8": config.kernels.linear == "fp8",
         "model.master_dtype: bfloat16": config.model.master_dtype == "bfloat16",
-        f"optimizer.name: {config.optimizer.name}": config.optimizer.name != "adamw",
+        f"optimizer.name: {config.optimizer.name}": not OPTIMIZERS[config.optimizer.name].takes_divided_experts,
         "parallel.compile: true": config.parallel.compile is True,
         f"parallel.context_degree: {config.parallel.context_degree}": config.parallel.context_ranks > 1,
         "model.name, with images": model.is_multimodal,

@@ -410,8 +410,8 @@ def _map_plugins(t: Translator) -> None:
 
 
 def _count_mesh(t: Translator) -> int:
-    """``dp_shard_size`` x ``dp_replicate_size`` x ``context_parallel_size`` are the GPUs of the run, or
-    ``expert_parallel_size`` without them; returns the third, which ``sequence_parallel_degree`` was called before.
+    """``dp_shard_size`` x ``dp_replicate_size`` x ``context_parallel_size`` x ``expert_parallel_size`` are the GPUs of
+    the run, and all but the third have samples of their own; returns it (``sequence_parallel_degree`` before).
     """
     named = [key for key in ("context_parallel_size", "sequence_parallel_degree") if t.integer(key, 1) not in (None, 1)]
     context = int(t.integer(named[0]) or 1) if named else 1
@@ -422,16 +422,16 @@ def _count_mesh(t: Translator) -> int:
     t.no_op(("context_parallel_size", "sequence_parallel_degree"))
     shard, replicate = t.integer("dp_shard_size", 1) or 1, t.integer("dp_replicate_size", 1) or 1
     experts = t.integer("expert_parallel_size", 1) or 1
-    if experts > 1 and shard * replicate * context > 1:
-        t.refuse("expert_parallel_size", "with other axes it is one of its own: remove it, and set "
-                 "parallel.expert_degree, which divides the experts over ranks of any strategy")  # fmt: skip
+    if experts > 1 and context > 1:
+        t.refuse("expert_parallel_size", f"ranks that divide samples (`{named[0]}`) cannot divide experts: keep one")
+    elif experts > 1 and replicate > 1:
+        t.refuse("expert_parallel_size", "Axolotl has no replicas beside it: set dp_replicate_size to 1")
     elif experts > 1:
-        t.set_gpus(experts)
         t.map("expert_parallel_size", "parallel.expert_degree", experts)
     else:
         t.no_op("expert_parallel_size")
-    if shard * replicate > 1:
-        t.set_gpus(shard * replicate * context)
+    if shard * replicate * experts > 1:
+        t.set_gpus(shard * replicate * context * experts)
     if shard > 1 and replicate > 1:
         t.map("dp_replicate_size", "parallel.strategy", "hsdp")
         t.map("dp_shard_size", "parallel.shard_degree", shard * context)

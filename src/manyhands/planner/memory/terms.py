@@ -163,7 +163,8 @@ def optimizer(s: EstimateInput) -> int:
     """
     states = 0 if OPTIMIZERS[s.optimizer_name].is_paged else state_bytes(s)
     masters = s.num_trained * s.master_bytes if s.layout.zero_stage else 0
-    in_experts = s.by_experts(states * s.trained_in_experts / s.num_trained) if s.trained_in_experts else 0
+    counts = TrainedCounts(s.trained_in_experts, 0, 0, 0)
+    in_experts = s.by_experts(OPTIMIZERS[s.optimizer_name].state_bytes(counts, s.master_bytes)) if states else 0
     return (masters + states) // s.num_shards + in_experts
 
 
