@@ -110,7 +110,10 @@ def judge(path: Path, name: str, gpus: str, work: Path) -> Row | None:
     tool = importer.TOOL
     try:
         context = ImportContext(
-            folder=path.parent, count_gpus=lambda: parse_gpus(gpus).total, hub_file=lambda _, file: _beside(path, file)
+            folder=path.parent,
+            count_gpus=lambda: parse_gpus(gpus).total,
+            hub_file=lambda _, file: _beside(path, file),
+            model_config=lambda name: json.loads((tiny_folder(name, work / "models") / "config.json").read_text()),
         )
         done = translate(source, importer, context)
     except UserError as error:

@@ -152,6 +152,25 @@ def test_a_cache_without_a_model_card_is_complete(home: Path, monkeypatch: pytes
     assert locate() == snapshot and len(asked) == 1 and "README.md" not in asked[0]
 
 
+def test_config_json_is_found_in_folder_cache_and_hub(home: Path, monkeypatch: pytest.MonkeyPatch):
+    (home / "model").mkdir()
+    assert hub.find_config(str(home / "model")) is None  # and no hub name
+    (home / "model" / "config.json").write_text("{}")
+    assert hub.find_config(str(home / "model")) == home / "model" / "config.json"
+    assert hub.find_config(NAME) is None  # the hub refuses connections
+    asked: list[list[str]] = []
+
+    def download(*_: object, allow_patterns: list[str], **keys: object) -> str:
+        asked.append(allow_patterns)
+        return str(home / "model")
+
+    monkeypatch.setattr(hub, "find_trouble", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub.find_config(NAME) == home / "model" / "config.json" and asked == [["config.json"]]
+    snapshot = fill_cache(home, ["config.json"])
+    assert hub.find_config(NAME) == snapshot / "config.json" and len(asked) == 1
+
+
 @pytest.mark.parametrize("result", ["model", "merged"])
 def test_a_runs_folder_is_the_model_that_it_left(tmp_path: Path, result: str):
     (tmp_path / "first" / result).mkdir(parents=True)

@@ -59,13 +59,16 @@ def test_a_router_loss_keeps_its_strength(tool: str) -> None:
     assert "moe" not in dense.mapping and outcome(dense, key) == ("no_op", "the model has no experts")
     kind, why = outcome(read(tool, {key: value}), key)
     assert kind == "refused" and "set moe.balance to router_aux_loss_coef times num_experts_per_tok" in why
+    assert why.endswith("no config.json of the model could be fetched")
     assert "moe" not in read(tool, {key: None if tool == "axolotl.run" else 0.0}, MIXTURE).mapping
 
 
 def test_axolotl_takes_the_strength_of_config_json() -> None:
     key = {"model_config": {"output_router_logits": True}}
-    assert read("axolotl.run", key, MIXTURE).mapping["moe"] == {"balance": pytest.approx(0.008)}
-    assert outcome(read("axolotl.run", key, {"num_experts_per_tok": 8}), "model_config")[0] == "refused"
+    for keys in (key, {"overrides_of_model_config": key["model_config"]}):
+        assert read("axolotl.run", keys, MIXTURE).mapping["moe"] == {"balance": pytest.approx(0.008)}
+    kind, why = outcome(read("axolotl.run", key, {"num_experts_per_tok": 8}), "model_config")
+    assert kind == "refused" and why.endswith("the model's config.json does not tell them")
 
 
 @pytest.mark.parametrize("tool", ["axolotl.run", "trl"])

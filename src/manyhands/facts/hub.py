@@ -81,6 +81,24 @@ def locate_model(
         return found
 
 
+def find_config(name: str) -> Path | None:
+    """config.json of a model: of a local folder, the hub's cache, or the hub; None where none of them has it."""
+    from huggingface_hub import constants
+
+    file = Path(name).expanduser() / "config.json"
+    if file.is_file():
+        return file
+    if not _is_hub_name(name):
+        return None
+    found: Path | str | None = _cached_config(name, None)
+    if found is None and not constants.HF_HUB_OFFLINE and find_trouble(constants.ENDPOINT) is None:
+        try:
+            found = _download(name, None, ["config.json"])
+        except UserError:
+            return None
+    return found / "config.json" if isinstance(found, Path) else None
+
+
 def find_result(folder: Path) -> Path:
     """The model that a run has left in ``folder``, else ``folder``. UserError for an adapter alone, or nothing yet."""
     if (folder / "config.json").is_file() or not (folder / "run.json").is_file():

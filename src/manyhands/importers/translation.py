@@ -33,7 +33,7 @@ class ImportContext:
 
     ``gpus``: asked for on the command line. ``first_gpus``: what the run's first start multiplied by.
     ``count_gpus``: those of this machine.
-    ``first_row``: of a data file or data set. ``model_config``: config.json of a model that is at hand.
+    ``first_row``: of a data file or data set. ``model_config``: config.json of a model, here or on the hub.
     ``other_gpus``: what this machine's GPUs are, where they are none of the kind that is named.
     ``hub_file``: a file of a data set on the hub, fetched; it raises UserError where the hub has none.
     ``strict``: refuse substitutions. ``micro``, ``accumulation``: samples per GPU and micro-batches per step of the run

@@ -186,8 +186,7 @@ _REFUSED = {
     "lora_rank_pattern lora_alpha_pattern": "one rank for all modules: use `lora_r` and `lora_alpha`",
     "added_tokens_overrides": "renaming tokens is not available: use `tokens`",
     "shrink_embeddings mean_resizing_embeddings": "new embeddings get the mean of the others, none are removed",
-    "model_kwargs overrides_of_model_kwargs overrides_of_model_config": "settings of the model cannot be "
-    "changed here: change its config.json",
+    "model_kwargs overrides_of_model_kwargs": "settings of the model cannot be changed here: change its config.json",
     "group_by_length": "batches of samples of like length would be another order: packing wastes less",
     "dataset_shard_num dataset_shard_idx": "parts of a dataset: write a slice, such as `split: train[:10%]`",
     "skip_prepare_dataset": "samples are always tokenized before training",
@@ -250,7 +249,7 @@ SPECIAL = names("bos_token eos_token pad_token unk_token additional_special_toke
 MAPPED = names(
     """
     base_model base_model_config revision_of_model model_revision trust_remote_code reinit_weights tokenizer_config
-    tokenizer_legacy tokenizer_use_mistral_common model_config model_quantization_config
+    tokenizer_legacy tokenizer_use_mistral_common model_config overrides_of_model_config model_quantization_config
     model_quantization_config_kwargs model_type special_tokens tokens resize_token_embeddings_to_32x eot_tokens
     chat_template chat_template_jinja chat_template_kwargs datasets test_datasets pretraining_dataset streaming
     dataset_exact_deduplication sample_packing_sequentially curriculum_sampling sequence_len eval_sequence_len

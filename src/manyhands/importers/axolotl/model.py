@@ -46,14 +46,15 @@ def map_model(t: Translator) -> None:
     if t.flag("reinit_weights"):
         t.map("reinit_weights", "model.init", "random")
     t.no_op(("trust_remote_code", "reinit_weights", "model_type"))
-    settings = t.get("model_config", {})
-    if not isinstance(settings, dict) or settings.keys() - set(_OF_EXPERTS):
-        t.refuse("model_config", "settings of the model cannot be changed here: change its config.json")
-    elif settings.get("output_router_logits"):
-        strength = settings.get("router_aux_loss_coef", "model")
-        map_router_loss(t, "model_config", strength if isinstance(strength, int | float) else "model")
-    else:
-        t.no_op("model_config", "the model adds no router's loss without output_router_logits" if settings else "")
+    for key in ("model_config", "overrides_of_model_config"):
+        settings = t.get(key, {})
+        if not isinstance(settings, dict) or settings.keys() - set(_OF_EXPERTS):
+            t.refuse(key, "settings of the model cannot be changed here: change its config.json")
+        elif settings.get("output_router_logits"):
+            strength = settings.get("router_aux_loss_coef", "model")
+            map_router_loss(t, key, strength if isinstance(strength, int | float) else "model")
+        else:
+            t.no_op(key, "the model adds no router's loss without output_router_logits" if settings else "")
     _map_stored_quantization(t)
     t.only("tokenizer_legacy", (True,), "the tokenizer is read as its files have it: remove it")
     _map_tokens(t)

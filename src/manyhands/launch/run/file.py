@@ -19,6 +19,7 @@ from manyhands.data.read.hub_sets import fetch_file
 from manyhands.data.read.sources import is_hub, read_rows
 from manyhands.facts.gpu_kinds import kind_of, kinds_named
 from manyhands.facts.host import read_host_facts
+from manyhands.facts.hub import find_config
 from manyhands.importers.load import LoadedRun, load_run
 from manyhands.importers.translation import ImportContext, Translation
 from manyhands.launch.environment import requested_processes
@@ -50,7 +51,7 @@ def load_for_start(
 
 
 def probe_host(*, num_gpus: int | None = None, strict: bool = False) -> ImportContext:
-    """What this machine answers: GPUs, columns of local data, a local config.json, hub data sets, DeepSpeed."""
+    """What this machine answers: GPUs, columns of local data, config.json, hub data sets, DeepSpeed."""
     count: Callable[[], int] = (lambda: len(read_host_facts().gpus)) if num_gpus is None else lambda: num_gpus
     return ImportContext(
         count_gpus=count,
@@ -92,21 +93,10 @@ def _first_row(path: str) -> Mapping[str, Any] | None:
 
 
 def _model_config(name: str) -> dict[str, Any] | None:
-    """config.json of a local folder, or of a model in the hub's cache; None if it is not at hand."""
-    file: str | Path | None = Path(name).expanduser() / "config.json"
-    if not Path(str(file)).is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = try_to_load_from_cache(name, "config.json")
-        except HFValidationError:
-            return None
-        file = found if isinstance(found, str) else None
-    if file is None:
-        return None
+    """The config.json that ``find_config`` finds; None without it, or where it cannot be read."""
+    file = find_config(name)
     try:
-        read = json.loads(Path(file).read_text(encoding="utf-8"))
+        read = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
     except (OSError, ValueError):
         return None
     return read if isinstance(read, dict) else None
