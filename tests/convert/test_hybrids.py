@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from manyhands.config.schema import DataSection
+from manyhands.config.schema import DataSection, MethodSection
 from manyhands.convert.lora import adapted_layers
+from manyhands.core.errors import UserError
 from manyhands.export.model import export_model
 from manyhands.facts.model import read_model_facts
 from manyhands.launch.run import prepare
@@ -21,6 +23,7 @@ from manyhands.model.checks import check_loss, check_packing, pack_documents
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_blocks
 from manyhands.model.weights import quantized_layers
+from manyhands.planner.choices import check_targets
 from tests.planner.examples import facts
 from tests.support.building import load_model
 from tests.support.families import STATEFUL
@@ -51,6 +54,31 @@ def test_methods_reach_every_linear_layer_that_the_plan_counts(tmp_path: Path, f
     batch = pack_documents([torch.randint(256, (1, length)) for length in (40, 23, 9)])
     loss_model(batch | {"labels": batch["input_ids"].roll(-1, 1)})["lm"][0].backward()
     assert not [name for name, layer in adapted.items() if not layer.lora_A.weight.grad.any()]
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_what_peft_cannot_open_is_refused_by_the_plan(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path, family, with_tokenizer=False)
+    described = read_model_facts(folder, "tiny", "pretrained")
+    names = {name.rpartition(".")[2] for index in range(described.num_layers) for name in described.linears_of(index)}
+
+    def opens(targets: set[str]) -> bool:
+        try:
+            get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=targets))
+        except ValueError as error:
+            assert "incompatible with Mamba" in str(error)
+            return False
+        return True
+
+    if opens(names):
+        check_targets(MethodSection(name="lora"), described)
+        return
+    with pytest.raises(UserError, match="cannot be opened") as caught:
+        check_targets(MethodSection(name="lora"), described)
+    others = caught.value.fix.partition("[")[2].partition("]")[0].split(", ")
+    assert names - set(others) == {"out_proj"} and opens(set(others))
+    check_targets(MethodSection(name="lora", target_modules=tuple(others)), described)
+    check_targets(MethodSection(name="full"), described)
 
 
 @pytest.mark.parametrize("family", STATEFUL)

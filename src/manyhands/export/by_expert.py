@@ -86,10 +86,15 @@ def _find_stacks(tensors: Iterable[str], targets: Iterable[str], base: Path) -> 
         names = [name for name in HALVES if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
         name = names[0] if key != path or len(names) == 1 else "down_proj"
         if path not in found:
+            renamed = [one for one in found if one.partition(".")[2] == path.partition(".")[2]]
             raise UserError(
-                "the files of the base hold no single experts",
+                "the files of the base name their experts unlike the model"
+                if renamed
+                else "the files of the base hold no single experts",
                 where=str(base),
-                why=f"{path} is one tensor there, so an adapter of one expert has no name that anything reads",
+                why=f"they call {path} {renamed[0]}, and no reader of adapters with either name is known"
+                if renamed
+                else f"{path} is one tensor there, so an adapter of one expert has no name that anything reads",
                 fix="leave --by-expert out, or use --merge",
             )
         old = OLD_NAMES["down_proj"] in found[path]["names"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from manyhands import families
+from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
@@ -188,6 +189,28 @@ def name_targets(method: MethodSection, model: ModelFacts) -> tuple[MethodSectio
     return method.model_copy(update={"target_modules": names}), (reason("targets", names=names, kind=model.model_type),)
 
 
+def check_targets(method: MethodSection, model: ModelFacts) -> None:
+    """UserError for an adapter on layers that PEFT refuses in models of this type."""
+    refused = families.find(model.model_type).peft_refuses
+    if not refused or not method.trains_adapters:
+        return
+    patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
+    names = {
+        f"{model.decoder}.layers.{index}.{name}"
+        for index in range(model.num_layers)
+        for name in model.linears_of(index)
+    }
+    hit = {name.rpartition(".")[2] for name in names if any(matches(name, pattern) for pattern in patterns)}
+    if hit & set(refused):
+        rest = sorted({name.rpartition(".")[2] for name in names} - set(refused))
+        raise UserError(
+            f"adapters on {', '.join(refused)} of {model.model_type} cannot be opened",
+            where="method.target_modules",
+            why="PEFT 0.21 refuses this layer in models of this type",
+            fix=f"set method.target_modules: [{', '.join(rest)}], which are all others, or name fewer",
+        )
+
+
 def decide(config: RunConfig, facts: Facts) -> Decisions:
     """All decisions of this module. UserError where keys contradict the facts."""
     device, why_device = choose_device(config, facts)
@@ -210,6 +233,7 @@ def decide(config: RunConfig, facts: Facts) -> Decisions:
     why_frozen += why_parts
     rate, why_rate = choose_learning_rate(config)
     check_optimizer(config, device, compute)
+    check_targets(config.method, facts.model)
     check_experts(config, facts.model)
     master, why_master = choose_master_dtype(config, compute, parts)
     check_expert_degree(config, facts.model, world_size)
