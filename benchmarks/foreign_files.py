@@ -33,6 +33,7 @@ from tests.support.tiny import OF_FAMILY, TINY, tiny_tokenizer
 
 GPUS = "8xH100-80GB"
 NUM_ROWS = 400
+MAX_RANK = 4
 OUT_OF_SCOPE = re.compile(
     r"images|sound|preferences|rewards?\b|classifiers|predict|inference|DPO|KTO|trains nothing|this file merges",
     re.IGNORECASE,
@@ -162,6 +163,8 @@ def plan_it(done: Translation, work: Path, gpus: str) -> None:
     )
     for key in ("adapter", "parts"):  # parts: the tiny model is of text alone
         mapping.setdefault("method", {}).pop(key, None)
+    if "rank" in mapping["method"]:  # one that the named model's experts take
+        mapping["method"]["rank"] = min(mapping["method"]["rank"], MAX_RANK)
     usual = {"preference": "preference", "kto": "label"}.get(mapping.get("task", ""), "messages")
     for key, first in (("train", 0), ("validation", 1_000_000)):
         if mapping["data"].get(key):
