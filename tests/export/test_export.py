@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from manyhands.config.schema import MethodSection, ModelSection
 from manyhands.core.errors import UserError
-from manyhands.export.adapter import export_adapter
+from manyhands.export.adapter import describe_adapter, export_adapter
 from manyhands.export.model import export_model, split_shards
 from manyhands.export.reference import Reference, hash_values
 from manyhands.facts.adapter import belongs_to_nf4
@@ -44,6 +44,15 @@ def test_a_model_opens_with_the_saved_values_and_the_sources_names(source: Path,
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == TEMPLATE
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert not any(key.startswith("_attn") for key in config)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_an_adapter_is_described_in_time_linear_in_the_layers(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, walks = adapt(make_model(num_layers=num_layers)), []
+    walk = model.named_modules
+    monkeypatch.setattr(model, "named_modules", lambda *given, **keys: (walks.append(1), walk(*given, **keys))[1])
+    describe_adapter(model, METHOD, "base")
+    assert 0 < len(walks) < 24, "each walk sees all modules"
 
 
 def test_large_models_are_split_with_an_index(source: Path, tmp_path: Path) -> None:

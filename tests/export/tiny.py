@@ -19,12 +19,14 @@ TEMPLATE = (
 METHOD = MethodSection(rank=4, alpha=8.0)
 
 
-def make_model(*, tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> LlamaForCausalLM:
+def make_model(
+    *, tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, num_layers: int = 2
+) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=256,

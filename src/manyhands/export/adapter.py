@@ -192,9 +192,9 @@ def name_target_parameters(model: nn.Module) -> list[str]:
     They are stacks of experts, and beside experts every other layer of an MLP too: in some families PEFT takes a target
     module with such a name for the routed experts, and drops what it has of others.
     """
-    adapted = _by_parameter(model)
+    adapted, stacks = _by_parameter(model), stacked_layers(model)
     hit = {
-        f"{name}.weight" if isinstance(module, nn.Linear) and name not in stacked_layers(model) else name: module
+        f"{name}.weight" if isinstance(module, nn.Linear) and name not in stacks else name
         for name, module in model.named_modules()
     }
     endings = {".".join(name.split(".")[-3 if name.endswith(".weight") else -2 :]) for name in adapted.values()}
