@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.holding import gather, is_full, local
+from manyhands.engine import apply
 from manyhands.engine.host_shards import BackwardUpdate, BlockPrefetch, GradientNorms
 from manyhands.engine.native import NativeEngine
 from manyhands.kernels.adamw import FusedAdamW
@@ -63,7 +65,8 @@ def measure(
 
     ``frozen``: blocks of which nothing is trained.
     """
-    engine = build(plan, config)
+    with mock.patch.object(apply, "compile_blocks", partial(apply.compile_blocks, backend="aot_eager")):
+        engine = build(plan, config)  # graphs, where the plan compiles: kernels of a CPU take minutes to make
     load_adapter_state(engine.model, random_adapter(engine.model, start=True))
     blocks = list(find_blocks(engine.model).values())
     for index in frozen:

@@ -87,9 +87,12 @@ def test_each_block_is_fetched_once_a_pass_while_the_one_before_computes(
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("activation_checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "activation_checkpointing",
+    [pytest.param("none", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow), "selective"],
+)
 def test_compiled_blocks_are_prefetched_too(world: Ranks, folder: str, activation_checkpointing: str) -> None:
     keys = {"activation_checkpointing": activation_checkpointing, "compile": True}
     found = both(world, folder, "full", keys, SEVERAL)
