@@ -11,26 +11,16 @@ CAT = "error: rank 1 failed in stage 'train': ValueError: the cat sat on the key
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("torchrun", TORCHRUN),
-        (
-            "accelerate",
-            ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT"),
-        ),
-    ],
-)
-def test_two_processes_under_another_launcher(
-    place: Place, whole: tuple[Ended, Run], name: str, command: tuple[str, ...]
-) -> None:
-    command = tuple(str(free_port()) if word == "PORT" else word for word in command)
-    ended = place.call(*command, *WORKER, f"name={name}", plant=NO_VERIFY)
+def test_two_processes_under_accelerate(place: Place, whole: tuple[Ended, Run]) -> None:
+    """Under torchrun: ``test_resume``."""
+    command = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+    command += [f"--main_process_port={free_port()}", *WORKER, "name=accelerate"]
+    ended = place.call(*command, plant=NO_VERIFY)
     assert ended.code == 0 and ended.output.count("finished: ") == 1, ended.output
-    assert place.run(name).read("plans/001.json")["layout"]["mesh"]["replicate"] == 2
-    assert place.run(name).course() == whole[1].course()
-    again = place.call(*command, *WORKER, f"name={name}")
-    assert again.code == 0 and place.run(name).course() == whole[1].course()
+    assert place.run("accelerate").read("plans/001.json")["layout"]["mesh"]["replicate"] == 2
+    assert place.run("accelerate").course() == whole[1].course()
+    again = place.call(*command)
+    assert again.code == 0 and place.run("accelerate").course() == whole[1].course()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.e2e.runs import NO_VERIFY, WAIT_S, WORKER, Place, free_port, train_command
+from tests.support.zygote import forking
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = ("stop.max_steps=3", "evaluate.at_start=false", "evaluate.every_steps=0")
@@ -58,8 +59,10 @@ def listeners() -> Iterator[Listeners]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("master_port", [False, True])
+@pytest.mark.parametrize(
+    ("num_ranks", "master_port"),
+    [(1, False), (2, True), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, True), (2, False)))],
+)
 def test_manyhands_train(num_ranks: int, master_port: bool, place: Place, listeners: Listeners) -> None:
     """With the verification of what is exported, in a process of its own."""
     variables = {"MASTER_PORT": str(free_port())} if master_port else {}
@@ -156,6 +159,7 @@ def test_the_processes_of_a_benchmark(tmp_path: Path, listeners: Listeners) -> N
     )
     command = [sys.executable, "-m", "manyhands.launch.local.agent", "2", "ranks", "x"]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
-    subprocess.run(command, env=variables, check=True, timeout=WAIT_S)
-    assert subprocess.run([*command[:-1], "y"], env=variables, timeout=WAIT_S).returncode == 1
+    with forking():
+        subprocess.run(command, env=variables, check=True, timeout=WAIT_S)
+        assert subprocess.run([*command[:-1], "y"], env=variables, timeout=WAIT_S).returncode == 1
     listeners.check()

@@ -122,17 +122,16 @@ def test_a_finished_run_becomes_longer_from_python(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [(), ("own",), ("twice",)], ids=["", "own-group", "twice"])
+@pytest.mark.parametrize(("how", "num_runs"), [("own", 1), ("twice", 2)])
 def test_a_script_under_torchrun_is_a_rank(
-    place: Place, whole: tuple[Ended, Run], script: str, how: tuple[str, ...]
+    place: Place, whole: tuple[Ended, Run], script: str, how: str, num_runs: int
 ) -> None:
-    name = f"script-{'-'.join(how)}"
-    ended = place.call(*TORCHRUN, script, name, *how)
+    ended = place.call(*TORCHRUN, script, f"script-{how}", how)
     assert ended.code == 0, ended.output
     losses, checkpoints = results(ended.output)
-    assert losses == whole[1].losses() * (2 if how == ("twice",) else 1)
-    assert checkpoints == [4, 8, 12] * (2 if how == ("twice",) else 1)
-    assert place.run(name).course() == whole[1].course()
+    assert losses == whole[1].losses() * num_runs
+    assert checkpoints == [4, 8, 12] * num_runs
+    assert place.run(f"script-{how}").course() == whole[1].course()
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_without_a_lost_gpu_the_run_goes_on_and_with_it_back_it_grows_again(plac
     assert run.read("status.json")["state"] == "finished"
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.ci), "accelerate"])  # of CI: one
 def test_under_another_launcher_its_own_restarts_resume(place: Place, whole: tuple[Ended, Run], launcher: str) -> None:
     name = f"again-{launcher}"
     plant = NO_VERIFY | at_step(7, kill_once(place.folder / name, saved=4), rank=1)

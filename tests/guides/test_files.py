@@ -59,8 +59,11 @@ def test_make_takes_accelerates_and_deepspeeds_files(place: Path) -> None:
     assert ("DeepSpeed is not installed" in by_deepspeed.stdout) is not has_deepspeed()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "strategy"), [("run_hf_standalone.py", "ddp"), ("run_fsdp_standalone.py", "fsdp")])
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("script", "strategy"),
+    [("run_hf_standalone.py", "ddp"), pytest.param("run_fsdp_standalone.py", "fsdp", marks=pytest.mark.slow)],
+)
 def test_torchrun_starts_the_standalone_scripts(place: Path, script: str, strategy: str) -> None:
     done = call(*TORCHRUN, script, *replaced(place), "batch.samples=8", f"name={strategy}")
     check_trained(done, place / "runs" / strategy, strategy, 2)
@@ -72,10 +75,14 @@ def test_plain_python_trains_on_one(place: Path) -> None:
     check_trained(done, place / "runs/alone", "single", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy"),
-    [("single_gpu", 1, "single"), ("multi_gpu_ddp", 2, "ddp"), ("multi_gpu_fsdp", 2, "fsdp")],
+    [
+        pytest.param("single_gpu", 1, "single", marks=pytest.mark.slow),
+        pytest.param("multi_gpu_ddp", 2, "ddp", marks=pytest.mark.slow),
+        ("multi_gpu_fsdp", 2, "fsdp"),
+    ],
 )
 def test_accelerate_launch_with_the_guides_file(place: Path, name: str, ranks: int, strategy: str) -> None:
     port = ("--main_process_port", str(free_port())) if ranks > 1 else ()
