@@ -46,8 +46,9 @@ TYPES: tuple[tuple[str, str], ...] = (
     ("qwen|deepcoder|cogito.*qwen", "qwen2"), ("mimo", "mimo*"), ("deepseek-v4", "deepseek_v4*"),
     ("deepseek-v2", "deepseek_v2"), ("deepseek-(v3|r1)|moonlight|kimi-k2", "deepseek_v3"),
     ("kimi-linear", "kimi_linear"), ("gpt-oss", "gpt_oss"), ("jamba", "jamba"), ("llama-4", "llama4_text"),
-    (r"glm-4\.5|glm-4\.7-f|glm-5|glm-4\.6", "glm4_moe"), ("glm", "glm4"), ("minimax", "minimax"),
-    ("trinity", "afmoe"), ("lfm2-8b-a1b", "lfm2_moe"), ("lfm2", "lfm2"), ("granite-4", "granitemoehybrid"),
+    (r"glm-4\.5|glm-4\.7-f|glm-5|glm-4\.6", "glm4_moe"), ("glm", "glm4"), ("minimax-m2", "minimax_m2"),
+    ("minimax", "minimax"), ("trinity", "afmoe"), ("lfm2-8b-a1b", "lfm2_moe"), ("lfm2", "lfm2"),
+    ("granite-4", "granitemoehybrid"),
     ("granite", "granite"), ("gemma-4.*a4b", "gemma4_moe"), ("gemma-4", "gemma4_text"), ("gemma-3n", "gemma3n_text"),
     ("gemma-3", "gemma3_text"), ("gemma-2", "gemma2"), ("gemma", "gemma"), ("falcon-h1", "falcon_h1"),
     ("falcon-e", "llama"), ("falcon", "falcon"), ("mistral-small-4", "mistral4"), ("nemotron-3", "nemotron_h"),
@@ -61,7 +62,7 @@ TYPES: tuple[tuple[str, str], ...] = (
     ("", "llama"),
 )  # fmt: skip
 NF4 = r"bnb.nf4"  # which can be trained beside as it is
-QUANTIZED = r"nvfp4|gptq|awq|aqlm|prequantized|2of4"
+QUANTIZED = r"nvfp4|gptq|awq|aqlm|prequantized|2of4|minimax-m2"  # the last one in fp8
 EXPERTS = {"qwen3_next_moe": "qwen3_next", "gemma4_moe": "gemma4_text"}  # names of ours: their type, with experts
 TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<start_of_turn>", "<end_of_turn>", "<|user|>",
           "<|assistant|>", "<|end|>", "<|system|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|turn>",

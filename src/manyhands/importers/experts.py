@@ -36,8 +36,10 @@ def map_router_loss(t: Translator, key: str, strength: float | Literal["model"] 
                  f"loss is larger by that, and {why}")  # fmt: skip
 
 
-def add_target_parameters(t: Translator, key: str) -> None:
-    """Adds PEFT's ``target_parameters`` to ``method.target_modules``, which is mapped before."""
+def add_target_parameters(t: Translator, key: str, *, alone: bool = False) -> None:
+    """Adds PEFT's ``target_parameters`` to ``method.target_modules``, which is mapped before. ``alone``: without other
+    targets the tool adapts nothing else.
+    """
     named = t.get(key, [])
     targets = t.mapping.get("method", {}).get("target_modules")
     if not named:
@@ -49,6 +51,8 @@ def add_target_parameters(t: Translator, key: str) -> None:
             t.no_op(key, "all linear layers, experts among them")
         else:
             t.refuse(key, "all linear layers include all experts here: name layers to adapt fewer")
+    elif not isinstance(targets, list) and alone:
+        t.map(key, "method.target_modules", list(named), "nothing else, as no other target is named")
     elif not isinstance(targets, list):
         t.refuse(
             key, "name the other target modules too, such as q_proj: what PEFT takes for the model is not known here"

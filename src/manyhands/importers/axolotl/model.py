@@ -173,7 +173,7 @@ def _map_adapter(t: Translator, adapter: str) -> None:
     if not t.has("lora_dropout"):
         t.set_tool_default("method.dropout", 0.0, "Axolotl's default")
     _map_targets(t)
-    add_target_parameters(t, "lora_target_parameters")
+    add_target_parameters(t, "lora_target_parameters", alone=True)
     if t.flag("quantize_moe_experts") and adapter == "qlora":
         t.no_op("quantize_moe_experts", "QLoRA holds experts in NF4 like all linear layers of the blocks")
     _map_peft(t, adapter)
