@@ -66,7 +66,9 @@ def write_report(options: argparse.Namespace) -> int:
     from benchmarks.foresight_fit import read_rows, report
     from manyhands.planner.time.rates import load_fitted
 
-    options.page.write_text(report(read_rows(options.rows), load_fitted()))
+    written = options.page.read_text() if options.page.exists() else ""
+    _, heading, on_cpus = written.partition("\n## On CPUs\n")  # by hand
+    options.page.write_text(report(read_rows(options.rows), load_fitted()) + heading + on_cpus)
     return 0
 
 

@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from manyhands.config.schema import MethodSection
 from manyhands.convert.lora import apply_lora
+from manyhands.data.batch.divide import KEY_BOUNDS, KEY_POSITIONS
 from manyhands.facts.model import read_model_facts
+from manyhands.model.attention import attention_kwargs, register_attention
 from manyhands.planner.memory.activations import block_bytes_per_token
 from manyhands.planner.memory.input import EstimateInput
 from tests.support.plans import change_input, make_input
@@ -29,7 +31,9 @@ SIZES = {
 }
 
 
-def kept_bytes(layers: int, family: str, dtype: torch.dtype, method: MethodSection | None = None) -> int:
+def kept_bytes(
+    layers: int, family: str, dtype: torch.dtype, method: MethodSection | None = None, **inputs: torch.Tensor
+) -> int:
     """Bytes of all storages that the graph of one forward pass holds, parameters apart."""
     config = AutoConfig.for_model(family, **SIZES | {"num_hidden_layers": layers})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
@@ -45,7 +49,7 @@ def kept_bytes(layers: int, family: str, dtype: torch.dtype, method: MethodSecti
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model(input_ids=torch.arange(NUM_TOKENS)[None] % 64, use_cache=False)
+        model.model(input_ids=torch.arange(NUM_TOKENS)[None] % 64, use_cache=False, **inputs)
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -57,6 +61,27 @@ def test_a_blocks_bytes_are_what_autograd_keeps(family: str, dtype: torch.dtype,
     assert block_bytes_per_token(make_setup(family, dtype, tmp_path)) * NUM_TOKENS == pytest.approx(
         one_block, rel=within
     )
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shares_prompt", [False, True])
+def test_blocks_of_a_pack_share_one_mask(shares_prompt: bool, dtype: torch.dtype, tmp_path):
+    """On a CPU, where keys and values are repeated for all heads beside it. The mask is transformers', or that of
+    answers that share a prompt.
+    """
+    register_attention()
+    half = torch.arange(NUM_TOKENS // 2)
+    batch = {"input_ids": torch.zeros(1, NUM_TOKENS), "position_ids": half.repeat(2)[None]}
+    if shares_prompt:
+        bounds = torch.tensor([0, NUM_TOKENS // 2, NUM_TOKENS], dtype=torch.int32)
+        batch |= {"cu_seq_lens": bounds, KEY_BOUNDS: bounds, KEY_POSITIONS: torch.arange(NUM_TOKENS)}
+    else:
+        batch["cu_seq_lens"] = torch.zeros(0)  # a pack; sdpa finds its documents by their positions
+    inputs = attention_kwargs(batch, "sdpa")
+    one_block = kept_bytes(3, "llama", dtype, **inputs) - kept_bytes(2, "llama", dtype, **inputs)
+    setup = change_input(make_setup("llama", dtype, tmp_path), builds_mask=True)
+    assert block_bytes_per_token(setup) * NUM_TOKENS == pytest.approx(one_block, rel=0.01)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

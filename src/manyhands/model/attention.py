@@ -107,15 +107,32 @@ _kernels: AttentionKernels | None = None
 
 
 def register_attention() -> None:
-    """Make both functions known to transformers.
+    """Make both functions known to transformers, and ``sdpa_mask`` as what builds the masks of its ``sdpa``.
 
-    They are deliberately not registered for masks: transformers then builds none, and also ignores padding masks, so
+    Both are deliberately not registered for masks: transformers then builds none, and also ignores padding masks, so
     generation on padded rows must switch to ``plain_attention`` first.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(VARLEN, attend_varlen)
     AttentionInterface.register(BLOCKWISE, attend_blockwise)
+    AttentionMaskInterface.register("sdpa", sdpa_mask)
+
+
+def sdpa_mask(*arguments: Any, dtype: torch.dtype = torch.float32, **others: Any) -> torch.Tensor | None:
+    """The mask that transformers builds for ``sdpa``, (b, 1, t, keys), on a CPU as ``additive_mask``."""
+    from transformers.masking_utils import sdpa_mask as build
+
+    mask = build(*arguments, dtype=dtype, **others)
+    return mask if mask is None or mask.device.type != "cpu" else additive_mask(mask, dtype)
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where ``mask`` (bool) is True, -inf elsewhere; ``dtype``: the queries', or float32 for narrower ones.
+
+    torch makes the same of a boolean mask in each layer, which keeps it until its backward pass: t^2 values a layer.
+    """
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def choose_attention_kernels(
@@ -177,7 +194,9 @@ def mask_of_keys(batch: Mapping[str, Any]) -> torch.Tensor:
     return (seen[documents] & (order[:, None] >= order))[None, None]
 
 
-def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_positions: int = 1) -> dict[str, Any]:
+def attention_kwargs(
+    batch: Mapping[str, Any], implementation: str, num_positions: int = 1, mask_dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """What the model's forward pass needs, besides ``input_ids``, so that no row sees another.
 
     Packed batches (with ``cu_seq_lens``) pass ``position_ids``, from which transformers' ``sdpa`` finds the documents,
@@ -197,7 +216,10 @@ def attention_kwargs(batch: Mapping[str, Any], implementation: str, num_position
     if KEY_POSITIONS in batch and not gathers and implementation not in (VARLEN, "sdpa"):
         raise AttentionRefused(f"{implementation} cannot share the prompt of several answers")
     if implementation not in (VARLEN, BLOCKWISE):
-        return kwargs | ({"attention_mask": mask_of_keys(batch)} if KEY_POSITIONS in batch else {})
+        if KEY_POSITIONS in batch:
+            mask = mask_of_keys(batch)
+            kwargs["attention_mask"] = additive_mask(mask, mask_dtype) if mask.device.type == "cpu" else mask
+        return kwargs
     ids = batch["input_ids"]
     if packed:
         lengths, longest = batch["cu_seq_lens"], int(batch["max_length"])

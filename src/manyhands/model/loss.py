@@ -281,7 +281,8 @@ class LossModel(nn.Module):
 
     def _model_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         config = self.model.config
-        kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config))
+        dtype = sum_dtype(self.model.dtype)
+        kwargs = attention_kwargs(batch, config._attn_implementation, count_positions(config), dtype)
         if self.states and (documents := self.states.describe(batch)) is not None:
             kwargs[ROWS] = documents
             if config._attn_implementation == "sdpa" and not families.find(config.model_type).masks_by_position:

@@ -198,6 +198,7 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
                                     kernel for documents, which before torch 2.12 has no groups of heads. Measured a
                                     token and block beside 2 c (q - k), in four models: 11.9 and 12.3 KB, 4.1 and 4.1,
                                     11.8 and 12.3, 5.2 and 5.1
+    the same beside a dense mask    2 c (q - k) more: transformers repeats them, as torch takes a mask or groups
     keys and values of all ranks    instead of these 2 c q for each that a rank gathers, W + 1/2 a token of its own
                                     where W ranks divide packs; or c q for the result of attention once more, as it is
                                     after heads were exchanged. Not measured
@@ -227,6 +228,8 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
     for_documents = max(c * q, 2 * c * (q - k)) if s.mixed_lengths else c * q * s.pads_rows
     if s.keys_per_token:
         for_documents = int(2 * c * q * s.keys_per_token)
+    if s.builds_mask:
+        for_documents += 2 * c * (q - k)
     for_documents += c * q * s.layout.exchanges_heads
     as_kernel_has_them = for_documents + 2 * c * k * _is_eager_fused(s)
     attention = c * (q + 2 * k) + c * q + 4 * m.num_heads + as_kernel_has_them
@@ -285,7 +288,7 @@ def adapter_bytes_per_token(s: EstimateInput) -> int:
 
 def attention_mask(s: EstimateInput) -> int:
     """A dense mask as transformers builds it for packed samples without varlen: ``T^2`` booleans, and once more in
-    compute dtype.
+    compute dtype, which all layers share (``model/attention.py``).
     """
     return s.layout.full_micro_tokens**2 * (1 + s.compute_bytes) if s.builds_mask else 0
 
