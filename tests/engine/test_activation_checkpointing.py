@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -78,6 +79,11 @@ def kept_bytes(model: nn.Module) -> tuple[int, dict[str, torch.Tensor]]:
     return sum(storage.nbytes() for storage in held.values()), {
         n: p.grad for n, p in model.named_parameters() if p.grad is not None
     }
+
+
+@functools.cache
+def kept_by_three(mode: Checkpointing, compiled: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    return kept_bytes(build(mode, compiled, 3))
 
 
 def kept_by_layers(
@@ -162,7 +168,7 @@ def test_except_attention_repeats_everything_but_attention(compiled: bool, tmp_p
     (three, gradients), (two, _) = kept_by_layers("except_attention", compiled)
     in_graph = 4 * given.model.hidden_size if not compiled else kept_bytes_per_token(given, "except_attention")
     assert (three - two) / NUM_TOKENS == pytest.approx(in_graph, rel=0.02)
-    full, plain = kept_bytes(build("full", compiled, 3))
+    full, plain = kept_by_three("full", compiled)
     assert full <= three
     assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
@@ -231,9 +237,9 @@ def test_eager_selective_keeps_the_products_of_fused_adapters(in_nf4: bool) -> N
 def test_lighter_layers_keep_what_the_next_lighter_mode_does(mode: Checkpointing, compiled: bool) -> None:
     """Three blocks, the last one lighter: what is held lies a third of the way to the lighter mode; gradients stay."""
     lighter_mode: Checkpointing = "none" if mode == "selective" else "selective"
-    heavy, gradients = kept_bytes(build(mode, compiled, 3))
+    heavy, gradients = kept_by_three(mode, compiled)
     mixed, mixed_gradients = kept_bytes(build(mode, compiled, 3, lighter=1))
-    light, _ = kept_bytes(build(lighter_mode, compiled, 3))
+    light, _ = kept_by_three(lighter_mode, compiled)
     assert heavy < light or not compiled
     assert mixed - heavy == pytest.approx((light - heavy) / 3, rel=0.1)
     assert all(torch.equal(gradients[name], mixed_gradients[name]) for name in gradients)
