@@ -385,7 +385,7 @@ def test_a_compiled_block_has_one_graph_for_all_loads(method: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("kimi_linear", "not been tried in packs"),
+        ("zaya", "not been tried in packs"),
         ("openai_privacy_filter", "both directions"),
         ("glm_moe_dsa", "chooses tokens"),
         ("new", "not been tried"),

@@ -241,7 +241,7 @@ def test_sharded_weights(folder: Path):
     [
         ({"model_type": "zamba2"}, "zamba2 cannot be trained here.*share one attention"),
         ({"num_local_experts": 8}, "mixture of experts that cannot be trained here"),
-        ({"num_experts": 64, "model_type": "kimi_linear"}, "kimi_linear is a mixture of experts.*not been tried"),
+        ({"num_experts": 64, "model_type": "zaya"}, "zaya is a mixture of experts.*not been tried"),
         ({"vision_config": {}, "model_type": "git"}, "git is multimodal, and its config.json does not say which part"),
         ({"text_config": {"model_type": "gemma3_text"}, "vision_config": {}}, "not a known kind of decoder"),
         ({"text_config": SIZES | {"num_local_experts": 8}, "model_type": "llama4"}, "llama4 is a mixture of experts"),

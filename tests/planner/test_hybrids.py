@@ -63,3 +63,18 @@ def test_a_hybrid_of_nine_billion_is_planned_beside_its_dense_twin(tmp_path: Pat
             found[length, model is hybrid] = made.step_s / model.num_parameters
     assert 0.8 < found[4096, True] / found[4096, False] < 1.25
     assert found[131072, True] / found[131072, False] < 0.6
+
+
+def test_blocks_named_by_number_in_a_part_of_config_json_are_counted(tmp_path: Path) -> None:
+    """As Kimi Linear 48B is published: blocks count from one, and transformers has other names for half of the keys."""
+    mixers = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
+    mixers["full_attn_layers"] = [4, 8, 12, 16, 20, 24, 27]
+    sizes = dict(zip(("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"), (128, 128, 64), strict=True))
+    sizes |= {"kv_lora_rank": 512, "q_lora_rank": None, "num_experts": 256, "num_experts_per_token": 8}
+    sizes |= {"hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024, "num_hidden_layers": 27}
+    sizes |= {"num_shared_experts": 1, "first_k_dense_replace": 1, "vocab_size": 163840, "num_attention_heads": 32}
+    config = {"model_type": "kimi_linear", "linear_attn_config": mixers, "tie_word_embeddings": False} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = read_model_facts(tmp_path, "hybrid", "random")
+    assert (model.num_attention_layers, model.num_mixer_layers, model.mixer_state) == (7, 20, 32 * 128 * 128)
+    assert (model.num_parameters, model.num_active_parameters) == (49_122_675_072, 3_484_453_248)

@@ -80,6 +80,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "moe", "full_attention"],
                    "moe_shared_expert_intermediate_size": 32, "mamba_num_heads": 8, "mamba_head_dim": 16,
                    "n_groups": 2, "ssm_state_size": 16, "chunk_size": 16},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["sparse", "sparse"],
+                    "linear_head_dim": 16, "linear_num_heads": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 32,
                          "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,

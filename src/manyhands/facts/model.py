@@ -69,6 +69,8 @@ def read_model_facts(folder: Path, name: str, init: Literal["pretrained", "rando
             tensors = {BARE_TENSOR.sub("model.", n): t for n, t in tensors.items() if not n.endswith(UNREAD)}
         if is_tied(config):
             tensors.pop(HEAD, None)
+        for stored_name, own in families.find(config).renamed.items():
+            tensors = {name.replace(f".{stored_name}", f".{own}"): tensor for name, tensor in tensors.items()}
         experts = families.find(config).experts
         tensors, stacks = stack_experts(
             tensors, config["hidden_size"], transposed=experts is not None and experts.transposed
@@ -150,7 +152,7 @@ def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[
     return {index: blocks[index] for index in sorted(blocks)}
 
 
-STATE_SIZES = ("linear_key_head_dim", "mamba_d_state", "ssm_state_size")
+STATE_SIZES = ("linear_key_head_dim", "linear_head_dim", "mamba_d_state", "ssm_state_size")
 
 
 def _describe_mixers(blocks: Mapping[int, Mapping[str, tuple[int, ...]]], config: Mapping[str, Any]) -> dict[str, int]:
@@ -162,21 +164,23 @@ def _describe_mixers(blocks: Mapping[int, Mapping[str, tuple[int, ...]]], config
     """
     if not families.find(config).mixers:
         return {}
-    attention = sum(any(name.endswith("q_proj.weight") for name in block) for block in blocks.values())
-    values = layers = width = 0
+    attention = values = layers = width = 0
     for block in blocks.values():
         convolutions = [name for name, shape in block.items() if len(shape) == 3 and name.endswith("conv1d.weight")]
         convolutions = convolutions or [name for name in block if name.endswith("conv.conv.weight")]
+        parent = convolutions[0].rpartition(".")[0].rpartition(".")[0] if convolutions else "none"
+        queries = [name for name in block if name.endswith(("q_proj.weight", "q_b_proj.weight"))]
+        attention += any(not name.startswith(f"{parent}.") for name in queries)
         if not convolutions:
             continue
-        parent = convolutions[0].rpartition(".")[0].rpartition(".")[0]
         own = {name: shape for name, shape in block.items() if name.startswith(f"{parent}.") and len(shape) == 2}
         last = next(name for name in own if name.endswith(("out_proj.weight", "o_proj.weight")))
         width = own.pop(last)[1]
         into = sum(shape[0] for name, shape in own.items() if "A_log" not in name)
         values = max(values, into + sum(block[name][0] for name in convolutions) + 4 * width)
         layers += 1
-    keys = next((config[key] for key in STATE_SIZES if config.get(key)), 0)
+    nested = (config.get("linear_attn_config") or {}).get("head_dim", 0)
+    keys = next((config[key] for key in STATE_SIZES if config.get(key)), nested)
     return {
         "num_attention_layers": attention,
         "num_mixer_layers": layers,

@@ -140,7 +140,7 @@ class Experts:
 VLLM_READS_STACKS = ("gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "glm4_moe_lite")
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MIXERS_OF_EXPERTS = {"moe", "E"}  # blocks that have them in the place of a mixer
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def num_experts(config: Config) -> int:
@@ -224,6 +224,7 @@ class Family:
     peft_refuses: tuple[str, ...] = ()  # layers that PEFT 0.21 adapts in no model of these types, by their last names
     bypassed: tuple[str, ...] = ()  # linear layers of a block whose weights are read, and which are never called
     block: Callable[[Config, int, bool], Shapes] | None = None  # its parameters but for experts; bool: it has none
+    renamed: Mapping[str, str] = field(default_factory=dict)  # beginnings of names in blocks, by those that files have
     masks_by_position: bool = True  # transformers' own masks keep documents of a pack apart by their positions
 
     why_unpacked: str = ""  # why documents of a pack cannot be as if alone
@@ -354,7 +355,7 @@ def _is_dense(family: Family, config: Config, index: int) -> bool:
     )
 
 
-def _latent(config: Config) -> dict[str, tuple[int, int, bool]]:
+def latent_linears(config: Config) -> dict[str, tuple[int, int, bool]]:
     """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434)."""
     hidden, heads, bias = config["hidden_size"], config["num_attention_heads"], bool(config.get("attention_bias"))
     rope, plain, value = (config[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
@@ -410,7 +411,7 @@ def _linears(family: Family, config: Config, experts: Experts | None = None) -> 
     linears = {f"self_attn.{name}_proj": (num * dim, hidden, qkv_bias) for name, num in _heads_of(heads, kv_heads)}
     linears["self_attn.o_proj"] = (hidden, heads * dim, output_bias)
     if family.latent_attention:
-        linears = _latent(config)
+        linears = latent_linears(config)
     if experts is not None:
         return linears | _experts(config, experts)
     linears |= {f"mlp.{name}": (inner, hidden, mlp_bias) for name in first}

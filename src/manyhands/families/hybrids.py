@@ -5,7 +5,7 @@ config.json names the kind of each block under many keys. Functions give the sha
 
 from __future__ import annotations
 
-from manyhands.families.family import DELTA_RULE, MAMBA2, Config, Experts, Family, Shapes, num_heads
+from manyhands.families.family import DELTA_RULE, MAMBA2, Config, Experts, Family, Shapes, latent_linears, num_heads
 
 BESIDE_EXPERTS = "shared_mlp"
 
@@ -19,6 +19,8 @@ def has_attention(config: Config, index: int) -> bool:
     for key in ("attn_layer_indices", "full_attn_idxs"):
         if config.get(key) is not None:
             return index in config[key]
+    if own := config.get("linear_attn_config"):
+        return index + 1 in own["full_attn_layers"]
     if "attn_layer_period" in config:
         return bool(index % config["attn_layer_period"] == config["attn_layer_offset"])
     return (index + 1) % (config.get("full_attention_interval") or 4) == 0
@@ -199,6 +201,35 @@ def _jamba(config: Config, index: int, dense: bool) -> Shapes:
     return mixer | feed | norms(config, "input_layernorm", "pre_ff_layernorm")
 
 
+def _kimi(config: Config, index: int, dense: bool) -> Shapes:
+    """Kimi delta attention, whose decay is one for each channel (https://arxiv.org/abs/2510.26692), or latent
+    attention.
+    """
+    shapes: Shapes
+    if has_attention(config, index):
+        shapes = {f"{name}.weight": (out, into) for name, (out, into, _) in latent_linears(config).items()}
+        ranks = {f"{kind}_a_layernorm": config.get(f"{kind}_lora_rank") for kind in ("q", "kv")}
+        shapes |= {f"self_attn.{name}.weight": (rank,) for name, rank in ranks.items() if rank}
+    else:
+        own, hidden = config.get("linear_attn_config") or {}, config["hidden_size"]
+        dim = own.get("head_dim") or config.get("linear_head_dim") or 128
+        heads = own.get("num_heads") or config.get("linear_num_heads") or 32
+        width = own.get("short_conv_kernel_size") or config.get("linear_conv_kernel_dim") or 4
+        values = heads * dim
+        sizes = dict.fromkeys(("q", "k", "v"), values) | {"b": heads, "g_a": dim, "forget_gate.f_a": dim}
+        own_shapes: Shapes = {f"{name}_proj.weight": (size, hidden) for name, size in sizes.items()}
+        own_shapes |= {f"{name}_proj.weight": (values, dim) for name in ("g_b", "forget_gate.f_b")}
+        own_shapes |= {"forget_gate.dt_bias": (values,), "forget_gate.A_log": (1, 1, heads, 1)}
+        own_shapes |= {
+            "conv1d.weight": (3 * values, 1, width),
+            "o_norm.weight": (dim,),
+            "o_proj.weight": (hidden, values),
+        }
+        shapes = {f"self_attn.{name}": shape for name, shape in own_shapes.items()}
+    feed = mlp(config, config["intermediate_size"], "mlp") if dense else {}
+    return shapes | feed | norms(config, "input_layernorm", "post_attention_layernorm")
+
+
 _MAMBA = ("mamba_ssm", "causal_conv1d")
 
 OLMO_HYBRID = Family(
@@ -263,4 +294,17 @@ JAMBA = Family(
     packages=_MAMBA,
     bypassed=("mamba.dt_proj",),
 )
-FAMILIES = (OLMO_HYBRID, BAMBA, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, JAMBA)
+KIMI_LINEAR = Family(
+    name="Kimi Linear",
+    model_types=("kimi_linear",),
+    latent_attention=True,
+    block=_kimi,
+    experts=Experts(shared="shared_experts", num_shared="num_shared_experts"),
+    packs=True,
+    mixers=("KimiLinearDeltaAttention",),
+    packages=("fla", "causal_conv1d"),
+    renamed={
+        f"self_attn.{name}": f"self_attn.forget_gate.{name}" for name in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
+    },
+)
+FAMILIES = (OLMO_HYBRID, BAMBA, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, JAMBA, KIMI_LINEAR)
