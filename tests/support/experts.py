@@ -82,6 +82,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
                    "n_groups": 2, "ssm_state_size": 16, "chunk_size": 16},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["sparse", "sparse"],
                     "linear_head_dim": 16, "linear_num_heads": 2},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 16},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 32,
                          "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,

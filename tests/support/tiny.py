@@ -69,6 +69,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
                     "mlp_layer_types": ["dense", "sparse", "sparse"], "linear_head_dim": 16, "linear_num_heads": 2,
                     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
                     "v_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "minimax": {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 16,
+                "num_local_experts": 4},
     "mixtral": {"num_local_experts": 4},
     "gpt_neox": {"rotary_pct": 0.5},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},

@@ -152,11 +152,13 @@ def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[
     return {index: blocks[index] for index in sorted(blocks)}
 
 
+LIGHTNING = "self_attn.qkv_proj.weight"  # of lightning attention, which has no convolution
+OTHER_MIXERS = ("conv.conv.weight", LIGHTNING)
 STATE_SIZES = ("linear_key_head_dim", "linear_head_dim", "mamba_d_state", "ssm_state_size")
 
 
 def _describe_mixers(blocks: Mapping[int, Mapping[str, tuple[int, ...]]], config: Mapping[str, Any]) -> dict[str, int]:
-    """Of a hybrid, whose mixers are told by their convolutions; {} for others.
+    """Of a hybrid, whose mixers are told by their convolutions, or by one projection for all; {} for others.
 
     With W channels of the convolution, P outputs of the layers before it and V inputs of the one behind, kernels keep
     ``P + W + 4 V`` numbers a token: what goes into the convolution, into the kernel behind it, its result, gate and
@@ -167,7 +169,7 @@ def _describe_mixers(blocks: Mapping[int, Mapping[str, tuple[int, ...]]], config
     attention = values = layers = width = 0
     for block in blocks.values():
         convolutions = [name for name, shape in block.items() if len(shape) == 3 and name.endswith("conv1d.weight")]
-        convolutions = convolutions or [name for name in block if name.endswith("conv.conv.weight")]
+        convolutions = convolutions or [name for name in block if name.endswith(OTHER_MIXERS)]
         parent = convolutions[0].rpartition(".")[0].rpartition(".")[0] if convolutions else "none"
         queries = [name for name in block if name.endswith(("q_proj.weight", "q_b_proj.weight"))]
         attention += any(not name.startswith(f"{parent}.") for name in queries)
@@ -180,6 +182,8 @@ def _describe_mixers(blocks: Mapping[int, Mapping[str, tuple[int, ...]]], config
         values = max(values, into + sum(block[name][0] for name in convolutions) + 4 * width)
         layers += 1
     nested = (config.get("linear_attn_config") or {}).get("head_dim", 0)
+    if any(name.endswith(LIGHTNING) for block in blocks.values() for name in block):
+        nested = width // families.num_heads(config)[0]
     keys = next((config[key] for key in STATE_SIZES if config.get(key)), nested)
     return {
         "num_attention_layers": attention,

@@ -230,6 +230,18 @@ def _kimi(config: Config, index: int, dense: bool) -> Shapes:
     return shapes | feed | norms(config, "input_layernorm", "post_attention_layernorm")
 
 
+def _minimax(config: Config, index: int, dense: bool) -> Shapes:
+    """Lightning attention (https://arxiv.org/abs/2501.08313), or softmax attention."""
+    dim, hidden = _plain_dim(config), config["hidden_size"]
+    mixer = attention(config, dim)
+    if not has_attention(config, index):
+        width = config["num_attention_heads"] * dim
+        mixer = {"qkv_proj.weight": (3 * width, hidden), "output_gate.weight": (width, hidden)}
+        mixer |= {"out_proj.weight": (hidden, width), "norm.weight": (width,)}
+        mixer = {f"self_attn.{name}": shape for name, shape in mixer.items()}
+    return mixer | norms(config, "input_layernorm", "post_attention_layernorm")
+
+
 _MAMBA = ("mamba_ssm", "causal_conv1d")
 
 OLMO_HYBRID = Family(
@@ -307,4 +319,12 @@ KIMI_LINEAR = Family(
         f"self_attn.{name}": f"self_attn.forget_gate.{name}" for name in ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
     },
 )
-FAMILIES = (OLMO_HYBRID, BAMBA, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, JAMBA, KIMI_LINEAR)
+MINIMAX = Family(
+    name="MiniMax-01",
+    model_types=("minimax",),
+    block=_minimax,
+    experts=Experts(inner="intermediate_size"),
+    packs=True,
+    mixers=("MiniMaxLightningAttention",),
+)
+FAMILIES = (OLMO_HYBRID, BAMBA, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, JAMBA, KIMI_LINEAR, MINIMAX)

@@ -24,7 +24,7 @@ TWO_KINDS = "its tokens of images and of text have experts of their own"
 DIFFUSION = "it learns to restore blocks of tokens, not to predict the next one"
 
 _EXPERTS = {
-    HYBRID: "zaya minimax inkling inkling_text",
+    HYBRID: "zaya inkling inkling_text",
     INDEXER: "deepseek_v32 glm_moe_dsa axk2 hy_v4 deepseek_v4 qwen4_exp qwen4_exp_text glm5_next_text "
     "minimax_m3_vl_text",
     OWN_EXPERTS: "aria_text step3p5",

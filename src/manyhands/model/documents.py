@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -233,11 +233,15 @@ class RowsOfDocuments(nn.Module):
         return out
 
     @torch.compiler.disable  # each pack has other rows
-    def _compute_rows(self, hidden_states: torch.Tensor, rows: Rows) -> torch.Tensor:
-        compute, sizes = super().forward, [num_rows * length for num_rows, length in rows.shapes]
+    def _compute_rows(self, hidden_states: torch.Tensor, rows: Rows) -> Any:
+        forward: Any = super().forward
+        compute = partial(forward, **_unused(forward.__func__))
+        sizes = [num_rows * length for num_rows, length in rows.shapes]
         parts = hidden_states.flatten(0, 1).index_select(0, rows.tokens).split(sizes)
-        out = [compute(x.unflatten(0, shape)).flatten(0, 1) for x, shape in zip(parts, rows.shapes, strict=True)]
-        return torch.cat(out).index_select(0, rows.places).view_as(hidden_states)
+        made = [compute(x.unflatten(0, shape)) for x, shape in zip(parts, rows.shapes, strict=True)]
+        out = torch.cat([(x[0] if isinstance(x, tuple) else x).flatten(0, 1) for x in made])
+        out = out.index_select(0, rows.places).view_as(hidden_states)
+        return (out, None) if isinstance(made[0], tuple) else out
 
 
 def _add_halos(hidden_states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -247,6 +251,13 @@ def _add_halos(hidden_states: torch.Tensor, places: torch.Tensor) -> torch.Tenso
     chunks, num = hidden_states[0].unflatten(0, (2, -1)), len(places) // 2
     before = gather_keys(chunks[:, -num:].flatten(0, 1)[:, None], places)[:, 0]
     return torch.cat([before.unflatten(0, (2, num)), chunks], dim=1).flatten(0, 1)[None]
+
+
+@cache
+def _unused(forward: Callable[..., Any]) -> dict[str, None]:
+    """What a mixer's forward pass must be given beside hidden states, and has no use for: positions, a mask."""
+    parameters = list(inspect.signature(forward).parameters.values())[2:]
+    return {p.name: None for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
 
 
 @cache
