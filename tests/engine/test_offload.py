@@ -96,6 +96,45 @@ def test_activations_are_stored_once_and_come_back(monkeypatch: pytest.MonkeyPat
     assert torch.equal(store.unpack(packed[0]), copies[0])
 
 
+def test_what_all_blocks_save_is_copied_once_and_reused_memory_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "PASSING_TENSORS", 0)
+    monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 0)
+    store = ActivationStore(CPU)
+    store.begin()
+    angles, packed, memory = torch.randn(100), [], bytearray(400)
+    for number in range(8):  # each time another storage in the same memory, as the allocator gives it again
+        own = torch.frombuffer(memory, dtype=torch.float32).fill_(number)
+        packed.append((store.pack(angles), store.pack(own)))
+        del own
+        store.pack(torch.randn(100))  # lets the one before leave
+    assert all(shared is packed[0][0] for shared, _ in packed)
+    assert store.num_packed_bytes == 17 * 400
+    for number, (_, own) in enumerate(packed):
+        assert torch.equal(store.unpack(own), torch.full((100,), float(number)))
+    store.begin()
+    assert store.pack(angles) is not packed[0][0], "a later forward pass copies it again"
+
+
+@pytest.mark.ci
+def test_compiled_blocks_move_their_rotary_angles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "PASSING_TENSORS", 0)
+    monkeypatch.setattr(activations, "MAX_LEAVING_BYTES", 0)
+    copied: list[torch.Tensor] = []
+    copy_out = ActivationStore._copy_out
+    monkeypatch.setattr(
+        ActivationStore, "_copy_out", lambda self, saved, x: (copied.append(x), copy_out(self, saved, x))
+    )
+    model = tiny_model("llama", num_hidden_layers=4).train()
+    activations.checkpoint_blocks(model, ["except_attention"] * 4, compiled=True)
+    torch._dynamo.reset()
+    compile_blocks(model, dynamic=True, backend="aot_eager")
+    offload_activations(model, CPU)
+    model.model(input_ids=torch.arange(40)[None], use_cache=False)[0].sum().backward()
+    shapes = [tuple(x.shape) for x in copied]
+    assert shapes.count((1, 40, 64)) >= 4, "inputs of blocks"
+    assert sum(shape[-2:] == (40, 16) and len(shape) == 3 for shape in shapes) == 2, "cosine and sine"
+
+
 def test_large_tensors_lie_in_pieces_on_the_host_and_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not rounded up to a power of 2 each; strides of dense tensors stay, as kernels were compiled for them."""
     monkeypatch.setattr(activations, "PINNED_PIECE", 64)

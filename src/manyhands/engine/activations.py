@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -176,9 +177,9 @@ class ActivationStore:
         self._min_bytes = MIN_BYTES[device.type]
         self._out: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._in: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._leaving: deque[tuple[Hashable, SavedTensor, torch.Tensor]] = deque()
-        # Those being copied out, whose memory is not reused as long as they are held here.
-        self._known: dict[Hashable, SavedTensor] = {}
+        self._leaving: deque[tuple[SavedTensor, torch.Tensor]] = deque()
+        # Of this forward pass. An entry holds as long as its memory has not been freed and a graph needs it unchanged.
+        self._known: dict[Hashable, tuple[StorageWeakRef, weakref.ref[SavedTensor]]] = {}
         self._leaving_bytes = 0
         self._order: list[weakref.ref[SavedTensor]] = []
         self.num_packed_bytes = 0  # since the start
@@ -186,6 +187,7 @@ class ActivationStore:
     def begin(self) -> None:
         """Before a forward pass: forget what no graph holds any more."""
         self._release(0)
+        self._known.clear()
         self.num_blocks = 0
         alive = [saved for saved in (reference() for reference in self._order) if saved is not None]
         for place, saved in enumerate(alive):
@@ -202,13 +204,14 @@ class ActivationStore:
             self._release(0)  # the last that moved has had a block's time to leave
             return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        if key in self._known:
-            return self._known[key]  # q, k and v save the same input
+        memory, known = self._known.get(key, (None, None))
+        if memory is not None and not memory.expired() and known is not None and (found := known()) is not None:
+            return found  # q, k and v save the same input, all blocks the same rotary angles
         self._release(_may_pass(MAX_LEAVING_BYTES, size) - size)
         saved = SavedTensor(len(self._order), size)
         self._copy_out(saved, tensor.detach())
-        self._leaving.append((key, saved, tensor.detach()))
-        self._known[key] = saved
+        self._leaving.append((saved, tensor.detach()))
+        self._known[key] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(saved)
         self._leaving_bytes += size
         self.num_packed_bytes += size
         self._order.append(weakref.ref(saved))
@@ -217,7 +220,7 @@ class ActivationStore:
     def unpack(self, packed: torch.Tensor | SavedTensor) -> torch.Tensor:
         if not isinstance(packed, SavedTensor):
             return packed
-        for _, saved, tensor in self._leaving:
+        for saved, tensor in self._leaving:
             saved.device = tensor  # the last ones are still here
         self._release(0)
         self._fetch(packed)
@@ -254,8 +257,7 @@ class ActivationStore:
         the copies.
         """
         while self._leaving and self._leaving_bytes > room:
-            key, saved, _ = self._leaving.popleft()
-            del self._known[key]
+            saved, _ = self._leaving.popleft()
             self._leaving_bytes -= saved.size
             if saved.copied is not None:
                 torch.cuda.current_stream(self._device).wait_event(saved.copied)
