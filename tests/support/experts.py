@@ -50,11 +50,20 @@ AROUND_IMAGES = {  # models of images, and the type of their text
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "mistral3": "mistral4",
+    "kimi_k25": "deepseek_v3",
 }
 _LLAMA4_VISION = dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 64)
 _LLAMA4_VISION |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 _LLAMA4_VISION |= {"image_size": 28, "patch_size": 14, "pixel_shuffle_ratio": 0.5}
 _OTHERS = {kind: ("", {}, *WHOLE[kind][2:]) for kind in ("gemma4", "mistral3")}
+_KIMI_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_KIMI_VISION |= {"pos_emb_height": 4, "pos_emb_width": 4}
+_OTHERS["kimi_k25"] = (
+    "",
+    {},
+    {"vision_config": _KIMI_VISION},
+    {"projection_hidden_size": 32, "tie_word_embeddings": False},
+)
 _OTHERS |= {"llama4": ("", {}, {"vision_config": _LLAMA4_VISION}, {})}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -105,6 +114,7 @@ OWN: dict[str, dict[str, Any]] = HYBRIDS | {
         "attention_chunk_size": 16,
         "floor_scale": 16,
     },
+    "deepseek_v3": {},
     # queries of later positions are longer
     "mistral4": {"head_dim": 32, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 4,

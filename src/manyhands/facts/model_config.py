@@ -128,7 +128,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
             return config
         # the text's fields stand beside the vision_config
         return {key: value for key, value in config.items() if key not in MULTIMODAL_KEYS} | {"model_type": kind}
-    kind = str(text.get("model_type") or config.get("model_type"))
+    kind = str(families.find(config).text_model_type or text.get("model_type") or config.get("model_type"))
     outer = {key: config[key] for key in OUTER_KEYS if key in config}
     fields = {**families.find(kind).sizes, **text, **outer, "model_type": kind}
     return _widest(fields)
