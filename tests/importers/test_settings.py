@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from manyhands.config.read import ParsedFile
 from manyhands.config.schema import RunConfig
@@ -289,6 +290,8 @@ def test_states_that_a_settings_file_offloads_have_32_bits(
     (outcome,) = (one for one in loaded.settings[0].outcomes if one.kind == "substituted")
     assert outcome.native == {"parallel.offload": offload, "optimizer.name": "adamw"}
     assert outcome.why == f"optimizer states in host memory have 32 bits (parallel.offload: {offload})"
+    by_pipe = TypeAdapter(LoadedRun)  # how a launcher that Python starts gets it
+    assert by_pipe.validate_python(json.loads(json.dumps(by_pipe.dump_python(loaded, mode="json")))) == loaded
     with pytest.raises(UserError, match=r"have 32 bits.*refused under --strict"):
         load(tmp_path, kind, said, run, deepspeed=True, gpus=2, strict=True)
 

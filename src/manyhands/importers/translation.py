@@ -98,7 +98,7 @@ class Translation:
     gpus: int | None = None
     micro: int | None = None
     accumulation: int | None = None
-    replaces: Collection[str] = ()
+    replaces: frozenset[str] = frozenset()
 
     def findings(self) -> list[str]:
         """What keeps the file from being run, each with its place."""
