@@ -116,6 +116,7 @@ class Causal(torch.nn.Module):
     """A causal model of the kind that transformers has, with a base and a head."""
 
     base_model_prefix = "base"
+    dtype = torch.float32
 
     def __init__(self) -> None:
         super().__init__()
