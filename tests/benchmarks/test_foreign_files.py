@@ -24,16 +24,14 @@ optimizer: adamw_torch_8bit
 
 def test_files_are_counted_by_tool_with_one_reason_each(tmp_path: Path) -> None:
     (tmp_path / "runs.yaml").write_text(RUNS)
-    (tmp_path / "experts.yaml").write_text(
-        RUNS.replace("meta-llama/Llama-3.2-1B", "moonshotai/Kimi-Linear-48B-A3B-Instruct")
-    )
+    (tmp_path / "dbrx.yaml").write_text(RUNS.replace("meta-llama/Llama-3.2-1B", "LnL-AI/dbrx-base-converted-v2"))
     (tmp_path / "qat.yaml").write_text(RUNS + "qat: {weight_dtype: int4}\n")
     (tmp_path / "dpo.yaml").write_text(RUNS + "rl: dpo\n")
     (tmp_path / "cloud.yaml").write_text("provider: somewhere\n")
     rows = {row.file: row for row in judge_all([tmp_path], "1xH100-80GB")}
     assert {name: row.outcome for name, row in rows.items()} == {
-        "dpo.yaml": "out of scope", "experts.yaml": "refused", "qat.yaml": "refused", "runs.yaml": "runs"
+        "dpo.yaml": "out of scope", "dbrx.yaml": "refused", "qat.yaml": "refused", "runs.yaml": "runs"
     }  # fmt: skip
     assert rows["runs.yaml"].substituted == ("optimizer",)
-    assert "mixture of experts" in rows["experts.yaml"].reason
+    assert "dbrx is not a known kind of decoder" in rows["dbrx.yaml"].reason
     assert rows["qat.yaml"].reason.startswith("qat: training with simulated quantization")
