@@ -19,7 +19,7 @@ functional = bitsandbytes.functional
 # one row and several, whole and not, blocks that run across rows of the weight, an odd number of values
 SHAPES = [(64, 64), (75, 96), (33, 75), (300, 200), (512, 256), (1, 5)]
 DTYPES = [torch.float32, torch.bfloat16]
-PARTITIONED = "aot_eager_decomp_partition"  # inductor's graphs without the making of kernels
+PARTITIONED = "aot_eager_decomp_partition"  # inductor's graphs, without compiling kernels
 
 
 def linear(out: int, into: int, dtype: torch.dtype, bias: bool = True) -> nn.Linear:

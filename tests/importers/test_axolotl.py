@@ -806,7 +806,11 @@ def test_a_key_that_stands_twice_without_a_value_is_one(tmp_path: Path) -> None:
         ({"optimizer": "sinkgd"}, "optimizer", "sinkgd is not available: write one of adamw_torch"),
         ({"lr_scheduler": "rex"}, "lr_scheduler", "write one of cosine, linear"),
         ({"expert_parallel_size": 2, "context_parallel_size": 2}, "expert_parallel_size", "cannot divide experts"),
-        ({"expert_parallel_size": 2, "dp_replicate_size": 2}, "expert_parallel_size", "has no replicas beside it"),
+        (
+            {"expert_parallel_size": 2, "dp_replicate_size": 2},
+            "expert_parallel_size",
+            "does not combine it with replicas",
+        ),
         ({"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "plugins", "DiffusionPlugin: diffusion"),
         ({"plugins": ["mine.Plugin"]}, "plugins", "mine.Plugin is not available"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size", "`2`: splitting a layer"),

@@ -68,7 +68,7 @@ def test_axolotl_takes_the_strength_of_config_json() -> None:
     for keys in (key, {"overrides_of_model_config": key["model_config"]}):
         assert read("axolotl.run", keys, MIXTURE).mapping["moe"] == {"balance": pytest.approx(0.008)}
     kind, why = outcome(read("axolotl.run", key, {"num_experts_per_tok": 8}), "model_config")
-    assert kind == "refused" and why.endswith("the model's config.json does not tell them")
+    assert kind == "refused" and why.endswith("the model's config.json does not have them")
 
 
 @pytest.mark.parametrize("tool", ["axolotl.run", "trl"])

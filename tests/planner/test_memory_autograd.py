@@ -67,8 +67,8 @@ def test_a_blocks_bytes_are_what_autograd_keeps(family: str, dtype: torch.dtype,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shares_prompt", [False, True])
 def test_blocks_of_a_pack_share_one_mask(shares_prompt: bool, dtype: torch.dtype, tmp_path):
-    """On a CPU, where keys and values are repeated for all heads beside it. The mask is transformers', or that of
-    answers that share a prompt.
+    """On a CPU, with keys and values repeated for all heads. transformers builds the mask, or we do where answers share
+    a prompt.
     """
     register_attention()
     half = torch.arange(NUM_TOKENS // 2)

@@ -195,7 +195,7 @@ def parse() -> argparse.Namespace:
 def read_options(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None, **defaults: Any
 ) -> argparse.Namespace:
-    """All that `run` reads, beside the caller's own options; without arguments those of the command line."""
+    """Add the options that ``run`` reads to ``parser``, and parse ``arguments`` (default: the command line)."""
     parser.add_argument("--layers", type=int, help="only so many blocks")
     parser.add_argument(
         "--lengths", type=Path, help="JSON list of the rows' lengths in tokens, such as a real data set's"

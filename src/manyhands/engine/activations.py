@@ -152,8 +152,9 @@ class SavedTensor:
     needs it.
     """
 
-    def __init__(self, place: int, size: int) -> None:
-        self.place, self.size = place, size  # where in the order of packing; bytes
+    def __init__(self, place: int, tensor: torch.Tensor) -> None:
+        self.place, self.size = place, tensor.nbytes  # where in the order of packing; bytes
+        self.source = StorageWeakRef(tensor.untyped_storage())
         self.host: list[torch.Tensor] = []  # elements in pieces of ``PINNED_PIECE`` bytes, (n,)
         self.like: torch.Tensor | None = None  # on meta: its shape and strides
         self.device: torch.Tensor | None = None
@@ -178,8 +179,8 @@ class ActivationStore:
         self._out: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._in: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._leaving: deque[tuple[SavedTensor, torch.Tensor]] = deque()
-        # Of this forward pass. An entry holds as long as its memory has not been freed and a graph needs it unchanged.
-        self._known: dict[Hashable, tuple[StorageWeakRef, weakref.ref[SavedTensor]]] = {}
+        # Of this forward pass; valid while a graph needs the tensor, unchanged, and its memory has not been freed.
+        self._known: weakref.WeakValueDictionary[Hashable, SavedTensor] = weakref.WeakValueDictionary()
         self._leaving_bytes = 0
         self._order: list[weakref.ref[SavedTensor]] = []
         self.num_packed_bytes = 0  # since the start
@@ -204,14 +205,14 @@ class ActivationStore:
             self._release(0)  # the last that moved has had a block's time to leave
             return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        memory, known = self._known.get(key, (None, None))
-        if memory is not None and not memory.expired() and known is not None and (found := known()) is not None:
-            return found  # q, k and v save the same input, all blocks the same rotary angles
+        known = self._known.get(key)
+        if known is not None and not known.source.expired():
+            return known  # q, k and v save the same input, all blocks the same rotary angles
         self._release(_may_pass(MAX_LEAVING_BYTES, size) - size)
-        saved = SavedTensor(len(self._order), size)
+        saved = SavedTensor(len(self._order), tensor)
         self._copy_out(saved, tensor.detach())
         self._leaving.append((saved, tensor.detach()))
-        self._known[key] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(saved)
+        self._known[key] = saved
         self._leaving_bytes += size
         self.num_packed_bytes += size
         self._order.append(weakref.ref(saved))

@@ -88,11 +88,11 @@ def _find_stacks(tensors: Iterable[str], targets: Iterable[str], base: Path) -> 
         if path not in found:
             renamed = [one for one in found if one.partition(".")[2] == path.partition(".")[2]]
             raise UserError(
-                "the files of the base name their experts unlike the model"
+                "the base's files name its experts differently from the model"
                 if renamed
                 else "the files of the base hold no single experts",
                 where=str(base),
-                why=f"they call {path} {renamed[0]}, and no reader of adapters with either name is known"
+                why=f"{path} is {renamed[0]} there, and no known program reads adapters under either name"
                 if renamed
                 else f"{path} is one tensor there, so an adapter of one expert has no name that anything reads",
                 fix="leave --by-expert out, or use --merge",

@@ -210,7 +210,7 @@ def _linear_shapes(
 
 
 def _shared_gate(block: Mapping[str, tuple[int, ...]], groups: Mapping[str, int]) -> str:
-    """The layer that gives one value beside experts; "" without one."""
+    """The layer whose one output weighs a shared expert; "" without one."""
     experts = {name.rpartition(".")[0]: number for name, number in groups.items()}
     gates = (name for name, shape in block.items() if shape[:1] == (1,) and families.routes(name, 1, experts))
     return next((name.removesuffix(".weight") for name in gates), "")

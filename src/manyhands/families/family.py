@@ -221,10 +221,12 @@ class Family:
     mixers: tuple[str, ...] = ()  # classes of modules that carry a state along a row, apart from attention
     packages: tuple[str, ...] = ()  # with kernels for these, which transformers takes if they are installed
     kernels: tuple[MixerKernel, ...] = ()  # that together keep documents of a pack apart in these; (): none do
-    peft_refuses: tuple[str, ...] = ()  # layers that PEFT 0.21 adapts in no model of these types, by their last names
+    peft_refuses: tuple[str, ...] = ()  # last names of layers that PEFT 0.21 does not adapt in these types
     bypassed: tuple[str, ...] = ()  # linear layers of a block whose weights are read, and which are never called
     block: Callable[[Config, int, bool], Shapes] | None = None  # its parameters but for experts; bool: it has none
-    renamed: Mapping[str, str] = field(default_factory=dict)  # beginnings of names in blocks, by those that files have
+    renamed: Mapping[str, str] = field(
+        default_factory=dict
+    )  # prefixes of parameters in blocks, by their prefixes in files
     masks_by_position: bool = True  # transformers' own masks keep documents of a pack apart by their positions
 
     why_unpacked: str = ""  # why documents of a pack cannot be as if alone

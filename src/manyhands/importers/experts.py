@@ -31,7 +31,7 @@ def map_router_loss(t: Translator, key: str, strength: float | Literal["model"] 
     elif config and per_token is None:
         t.no_op(key, "the model has no experts")
     else:
-        why = "the model's config.json does not tell them" if config else "no config.json of the model could be fetched"
+        why = "the model's config.json does not have them" if config else "no config.json of the model could be fetched"
         t.refuse(key, "remove it, and set moe.balance to router_aux_loss_coef times num_experts_per_tok: transformers' "
                  f"loss is larger by that, and {why}")  # fmt: skip
 

@@ -113,7 +113,7 @@ def translate_settings(
 
 
 def replace_conflicting(t: Translator, run: Mapping[str, Any] | None = None) -> None:
-    """Replaces what cannot be had with the rest of the file, or with the native mapping of the ``run`` beside it."""
+    """Replace values that conflict with others of the file, or with the native keys of the ``run`` it distributes."""
     keep_offloaded_states_in_32_bits(t, run or {})
     deepspeed.fall_back_to_fsdp(t, run or {})
 

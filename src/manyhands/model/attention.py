@@ -130,7 +130,7 @@ def sdpa_mask(*arguments: Any, dtype: torch.dtype = torch.float32, **others: Any
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where ``mask`` (bool) is True, -inf elsewhere; ``dtype``: the queries', or float32 for narrower ones.
 
-    torch makes the same of a boolean mask in each layer, which keeps it until its backward pass: t^2 values a layer.
+    torch converts a boolean mask in every layer, and each keeps its copy for the backward pass: t^2 values a layer.
     """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 

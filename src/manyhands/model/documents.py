@@ -235,7 +235,7 @@ class RowsOfDocuments(nn.Module):
     @torch.compiler.disable  # each pack has other rows
     def _compute_rows(self, hidden_states: torch.Tensor, rows: Rows) -> Any:
         forward: Any = super().forward
-        compute = partial(forward, **_unused(forward.__func__))
+        compute = partial(forward, **_unused_arguments(forward.__func__))
         sizes = [num_rows * length for num_rows, length in rows.shapes]
         parts = hidden_states.flatten(0, 1).index_select(0, rows.tokens).split(sizes)
         made = [compute(x.unflatten(0, shape)) for x, shape in zip(parts, rows.shapes, strict=True)]
@@ -254,8 +254,8 @@ def _add_halos(hidden_states: torch.Tensor, places: torch.Tensor) -> torch.Tenso
 
 
 @cache
-def _unused(forward: Callable[..., Any]) -> dict[str, None]:
-    """What a mixer's forward pass must be given beside hidden states, and has no use for: positions, a mask."""
+def _unused_arguments(forward: Callable[..., Any]) -> dict[str, None]:
+    """Required arguments of a mixer's forward pass that it does not use (positions, a mask), as None."""
     parameters = list(inspect.signature(forward).parameters.values())[2:]
     return {p.name: None for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
 

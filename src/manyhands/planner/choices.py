@@ -207,7 +207,7 @@ def check_targets(method: MethodSection, model: ModelFacts) -> None:
             f"adapters on {', '.join(refused)} of {model.model_type} cannot be opened",
             where="method.target_modules",
             why="PEFT 0.21 refuses this layer in models of this type",
-            fix=f"set method.target_modules: [{', '.join(rest)}], which are all others, or name fewer",
+            fix=f"set method.target_modules: [{', '.join(rest)}] (all other linear layers), or fewer of them",
         )
 
 

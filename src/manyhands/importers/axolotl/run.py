@@ -423,9 +423,12 @@ def _count_mesh(t: Translator) -> int:
     shard, replicate = t.integer("dp_shard_size", 1) or 1, t.integer("dp_replicate_size", 1) or 1
     experts = t.integer("expert_parallel_size", 1) or 1
     if experts > 1 and context > 1:
-        t.refuse("expert_parallel_size", f"ranks that divide samples (`{named[0]}`) cannot divide experts: keep one")
+        t.refuse(
+            "expert_parallel_size",
+            f"ranks that divide a sample (`{named[0]}`) cannot divide experts: remove one of them",
+        )
     elif experts > 1 and replicate > 1:
-        t.refuse("expert_parallel_size", "Axolotl has no replicas beside it: set dp_replicate_size to 1")
+        t.refuse("expert_parallel_size", "Axolotl does not combine it with replicas: set dp_replicate_size to 1")
     elif experts > 1:
         t.map("expert_parallel_size", "parallel.expert_degree", experts)
     else:

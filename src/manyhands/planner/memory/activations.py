@@ -198,7 +198,7 @@ def block_bytes_per_token(s: EstimateInput, *, widest: bool = False) -> int:
                                     kernel for documents, which before torch 2.12 has no groups of heads. Measured a
                                     token and block beside 2 c (q - k), in four models: 11.9 and 12.3 KB, 4.1 and 4.1,
                                     11.8 and 12.3, 5.2 and 5.1
-    the same beside a dense mask    2 c (q - k) more: transformers repeats them, as torch takes a mask or groups
+    the same beside a dense mask    2 c (q - k) more: transformers repeats them, as sdpa takes a mask or groups of heads
     keys and values of all ranks    instead of these 2 c q for each that a rank gathers, W + 1/2 a token of its own
                                     where W ranks divide packs; or c q for the result of attention once more, as it is
                                     after heads were exchanged. Not measured
