@@ -343,6 +343,7 @@ def summarise(
         **memory(),
         "outside_gib": round(outside_allocator_gib(world.device), 2) if cuda else None,
         "planned_gib": round(plan.memory.total / 2**30, 2),
+        "planned_s": None if plan.step_s is None else round(plan.step_s, 4),
         "limit_gib": options.limit,
         "plan_limit_gib": options.plan_limit or options.limit,
         "input_wait_share": round(
