@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from manyhands.checkpoint.manifest import read_manifest
 from manyhands.core.errors import UserError
+from manyhands.export.__main__ import main as export
 from manyhands.launch.run.folder import RunFolder
 from tests.matrix.cells import CASES, NUM_STEPS, SAVED_STEP, STAND_INS, Ended, Workshop, beyond, deviations, lose
 from tests.support.equality import BOUNDS, Case, base_config
@@ -125,6 +126,14 @@ def check_same_bits(cell: Ended, resumed: Ended) -> None:
     assert (resumed.run.course(), resumed.run.evaluations()) == (cell.run.course(), cell.run.evaluations())
     assert resumed.weights_file.read_bytes() == cell.weights_file.read_bytes()
     assert resumed.run.read("plans/002.json")["cause"] == "resume"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_some_weights_is_exported_as_a_whole_model(workshop: Workshop, tmp_path: Path) -> None:
+    """By the command and verified in a new process: the file that the run itself wrote."""
+    cell = workshop.cell("patterns", "fsdp")
+    assert export([str(cell.folder), "--output", str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == cell.weights_file.read_bytes()
 
 
 # Each optimizer's bounds are those of the coarsest arithmetic between gradient and weight: moments in 8 bits are as
