@@ -219,10 +219,10 @@ def test_compiled_blocks_share_graphs_as_before(activation_checkpointing: bool) 
     [
         ("qwen3", False, False),
         ("qwen3", True, False),
-        pytest.param("qwen3", False, True, marks=pytest.mark.slow),
+        pytest.param("qwen3", False, True, marks=pytest.mark.ci),
         ("phi3", False, False),  # halves of a merged weight are views of what is gathered
         ("phi3", True, False),
-        pytest.param("phi3", False, True, marks=pytest.mark.slow),
+        pytest.param("phi3", False, True, marks=[pytest.mark.ci, pytest.mark.slow]),
     ],
 )
 def test_sharded_ranks_give_the_gradients_of_one(

@@ -27,14 +27,16 @@ def write_mixture(folder: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", "lora beside MXFP4"])
 def test_several_processes_are_as_one(world: Ranks, tmp_path: Path, method: str) -> None:
+    """DDP and hybrid of the others are in ``test_a_run_goes_on_in_any_layout``."""
+    layouts: list[tuple[str, int, dict[str, int]]] = [("fsdp", 2, {})]
     if method == "lora beside MXFP4":
         method = "lora"
+        layouts += [("ddp", 2, {}), ("hsdp", 4, {"parallel.shard_degree": 2})]
         write_workspace(tmp_path)
         write_mxfp4_model(tmp_path / "model")
     else:
         write_mixture(tmp_path)
     one = run_case(world, tmp_path, Case("one", 1, {"parallel.strategy": "single"} | KEYS), "float32", method)
-    layouts = [("ddp", 2, {}), ("fsdp", 2, {}), ("hsdp", 4, {"parallel.shard_degree": 2})]
     if method != "qlora":  # whose rows of 16,384 values are longer than half of these experts
         layouts.append(("fsdp", 4, {"parallel.expert_degree": 2}))
     for strategy, size, more in layouts:

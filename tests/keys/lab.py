@@ -32,6 +32,7 @@ from manyhands.worker.batches import iterate_steps
 from manyhands.worker.rank import BuiltModel, Data, Process, Rank
 from manyhands.worker.reference import attach_reference
 from tests.support.tiny import write_tiny_model
+from tests.support.zygote import forking
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 NUM_STEPS = 5  # of the base run: 40 rows in batches of 8
@@ -168,7 +169,8 @@ class Lab:
 
     def prepare(self, keys: Mapping[str, Any] = {}) -> Prepared:
         """Facts and plan, as before a launch."""
-        prepared = prepare_run(self.config(keys), report=lambda _: None)
+        with forking():  # a family that was not measured to pack is tried in a process, and so are converters
+            prepared = prepare_run(self.config(keys), report=lambda _: None)
         prepared.release()
         return prepared
 
@@ -193,7 +195,8 @@ class Lab:
         rank.measured |= stages.check_model(rank.rank, rank.data, rank.built)
 
     def train(self, rank: LabRank, *hooks: Hook) -> Ran:
-        rank.state = training.train_model(rank.rank, rank.data, rank.built, rank.state, hooks, rank.measured)
+        with forking():  # data workers
+            rank.state = training.train_model(rank.rank, rank.data, rank.built, rank.state, hooks, rank.measured)
         return Ran(rank)
 
     def export(self, keys: Mapping[str, Any]) -> Ran:

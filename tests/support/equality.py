@@ -42,6 +42,7 @@ from tests.support.equality_page import BOUNDS, NORM_BOUNDS
 from tests.support.ranks import Ranks, ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.vision import write_tiny_vision
+from tests.support.zygote import forking
 
 NUM_STEPS = 20
 NUM_SAMPLES = 75  # nine steps of 8 rows and one of 3 an epoch: in the short step one rank of four has no row
@@ -316,7 +317,8 @@ class Faulty:
 
 def run_case(world: Ranks | None, folder: Path, case: Case, dtype: str, method: str) -> Curve:
     config = base_config(folder, dtype, method, case, world.device if world else "cpu")
-    facts = gather_facts(config, saves=False, identify=False, report=lambda _: None)
+    with forking():  # a family that was not measured to pack is tried in a process
+        facts = gather_facts(config, saves=False, identify=False, report=lambda _: None)
     plan = make_plan(config, facts)
     arguments = (config.model_dump_json(), plan.model_dump_json(), case.fault)
     if world is None:
