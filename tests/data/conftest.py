@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from manyhands.config.schema import RunConfig
 from manyhands.data.store.store import TokenStore
 from manyhands.data.tokenize.prepare import prepare
 from manyhands.data.tokenize.summary import PreparedData
+from tests.support.zygote import forking
 
 from .families import TEMPLATES, train_tokenizer
 
@@ -86,9 +87,8 @@ def run(config: RunConfig, folder: Path) -> tuple[PreparedData, TokenStore, list
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that tokenize start without importing anything: see ``forked.py``."""
-    from tests.data.forked import Forked
-
-    names = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("manyhands.data.tokenize.parallel.subprocess", names)
+def forked() -> Iterator[None]:
+    """Processes that tokenize start without importing anything: see ``tests/support/zygote.py``."""
+    importlib.import_module("transformers.models.auto.tokenization_auto")  # sets variables that are read early
+    with forking():
+        yield
