@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Ended, Place, Run, Spec, train_command, write_place
+from tests.support.tiny import write_tiny_model
 
 PLAIN = ("method.dropout=0",)
 MAX_TOKENS = 2000
@@ -36,6 +37,10 @@ SEVERAL_PACKS = (
     "checkpoint.every_steps=2",
     "evaluate.at_start=false",
 )
+DIVIDED = {
+    "context": (PLAIN, "parallel.context_degree=2"),
+    "experts": ((*PLAIN, "model.name=mixture"), "parallel.expert_degree=2"),
+}
 MANY = (
     Spec(2, "full", ("parallel.strategy=fsdp",), file="full.yaml"),
     Spec(1, "full-one", file="full.yaml"),
@@ -49,6 +54,16 @@ MANY = (
     Spec(2, "roomy-2", SEVERAL_PACKS),
     Spec(2, "elsewhere", SEVERAL_PACKS, {"memory": 3}),
     Spec(2, "elsewhere", SEVERAL_PACKS),
+    *(
+        spec
+        for what, (plain, degree) in DIVIDED.items()
+        for spec in (
+            Spec(1, f"{what}-one", plain),
+            Spec(2, f"{what}-two", (*plain, degree, "parallel.strategy=fsdp")),
+            Spec(2, f"{what}-broken", (*plain, degree, "parallel.strategy=fsdp"), {"step": 7}),
+            Spec(1, f"{what}-broken", plain),
+        )
+    ),
 )
 
 
@@ -76,7 +91,12 @@ def whole(place: Place) -> tuple[Ended, Run]:
 @pytest.fixture(scope="session")
 def many(place: Place) -> str:
     """The output of ``MANY`` under torchrun, in one set of two processes."""
-    return once(place.folder, "many", lambda: place.many(*MANY))
+
+    def train() -> str:
+        write_tiny_model(place.folder / "mixture", "qwen3_moe", num_hidden_layers=2)
+        return place.many(*MANY)
+
+    return once(place.folder, "many", train)
 
 
 def once(folder: Path, name: str, make: Callable[[], str]) -> str:

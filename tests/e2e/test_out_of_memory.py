@@ -103,7 +103,8 @@ def test_under_torchrun_the_next_start_plans_smaller(place: Place, many: str) ->
     assert len(place.run("elsewhere").rows()) == 4 < NUM_STEPS
 
 
-@pytest.mark.slow  # the same, with processes that end; the assertions of one rank are those of two above
+@pytest.mark.ci
+@pytest.mark.slow  # nightly: the same, with processes that end; the assertions of one rank are those of two above
 def test_under_torchrun_one_rank_runs_out_and_the_next_start_plans_smaller(place: Place) -> None:
     keys = ("run.yaml", "name=one-elsewhere", *SEVERAL_PACKS)
     command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "manyhands.worker", *keys)

@@ -16,24 +16,35 @@ KEYS += ("stop.max_steps=4", "optimizer.learning_rate=0.01", "evaluate.every_ste
 RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
-def test_layouts_take_the_steps_of_one_process(place: Place, method: str) -> None:
+METHODS = ("lora", "qlora", "full")
+
+
+@pytest.fixture(scope="module")
+def trained(place: Place) -> Place:
+    """Each method in each layout, in one set of processes."""
     draw = random.Random(1)
     rows = [
         {key: " ".join(draw.choices(WORDS, k=draw.randint(1, 9))) for key in ("prompt", "chosen", "rejected")}
         for _ in range(40)
     ]
     (place.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_file = yaml.safe_load((place.folder / "run.yaml").read_text())
-    run_file["method"] = {"name": "full"} if method == "full" else {**run_file["method"], "name": method, "dropout": 0}
-    (place.folder / "pairs.yaml").write_text(yaml.safe_dump(run_file))
-    names, specs = [f"pairs-{method}-{strategy}" for strategy in RANKS], []
-    for name, (strategy, ranks) in zip(names, RANKS.items(), strict=True):
-        keys = (*KEYS, f"parallel.strategy={strategy}", f"data.cache=cache-{name}")
-        specs.append(Spec(ranks, name, keys, file="pairs.yaml"))
+    specs = []
+    for method in METHODS:
+        run = yaml.safe_load((place.folder / "run.yaml").read_text())
+        run["method"] = {"name": "full"} if method == "full" else {**run["method"], "name": method, "dropout": 0}
+        (place.folder / f"pairs-{method}.yaml").write_text(yaml.safe_dump(run))
+        for strategy, ranks in RANKS.items():
+            name = f"pairs-{method}-{strategy}"
+            keys = (*KEYS, f"parallel.strategy={strategy}", f"data.cache=cache-{name}")
+            specs.append(Spec(ranks, name, keys, file=f"pairs-{method}.yaml"))
     place.many(*specs)
-    losses = [place.run(name).losses() for name in names]
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_layouts_take_the_steps_of_one_process(trained: Place, method: str) -> None:
+    losses = [trained.run(f"pairs-{method}-{strategy}").losses() for strategy in RANKS]
     assert losses[0][0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference
     assert losses[0][-1] != pytest.approx(math.log(2), rel=1e-3)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] == pytest.approx(losses[1], rel=1e-6)

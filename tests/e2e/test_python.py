@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -172,18 +171,12 @@ def test_a_script_that_is_stopped_leaves_no_process(place: Place, script: str, n
     name, mark = f"stopped-{int(number)}", place.folder / f"mark-{int(number)}"
     marked = SCRIPT.replace("    steps.append(row)", f"    steps.append(row); open({str(mark)!r}, 'w')")
     (place.folder / "endless.py").write_text(endless(marked))
-    process = subprocess.Popen(
-        [sys.executable, "endless.py", name], cwd=place.folder, env=place.variables(None, None),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
+    with place.start("endless.py", name) as process:
         place.wait_for([mark], process)
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=WAIT_S)
+        output = place.wait(process, time.monotonic()).output
         _, alive = psutil.wait_procs(family, timeout=WAIT_S)
-    finally:
-        process.kill()
     assert not alive and place.run(name).steps_saved(), output
     assert ("KeyboardInterrupt" in output) == (number == signal.SIGINT), output
     assert place.run(name).read("status.json")["state"] == "interrupted"

@@ -63,6 +63,7 @@ def resumed(place: Place) -> Place:
 
 @pytest.fixture(scope="module")
 def resumed_more(resumed: Place) -> Place:
+    """Of other moments and layouts, which are nightly."""
     specs = [Spec(2, "fsdp", FSDP), *broken_and_resumed(2, [("step", 7)], *FSDP), *resized(MORE_RESIZED)]
     specs += [Spec(1, "twice", (), {"saving": 8}), Spec(1, "twice", (), {"step": 6}), Spec(1, "twice")]
     resumed.many(*specs, *broken_and_resumed(2, [("step", 2), ("saved", 8)]), *broken_and_resumed(1, MORE_MOMENTS))
@@ -130,7 +131,7 @@ def test_torchrun_and_our_own_launcher_give_the_same_losses(resumed: Place, whol
     assert resumed.run("ddp").course() == whole[1].course()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_more_moments(resumed_more: Place) -> None:
     for where, step in MORE_MOMENTS:
         check_same(resumed_more, f"{where}-{step}-1", "single")
@@ -139,13 +140,13 @@ def test_more_moments(resumed_more: Place) -> None:
     check_same(resumed_more, "step-7-2-fsdp", "fsdp")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_broken_off_while_saving_and_once_more_before_that_step(resumed_more: Place) -> None:
     check_same(resumed_more, "twice", "single")
     assert {"plans/001.json", "plans/002.json", "plans/003.json"} <= resumed_more.run("twice").files()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", MORE_RESIZED)
 def test_under_another_strategy_the_same_rows_are_in_the_same_steps(resumed_more: Place, name: str) -> None:
     check_resized(resumed_more, name)
