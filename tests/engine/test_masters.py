@@ -234,8 +234,7 @@ class TestCompiled:
         torch._dynamo.reset()
 
     @pytest.mark.ci
-    @pytest.mark.parametrize("family", ["llama", "gemma3"])
-    @pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
+    @pytest.mark.parametrize(("family", "activation_checkpointing"), [("llama", "none"), ("gemma3", "full")])
     def test_blocks_of_a_kind_share_one_graph(
         self, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, family: str, activation_checkpointing: str
     ) -> None:

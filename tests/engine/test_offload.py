@@ -216,7 +216,7 @@ def test_of_some_blocks_the_inputs_move_and_of_the_last_ones_they_stay(mode: Any
     """In every pass, each with a forward pass without gradients between; gradients are the same to the bit."""
     ids, size, layers = torch.arange(40)[None], 40 * 64 * 4, 4
     whole: dict[str, Any] = {}
-    for moved in (None, 0, 1, 3, 4):
+    for moved in (None, 1, 4) if compiled else (None, 0, 1, 3, 4):
         model = tiny_model("llama", num_hidden_layers=layers).train()
         activations.checkpoint_blocks(model, [mode] * layers, compiled=compiled)
         if compiled:
