@@ -115,8 +115,14 @@ def test_balance_of_even_and_of_lopsided_routers() -> None:
         assert (total / num_tokens).item() == pytest.approx(value, rel=1e-3)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["none", "full", "selective", "except_attention"])
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    [
+        *((mode, False) for mode in ("none", "full", "selective", "except_attention")),
+        *(pytest.param(mode, True, marks=pytest.mark.ci) for mode in ("full", "except_attention")),
+        *(pytest.param(mode, True, marks=[pytest.mark.ci, pytest.mark.slow]) for mode in ("none", "selective")),
+    ],
+)
 def test_recomputed_blocks_count_once(mode: Any, compiled: bool) -> None:
     """Gradients to the bit, compiled to rounding: one graph for all loads."""
     plain, loss_model = (make("qwen3_moe", torch.float32) for _ in range(2))

@@ -86,7 +86,8 @@ def test_the_number_of_processes_and_the_batch_change_nothing(model: Path, tmp_p
     found = []
     for number, placement in enumerate((Placement(), Placement(batch_size=1), Placement(processes=2, batch_size=3))):
         output = tmp_path / f"{number}.jsonl"
-        answer_file(model, prompts, output, sampled, placement=placement, report=lambda _: None)
+        with forking():
+            answer_file(model, prompts, output, sampled, placement=placement, report=lambda _: None)
         found.append(read(output))
     assert found[0] == found[1] == found[2]
     assert len({row["answer"] for row in found[0]}) > 10
