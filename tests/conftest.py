@@ -20,7 +20,7 @@ NIGHTLY = (
     *("docs/test_notebook.py", "docs/test_recipes.py", "equality", "matrix", "faults", "test_every_key.py"),
     *(f"e2e/test_{name}.py" for name in ("deepspeed", "endings", "guards", "hangs", "loftq", "loopback")),
     *("e2e/test_multimodal.py", "guides/test_blocks.py", "guides/test_foreign.py", "engine/test_graph_cache.py"),
-    *("e2e/test_multimodal_families.py", "e2e/test_nodes.py", "e2e/test_ropes.py", "engine/test_deepspeed.py"),
+    *("e2e/test_nodes.py", "e2e/test_ropes.py", "engine/test_deepspeed.py"),
     *("engine/test_image_layouts.py", "data/test_images.py", "model/test_images.py", "importers/test_every_value.py"),
     *("submit/test_cluster.py", "api/test_guide.py", "api/test_examples.py"),
 )

@@ -1,5 +1,6 @@
-"""A multimodal checkpoint fine-tuned on text alone: three methods, two strategies; towers untouched in what is
-saved. And on images: from the command to what others open.
+"""Multimodal checkpoints fine-tuned on text alone: three methods, two strategies, two families (the second with a flat
+configuration and positions of three axes); towers untouched in what is saved. And on images: from the command to what
+others open.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from tests.support.vision import processor_of, write_tiny_vision
 pytestmark = pytest.mark.slow  # whole runs in processes of their own: minutes together
 
 pytest.importorskip("bitsandbytes")
-METHODS = ("lora", "qlora", "full")
+FAMILIES = {"gemma": "gemma3", "qwen": "qwen2_5_vl"}
+METHODS = [("gemma", "lora"), ("gemma", "qlora"), ("gemma", "full"), ("qwen", "lora"), ("qwen", "full")]
 RESUMED = ("qlora", "full")
 STRATEGIES = ("ddp", "fsdp")
 IDS = torch.arange(30)[None] + 40
 
 
-def spec(place: Place, method: str, strategy: str, name: str, break_at: dict[str, int] | None = None) -> Spec:
+def spec(place: Place, family: str, method: str, strategy: str, how: str, at: dict[str, int] | None = None) -> Spec:
     adapter = (f"method.name={method}", "method.dropout=0", "output.merge=true") if method != "full" else ()
-    arguments = (f"model.name={place.folder / 'gemma'}", f"parallel.strategy={strategy}", *adapter)
-    return Spec(2, name, arguments, break_at, "full.yaml" if method == "full" else "run.yaml")
+    arguments = (f"model.name={place.folder / family}", f"parallel.strategy={strategy}", *adapter)
+    return Spec(2, f"{family}-{method}-{how}", arguments, at, "full.yaml" if method == "full" else "run.yaml")
 
 
 @pytest.fixture(scope="module")
 def ran(place: Place) -> Place:
     """bfloat16 in the files, as published; every method under both strategies, and some broken off and resumed."""
-    write_tiny_multimodal(place.folder / "gemma", "bfloat16")
-    specs = [spec(place, method, strategy, f"g-{method}-{strategy}") for method in METHODS for strategy in STRATEGIES]
+    for family, kind in FAMILIES.items():
+        write_tiny_multimodal(place.folder / family, "bfloat16", family=kind)
+    specs = [spec(place, *each, strategy, strategy) for each in METHODS for strategy in STRATEGIES]
     for method in RESUMED:
-        name = f"g-{method}-resumed"
-        specs += [spec(place, method, "fsdp", name, {"step": 7}), spec(place, method, "fsdp", name)]
+        specs += [spec(place, "gemma", method, "fsdp", "resumed", at) for at in ({"step": 7}, None)]
     write_pictures(place.folder)
     specs += [Spec(2, "seen-resumed", SEEN, {"step": 7}), Spec(2, "seen-resumed", (*SEEN, "data.workers=1"))]
     place.many(*specs)
@@ -92,44 +94,74 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_both_strategies_train_and_evaluate_the_same(ran: Place, method: str) -> None:
-    ddp, fsdp = (ran.run(f"g-{method}-{strategy}") for strategy in STRATEGIES)
+def is_tower(name: str, family: str) -> bool:
+    return name.startswith("visual.") if family == "qwen" else not name.startswith("language_model.")
+
+
+@pytest.mark.parametrize(("family", "method"), METHODS)
+def test_both_strategies_train_and_evaluate_the_same(ran: Place, family: str, method: str) -> None:
+    ddp, fsdp = (ran.run(f"{family}-{method}-{strategy}") for strategy in STRATEGIES)
     assert ddp.losses()[-1] < 0.95 * ddp.losses()[0]
     assert fsdp.losses() == pytest.approx(ddp.losses(), rel=1e-5)
     assert [loss for _, loss in fsdp.evaluations()] == pytest.approx([loss for _, loss in ddp.evaluations()], rel=1e-5)
+    plan = ddp.read("plans/001.json")
+    said = "a shrunken copy gives the same logits"
+    assert family != "qwen" or (plan["packing"] and any(said in str(reason["values"]) for reason in plan["why"]))
 
 
 @pytest.mark.parametrize("method", RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ran: Place, method: str) -> None:
-    resumed, whole = ran.run(f"g-{method}-resumed"), ran.run(f"g-{method}-fsdp")
+    resumed, whole = ran.run(f"gemma-{method}-resumed"), ran.run(f"gemma-{method}-fsdp")
     assert resumed.course() == whole.course() and resumed.evaluations() == whole.evaluations()
     found, expected = tensors_of(written(resumed, method)), tensors_of(written(whole, method))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("method", METHODS)
-def test_the_saved_model_has_the_sources_layout_and_its_towers(ran: Place, method: str, strategy: str) -> None:
-    source, saved = tensors_of(ran.folder / "gemma"), tensors_of(written(ran.run(f"g-{method}-{strategy}"), method))
+@pytest.mark.parametrize(("family", "method"), METHODS)
+def test_the_saved_model_has_the_sources_layout_and_its_towers(
+    ran: Place, family: str, method: str, strategy: str
+) -> None:
+    """And the checkpoint beside it is of the text alone."""
+    run = ran.run(f"{family}-{method}-{strategy}")
+    source, saved = tensors_of(ran.folder / family), tensors_of(written(run, method))
     assert {name: tensor.shape for name, tensor in saved.items()} == {
         name: tensor.shape for name, tensor in source.items()
     }
-    towers = {name for name in source if not name.startswith("language_model.")}
-    assert len(towers) > 20 and all(torch.equal(saved[name].float(), source[name].float()) for name in towers)
+    towers = {name for name in source if is_tower(name, family)}
+    assert len(towers) > 15 and all(torch.equal(saved[name].float(), source[name].float()) for name in towers)
     dtype = torch.bfloat16 if method == "full" else torch.float32  # merged: as the CPU computed, towers too
     assert {tensor.dtype for tensor in saved.values()} == {dtype}
-    changed = [name for name in source.keys() - towers if not torch.equal(saved[name].float(), source[name].float())]
-    assert len(changed) == (len(source.keys() - towers) if method == "full" else 3 * 7) or method == "qlora"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_checkpoints_hold_no_tower(ran: Place, method: str) -> None:
+    if family == "gemma" and method != "qlora":
+        texts = source.keys() - towers
+        changed = [name for name in texts if not torch.equal(saved[name].float(), source[name].float())]
+        assert len(towers) > 20 and len(changed) == (len(texts) if method == "full" else 3 * 7)
     names: set[str] = set()
-    for path in ran.run(f"g-{method}-fsdp").folder.glob("checkpoints/step-000012/*.safetensors"):
+    for path in run.folder.glob("checkpoints/step-000012/*.safetensors"):
         with safe_open(path, framework="pt") as file:
             names |= set(file.keys())
-    assert names and all(".language_model." in name for name in names)
+    texts = (".language_model.", ".lm_head.") if (family, method) == ("qwen", "full") else (".language_model.",)
+    assert names and all(any(text in name for text in texts) for name in names)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_familys_own_class_opens_it_with_the_sources_eyes(ran: Place, method: str, strategy: str) -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    opened: list[Any] = [
+        Qwen2_5_VLForConditionalGeneration.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
+        for path in (ran.folder / "qwen", written(ran.run(f"qwen-{method}-{strategy}"), method))
+    ]
+    assert not any(info["missing_keys"] or info["unexpected_keys"] for _, info in opened)
+    grid, pixels = (
+        torch.tensor([[1, 4, 4]]),
+        torch.randn(16, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0)),
+    )
+    eyes = [model.eval().get_image_features(pixels, grid).pooler_output[0] for model, _ in opened]
+    words = [model(input_ids=torch.arange(40)[None]).logits for model, _ in opened]
+    assert torch.equal(*eyes) and not torch.allclose(*words, rtol=0.01)
 
 
 def test_plain_transformers_opens_the_model_and_still_sees(ran: Place) -> None:
@@ -137,7 +169,7 @@ def test_plain_transformers_opens_the_model_and_still_sees(ran: Place) -> None:
 
     opened: list[Any] = [
         AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-        for folder in (ran.folder / "gemma", ran.run("g-full-fsdp").folder / "model")
+        for folder in (ran.folder / "gemma", ran.run("gemma-full-fsdp").folder / "model")
     ]
     assert not any(info["missing_keys"] or info["unexpected_keys"] for _, info in opened)
     image = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
@@ -151,7 +183,7 @@ def test_peft_puts_the_adapter_on_the_text_alone(ran: Place, strategy: str) -> N
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    run = ran.run(f"g-lora-{strategy}")
+    run = ran.run(f"gemma-lora-{strategy}")
     base: Any = AutoModelForCausalLM.from_pretrained(ran.folder / "gemma", dtype=torch.float32)
     model: Any = PeftModel.from_pretrained(base, str(run.folder / "adapter")).eval()
     adapted = {name for name, _ in model.named_parameters() if "lora_" in name}
@@ -166,19 +198,16 @@ def test_peft_puts_the_adapter_on_the_text_alone(ran: Place, strategy: str) -> N
             torch.testing.assert_close(opened(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("method", "names"), [("full", ("model",)), ("lora", ("merged", "adapter")), ("qlora", ("merged", "adapter"))]
-)
-def test_what_was_written_is_verified_by_its_hashes_and_logits(ran: Place, method: str, names: tuple[str, ...]) -> None:
-    for strategy in STRATEGIES:
-        folder = ran.run(f"g-{method}-{strategy}").folder
-        for name in names:
-            reference, probe = (
-                Reference.read(folder / "verify" / f"{name}.json"),
-                folder / "verify" / "probe.safetensors",
-            )
-            found = verify(folder / name, reference, base=ran.folder / "gemma", probe_path=probe)
-            assert not found.findings and any("logits of" in note for note in found.notes), found
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("family", "method"), [each for each in METHODS if each != ("qwen", "full")])
+def test_what_was_written_is_verified_by_its_hashes_and_logits(
+    ran: Place, family: str, method: str, strategy: str
+) -> None:
+    folder = ran.run(f"{family}-{method}-{strategy}").folder
+    for name in ("model",) if method == "full" else ("merged", "adapter"):
+        reference, probe = Reference.read(folder / "verify" / f"{name}.json"), folder / "verify" / "probe.safetensors"
+        found = verify(folder / name, reference, base=ran.folder / family, probe_path=probe)
+        assert not found.findings and any("logits of" in note for note in found.notes), found
 
 
 def test_images_are_trained_evaluated_and_resumed(ran: Place, seen: Run) -> None:
