@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.importers.images import is_projector, row_has_images
+from manyhands.importers.shared import is_projector, row_has_images
 from tests.importers.test_axolotl import change, outcome, refused, section
 from tests.importers.test_trl import read
 

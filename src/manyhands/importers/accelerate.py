@@ -13,7 +13,7 @@ from manyhands.config.read import ParsedFile
 from manyhands.config.text import names, show
 from manyhands.importers.deepspeed import map_deepspeed, map_stage, map_zero
 from manyhands.importers.fsdp import OPTIONS, fsdp_keys, fsdp_options, map_fsdp
-from manyhands.importers.precision import map_dtype
+from manyhands.importers.shared import map_dtype
 from manyhands.importers.translation import Translator
 
 TOOL = "accelerate"
@@ -125,12 +125,8 @@ def _map_deepspeed(t: Translator) -> None:
     if not t.has(stage):
         map_stage(t, "distributed_type", 2, "accelerate's default is ZeRO stage 2")
     else:
-        map_zero(
-            t,
-            stage=stage,
-            optimizer=(section + "offload_optimizer_device",),
-            weights=(section + "offload_param_device",),
-        )
+        optimizer, weights = section + "offload_optimizer_device", section + "offload_param_device"
+        map_zero(t, stage=stage, optimizer=(optimizer,), weights=(weights,))
     for name in ("offload_optimizer_device", "offload_param_device"):
         if str(t.get(section + name, "none")) == "none":
             t.no_op(section + name)
@@ -247,10 +243,6 @@ def read_environment(environ: Mapping[str, str]) -> ParsedFile | None:
     elif environ.get("ACCELERATE_USE_MEGATRON_LM", "").lower() == "true":
         mapping["distributed_type"] = "MEGATRON_LM"
     if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        prefix = "PARALLELISM_CONFIG_"
-        mapping["parallelism_config"] = {
-            name.lower(): int(value) if value.isdecimal() else value
-            for name, value in environ.items()
-            if name.startswith(prefix)
-        }
+        options = {name.lower(): value for name, value in environ.items() if name.startswith("PARALLELISM_CONFIG_")}
+        mapping["parallelism_config"] = {k: int(v) if v.isdecimal() else v for k, v in options.items()}
     return ParsedFile(mapping, ENVIRONMENT)

@@ -17,8 +17,7 @@ from typing import Any
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.config.text import names, show
 from manyhands.core.units import count_of
-from manyhands.importers.precision import map_fp16
-from manyhands.importers.trackers import map_trackers
+from manyhands.importers.shared import map_fp16, map_trackers
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator, check_product
 from manyhands.optim.registry import OPTIMIZERS, names_in
 

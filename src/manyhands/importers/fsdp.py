@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from manyhands.config.text import names, show
-from manyhands.importers.precision import DTYPES, map_dtype
+from manyhands.importers.shared import DTYPES, map_dtype
 from manyhands.importers.translation import Translator
 
 _WRAP = "every block is a unit"
@@ -99,13 +99,14 @@ def map_fsdp(t: Translator, options: Mapping[str, str], *, version: int = 1, str
         if name in ALREADY:
             t.no_op(key, ALREADY[name])
     _map_sharding(t, options, version, strategy)
-    for name in ("offload_params", "cpu_offload"):
+    for name, native, value in (
+        ("offload_params", "parallel.offload", "all"),
+        ("cpu_offload", "parallel.offload", "all"),
+        ("activation_checkpointing", "parallel.activation_checkpointing", "full"),
+        ("activation_checkpointing_offload", "parallel.offload_activations", True),
+    ):
         if name in options:
-            t.switch(options[name], "parallel.offload", "all")
-    if "activation_checkpointing" in options:
-        t.switch(options["activation_checkpointing"], "parallel.activation_checkpointing", "full")
-    if "activation_checkpointing_offload" in options:
-        t.switch(options["activation_checkpointing_offload"], "parallel.offload_activations")
+            t.switch(options[name], native, value)
     if "mixed_precision_policy" in options:
         _map_precision(t, options["mixed_precision_policy"])
     if "ignored_modules" in options:

@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from manyhands.config.checks import check
-from manyhands.config.keys import Key, sections, table, wrong_value
+from manyhands.config.keys import sections, table, wrong_value
 from manyhands.config.read import NO_TEXT, ParsedFile, parse_or_text, read_run_file
 from manyhands.config.schema import RunConfig
 from manyhands.config.sources import drop_wrong_sources, list_paths, list_sources, open_source
@@ -30,7 +31,7 @@ from manyhands.importers.recognize import (
     translate,
     translate_settings,
 )
-from manyhands.importers.translation import ImportContext, Translation, clean_name, flatten
+from manyhands.importers.translation import ImportContext, Translation, clean_name, flatten, look_up
 
 PATH_KEYS = ("model.name", "model.chat_template", "method.adapter", "data.image_folder")
 HOME_KEYS = (*PATH_KEYS, "data.cache", "output.dir")
@@ -114,14 +115,6 @@ def translate_file(source: ParsedFile, context: ImportContext) -> Translation | 
     return translation
 
 
-def _count_processes(files: Mapping[str, ParsedFile], context: ImportContext) -> int | None:
-    """The number of processes that accelerate's file asks for: what a run file's per-GPU numbers are multiplied by."""
-    if "accelerate" not in files:
-        return None
-    asked = translate_settings(files["accelerate"], "accelerate", context).mapping.get("parallel", {}).get("gpus")
-    return asked if isinstance(asked, int) else None
-
-
 def merge_settings(
     mapping: dict[str, Any], origins: dict[str, str], settings: Translation, defaults: Collection[str] = ()
 ) -> None:
@@ -151,9 +144,11 @@ def _with_overrides(context: ImportContext, overrides: Sequence[str], files: Map
     """What overrides and settings say of GPUs and data before they are applied."""
     given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     gpus, train = given.get("parallel.gpus", ""), given.get("data.train")
-    asked = int(gpus) if gpus.isdecimal() else _count_processes(files, context)
-    if asked:
-        context = replace(context, gpus=asked)
+    if gpus.isdecimal():
+        context = replace(context, gpus=int(gpus) or context.gpus)
+    elif "accelerate" in files:  # its processes are what a run file's per-GPU numbers are multiplied by
+        asked = look_up(translate_settings(files["accelerate"], "accelerate", context).mapping, "parallel.gpus")
+        context = replace(context, gpus=asked or context.gpus)
     look = context.first_row
     return context if train is None or look is None else replace(context, first_row=lambda _: look(train))
 
@@ -184,7 +179,9 @@ def _apply_overrides(mapping: dict[str, Any], overrides: Sequence[str], origins:
             section, _, leaf = path.rpartition(".")
             target = _open_section(mapping, section) if section else mapping
             if target is not None:  # otherwise the file's section is not a mapping, which is reported
-                target[leaf] = _read_value(text, table()[path])
+                value = parse_or_text(text)
+                is_quoted = isinstance(value, str) and text.lstrip()[:1] in "'\""
+                target[leaf] = value if is_quoted or table()[path].keeps(value) else text
                 origins[path] = "command line"
         else:
             findings += _override_inside(mapping, path, text, origins)
@@ -221,13 +218,6 @@ def _open_section(mapping: dict[str, Any], *names: str) -> dict[str, Any] | None
         if not isinstance(mapping, dict):
             return None
     return mapping
-
-
-def _read_value(text: str, key: Key) -> Any:
-    value = parse_or_text(text)
-    if key.keeps(value):
-        return value
-    return value if isinstance(value, str) and text.lstrip()[:1] in "'\"" else text
 
 
 def resolve_paths(mapping: dict[str, Any], folder: Path) -> None:
@@ -296,11 +286,7 @@ def _name_origins(finding: str, foreign: Mapping[str, str]) -> str:
 
 def _check_paths(config: RunConfig) -> list[str]:
     """Paths that cannot be looked up: ``~name`` of an unknown user, names that are too long, missing permissions."""
-    places = {
-        path: getattr(getattr(config, section), leaf)
-        for path in HOME_KEYS
-        for section, _, leaf in [path.partition(".")]
-    }
+    places = {path: attrgetter(path)(config) for path in HOME_KEYS}
     places |= {f"{asked.place}.path": asked.source.path for asked in list_sources(config)}
     findings = []
     for path, value in places.items():
@@ -356,10 +342,8 @@ def _drop_unknown(mapping: dict[str, Any], origins: Mapping[str, str]) -> list[s
 def _list_keys(keys: dict[str, Any], name: str, origins: Mapping[str, str]) -> list[str]:
     """An unknown section: each of its keys, and what it is called here."""
     meant = nearest(name)
-    findings = [
-        f"{at_line(name, origins)}unknown section `{name}`"
-        + (f": did you mean `{meant}`?" if meant in sections() else "")
-    ]
+    known = f": did you mean `{meant}`?" if meant in sections() else ""
+    findings = [f"{at_line(name, origins)}unknown section `{name}`{known}"]
     for leaf in keys:
         path, meant_path = f"{name}.{leaf}", f"{meant}.{leaf}"
         instead = f": write `{meant_path}`" if meant_path in table() else hint(path)

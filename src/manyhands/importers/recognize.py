@@ -63,12 +63,13 @@ def recognize(mapping: Mapping[str, Any]) -> Importer | None:
             why="the rewrite of LLaMA-Factory is experimental",
             fix="write the run as a file of `llamafactory-cli train`, or as one of ours: `manyhands init`",
         )
-    best, most = None, _count(mapping, frozenset(table()), frozenset(k for k, v in table().items() if v.takes_mapping))
+    ours = flatten(mapping, frozenset(k for k, v in table().items() if v.takes_mapping))
+    best, most = None, len(ours.keys() & table().keys())
     for name in FILES:
         importer = load_importer(name)
-        count = _count(mapping, importer.KEYS, importer.OPEN)
-        keys = {*mapping, *flatten(mapping, importer.OPEN)}
-        if count > most and keys & importer.MARKS:
+        keys = flatten(mapping, importer.OPEN).keys()
+        count = len(keys & importer.KEYS)
+        if count > most and {*mapping, *keys} & importer.MARKS:
             best, most = importer, count
     return best
 
@@ -152,20 +153,14 @@ EXCLUSIVE = (
 def drop_replaced(mapping: dict[str, Any], overrides: Iterable[str]) -> None:
     """Removes what a translation has set and overrides of other keys replace."""
     given = {override.partition("=")[0].removeprefix("--") for override in overrides}
-    for group in EXCLUSIVE:
-        if given & set(group):
-            for key in (key for key in group if key not in given):
-                section, _, leaf = key.partition(".")
-                mapping.get(section, {}).pop(leaf, None)
+    for key in {key for group in EXCLUSIVE if given & set(group) for key in group} - given:
+        section, _, leaf = key.partition(".")
+        mapping.get(section, {}).pop(leaf, None)
 
 
 def exclusive_with(key: str) -> frozenset[str]:
     """The native keys of which a run has one, ``key`` among them."""
     return frozenset({key}.union(*(group for group in EXCLUSIVE if key in group)))
-
-
-def _count(mapping: Mapping[str, Any], known: frozenset[str], open: frozenset[str]) -> int:
-    return sum(key in known for key in flatten(mapping, open))
 
 
 def _refuse_mixed(t: Translator, importer: Importer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from manyhands.config.keys import table
@@ -76,25 +76,15 @@ def summarize(translation: Translation) -> list[str]:
 
 def describe(translation: Translation) -> str:
     """Every key of the file with what becomes of it, then the defaults of the tool that are carried over."""
-    return "\n".join(_describe(translation))
-
-
-def _describe(translation: Translation) -> Iterator[str]:
-    yield summarize(translation)[0]
+    lines = [summarize(translation)[0]]
     for kind in reversed(KINDS):
         outcomes = [outcome for outcome in translation.outcomes if outcome.kind == kind]
-        if kind == "not_set" or not outcomes:
-            continue
-        yield ""
-        yield f"{WORDS[kind]}:"
-        yield from (f"  {_line(outcome)}" for outcome in outcomes)
-    if translation.tool_defaults:
-        yield ""
-        yield f"defaults of {translation.tool} that are not ours:"
-        yield from (
-            f"  {key}: {show(look_up(translation.mapping, key))}  ({why})"
-            for key, why in translation.tool_defaults.items()
-        )
+        if outcomes and kind != "not_set":
+            lines += ["", f"{WORDS[kind]}:", *(f"  {_line(outcome)}" for outcome in outcomes)]
+    if defaults := translation.tool_defaults:
+        lines += ["", f"defaults of {translation.tool} that are not ours:"]
+        lines += [f"  {key}: {show(look_up(translation.mapping, key))}  ({why})" for key, why in defaults.items()]
+    return "\n".join(lines)
 
 
 def _line(outcome: KeyOutcome) -> str:

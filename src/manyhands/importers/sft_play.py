@@ -13,7 +13,7 @@ from typing import Any
 from manyhands.config.read import ParsedFile, read_run_file
 from manyhands.config.text import names, show
 from manyhands.core.errors import UserError
-from manyhands.importers import preferences, trackers
+from manyhands.importers import preferences, shared
 from manyhands.importers import transformers as hf
 from manyhands.importers.deepspeed import find_file, map_deepspeed
 from manyhands.importers.names import find_value
@@ -293,7 +293,7 @@ def _map_rest(t: Translator) -> None:
     t.no_op("logging.log_interval", "`train.logging_steps` decides")
     t.ignore("run_name", "the run is named after `train.output_dir`")
     backend = t.get("logging.backend")
-    trackers.map_trackers(t, {"logging.backend": [] if backend in (None, "none") else [str(backend)]}, {})
+    shared.map_trackers(t, {"logging.backend": [] if backend in (None, "none") else [str(backend)]}, {})
     t.map("train.output_dir", split_output(t.get("train.output_dir")))
     t.only("train.resume_from_checkpoint", ("auto", True, False, "latest"), "a run resumes from its own checkpoint")
     map_deepspeed(t, "train.deepspeed")

@@ -9,7 +9,7 @@ from manyhands.config.text import names, show
 from manyhands.core.units import count_of
 from manyhands.importers.deepspeed import map_stage
 from manyhands.importers.fsdp import map_fsdp
-from manyhands.importers.precision import map_fp16
+from manyhands.importers.shared import map_fp16
 from manyhands.importers.translation import Translator, check_product
 
 TOOL = "synth-ai"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.config.text import names, show
-from manyhands.importers import trackers
+from manyhands.importers import shared
 from manyhands.importers import transformers as hf
-from manyhands.importers.precision import map_dtype
+from manyhands.importers.shared import map_dtype
 from manyhands.importers.translation import Translator, split_output
 
 TOOL = "TheWorld"
@@ -224,8 +224,8 @@ def _map_intervals(t: Translator) -> None:
         t.no_op("eval_steps", "`do_eval` is false")
     t.only("resume_from_checkpoint", (None, False, "latest"), "a run resumes from its own newest checkpoint")
     opened = ["wandb"] * t.flag("log_to_wandb")
-    trackers.map_trackers(t, {"log_to_wandb": opened}, {"wandb": "wandb_project"})
-    trackers.map_tracker_options(t, opened)
+    shared.map_trackers(t, {"log_to_wandb": opened}, {"wandb": "wandb_project"})
+    shared.map_tracker_options(t, opened)
     for key in UPLOADS:
         if t.get(key) in (None, False):
             t.no_op(key)

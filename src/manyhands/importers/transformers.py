@@ -13,8 +13,7 @@ from manyhands.config.text import names, nearest_name, show
 from manyhands.core.units import count_of
 from manyhands.importers.deepspeed import map_deepspeed
 from manyhands.importers.fsdp import fsdp_keys, fsdp_options, map_fsdp, map_words, read_words
-from manyhands.importers.precision import map_fp16
-from manyhands.importers.trackers import TRACKER_OPTIONS, map_tracker_options, map_trackers
+from manyhands.importers.shared import TRACKER_OPTIONS, map_fp16, map_tracker_options, map_trackers
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator, look_up
 from manyhands.optim.registry import OPTIMIZERS, names_in
 
@@ -383,17 +382,11 @@ def map_length(t: Translator, *, epochs: float) -> None:
         t.set_tool_default("stop.epochs", 1_000_000, "`max_steps` alone ends the run")
     else:
         t.no_op("max_steps", "no limit")
-        number = t.number("num_train_epochs")
+        number = t.number("num_train_epochs", epochs)
         if number is not None and number <= 0:
             t.refuse("num_train_epochs", f"got {show(number)}, allowed: a number above 0")
-        elif number is not None:
-            t.map("num_train_epochs", "stop.epochs", number)
-        else:
-            t.set_tool_default("stop.epochs", epochs, f"{t.tool}'s default")
-    if t.integer("seed") is not None:
-        t.map("seed", "seed", t.integer("seed"))
-    else:
-        t.set_tool_default("seed", 42, f"{t.tool}'s default")
+        t.map_or_default("num_train_epochs", "stop.epochs", number)
+    t.map_or_default("seed", "seed", t.integer("seed", 42))
 
 
 def map_batch(t: Translator, *, per_device: int, accumulation: int = 1, packs: bool = False) -> None:
@@ -436,19 +429,16 @@ def map_precision(t: Translator) -> None:
     """bf16, fp16, recomputation, compilation."""
     if t.flag("fp16") and t.flag("bf16"):
         t.contradict("fp16", f"and {t.place('bf16')} are both true: keep one")
-    elif t.flag("fp16"):
+    else:
         map_fp16(t, "fp16")
-    elif t.has("fp16"):
-        t.no_op("fp16")
     if t.flag("bf16"):
         t.map("bf16", "model.dtype", "bfloat16")
-    elif t.has("bf16"):
+    else:
         t.no_op("bf16", "model.dtype stays auto")
-    if t.has("gradient_checkpointing"):
-        if t.flag("gradient_checkpointing"):
-            t.no_op("gradient_checkpointing", "the plan recomputes as many blocks as memory requires")
-        else:
-            t.map("gradient_checkpointing", "parallel.activation_checkpointing", "none")
+    if t.flag("gradient_checkpointing"):
+        t.no_op("gradient_checkpointing", "the plan recomputes as many blocks as memory requires")
+    else:
+        t.map("gradient_checkpointing", "parallel.activation_checkpointing", "none")
     backend = t.get("torch_compile_backend") or t.get("torchdynamo")
     for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo"):
         if t.has(key):  # a backend or a mode alone compiles too

@@ -143,7 +143,7 @@ class Translator:
         self.tool_defaults: dict[str, str] = {}
         self._outcomes: dict[str, KeyOutcome] = {}
         self._set_by: dict[str, str] = {}
-        self._gpus: int | None = None
+        self.gpus: int | None = None  # used or named so far
         self.micro: int | None = None
         self.accumulation: int | None = None
         self.aliases: Mapping[str, str] = {}
@@ -173,12 +173,10 @@ class Translator:
         if value is None:
             return default
         try:
-            if isinstance(value, bool):
-                raise ValueError
-            number = float(value)
-            if not math.isfinite(number):
-                raise ValueError
+            number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
             self.refuse(key, f"got {show(value)}, allowed: a number")
             return default
         return int(number) if number.is_integer() and not isinstance(value, float) else number
@@ -300,23 +298,17 @@ class Translator:
         path = first.get("path") if isinstance(first, Mapping) else first
         return self.context.first_row(path) if self.context.first_row and isinstance(path, str) else None
 
-    @property
-    def gpus(self) -> int | None:
-        """The number of GPUs that was used or named so far."""
-        return self._gpus
-
     def num_gpus(self) -> int | None:
         """GPUs to multiply by: the first start's, the file's, those asked for, or this machine's. None if unknown."""
-        if self._gpus is None:
-            counted = self.context.first_gpus or self.context.gpus
-            if counted is None and self.context.count_gpus is not None:
-                counted = max(1, self.context.count_gpus())
-            self._gpus = counted
-        return self._gpus
+        if self.gpus is None:
+            self.gpus = self.context.first_gpus or self.context.gpus
+        if self.gpus is None and self.context.count_gpus is not None:
+            self.gpus = max(1, self.context.count_gpus())
+        return self.gpus
 
     def set_gpus(self, count: int) -> None:
         """The number of GPUs that the file itself names: it decides the batch, not on how many GPUs this start runs."""
-        self._gpus = self.context.first_gpus or count
+        self.gpus = self.context.first_gpus or count
 
     def merge(self, other: Translation, key: str) -> None:
         """Adds the result of another file that ``key`` names (a DeepSpeed JSON); outcomes keep its path."""
@@ -343,7 +335,8 @@ class Translator:
                     raise AssertionError(f"{self.tool}: `{key}` has no outcome")
                 self._note(key, "not_set", "")
                 continue
-            near = _same_meaning(key, self.known)
+            ours = find_key(key)  # of what other tools call `lora_rank` it may be `lora_r`
+            near = next((name for name in sorted(self.known) if ours and find_key(name) == ours), None)
             if near is None and key not in elsewhere:
                 near = _nearest_key(key, self.known)
             if near:
@@ -354,9 +347,7 @@ class Translator:
                 self.ignore(key, f"{self.tool} has no such key and ignores it")
         _number_names(self.mapping.get("data", {}))
         order = {key: index for index, key in enumerate(self.values)}
-        outcomes = sorted(
-            self._outcomes.values(), key=lambda outcome: order.get(outcome.key.split(" > ")[0], len(order))
-        )
+        outcomes = sorted(self._outcomes.values(), key=lambda one: order.get(one.key.split(" > ")[0], len(order)))
         return Translation(
             self.tool,
             self.source.where,
@@ -364,7 +355,7 @@ class Translator:
             tuple(outcomes),
             self.origins,
             self.tool_defaults,
-            self._gpus,
+            self.gpus,
             self.micro,
             self.accumulation,
             frozenset(self.replaces),
@@ -425,12 +416,6 @@ def _nearest_key(key: str, known: Collection[str]) -> str | None:
     return nearest_name(key, alike) or nearest_name(key, sorted(known))
 
 
-def _same_meaning(key: str, known: Collection[str]) -> str | None:
-    """The known key for what other tools call ``key``: ``lora_r`` for ``lora_rank``."""
-    ours = find_key(key)
-    return next((name for name in sorted(known) if ours and find_key(name) == ours), None)
-
-
 def clean_name(text: str) -> str:
     """A run's name from a file's stem or another tool's name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:100] or "run"
@@ -457,9 +442,7 @@ def flatten(mapping: Mapping[str, Any], open: Collection[str] = (), prefix: str 
 def check_product(t: Translator, total_key: str, parts: Iterable[tuple[str, int]]) -> None:
     """Refuses ``total_key`` where it is not the product of these (name, number) parts: ``1 x 8 x 16 = 128, not 64``."""
     total, parts = t.integer(total_key), list(parts)
-    product = 1
-    for _, number in parts:
-        product *= number
+    product = math.prod(number for _, number in parts)
     if total is not None and total != product:
         sum_ = " × ".join(str(number) for _, number in parts)
         names = " × ".join(name for name, _ in parts)

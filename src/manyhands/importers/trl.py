@@ -11,13 +11,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from manyhands.config.keys import table
 from manyhands.config.text import names, show
-from manyhands.importers import preferences, trackers
+from manyhands.importers import preferences, shared
 from manyhands.importers import transformers as hf
-from manyhands.importers.experts import add_target_parameters, map_router_loss
-from manyhands.importers.images import row_has_images, split_projector, takes_images
-from manyhands.importers.precision import map_dtype
+from manyhands.importers.shared import (
+    add_target_parameters,
+    map_dtype,
+    map_router_loss,
+    row_has_images,
+    split_projector,
+    takes_images,
+)
 from manyhands.importers.translation import Translator, split_output
 
 TOOL = "TRL"
@@ -115,10 +119,7 @@ def _map_model(t: Translator) -> None:
         t.no_op(key)
     t.map("chat_template", "model.chat_template")
     t.map("chat_template_path", "model.chat_template")
-    if t.has("eos_token") and "model.special_tokens" in table():
-        t.map("eos_token", "model.special_tokens", {"eos": str(t.get("eos_token"))})
-    elif t.has("eos_token"):
-        t.refuse("eos_token", "another end-of-text token is not available: remove it where it is the tokenizer's own")
+    t.map("eos_token", "model.special_tokens", {"eos": str(t.get("eos_token"))})
     t.only("model_init_kwargs", (None, {}), "not available: remove it")
     map_router_loss(t, "router_aux_loss_coef", t.number("router_aux_loss_coef"))
     _read_environment(t)
@@ -127,7 +128,7 @@ def _map_model(t: Translator) -> None:
 def _read_environment(t: Translator) -> None:
     """``env``: variables by which trackers name their projects are read, no other one."""
     given = t.get("env", {})
-    readable = {variable for _, variable in trackers.SINKS.values()}
+    readable = {variable for _, variable in shared.SINKS.values()}
     if isinstance(given, Mapping) and readable.issuperset(given):
         t.context = replace(t.context, variables={**t.context.variables, **{key: str(given[key]) for key in given}})
         t.no_op("env", "trackers read it")
@@ -235,11 +236,7 @@ def _map_held_out(t: Translator) -> None:
         if not hf.map_held_out(t, key, least_rows=1):
             t.only(key, (None,), "datasets itself refuses it: write a share below 1, or a number of rows")
     held_out = {"validation", "validation_fraction"} & t.mapping.get("data", {}).keys()
-    if (
-        _evaluates(t)
-        and not held_out
-        and t.has("evaluation_strategy" if t.has("evaluation_strategy") else "eval_strategy")
-    ):
+    if _evaluates(t) and not held_out:
         key = "eval_strategy" if t.has("eval_strategy") else "evaluation_strategy"
         t.contradict(key, "it evaluates, and there is no validation data: write test_split_size, or a data set with "
                      "the split that dataset_test_split names")  # fmt: skip
@@ -248,8 +245,7 @@ def _map_held_out(t: Translator) -> None:
 
 def _map_length(t: Translator) -> None:
     for key in ("max_length", "max_seq_length"):
-        if t.has(key):
-            t.map(key, "data.max_length", t.count(key, 1024))
+        t.map(key, "data.max_length", t.count(key, 1024))
     if t.is_null("max_length"):
         t.set_tool_default("data.max_length", UNLIMITED, "`max_length: null`: TRL cuts nothing")
     else:
@@ -307,9 +303,8 @@ def _map_loss_by_columns(t: Translator) -> None:
 
 def _listed_columns(t: Translator) -> list[str]:
     """Columns that a mixture names."""
-    entries = t.get("dataset_mixture.datasets") or t.get("datasets") or ()
-    if not isinstance(entries, list):
-        return []
+    entries = t.get("dataset_mixture.datasets") or t.get("datasets")
+    entries = entries if isinstance(entries, list) else []
     return [name for entry in entries if isinstance(entry, Mapping) for name in entry.get("columns") or ()]
 
 
@@ -330,10 +325,7 @@ def _map_method(t: Translator) -> None:
     if eight:
         t.substitute("load_in_8bit", {}, "there is no 8-bit base: its weights stay in 16 bits")
     if four and not t.flag("use_bnb_nested_quant"):
-        if "method.double_quant" in table():
-            t.set_tool_default("method.double_quant", False, "TRL's default")
-        else:
-            t.substitute("load_in_4bit", {}, "NF4 scales are quantized too, which TRL does not do by default")
+        t.set_tool_default("method.double_quant", False, "TRL's default")
     t.only("bnb_4bit_quant_type", ("nf4", None) if four else (t.get("bnb_4bit_quant_type"),), "4-bit weights are NF4")
     t.no_op(("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant"))
 

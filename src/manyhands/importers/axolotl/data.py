@@ -430,11 +430,8 @@ def _is_local(path: str, t: Translator) -> bool:
 
 
 def _map_lengths(t: Translator, task: str) -> None:
+    t.map_or_default("sequence_len", "data.max_length", t.integer("sequence_len", 512))
     length = t.integer("sequence_len")
-    if length is not None:
-        t.map("sequence_len", "data.max_length", length)
-    else:
-        t.set_tool_default("data.max_length", 512, "Axolotl's default")
     t.only("eval_sequence_len", (length,), "training and evaluation have one length: remove it")
     ways = {"drop": "drop", "truncate": "truncate", "raise": "error"}
     asked = t.get("excess_length_strategy")
@@ -452,11 +449,8 @@ def _map_lengths(t: Translator, task: str) -> None:
     if task == "mixed":
         for source in (*t.mapping["data"].get("train", ()), *t.mapping["data"].get("validation", ())):
             source |= {"too_long": "split"} if source.get("format") == "text" else {}
-    shortest = t.integer("min_sample_len")
-    if shortest:
-        t.map("min_sample_len", "data.min_length", shortest)
-    else:
-        t.no_op("min_sample_len")
+    t.map("min_sample_len", "data.min_length", t.integer("min_sample_len") or None)
+    t.no_op("min_sample_len")
 
 
 def _map_validation(t: Translator) -> None:
@@ -466,6 +460,4 @@ def _map_validation(t: Translator) -> None:
         t.no_op("val_set_size", "`test_datasets` is set")
         return
     if not map_held_out(t, "val_set_size", least_rows=2):
-        t.map("val_set_size", "data.validation_fraction", 0.0)
-        if not t.has("val_set_size"):
-            t.set_tool_default("data.validation_fraction", 0.0, "Axolotl's default")
+        t.map_or_default("val_set_size", "data.validation_fraction", 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from manyhands.config.text import names
-from manyhands.importers import preferences, trackers
+from manyhands.importers import preferences, shared
 
 # Without effect on what is trained, or true here by construction.
 ALREADY = names(
@@ -62,7 +62,7 @@ TRACKERS = MappingProxyType(
 )
 TRACKER_OPTIONS = MappingProxyType(
     {
-        **trackers.TRACKER_OPTIONS,
+        **shared.TRACKER_OPTIONS,
         "wandb_mode": "W&B takes it from the variable WANDB_MODE",
         "mlflow_tracking_uri": "MLflow takes it from the variable MLFLOW_TRACKING_URI",
         "mlflow_run_name": "a tracker's run is named as the run is",

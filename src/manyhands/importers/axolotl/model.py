@@ -9,8 +9,7 @@ from typing import Any
 
 from manyhands.config.text import names, show
 from manyhands.importers.axolotl.keys import QUANTIZED
-from manyhands.importers.experts import add_target_parameters, map_router_loss
-from manyhands.importers.images import split_projector
+from manyhands.importers.shared import add_target_parameters, map_router_loss, split_projector
 from manyhands.importers.translation import Translator
 
 _RANGE = re.compile(r"\[[0-9]*(:[0-9]*)?\]$")
@@ -41,11 +40,9 @@ def map_model(t: Translator) -> None:
     )
     for key in ("revision_of_model", "model_revision"):
         t.map(key, "model.revision", str(t.get(key)))
-    if t.flag("trust_remote_code"):
-        t.map("trust_remote_code", "model.trust_remote_code", True)
-    if t.flag("reinit_weights"):
-        t.map("reinit_weights", "model.init", "random")
-    t.no_op(("trust_remote_code", "reinit_weights", "model_type"))
+    t.switch("trust_remote_code", "model.trust_remote_code")
+    t.switch("reinit_weights", "model.init", "random")
+    t.no_op("model_type")
     for key in ("model_config", "overrides_of_model_config"):
         settings = t.get(key, {})
         if not isinstance(settings, dict) or settings.keys() - set(_OF_EXPERTS):
@@ -160,18 +157,11 @@ def _map_adapter(t: Translator, adapter: str) -> None:
         t.substitute("load_in_8bit", {}, "bases in 8 bits are not available: the base stays in bfloat16")
     elif four:
         t.ignore("load_in_4bit", "Axolotl quantizes the base only with `adapter: qlora`")
-    for key, native, required in (
-        ("lora_r", "rank", True),
-        ("lora_alpha", "alpha", True),
-        ("lora_dropout", "dropout", False),
-    ):
-        number = t.number(key)
-        if number is not None:
-            t.map(key, f"method.{native}", number)
-        elif required and not t.has("lora_model_dir"):
+    for key, native in (("lora_r", "rank"), ("lora_alpha", "alpha")):
+        t.map(key, f"method.{native}", t.number(key))
+        if not t.has(key) and not t.has("lora_model_dir"):
             t.refuse(key, "it is missing: Axolotl has no default")
-    if not t.has("lora_dropout"):
-        t.set_tool_default("method.dropout", 0.0, "Axolotl's default")
+    t.map_or_default("lora_dropout", "method.dropout", t.number("lora_dropout", 0.0))
     _map_targets(t)
     add_target_parameters(t, "lora_target_parameters", alone=True)
     if t.flag("quantize_moe_experts") and adapter == "qlora":
@@ -214,14 +204,10 @@ def _map_targets(t: Translator) -> None:
 
 
 def _map_peft(t: Translator, adapter: str) -> None:
-    for key, native in (("peft_use_dora", "method.dora"), ("peft_use_rslora", "method.rslora")):
-        if t.flag(key):
-            t.map(key, native, True)
-    t.only(
-        "peft_init_lora_weights",
-        (True, "true"),
-        "other beginnings of A and B than PEFT's own and LoftQ are not available",
-    )
+    t.switch("peft_use_dora", "method.dora")
+    t.switch("peft_use_rslora", "method.rslora")
+    t.only("peft_init_lora_weights", (True, "true"), "other beginnings of A and B than PEFT's own and LoftQ are not "
+           "available")  # fmt: skip
     t.only("peft_autocast_adapter_dtype", (True,), "the adapter is kept in float32: remove it")
     t.only("peft_ensure_weight_tying", (False,), "a tied embedding and head are not one adapter: remove it")
     bits = t.integer("peft.loftq_config.loftq_bits")
@@ -302,10 +288,8 @@ def _map_parts(t: Translator) -> None:
             parts["projector"] = "trained"
             given.append("lora_modules_to_save")
         if isinstance(t.get("lora_target_modules"), list) and not t.flag("lora_target_linear"):
-            why = (
-                "adapters are for the language model alone; in Axolotl the tower's modules of these names have them too"
-            )
-            t.substitute("lora_target_modules", {}, why)
+            t.substitute("lora_target_modules", {}, "adapters are for the language model alone; in Axolotl the tower's "
+                         "modules of these names have them too")  # fmt: skip
     elif t.has("unfrozen_parameters"):
         given.append("unfrozen_parameters")
         rest, trains = split_unfrozen(t)
@@ -316,9 +300,8 @@ def _map_parts(t: Translator) -> None:
     for key in given:
         t.map(key, "method.parts", parts)
     t.no_op("freeze_mm_modules")
-    t.set_tool_default(
-        "method.parts", parts, "Axolotl trains the whole model" if "language" in parts else "adapters alone"
-    )
+    why = "Axolotl trains the whole model" if "language" in parts else "adapters alone"
+    t.set_tool_default("method.parts", parts, why)
 
 
 def split_unfrozen(t: Translator) -> tuple[list[Any], bool]:
@@ -330,11 +313,8 @@ def refuse_tower(t: Translator, patterns: list[Any]) -> None:
     """Refuses patterns of weights that are a tower's."""
     for pattern in patterns:
         if TOWERS & set(str(pattern).replace("\\", "").split(".")):
-            t.refuse(
-                "unfrozen_parameters",
-                f"{show(pattern)}: a vision tower is trained as a whole, by `method.parts.vision: trained` in a native "
-                "file",
-            )
+            t.refuse("unfrozen_parameters", f"{show(pattern)}: a vision tower is trained as a whole, by "
+                     "`method.parts.vision: trained` in a native file")  # fmt: skip
 
 
 def _listed(t: Translator, key: str) -> list[Any]:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Any
 
 from manyhands.config.text import show
-from manyhands.importers import deepspeed, preferences, trackers
+from manyhands.importers import deepspeed, preferences, shared
 from manyhands.importers import transformers as hf
 from manyhands.importers.axolotl import keys, rl
 from manyhands.importers.axolotl.data import limit_stream, map_data
 from manyhands.importers.axolotl.model import map_images, map_method, map_model
 from manyhands.importers.fsdp import fsdp_options, map_fsdp, map_words, read_words
 from manyhands.importers.names import find_key
-from manyhands.importers.precision import map_dtype, map_fp16
+from manyhands.importers.shared import map_dtype, map_fp16
 from manyhands.importers.transformers import choose_optimizer, map_neftune
 from manyhands.importers.translation import UNKNOWN_GPUS, Translator, split_output
 from manyhands.optim.registry import names_in
@@ -56,7 +55,12 @@ def translate(t: Translator) -> None:
     _map_precision(t)
     _map_sharding(t)
     _map_intervals(t)
-    _map_output(t)
+    output = split_output(t.get("output_dir", "./model-out"))
+    t.map("output_dir", output)
+    for key, value in output.items():
+        t.set_tool_default(key, value, "Axolotl's default")
+    _map_trackers(t)
+    t.switch("merge_lora", "output.merge")
     _map_rest(t)
 
 
@@ -145,10 +149,8 @@ def _accumulation(t: Translator) -> int | None:
         t.contradict("batch_size", f"{total} is no multiple of `micro_batch_size: {micro}`")
     elif total and micro:
         if "gradient_accumulation_steps" not in t.values:
-            why = (
-                "read as `gradient_accumulation_steps`: today's Axolotl takes 1 where that is not written, even as null"
-            )
-            t.substitute("batch_size", {}, why)
+            t.substitute("batch_size", {}, "read as `gradient_accumulation_steps`: today's Axolotl takes 1 where that "
+                         "is not written, even as null")  # fmt: skip
         return total // micro
     return steps or 1
 
@@ -316,15 +318,6 @@ def _share(t: Translator, steps_key: str, per_epoch_key: str) -> float | None:
     return share if share < 1 else t.number(steps_key)
 
 
-def _map_output(t: Translator) -> None:
-    native = split_output(t.get("output_dir", "./model-out"))
-    t.map("output_dir", native)
-    for key, value in native.items():
-        t.set_tool_default(key, value, "Axolotl's default")
-    _map_trackers(t)
-    t.switch("merge_lora", "output.merge")
-
-
 def _map_trackers(t: Translator) -> None:
     """Trackers, each with its switch; the name of a project opens one, too."""
     asked: dict[str, list[str]] = {}
@@ -333,10 +326,10 @@ def _map_trackers(t: Translator) -> None:
             continue
         if t.flag(switch) or t.has(project):
             asked[switch if t.flag(switch) else project] = [tracker]
-    projects = {tracker: project for tracker, (_, project) in keys.TRACKERS.items() if tracker in trackers.SINKS}
-    trackers.map_trackers(t, asked, projects)
+    projects = {tracker: project for tracker, (_, project) in keys.TRACKERS.items() if tracker in shared.SINKS}
+    shared.map_trackers(t, asked, projects)
     opened = [tracker for named in asked.values() for tracker in named]
-    trackers.map_tracker_options(t, opened, keys.TRACKER_OPTIONS)
+    shared.map_tracker_options(t, opened, keys.TRACKER_OPTIONS)
     for key in keys.OF_TRACKERS & t.values.keys():
         t.no_op(key, f"only {key.removeprefix('use_').partition('_')[0]} reads it" if t.get(key) else "")
 
@@ -346,10 +339,8 @@ def _map_rest(t: Translator) -> None:
     if t.number("loss_watchdog_threshold"):
         t.map("loss_watchdog_threshold", "stop.loss_above", t.number("loss_watchdog_threshold"))
         steps = t.integer("loss_watchdog_patience", 3) or 3
-        t.map("loss_watchdog_patience", "stop.loss_above_steps", steps)
-        t.set_tool_default("stop.loss_above_steps", steps, "Axolotl's default")
-    t.no_op("loss_watchdog_threshold")
-    t.no_op("loss_watchdog_patience")
+        t.map_or_default("loss_watchdog_patience", "stop.loss_above_steps", steps)
+    t.no_op(("loss_watchdog_threshold", "loss_watchdog_patience"))
     hf.map_timeout(t)
     t.only("dataloader_drop_last", (False,), "every sample is trained: set it to false")
     t.only("resume_from_checkpoint", (False,), "the same command resumes a run from its newest checkpoint; to begin "
@@ -423,10 +414,8 @@ def _count_mesh(t: Translator) -> int:
     shard, replicate = t.integer("dp_shard_size", 1) or 1, t.integer("dp_replicate_size", 1) or 1
     experts = t.integer("expert_parallel_size", 1) or 1
     if experts > 1 and context > 1:
-        t.refuse(
-            "expert_parallel_size",
-            f"ranks that divide a sample (`{named[0]}`) cannot divide experts: remove one of them",
-        )
+        why = f"ranks that divide a sample (`{named[0]}`) cannot divide experts: remove one of them"
+        t.refuse("expert_parallel_size", why)
     elif experts > 1 and replicate > 1:
         t.refuse("expert_parallel_size", "Axolotl does not combine it with replicas: set dp_replicate_size to 1")
     elif experts > 1:
@@ -465,11 +454,10 @@ def _map_precision(t: Translator) -> None:
     t.no_op("fp8_enable_fsdp_float8_all_gather", "weights are gathered in bfloat16" if t.flag("fp8") else "")
     t.no_op(("bf16", "bfloat16", "fp16", "float16", "fp8"))
     _map_checkpointing(t)
-    if t.has("torch_compile"):
-        if t.get("torch_compile") == "auto":
-            t.no_op("torch_compile")
-        else:
-            t.map("torch_compile", "parallel.compile", t.flag("torch_compile"))
+    if t.get("torch_compile") == "auto":
+        t.no_op("torch_compile")
+    else:
+        t.map("torch_compile", "parallel.compile", t.flag("torch_compile"))
 
 
 def _map_checkpointing(t: Translator) -> None:
@@ -480,7 +468,6 @@ def _map_checkpointing(t: Translator) -> None:
     if asked in ("offload", "offload_disk"):
         t.map("gradient_checkpointing", native, "full")
         offload = "disk" if asked == "offload_disk" else True
-        _map_offload(t, "gradient_checkpointing", offload)
     elif t.flag("gradient_checkpointing") and t.get("selective_checkpointing") not in (None, False):
         t.map("selective_checkpointing", native, "selective")
     elif t.flag("gradient_checkpointing"):
@@ -488,19 +475,15 @@ def _map_checkpointing(t: Translator) -> None:
     elif t.has("gradient_checkpointing") and not (in_fsdp and t.flag(in_fsdp)):
         t.map("gradient_checkpointing", native, "none")
     if offload not in (None, False, "false"):
-        if not t.get("gradient_checkpointing"):
+        if not asked:
             t.contradict("activation_offloading", "Axolotl also needs `gradient_checkpointing: true`")
-        _map_offload(t, "activation_offloading", offload)
+        for key in ("gradient_checkpointing",) * (asked in ("offload", "offload_disk")) + ("activation_offloading",):
+            if offload == "disk":
+                why = "activations go to the host's memory, not to its disk"
+                t.substitute(key, {"parallel.offload_activations": True}, why)
+            else:
+                t.map(key, "parallel.offload_activations", True)
     t.no_op(("gradient_checkpointing", "selective_checkpointing", "activation_offloading"))
-
-
-def _map_offload(t: Translator, key: str, how: Any) -> None:
-    if how == "disk":
-        t.substitute(
-            key, {"parallel.offload_activations": True}, "activations go to the host's memory, not to its disk"
-        )
-    else:
-        t.map(key, "parallel.offload_activations", True)
 
 
 def _map_sharding(t: Translator) -> None:

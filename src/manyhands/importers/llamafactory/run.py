@@ -11,13 +11,12 @@ import os
 from pathlib import Path
 
 from manyhands.config.text import nearest_name, show
-from manyhands.importers import preferences, trackers
+from manyhands.importers import preferences, shared
 from manyhands.importers import transformers as hf
-from manyhands.importers.experts import map_router_loss
-from manyhands.importers.images import PROJECTOR_IS_KEPT, TOWER_ADAPTERS, split_projector
 from manyhands.importers.llamafactory import keys
 from manyhands.importers.llamafactory.data import DatasetInfo, Sources, Wanted, make_sources, read_info, split_names
 from manyhands.importers.llamafactory.templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
+from manyhands.importers.shared import PROJECTOR_IS_KEPT, TOWER_ADAPTERS, map_router_loss, split_projector
 from manyhands.importers.translation import Translator, split_output
 
 TOOL = keys.TOOL
@@ -69,10 +68,8 @@ def _refuse_other_tasks(t: Translator) -> bool:
     """One refusal for a file that does something else than to train a text model; its other keys are left alone."""
     stage = str(t.get("stage", "sft"))
     if t.has("export_dir"):
-        key, why = (
-            "export_dir",
-            "this file merges and exports a model: `manyhands export RUN --merge` does that of a run",
-        )
+        key = "export_dir"
+        why = "this file merges and exports a model: `manyhands export RUN --merge` does that of a run"
     elif stage in STAGES:
         key, why = "stage", STAGES[stage]
     elif stage not in ("sft", "pt", "dpo", "kto"):
@@ -95,8 +92,6 @@ OF_STAGE = {
     "dpo": ("pref_beta", "pref_ftx", "pref_loss", "dpo_label_smoothing", "simpo_gamma"),
     "kto": ("pref_beta", "kto_chosen_weight", "kto_rejected_weight"),
 }
-
-
 BESIDE = ("pref_bco_weight", "ld_alpha", "ref_model", "ref_model_adapters", "ref_model_quantization_bit")
 
 
@@ -133,8 +128,8 @@ def _map_preferences(t: Translator, stage: str) -> None:
             t.no_op(key, "the reference is the model before training")
         elif t.has(key):
             t.refuse(key, "the reference is the model before training: remove it")
-    t.only("packing", (None, False), f"{TOOL} packs no preferences: remove it")
-    t.only("neat_packing", (None, False), f"{TOOL} packs no preferences: remove it")
+    for key in ("packing", "neat_packing"):
+        t.only(key, (None, False), f"{TOOL} packs no preferences: remove it")
 
 
 def _map_data(t: Translator, is_text: bool) -> Sources | None:
@@ -206,9 +201,8 @@ def _map_samples(t: Translator, is_text: bool) -> bool:
         t.substitute(key, {"data.packing": True}, JOINED)
     for other in ("packing", "neat_packing"):
         t.no_op(other, "" if joined else "samples are packed here without seeing each other, or not: it is the same")
-    t.set_tool_default(
-        "data.too_long", "split" if is_text and joined else "truncate", CUT if not is_text else f"{TOOL} cuts texts"
-    )
+    too_long = "split" if is_text and joined else "truncate"
+    t.set_tool_default("data.too_long", too_long, f"{TOOL} cuts texts" if is_text else CUT)
     if t.get("stage") in OF_STAGE:
         t.no_op(("train_on_prompt", "mask_history"), "the last answer alone is trained")
     elif t.flag("train_on_prompt") and t.flag("mask_history"):
@@ -217,8 +211,7 @@ def _map_samples(t: Translator, is_text: bool) -> bool:
         t.map("train_on_prompt", "data.train_on", "all")
     elif t.flag("mask_history"):
         t.map("mask_history", "data.train_on", "last")
-    for other in ("train_on_prompt", "mask_history"):
-        t.no_op(other)
+    t.no_op(("train_on_prompt", "mask_history"))
     t.only("ignore_pad_token_for_loss", (True, None), "padding is never trained: set it to true")
     return joined
 
@@ -285,9 +278,8 @@ def _map_training(t: Translator, packs: bool) -> None:
     hf.map_batch(t, per_device=8, packs=packs)
     hf.map_precision(t)
     if not any(t.flag(key) for key in ("bf16", "fp16", "pure_bf16")) and t.get("finetuning_type") in ("full", "freeze"):
-        t.set_tool_default(
-            "model.dtype", "float32", f"without bf16 {TOOL} computes in float32, the dtype of trained weights"
-        )
+        why = f"without bf16 {TOOL} computes in float32, the dtype of trained weights"
+        t.set_tool_default("model.dtype", "float32", why)
     if t.flag("disable_gradient_checkpointing"):
         t.map("disable_gradient_checkpointing", "parallel.activation_checkpointing", "none")
     t.no_op("disable_gradient_checkpointing", "the plan decides what is recomputed")
@@ -297,17 +289,16 @@ def _map_training(t: Translator, packs: bool) -> None:
         t.map("early_stopping_steps", "stop.patience", t.count("early_stopping_steps", 1))
     if t.flag("fp8"):
         t.substitute("fp8", {"kernels.linear": "fp8"}, "linear layers are computed in fp8 by a recipe of our own")
+    t.no_op("fp8")
     t.switch("disable_shuffling", "data.order", "as_given")
 
 
 def _refuse_features(t: Translator) -> None:
     """Methods and engines that are not here: refused where they are switched on, and their other keys then ignored."""
     for switch, what in keys.FEATURES.items():
-        is_on = t.get(switch) not in (None, False, "false", "False", 0)
-        if is_on:
+        if t.get(switch) not in (None, False, "false", "False", 0):
             t.refuse(switch, f"{what} is not available: remove it")
-        else:
-            t.no_op(switch)
+        t.no_op(switch)
     for key, switch in keys.READ_BY.items():
         t.no_op(key, f"only {switch} reads it")
     for key in keys.DEGREES & t.values.keys():
@@ -328,7 +319,7 @@ def _note_bystanders(t: Translator) -> None:
     for key in preferences.LLAMAFACTORY & t.values.keys() - read:
         t.ignore(key, f"only another `stage` than {stage if read else 'sft and pt'} reads it")
     t.no_op(read, "this `pref_loss` does not read it")
-    trackers.map_trackers(t, {"use_swanlab": ["swanlab"] * t.flag("use_swanlab")}, {})
+    shared.map_trackers(t, {"use_swanlab": ["swanlab"] * t.flag("use_swanlab")}, {})
     for key, why in keys.IGNORED.items():
         if t.get(key) in (None, False):
             t.no_op(key)
@@ -345,8 +336,7 @@ def _map_model(t: Translator) -> None:
     hf.map_revision(t)
     t.switch("train_from_scratch", "model.init", "random")
     map_router_loss(t, "moe_aux_loss_coef", t.number("moe_aux_loss_coef"))
-    special = [token.strip() for token in str(t.get("add_special_tokens", "")).split(",") if token.strip()]
-    plain = [token.strip() for token in str(t.get("add_tokens", "")).split(",") if token.strip()]
+    special, plain = split_names(str(t.get("add_special_tokens", ""))), split_names(str(t.get("add_tokens", "")))
     if special and not plain:
         t.map("add_special_tokens", "model.new_tokens", special)
     elif plain:
@@ -428,8 +418,8 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     t.map_or_default("lora_dropout", "method.dropout", dropout)
     targets = split_names(t.get("lora_target", "all"))
     t.map_or_default("lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets)
-    for key, native in (("use_rslora", "rslora"), ("use_dora", "dora")):
-        t.switch(key, f"method.{native}")
+    t.switch("use_rslora", "method.rslora")
+    t.switch("use_dora", "method.dora")
     if t.has("additional_target"):
         saved, _ = split_projector(split_names(t.get("additional_target")))
         t.map("additional_target", "method.modules_to_save", saved or None)  # the projector is one of method.parts
