@@ -16,7 +16,7 @@ from manyhands.data.chat.template import ChatTemplate, complete_arguments
 from manyhands.data.read.formats import Conversation
 from manyhands.data.read.messages import RowRefused
 from manyhands.data.tokenize.tokenizer import encode_text, load_tokenizer
-from manyhands.infer.generate import end_of_turn
+from manyhands.infer.decode import end_of_turn
 
 from .conftest import make_tokenizer
 from .families import FAMILIES, family_tokenizer, trained_texts

@@ -33,7 +33,7 @@ EXEMPT = {
     "core/secret_values.py": "names a provider of keys",
     "facts/hub.py": "the demo's model",
     "cli/init.py": "the demo's model",
-    "cli/import_file.py": "LLaMA-Factory is a tool",
+    "cli/config.py": "LLaMA-Factory is a tool",
     "cli/export.py": "llama.cpp is a tool",
     "export/__main__.py": "llama.cpp is a tool",
     "export/gguf_file.py": "llama.cpp is a tool",

@@ -13,8 +13,7 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
-from manyhands.infer.decode import complete
-from manyhands.infer.generate import end_of_turn, end_token_ids, greedy
+from manyhands.infer.decode import complete, end_of_turn, end_token_ids, greedy
 from manyhands.infer.sample_prompts import SamplePrompt, SamplePrompts
 from manyhands.infer.settings import GenerationSettings
 from tests.export.tiny import make_model, make_tokenizer

@@ -14,13 +14,21 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
+from manyhands.launch.nodes import address
 from manyhands.launch.nodes import channel as channel_module
-from manyhands.launch.nodes import secret
-from manyhands.launch.nodes.address import Address, is_loopback, knock, open_listener
+from manyhands.launch.nodes.address import (
+    SECRET_FILE,
+    SHARED_FILE,
+    Address,
+    is_loopback,
+    knock,
+    open_listener,
+    prove,
+    read_secret,
+)
 from manyhands.launch.nodes.channel import SILENT, Channel
 from manyhands.launch.nodes.info import LATER, check_node
 from manyhands.launch.nodes.launcher_group import open_channel
-from manyhands.launch.nodes.secret import SECRET_FILE, SHARED_FILE, prove, read_secret
 from manyhands.launch.nodes.start import failing_together
 from manyhands.launch.restart.restarts import Place
 from tests.launch.builders import make_config
@@ -345,7 +353,7 @@ def test_the_secret_is_the_users_or_made_once_in_the_shared_folder(tmp_path: Pat
     (tmp_path / "token").write_text("from a file\n")
     by_file = {SECRET_FILE: str(tmp_path / "token")}
     assert read_secret(tmp_path, by_file) == b"from a file"
-    assert read_secret(tmp_path, by_file | {secret.SECRET: "a text"}) == b"a text"
+    assert read_secret(tmp_path, by_file | {address.SECRET: "a text"}) == b"a text"
     with pytest.raises(UserError, match="the secret that the nodes share cannot be read"):
         read_secret(tmp_path, {SECRET_FILE: str(tmp_path / "none")})
     (tmp_path / "empty").write_text("\n")

@@ -200,7 +200,11 @@ def translate(source: ParsedFile, context: ImportContext, num_gpus: int) -> Tran
 def _translate_own(t: Translator, num_gpus: int) -> Iterator[str]:
     """Records outcomes of parameters that TRL lacks or gives another meaning; yields names to hide from TRL's table."""
     _map_processes(t, num_gpus)
-    _map_ddp(t, num_gpus)
+    why = "every trained weight gets a gradient in each step: set it to false"
+    t.only("ddp_find_unused_parameters", (False, None), why)
+    t.only("ddp_broadcast_buffers", (False, None), "no buffer changes in training: set it to false")
+    pinned = (True, None) if num_gpus else (True, False, None)
+    t.only("dataloader_pin_memory", pinned, "batches reach a GPU from pinned memory: set it to true")
     yield from _map_memory(t)
     yield from _map_adapter(t)
     _map_method(t)
@@ -236,17 +240,6 @@ def _map_processes(t: Translator, num_gpus: int) -> None:
             f"{show(split)} splits the layers over GPUs that one process uses in turn, so that all but one wait: "
             f"write auto, with which each GPU has a process, and {SHARDING}; for answers such a map can be used",
         )
-
-
-def _map_ddp(t: Translator, num_gpus: int) -> None:
-    t.only(
-        "ddp_find_unused_parameters",
-        (False, None),
-        "every trained weight gets a gradient in each step: set it to false",
-    )
-    t.only("ddp_broadcast_buffers", (False, None), "no buffer changes in training: set it to false")
-    pinned = (True, None) if num_gpus else (True, False, None)
-    t.only("dataloader_pin_memory", pinned, "batches reach a GPU from pinned memory: set it to true")
 
 
 def _map_memory(t: Translator) -> Iterator[str]:

@@ -184,7 +184,11 @@ def generate(
     found = find_model("generate", folder, base, model, adapter)
     _check_prompts(prompt, input, output)
     if input is None:
-        _refuse_for_one_prompt(placement, overwrite)
+        # Options of --input that would do nothing.
+        defaults = dict(gpus=None, processes=1, device_map="auto", batch_size=None, engine="transformers")
+        given = [name for name, value in placement.items() if value != defaults[name]] + ["overwrite"] * overwrite
+        if given:
+            raise UserError(f"--{given[0].replace('_', '-')} has an effect with --input only", where="command line")
     elif image:
         raise UserError("--image belongs to --prompt", where="command line", fix="name images in the rows of --input")
     elif not input.is_file():
@@ -347,14 +351,6 @@ def _refuse(given: dict[str, Any], what: str, why: str, fix: str) -> None:
 
 def _run(verb: str, request: dict[str, Any]) -> int:
     return process.run_module("manyhands.infer", [verb, json.dumps(request)])
-
-
-def _refuse_for_one_prompt(placement: dict[str, Any], overwrite: bool) -> None:
-    """Options of --input that would do nothing."""
-    defaults = dict(gpus=None, processes=1, device_map="auto", batch_size=None, engine="transformers")
-    given = [name for name, value in placement.items() if value != defaults[name]] + ["overwrite"] * overwrite
-    if given:
-        raise UserError(f"--{given[0].replace('_', '-')} has an effect with --input only", where="command line")
 
 
 def _read_tools(file: Path | None) -> list[Any] | None:

@@ -102,7 +102,13 @@ def init(
     reading = choose_reading(seen, parse_fields(fields or []), ask)
     long = choose_too_long(too_long, seen, reading.task, ask)
     values = make_values(model, data, output, reading, long)
-    _write_new(output, values)
+    from manyhands.config.keys import commented_yaml
+
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(commented_yaml(values))
+    except OSError as error:
+        raise UserError("the file cannot be written", where=str(output), why=error.strerror or str(error)) from None
     print(f"wrote {output}: {values['model.name']} on {values['data.train']}, task {values['task']}")
     for line in describe(seen, reading, long):
         print(line)
@@ -318,13 +324,3 @@ def _relative_to_output(path: Path, output: Path) -> str:
         return str(path)
     absolute, folder = Path(os.path.abspath(path)), Path(os.path.abspath(output)).parent
     return str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
-
-
-def _write_new(output: Path, values: dict[str, Any]) -> None:
-    from manyhands.config.keys import commented_yaml
-
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(commented_yaml(values))
-    except OSError as error:
-        raise UserError("the file cannot be written", where=str(output), why=error.strerror or str(error)) from None

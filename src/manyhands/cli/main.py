@@ -12,23 +12,20 @@ import typer
 from typer.core import TyperGroup
 
 from manyhands import __version__
-from manyhands.cli.accelerate import setup_accelerate
-from manyhands.cli.config import config
+from manyhands.cli.config import config, import_file
 from manyhands.cli.export import export, push
-from manyhands.cli.import_file import import_file
 from manyhands.cli.infer import chat, evaluate, generate, serve
 from manyhands.cli.init import init
-from manyhands.cli.machine import doctor
-from manyhands.cli.memory import gpu_info, memory_check
+from manyhands.cli.machine import doctor, gpu_info, memory_check, setup_accelerate
 from manyhands.cli.one_line import rename_option
 from manyhands.cli.option_hints import explain_usage
 from manyhands.cli.process import bench
 from manyhands.cli.prove import prove
 from manyhands.cli.run_file import data, plan, tensorboard, train
 from manyhands.cli.runs import app as runs
+from manyhands.cli.runs import ui
 from manyhands.cli.submit import submit
 from manyhands.cli.sweep import sweep
-from manyhands.cli.ui import ui
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError, explain_foreign
 from manyhands.core.files import explain_refused
 from manyhands.core.text import print_safely

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,14 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.cli import process
-from manyhands.cli.gpus import ask_gpus, gpus_to_start, host_to_plan
 from manyhands.cli.one_line import as_overrides, make_run, takes_short_options, write_down
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.text import open_console, report_aside
 
 if TYPE_CHECKING:
+    from manyhands.config.schema import RunConfig
+    from manyhands.facts.gpu_kinds import AskedGpus
+    from manyhands.facts.types import HostFacts
     from manyhands.importers.load import LoadedRun
 
+VARIABLE = "SYNTH_GPU_TYPE"  # another tool's name for --gpus: read for plans without it
 NUM_SAMPLES = 3  # on a terminal, by default
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file: YAML, TOML or JSON.")]
@@ -284,10 +289,7 @@ def data(
         print(json.dumps(to_json(preview)))
     elif html is not None:
         write_page(preview, html)
-        print(
-            f"wrote {html}: open it in a browser"
-            + ("; it lists the rows that a run rejects" if preview.refused else "")
-        )
+        print(f"wrote {html}: open it in a browser" + "; it lists the rows that a run rejects" * bool(preview.refused))
     else:
         from manyhands.preview.text import print_preview
 
@@ -319,4 +321,61 @@ def tensorboard(
     print(f"TensorBoard on {folder}: http://{process.HOST}:{port}/ (Ctrl-C to stop)", flush=True)
     raise typer.Exit(
         process.run_module("tensorboard.main", ["--logdir", str(folder), "--host", process.HOST, "--port", str(port)])
+    )
+
+
+def ask_gpus(option: str | None) -> AskedGpus | None:
+    """What ``--gpus`` names by kind; None where it is a number or not given. UserError if it is neither."""
+    from manyhands.facts.gpu_kinds import parse_gpus, plain_number
+
+    return None if option is None or plain_number(option) is not None else parse_gpus(option)
+
+
+def host_to_plan(config: RunConfig, option: str | None) -> HostFacts | None:
+    """The machine to plan for, given by ``--gpus`` or ``SYNTH_GPU_TYPE``; None for this one."""
+    from manyhands.facts.gpu_kinds import describe_host, parse_gpus
+
+    asked = ask_gpus(option)
+    if option is None and (text := os.environ.get(VARIABLE)):
+        asked = parse_gpus(text, VARIABLE)
+        if config.parallel.gpus not in ("auto", asked.total):
+            raise UserError(
+                f"parallel.gpus is {config.parallel.gpus}, but {VARIABLE} names {asked}",
+                where=f"{VARIABLE}={text}",
+                fix=f"unset it, or set parallel.gpus to {asked.total} or auto",
+            )
+    return describe_host(asked) if asked else None
+
+
+def gpus_to_start(config: RunConfig, option: str | None, dry_run: bool) -> dict[str, Any]:
+    """Arguments for a start: the machine that a dry run is for, if it is another one. A run's own GPUs must be here."""
+    if not dry_run:
+        require_here(option)
+        return {}
+    host = host_to_plan(config, option)
+    return {"host": host} if host else {}
+
+
+def require_here(option: str | None) -> None:
+    """UserError where a run is to start on GPUs that this machine does not have."""
+    if option is None and os.environ.get(VARIABLE):
+        print(f"{VARIABLE} is for `plan` and `--dry-run`: a run uses the GPUs of this machine", file=sys.stderr)
+    asked = ask_gpus(option)
+    if asked is None:
+        return
+    from manyhands.facts.gpu_kinds import kind_of
+    from manyhands.facts.host import read_host_facts
+
+    host = read_host_facts()
+    kinds = [kind_of(gpu.name) for gpu in host.gpus[: asked.total]]
+    if kinds == [asked.kind] * asked.total and asked.num_nodes == 1:
+        return
+    several = "; on several machines start the run on each with --nodes, --node-rank and --rendezvous"
+    several *= asked.num_nodes > 1
+    here = ", ".join(gpu.name for gpu in host.gpus) or (host.unusable_gpus.found if host.unusable_gpus else "none")
+    raise UserError(
+        f"a run cannot start on {asked}: this machine does not have them",
+        where=f"--gpus {option}",
+        why=f"its GPUs: {here}",
+        fix="plan for them with `manyhands plan` or --dry-run; --gpus N takes N of this machine's GPUs" + several,
     )

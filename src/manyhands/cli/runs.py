@@ -1,4 +1,4 @@
-"""``manyhands runs``: the runs of a folder, one of them, two side by side; and how to delete one. Imports no torch."""
+"""``manyhands runs``: runs of a folder, one, two side by side, how to delete one, their page. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ app = typer.Typer(
 Folder = Annotated[Path, typer.Option("--dir", help="Folder of the runs.")]
 Name = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run, or its folder.")]
 RUNS = Path("runs")
+PORT = 8765  # of the page
 NOT_COMPARED = ("name", "output.dir", "data.cache")  # what any two runs differ in
 
 
@@ -119,9 +120,7 @@ def compare(first: Name, second: Name, folder: Folder = RUNS) -> None:
 
 @app.command("delete")
 def delete(
-    run: Name,
-    folder: Folder = RUNS,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    run: Name, folder: Folder = RUNS, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
 ) -> None:
     """Delete a run's folder with its checkpoints and results."""
     from manyhands.launch.run.lock import FolderLock
@@ -250,3 +249,25 @@ def _number(value: float | None) -> str:
 
 def _text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+def ui(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder of the runs, or one of them.")] = Path(
+        "runs"
+    ),
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")
+    ] = PORT,
+) -> None:
+    """Open a page with the runs of a folder. Live curves, comparison, plans and data, and a queue.
+
+    Only this machine reaches it, by an address with a token. Runs go on without it."""
+    from manyhands.cli.process import refuse_used_port
+    from manyhands.ui.server import serve_page
+
+    if (folder / "run.json").is_file():
+        folder = folder.resolve().parent
+    if folder.exists() and not folder.is_dir():
+        raise UserError("this is no folder", where=str(folder), fix="give the folder that holds the runs")
+    refuse_used_port(port)
+    serve_page(folder, port, lambda line: print(line, flush=True))

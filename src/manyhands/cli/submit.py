@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from manyhands.cli.gpus import host_to_plan
-from manyhands.cli.run_file import Accelerate, DeepSpeed, Examples, Overrides, RunFile, Strict, load_run
+from manyhands.cli.run_file import Accelerate, DeepSpeed, Examples, Overrides, RunFile, Strict, host_to_plan, load_run
 from manyhands.core.errors import UserError
 from manyhands.core.text import report_aside
 from manyhands.core.units import count_of, format_gib

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from manyhands.cli.ui import PORT, ui
+from manyhands.cli.runs import PORT, ui
 from manyhands.core.errors import UserError
 from manyhands.demo import demo_words
 from manyhands.launch.run.folder import RunFolder

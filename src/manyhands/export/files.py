@@ -22,7 +22,7 @@ from manyhands.data.tokenize.tokenizer import (
     tokens_to_add,
 )
 from manyhands.export.record import keep_by_hand, write_record
-from manyhands.infer.generate import end_of_turn
+from manyhands.infer.decode import end_of_turn
 
 MORE_TOKENIZER_FILES = (
     "preprocessor_config.json",

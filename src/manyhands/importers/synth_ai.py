@@ -124,8 +124,7 @@ def _map_nodes(t: Translator) -> int:
             t.refuse(key, f"got {number}, allowed: 1 or more")
         elif number != nodes:
             t.contradict(
-                key,
-                f"{count_of(number, 'machine')}, but {t.place(next(iter(found)))} is {nodes}: correct one of them",
+                key, f"{count_of(number, 'machine')}, but {t.place(next(iter(found)))} is {nodes}: correct one of them"
             )
         elif nodes == 1:
             t.no_op(key)
@@ -151,8 +150,7 @@ def _map_total(t: Translator, found: Mapping[str, int], nodes: int) -> int | Non
         if not is_total and not is_part:
             several = f" with {nodes} machines" if nodes > 1 else ""
             t.contradict(
-                key,
-                f"{count_of(number, 'GPU')}, but {t.place(first)} is {found[first]}{several}: correct one of them",
+                key, f"{count_of(number, 'GPU')}, but {t.place(first)} is {found[first]}{several}: correct one of them"
             )
         else:
             t.map(key, "parallel.gpus", total)

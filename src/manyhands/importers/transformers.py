@@ -4,8 +4,6 @@ Defaults are those of transformers 5.17 (training_args.py). Each function gives 
 an importer once; an importer that reads a key differently leaves out its function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -199,9 +197,9 @@ def map_timeout(t: Translator) -> None:
     t.no_op("ddp_timeout")
 
 
-def map_report_to(t: Translator, key: str = "report_to") -> None:
+def map_report_to(t: Translator) -> None:
     """``report_to``: trackers by name, with their projects; and the keys that only a tracker reads."""
-    value = t.get(key)
+    key, value = "report_to", t.get("report_to")
     asked = [str(one) for one in (value if isinstance(value, (list, tuple)) else [] if value is None else [value])]
     unknown = next((one for one in asked if one not in INTEGRATIONS), None)
     if unknown is not None:
@@ -454,14 +452,9 @@ def map_intervals(
     save_steps: int,
     logging_steps: int,
     save_strategy: str = "steps",
-    eval_key: str = "eval_strategy",
-    eval_steps: int | None = None,
     limit: int | None = None,
 ) -> None:
-    """Logging, evaluation and saving by steps or epochs. ``save_steps``, ``logging_steps``, ``save_strategy``,
-    ``eval_steps``, ``limit`` (checkpoints kept): the tool's defaults; without ``eval_steps`` evaluation follows the
-    logging.
-    """
+    """Logging, evaluation and saving by steps or epochs. ``limit``: checkpoints kept; all are the tool's defaults."""
     logging = t.number("logging_steps")
     if logging is not None and (logging <= 0 or (logging > 1 and logging != int(logging))):
         t.refuse("logging_steps", f"got {show(logging)}, allowed: a number of steps above 0, or a share below 1")
@@ -469,12 +462,12 @@ def map_intervals(
         share = "a share of the run there: every step is logged" if logging < 1 else ""
         t.map("logging_steps", "log.every_steps", max(1, int(logging)), share)
     _map_interval(t, "save_strategy", "save_steps", "checkpoint", save_strategy, save_steps)
-    old = "evaluation_strategy"
-    if t.has(old) and t.has(eval_key) and t.get(old) != t.get(eval_key):
-        t.contradict(old, f"{show(t.get(old))}, and {t.place(eval_key)} is {show(t.get(eval_key))}: keep one")
-    evaluate = old if t.has(old) and not t.has(eval_key) else eval_key
-    follows = "`eval_steps` is not written: evaluations follow `logging_steps`" if eval_steps is None else ""
-    _map_interval(t, evaluate, "eval_steps", "evaluate", "no", eval_steps or logging or logging_steps, follows)
+    old, key = "evaluation_strategy", "eval_strategy"
+    if t.has(old) and t.has(key) and t.get(old) != t.get(key):
+        t.contradict(old, f"{show(t.get(old))}, and {t.place(key)} is {show(t.get(key))}: keep one")
+    follows = "`eval_steps` is not written: evaluations follow `logging_steps`"
+    evaluate = old if t.has(old) and not t.has(key) else key
+    _map_interval(t, evaluate, "eval_steps", "evaluate", "no", logging or logging_steps, follows)
     t.no_op(old)
     t.only("evaluate_during_training", (False,), "write eval_strategy: steps")
     map_limit(t, limit)

@@ -32,9 +32,7 @@ class AnswerFile:
             )
         if output.exists() and not overwrite:
             raise UserError(
-                "the file of answers exists",
-                where=str(output),
-                fix="choose another --output, or add --overwrite",
+                "the file of answers exists", where=str(output), fix="choose another --output, or add --overwrite"
             )
         self.output, self.partial = output, output.with_name(output.name + ".partial")
         self._lines: dict[int, bytes] = {}  # by prompt

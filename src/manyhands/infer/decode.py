@@ -2,14 +2,18 @@
 
 ``model.generate`` of transformers prepares mask, positions and cache as the model's family needs them; the loop is ours
 (``custom_generate``), because rows must not depend on each other: random numbers by prompt, penalties that do not see
-the padding, stop strings by row, and rows that are done leave the batch. Knows no run folders, files or templates.
+the padding, stop strings by row, and rows that are done leave the batch. ``greedy`` needs no cache, as sharded models
+need. Also which tokens end an answer. Knows no run folders.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from manyhands.core.progress import advance
+from manyhands.data.chat.template import ChatTemplate
 from manyhands.infer.settings import GenerationSettings
 from manyhands.model.attention import plain_attention
 from manyhands.model.structure import set_attention
@@ -178,10 +183,7 @@ class _Batch:
         which are not asked for."""
         for step in range(self._settings.max_new_tokens):
             inputs = model.prepare_inputs_for_generation(
-                input_ids,
-                next_sequence_length=1 if step else None,
-                is_first_iteration=step == 0,
-                **model_kwargs,
+                input_ids, next_sequence_length=1 if step else None, is_first_iteration=step == 0, **model_kwargs
             )
             outputs = model(**inputs, return_dict=True)
             model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
@@ -223,18 +225,16 @@ class _Batch:
             else:
                 row.new.append(token)
                 if row.stream is not None:
-                    self._follow(row, row.stream.add(token))
+                    added = row.stream.add(token)
+                    start = max(0, len(row.text) - max(map(len, self._settings.stop), default=0))
+                    row.text += added
+                    found = [place for stop in self._settings.stop if (place := row.text.find(stop, start)) >= 0]
+                    if found:
+                        row.text, row.done, row.finish_reason = row.text[: min(found)], True, "stop"
+                    elif added:
+                        self._show(row, final=False)
             if row.done or len(row.new) == self._settings.max_new_tokens:
                 self._show(row, final=True)
-
-    def _follow(self, row: _Row, added: str) -> None:
-        start = max(0, len(row.text) - max(map(len, self._settings.stop), default=0))
-        row.text += added
-        found = [place for stop in self._settings.stop if (place := row.text.find(stop, start)) >= 0]
-        if found:
-            row.text, row.done, row.finish_reason = row.text[: min(found)], True, "stop"
-        elif added:
-            self._show(row, final=False)
 
     def _show(self, row: _Row, *, final: bool) -> None:
         """Hands out the text that is certain: not what a stop string may begin with, nor blanks at the end."""
@@ -355,14 +355,6 @@ def attend_grouped(
     return found.reshape(rows, 1, heads, -1), None
 
 
-def _register_grouped() -> None:
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-    AttentionInterface.register(GROUPED, attend_grouped)
-    AttentionMaskInterface.register(GROUPED, sdpa_mask)
-
-
 @contextmanager
 def plain_evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluation mode with an attention that knows caches and padding; puts both back."""
@@ -370,7 +362,11 @@ def plain_evaluation(model: nn.Module) -> Iterator[None]:
     attention, was_training = causal.config._attn_implementation, model.training
     plain: str = plain_attention(causal.config)
     if plain == "sdpa" and getattr(model, "_supports_attention_backend", False):
-        _register_grouped()
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+        AttentionInterface.register(GROUPED, attend_grouped)
+        AttentionMaskInterface.register(GROUPED, sdpa_mask)
         plain = GROUPED
     if attention != plain:
         set_attention(causal, plain)
@@ -381,3 +377,84 @@ def plain_evaluation(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
         if attention != plain:
             set_attention(causal, attention)
+
+
+SENTINEL = "\ue000"  # private use: in no template and in no content
+
+
+@torch.no_grad()
+def greedy(
+    next_token_logits: Callable[[torch.Tensor], torch.Tensor],
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    device: torch.device | str = "cpu",
+    agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> list[int]:
+    """The most likely token again and again; returns the new ids without the one that ended them.
+
+    ``next_token_logits``: ids (1, t) -> logits of the next token, (1, v) or (v). It is called at most
+    ``max_new_tokens`` times, without a cache, so that a sharded model answers where all ranks call this alike.
+    ``agree`` makes a chosen token, (1, 1), the same on all ranks (a broadcast from rank 0): a tie decided in two ways
+    would leave ranks waiting.
+    """
+    ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=device)
+    new: list[int] = []
+    for _ in range(max_new_tokens):
+        token = next_token_logits(ids).reshape(-1).argmax().reshape(1, 1)
+        if agree is not None:
+            token = agree(token)
+        if int(token) in end_ids:
+            break
+        new.append(int(token))
+        ids = torch.cat([ids, token], dim=1)
+    return new
+
+
+def end_token_ids(
+    model_folder: str | Path, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> frozenset[int]:
+    """Every token that ends a turn.
+
+    What generation_config.json (else config.json, else the tokenizer) names as end of sequence, and the token that the
+    chat template puts after an assistant's words: many models name only one of the two.
+    """
+    ends: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_folder) / name
+        stated = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if stated is not None:
+            ends |= {stated} if isinstance(stated, int) else set(stated)
+            break
+    ends |= set(end_of_turn(tokenizer, chat_template_kwargs))
+    if not ends and tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    return frozenset(ends)
+
+
+def end_of_turn(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    """The special tokens that close an assistant's turn by the template: some close the last one otherwise than those
+    before it. Of several in a row the first, at which an answer is complete. None of a conversation that the template
+    refuses, such as one with a second question.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return ()
+    special = set(tokenizer.all_special_ids) | {
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    template = ChatTemplate(tokenizer, chat_template_kwargs or {})
+    user, assistant = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}
+    asked, last, inner = map(template.try_render, ([user], [user, assistant], [user, assistant, user]))
+
+    def encode_tail(text: str | None) -> list[int]:
+        """The tokens behind the answer; none where the template refuses the conversation or does not show it."""
+        _, shown, tail = (text or "").rpartition(SENTINEL)
+        return list(tokenizer.encode(tail.strip(), add_special_tokens=False)) if shown else []
+
+    # What both end with is the second question. By tokens: ``<|im_start|>`` and ``<|im_end|>`` end in the same letters.
+    between, question = encode_tail(inner if asked else None), encode_tail(SENTINEL + (asked or ""))
+    pairs = zip(reversed(between), reversed(question), strict=False)
+    num_common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    closing = encode_tail(last), between[: len(between) - num_common]
+    first = (next((token for token in ids if token in special), None) for ids in closing)
+    return tuple(dict.fromkeys(token for token in first if token is not None))

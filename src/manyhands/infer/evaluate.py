@@ -261,7 +261,14 @@ def sum_losses(model: Any, samples: SampleSet, numbers: np.ndarray, images: Prom
     """Loss, its weight, right tokens and loss tokens of some samples, summed in float64."""
     seen = samples.num_images is not None and bool(samples.num_images[numbers].any())
     if seen or getattr(model, "hf_device_map", None):
-        return _sum_by_logits(model, samples, numbers, images)
+        # By the model's own forward pass: where layers are divided, what ``LossModel`` calls is not on one device.
+        total = np.zeros(4)
+        for number in numbers:
+            weights = torch.from_numpy(weights_of(samples.sample(int(number))))[1:].double()
+            ((losses, hits, trained),) = _compute_alone(model, samples, int(number), images)
+            correct = (hits & trained).sum()
+            total += [float((losses * weights).sum()), float(weights.sum()), float(correct), float(trained.sum())]
+        return total.tolist()
     device, loss_model = next(model.parameters()).device, LossModel(model).eval()
     shape = BatchShape(packed=False, tells_documents=loss_model.needs_documents)
     terms = loss_model(to_device(collate(samples, numbers, shape), device), metrics=True)
@@ -309,18 +316,6 @@ def judge_pairs(settings: PreferenceSection, pairs: np.ndarray, reference: np.nd
     rewards = compute_rewards(settings, Answers(flat[:, 0], flat[:, 1]), before)
     margins = rewards[0::2] - rewards[1::2]
     return {"preference_accuracy": float((margins > 0).double().mean()), "reward_margin": float(margins.mean())}
-
-
-def _sum_by_logits(model: Any, samples: SampleSet, numbers: np.ndarray, images: PromptImages | None) -> list[float]:
-    """The same by the model's own forward pass, sample by sample: with images; and where layers are divided over GPUs,
-    as the parts that ``LossModel`` calls by themselves are not on one device."""
-    total = np.zeros(4)
-    for number in numbers:
-        weights = torch.from_numpy(weights_of(samples.sample(int(number))))[1:].double()
-        ((losses, hits, trained),) = _compute_alone(model, samples, int(number), images)
-        correct = (hits & trained).sum()
-        total += [float((losses * weights).sum()), float(weights.sum()), float(correct), float(trained.sum())]
-    return total.tolist()
 
 
 def _compute_alone(

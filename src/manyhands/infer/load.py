@@ -21,8 +21,7 @@ from manyhands.core.files import refuse_outside_links
 from manyhands.data.chat.template import chat_template_kwargs_of
 from manyhands.facts.adapter import describe_method, needed_tokens, read_adapter_config
 from manyhands.facts.stored_mxfp4 import is_mxfp4
-from manyhands.infer.decode import Completion, OnText
-from manyhands.infer.generate import end_token_ids
+from manyhands.infer.decode import Completion, OnText, end_token_ids
 from manyhands.infer.images import PromptImages, open_images, sizes_of
 from manyhands.infer.prompts import encode_prompt, prompt_of
 from manyhands.infer.settings import GenerationSettings

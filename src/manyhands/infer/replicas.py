@@ -64,10 +64,7 @@ Open = Callable[[DeviceSlot], Replica]
 
 
 def run_tasks(
-    slots: Sequence[DeviceSlot],
-    open_replica: Open,
-    next_task: Callable[[Any], Any],
-    on_result: Callable[[Any], object],
+    slots: Sequence[DeviceSlot], open_replica: Open, next_task: Callable[[Any], Any], on_result: Callable[[Any], object]
 ) -> None:
     """Does all tasks: ``next_task(capacity)`` cuts one for a free copy (None: no more), ``on_result`` takes the result.
 

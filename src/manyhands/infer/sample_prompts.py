@@ -19,8 +19,7 @@ from manyhands.data.chat.template import chat_template_kwargs_of
 from manyhands.data.images.batch import open_batcher
 from manyhands.data.store.store import TokenStore
 from manyhands.data.store.streams import StoredImage, from_streams, make_sample, prompt_of, to_streams
-from manyhands.infer.decode import complete
-from manyhands.infer.generate import end_token_ids, greedy
+from manyhands.infer.decode import complete, end_token_ids, greedy
 from manyhands.infer.images import image_inputs
 from manyhands.infer.settings import GenerationSettings
 from manyhands.model.image_checks import HeldSamples

@@ -21,11 +21,17 @@ from manyhands.facts.types import HostFacts
 from manyhands.importers.load import LoadedRun
 from manyhands.launch.environment import Launcher, apply_variables
 from manyhands.launch.local.heartbeat import this_host
-from manyhands.launch.nodes.address import LOCAL_HOST, Address, address_among, network_environment, own_address
+from manyhands.launch.nodes.address import (
+    LOCAL_HOST,
+    Address,
+    address_among,
+    network_environment,
+    new_nonce,
+    own_address,
+)
 from manyhands.launch.nodes.channel import Channel
 from manyhands.launch.nodes.info import UNREACHABLE, NodeGroup, check_nodes, clean_name, describe_node, host_name
 from manyhands.launch.nodes.preflight import find_group
-from manyhands.launch.nodes.secret import new_nonce
 from manyhands.launch.nodes.start import failing_together
 
 POLL_S = 0.2

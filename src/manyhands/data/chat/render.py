@@ -322,7 +322,11 @@ class Renderer:
                 raise RowRefused(f"{NO_CALLS} ({refused})") from refused
             raise
         self._note_left_out(messages, conversation.tools, text)
-        self._note_keys(messages, conversation.tools, text)
+        for of, key in find_keys(messages, conversation.tools) - self._seen_keys:
+            self._seen_keys.add((of, key))
+            bare, bare_tools = without_key(messages, conversation.tools, of, key)
+            if self._template.try_render(bare, bare_tools or None) == text:
+                self._unread.add(f"{key} of {of}")
         weights = self._weigh_turns(conversation)
         rest = conversation.weight if self._train_on == "all" else 0.0
         turns = [turn for turn, weight in weights.items() if weight != rest]
@@ -348,14 +352,6 @@ class Renderer:
             str(tool.get("function", tool).get("name")) in text for tool in tools if isinstance(tool, dict)
         ):
             self._left_out.add("the definitions of tools")
-
-    def _note_keys(self, messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
-        """Remembers keys of messages, tool calls and tools whose removal leaves the text unchanged; each tried once."""
-        for of, key in find_keys(messages, tools) - self._seen_keys:
-            self._seen_keys.add((of, key))
-            bare, bare_tools = without_key(messages, tools, of, key)
-            if self._template.try_render(bare, bare_tools or None) == text:
-                self._unread.add(f"{key} of {of}")
 
     def _weigh_turns(self, conversation: Conversation) -> dict[int, float]:
         """The weight of each assistant turn by its place. Raises RowRefused for weights without effect."""
@@ -414,25 +410,21 @@ class Renderer:
         if not texts:
             return []
         try:
-            return self._encode_batch(texts, special, offsets)
+            with panics_as_errors():
+                if not self._is_plain:
+                    return self.tokenizer(list(texts), add_special_tokens=special, verbose=False).encodings
+                backend = self.tokenizer.backend_tokenizer
+                if backend.truncation is not None:
+                    backend.no_truncation()
+                if backend.padding is not None:
+                    backend.no_padding()
+                backend.encode_special_tokens = self.tokenizer.split_special_tokens
+                encode = backend.encode_batch if offsets else backend.encode_batch_fast
+                return encode(list(texts), add_special_tokens=special)
         except Exception as error:  # one of the texts: which?
             if len(texts) == 1:
                 return [RowRefused(f"the tokenizer refuses this text: {error}")]
             return [encoding for text in texts for encoding in self._encode([text], special, offsets)]
-
-    def _encode_batch(self, texts: Sequence[str], special: bool, offsets: bool) -> list[Any]:
-        """By the backend where the tokenizer's call adds nothing: its dictionaries of lists cost as much again."""
-        with panics_as_errors():
-            if not self._is_plain:
-                return self.tokenizer(list(texts), add_special_tokens=special, verbose=False).encodings
-            backend = self.tokenizer.backend_tokenizer
-            if backend.truncation is not None:
-                backend.no_truncation()
-            if backend.padding is not None:
-                backend.no_padding()
-            backend.encode_special_tokens = self.tokenizer.split_special_tokens
-            encode = backend.encode_batch if offsets else backend.encode_batch_fast
-            return encode(list(texts), add_special_tokens=special)
 
     def _mask_chat(self, text: Text, encoding: Any) -> Rendered:
         if self._bos is not None and encoding.ids[:2] == [self._bos, self._bos]:

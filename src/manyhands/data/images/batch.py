@@ -129,7 +129,8 @@ class ImageBatcher:
 
     def enter(self, documents: Sequence[Sequence[StoredImage]]) -> Arrays:
         """Entries of all documents' images: kept features, if complete, in place of pixels; else their names."""
-        listed = [[(image, self._alone(images)) for image in images] for images in documents]
+        any_number = not self.layout.kind.depends_on_others  # of images gives the same
+        listed = [[(image, any_number or len(images) == 1) for image in images] for images in documents]
         flat = [pair for images in listed for pair in images]
         if self._features is None or not flat:
             return self.join([[self.prepare(*pair) for pair in images] for images in listed])
@@ -146,10 +147,6 @@ class ImageBatcher:
             for name, (_, alone), entries in zip(names, flat, made, strict=True)
         )
         return self.join(prepared) | {NAMED: named}
-
-    def _alone(self, images: Sequence[StoredImage]) -> bool:
-        """Whether each is prepared as the only image of its sample: few processors look at how many there are."""
-        return len(images) == 1 or not self.layout.kind.depends_on_others
 
     def prepare(self, image: StoredImage, alone: bool) -> dict[str, np.ndarray]:
         """The entries of one image, kept or made. Raises UserError where it is not what was stored."""

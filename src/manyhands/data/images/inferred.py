@@ -78,10 +78,7 @@ class InferredProcessor(ImageProcessor):
         whole = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda *_: None})
         takes = inspect.signature(base.__init__).parameters
         values = {key: value for key, value in told.items() if key in takes}
-        parts = dict.fromkeys(base.get_attributes()) | {
-            "image_processor": self.own,
-            "tokenizer": self._tokenizer,
-        }
+        parts = dict.fromkeys(base.get_attributes()) | {"image_processor": self.own, "tokenizer": self._tokenizer}
         return whole(**{**values, **parts})
 
     def _ask(self) -> None:

@@ -70,7 +70,16 @@ class ImageProcessor:
         own = ("merge_size", "patch_size", "temporal_patch_size", "image_grid_pinpoints", "pooling_kernel_size")
         self.values = {name: getattr(self.own, name) for name in own if hasattr(self.own, name)} | values
         if not layout.inferred and not layout.kind.counts_patches:
-            self._refuse_own_sizes()
+            blanks = (np.zeros((*size, 3), np.uint8) for size in ((48, 64), (64, 48)))
+            shapes = {stack_squares(self.run(blank, True)).shape[-2:] for blank in blanks}
+            if len(shapes) > 1:
+                config = read_object(self.folder / "config.json")
+                raise UserError(
+                    "the model's processor keeps the shape of each image, and its family takes squares of one size",
+                    where=str(self.folder),
+                    why=f"its tower is {config.get('vision_config', {}).get('model_type')}",
+                    fix="use a model of the family with a tower that takes squares, or set data.images: false",
+                )
 
     def shape_of(self, size: tuple[int, int], alone: bool = True) -> ImageShape:
         """What becomes of an image of ``size`` (height, width). ValueError where the processor takes none such."""
@@ -106,19 +115,6 @@ class ImageProcessor:
     def expand(self, shape: ImageShape, words: Mapping[str, str]) -> str:
         """What stands in place of an image's placeholder; ``words`` are the tokens of ``layout.words``."""
         return self.layout.expand(shape, {**self.values, **words})
-
-    def _refuse_own_sizes(self) -> None:
-        """UserError where squares have the shape of their image: towers of one family may be of several kinds."""
-        blanks = (np.zeros((*size, 3), np.uint8) for size in ((48, 64), (64, 48)))
-        shapes = {stack_squares(self.run(blank, True)).shape[-2:] for blank in blanks}
-        if len(shapes) > 1:
-            config = read_object(self.folder / "config.json")
-            raise UserError(
-                "the model's processor keeps the shape of each image, and its family takes squares of one size",
-                where=str(self.folder),
-                why=f"its tower is {config.get('vision_config', {}).get('model_type')}",
-                fix="use a model of the family with a tower that takes squares, or set data.images: false",
-            )
 
     def run(self, pixels: np.ndarray, alone: bool) -> dict[str, Any]:
         """The processor's entries of one image ``pixels (height, width, 3)`` uint8, by whole numbers up to 255."""

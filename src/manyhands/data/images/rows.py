@@ -113,11 +113,7 @@ def read_column(
 
 
 def place_images(
-    messages: Sequence[Message],
-    column: str,
-    given: Sequence[ImageRef],
-    format: str,
-    reading: Reading | None = None,
+    messages: Sequence[Message], column: str, given: Sequence[ImageRef], format: str, reading: Reading | None = None
 ) -> tuple[list[Message], tuple[ImageRef, ...]]:
     """(the messages with a part ``{type: image}`` at the place of each image, the images in this order).
 

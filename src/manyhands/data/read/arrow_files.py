@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 from uuid import UUID
@@ -57,18 +57,14 @@ def split_parquet(path: Path) -> list[tuple[int, int]]:
 
 def read_arrow(part: FilePart, findings: Findings) -> Iterator[Row]:
     with _open_arrow(Path(part.file)) as batches:
-        wanted = (
-            batch
-            for index, batch in enumerate(batches)
-            if index >= part.start and (part.stop is None or index < part.stop)
-        )
-        yield from _read_batches(part, map(_validate, wanted), findings)
 
+        def validated() -> Iterator[Any]:
+            """Unlike Parquet's, an Arrow file's bytes are used in place: wrong offsets kill the process."""
+            for batch in islice(batches, part.start, part.stop):
+                batch.validate(full=True)
+                yield batch
 
-def _validate(batch: Any) -> Any:
-    """The batch itself. Unlike Parquet's, an Arrow file's bytes are used in place: wrong offsets kill the process."""
-    batch.validate(full=True)
-    return batch
+        yield from _read_batches(part, validated(), findings)
 
 
 def _count_batch_rows(file: Any, index: int) -> int:

@@ -238,7 +238,13 @@ def detect_format(rows: Sequence[Row], fields: Mapping[str, str] = NONE, task: s
             if fitting:
                 break
         if not fitting:
-            raise _unknown_format(row, differs=len(candidates) < len(known))
+            what = "the format of the rows is not known"
+            raise UserError(
+                "this row has other fields than the rows before it" if len(candidates) < len(known) else what,
+                where=f"{row.file}:{row.line}",
+                why=f"fields found: {_list_fields(row)}",
+                fix=f"map the fields of one of these formats in data.fields, or rename them in the rows: {_known()}",
+            )
         candidates = fitting
     if not rows:
         raise UserError("no rows to tell the format from", fix="give a data file with at least one row")
@@ -297,15 +303,6 @@ def check_format(format: Format, task: str, has_template: bool, where: str) -> N
             fix="give model.chat_template (Jinja text, a file, or a name such as alpaca, which needs no tokens "
             "of its own), or rows with prompt and completion",
         )
-
-
-def _unknown_format(row: Row, differs: bool) -> UserError:
-    return UserError(
-        "this row has other fields than the rows before it" if differs else "the format of the rows is not known",
-        where=f"{row.file}:{row.line}",
-        why=f"fields found: {_list_fields(row)}",
-        fix=f"map the fields of one of these formats in data.fields, or rename them in the rows: {_known()}",
-    )
 
 
 def _known() -> str:

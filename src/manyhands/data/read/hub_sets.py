@@ -44,7 +44,15 @@ def _fetch(
 ) -> tuple[Path, ...]:
     where = PREFIX + name + (f", subset {subset}" if subset else "") + f", split {split}"
     where += f", files {', '.join(chosen)}" if chosen else ""
-    datasets = _import_datasets(where)
+    fix = f"pip install 'datasets>={MIN_MAJOR}', or download the files and name their folder"
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            "data sets of the hub need the package datasets", where=where, why=str(error), fix=fix
+        ) from error
+    if int((version := datasets.__version__).split(".")[0]) < MIN_MAJOR:
+        raise UserError("the package datasets is too old", where=where, why=f"it is version {version}", fix=fix)
     asked = {"split": split, "revision": revision} | ({"data_files": list(chosen)} if chosen else {})
     if num_rows is not None:
         first = _fetch_first(datasets, name, subset, asked, num_rows)
@@ -98,21 +106,6 @@ def write_tables(tables: Iterator[Any], file: BinaryIO) -> int:
             writer.write_table(table.cast(first.schema))
             num_rows += table.num_rows
     return num_rows
-
-
-def _import_datasets(where: str) -> Any:
-    fix = f"pip install 'datasets>={MIN_MAJOR}', or download the files and name their folder"
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            "data sets of the hub need the package datasets", where=where, why=str(error), fix=fix
-        ) from error
-    if int(datasets.__version__.split(".")[0]) < MIN_MAJOR:
-        raise UserError(
-            "the package datasets is too old", where=where, why=f"it is version {datasets.__version__}", fix=fix
-        )
-    return datasets
 
 
 def _advise(error: Exception, why: str) -> str:

@@ -148,9 +148,8 @@ def check_messages(value: Any, field: str, fields: Mapping[str, str], reading: R
             and message[role_key] in ROLES
             and not reading.roles
         ):
-            messages.append(
-                {"role": message[role_key], "content": message[content_key]}
-            )  # most are so, and need no more checks
+            # most are so, and need no more checks
+            messages.append({"role": message[role_key], "content": message[content_key]})
             continue
         where = f"message {number} of {field}"
         if not isinstance(message, dict):

@@ -118,10 +118,7 @@ def name_sources(value: str | Sequence[str | Source]) -> list[tuple[str, Source]
 
 
 def resolve_source(
-    value: Source | str | Path,
-    data: DataSection | None = None,
-    name: str = "",
-    use: Use = "train",
+    value: Source | str | Path, data: DataSection | None = None, name: str = "", use: Use = "train"
 ) -> ResolvedSource:
     """One source with its files, each checked; those of the hub are fetched for it. Raises UserError."""
     source = value if isinstance(value, Source) else Source(path=str(value))

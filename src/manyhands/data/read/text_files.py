@@ -75,12 +75,11 @@ def walk(value: Any) -> Iterator[Any]:
 
 def find_inexpressible(value: Any) -> str | None:
     """The first part of a value that JSON cannot express, such as NaN or a date, as text; None where there is none."""
-    for part in walk(value):
-        if not (
-            part is None or isinstance(part, (str, int, dict, list)) or (isinstance(part, float) and isfinite(part))
-        ):
-            return f"{part!r:.60}"
-    return None
+
+    def expresses(part: Any) -> bool:
+        return isfinite(part) if isinstance(part, float) else part is None or isinstance(part, (str, int, dict, list))
+
+    return next((f"{part!r:.60}" for part in walk(value) if not expresses(part)), None)
 
 
 def read_jsonl(part: FilePart, findings: Findings) -> Iterator[Row]:
@@ -111,7 +110,8 @@ def count_fault(text: str) -> str | None:
 def make_row(fields: Any, text: str, file: str, line: int, findings: Findings) -> Iterator[Row]:
     """The row of a parsed JSON value, or none and a finding; ``text`` is what it was parsed from."""
     if not isinstance(fields, dict):
-        findings.add(file, line, f"a row must be an object, this is {_json_kind(fields)}")
+        kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+        findings.add(file, line, f"a row must be an object, this is {kinds.get(type(fields), 'null')}")
         return
     if "\\ud" in text.lower() and not is_encodable(fields):
         findings.add(file, line, "half of a surrogate pair (\\ud800 to \\udfff) stands alone: not a character")
@@ -134,12 +134,6 @@ def is_encodable(value: Any) -> bool:
     return True
 
 
-def _json_kind(value: object) -> str:
-    if value is None:
-        return "null"
-    return {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}[type(value)]
-
-
 def read_text(part: FilePart, findings: Findings) -> Iterator[Row]:
     document: list[str] = []
     begin, num_characters = 1, 0
@@ -150,10 +144,8 @@ def read_text(part: FilePart, findings: Findings) -> Iterator[Row]:
             document.append(line.rstrip("\r\n"))
             num_characters += len(line)
             if num_characters > MAX_LINE_BYTES or len(document) > MAX_VALUES:
-                fault = (
-                    f"the document is longer than {MAX_LINE_BYTES >> 20} MiB or {MAX_VALUES:,} lines: "
-                    f"divide it by blank lines"
-                )
+                bounds = f"{MAX_LINE_BYTES >> 20} MiB or {MAX_VALUES:,} lines"
+                fault = f"the document is longer than {bounds}: divide it by blank lines"
                 findings.add(part.file, begin, fault, stops=True)
                 return
         elif document:

@@ -75,7 +75,14 @@ class SegmentWriter:
                 raise ValueError(f"{name} has {len(sample[name])} items, {stream.owner} {len(sample[stream.owner])}")
         for name, stream in self._streams.items():
             if name in sample and name not in self._files:
-                self._add_default(stream)
+                # Begins a stream that the samples so far do not carry.
+                self._files[stream.default_from].flush()
+                self._files[stream.name] = file = _path(self.folder, stream).open("wb")
+                default, lengths = self._streams[stream.default_from], self._tables[f"{stream.owner}_lengths"]
+                # This sample's own length may stand in the table already.
+                sums = write_default(_path(self.folder, default), default, lengths[: self.num_samples], stream, file)
+                self._tables[f"{stream.name}_checksums"] = array(CHECKSUMS[0], sums)
+                self.num_items[stream.name] = sum(lengths[: self.num_samples])
             checksum = 0
             if name in self._files:
                 raw = stream.to_bytes(sample[name if name in sample else stream.default_from])
@@ -96,16 +103,6 @@ class SegmentWriter:
         )
         for name, value in zip(TABLES, described, strict=True):
             self._tables[name].append(value)
-
-    def _add_default(self, stream: Stream) -> None:
-        """Begins a stream that the samples so far do not carry."""
-        self._files[stream.default_from].flush()
-        self._files[stream.name] = file = _path(self.folder, stream).open("wb")
-        default, lengths = self._streams[stream.default_from], self._tables[f"{stream.owner}_lengths"]
-        # This sample's own length may stand in the table already.
-        sums = write_default(_path(self.folder, default), default, lengths[: self.num_samples], stream, file)
-        self._tables[f"{stream.name}_checksums"] = array(CHECKSUMS[0], sums)
-        self.num_items[stream.name] = sum(lengths[: self.num_samples])
 
     def finish(self) -> None:
         """Writes the tables. The segment is complete afterwards, though the disk may not have it yet."""
@@ -182,11 +179,7 @@ def save_tables(folder: Path, tables: Mapping[str, np.ndarray]) -> None:
 
 
 def finish_store(
-    folder: Path,
-    train: np.ndarray,
-    validation: np.ndarray,
-    meta: Mapping[str, Any],
-    streams: Sequence[Stream] = TEXT,
+    folder: Path, train: np.ndarray, validation: np.ndarray, meta: Mapping[str, Any], streams: Sequence[Stream] = TEXT
 ) -> None:
     """Says which samples belong to which set, and hashes all files. ``meta.json`` comes last: a store with it is
     complete."""

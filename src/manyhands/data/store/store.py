@@ -204,13 +204,21 @@ class TokenStore:
         """
         folder = Path(folder)
         try:
-            meta = _read_meta(folder)
+            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            if meta["version"] != FORMAT_VERSION:
+                raise ValueError("it is of another version of manyhands")
+            digest = meta.pop("meta_digest")
+            if digest_of(meta) != digest:
+                raise ValueError("meta.json is not what was written")
             streams = read_streams(meta["streams"])
-            names = [*SAMPLE_TABLES, *(name for stream in streams for name in tables_of(stream))]
+            names = [*SAMPLE_TABLES, *(f"{stream.name}_checksums" for stream in streams)]
+            names += [f"{stream.name}_offsets" for stream in streams if not stream.along]
             whole = (IMAGES.name, SHARED.name)  # what ranks balance by
             more = [f"{stream.name}.bin" for stream in streams if stream.name in whole]
             read = list(meta["files"]) if check_tokens else [*(f"{name}.npy" for name in names), *more]
-            _compare_hashes(folder, meta["files"], read)
+            hashes = hash_in_pieces([folder / name for name in read])
+            if wrong := [name for name in read if hashes[folder / name] != meta["files"][name]]:
+                raise ValueError(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was written")
             tables = {name: np.array(_load(folder, name)) for name in names}
             files = []
             for stream in streams:
@@ -218,7 +226,10 @@ class TokenStore:
                 if path.stat().st_size != stream.item_bytes * int(offsets[-1]):
                     raise ValueError(f"{path.name} was cut short")
                 files.append(StreamFile(path, stream, offsets, tables[f"{stream.name}_checksums"]))
-            sums = _sum_images(folder, tables) | _sum_shared(folder, tables)
+            sums = _sum_images(folder, tables)
+            if (shared := tables.get(f"{SHARED.name}_offsets")) is not None:
+                items = np.fromfile(folder / f"{SHARED.name}.bin", dtype=SHARED.item_dtype)
+                sums["num_shared"] = _add_up(items, shared)
             train, validation = (
                 _take_samples(tables, tables[name], meta["seed"], tuple(files), sums)
                 for name in ("train", "validation")
@@ -306,11 +317,6 @@ def find_file(made: Sequence[Mapping[str, Any]], sources: np.ndarray, place: int
     return int(np.searchsorted(ends, place - int(np.searchsorted(sources, sources[place])), side="right"))
 
 
-def tables_of(stream: Stream) -> list[str]:
-    """Names of the tables that a stream has in a store."""
-    return [f"{stream.name}_checksums", *([] if stream.along else [f"{stream.name}_offsets"])]
-
-
 def write_beside(stream: Stream, path: Path, values: np.ndarray) -> None:
     """Writes ``values (places, items)`` of a stream beside a store, by one rename of a finished file."""
     raw = values.astype(stream.dtype).tobytes()
@@ -349,17 +355,8 @@ def _sum_images(folder: Path, tables: Mapping[str, np.ndarray]) -> dict[str, np.
     if offsets is None:
         return {}
     items = np.fromfile(folder / f"{IMAGES.name}.bin", dtype=IMAGES.item_dtype).reshape(-1, *IMAGES.item_shape)
-
     units, tokens = (_add_up(items[:, field], offsets) for field in (UNITS, TOKENS_OF_IMAGE))
     return {"num_images": np.diff(offsets), "image_units": units, "image_tokens": tokens}
-
-
-def _sum_shared(folder: Path, tables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """How many tokens of each sample need not be computed again; {} for a store of single documents."""
-    offsets = tables.get(f"{SHARED.name}_offsets")
-    if offsets is None:
-        return {}
-    return {"num_shared": _add_up(np.fromfile(folder / f"{SHARED.name}.bin", dtype=SHARED.item_dtype), offsets)}
 
 
 def _add_up(items: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -386,21 +383,3 @@ def damaged_while_open(path: Path, why: str) -> UserError:
 def _load(folder: Path, name: str) -> np.ndarray:
     """A table, mapped: pages that are only looked at are shared by all processes."""
     return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
-
-
-def _read_meta(folder: Path) -> dict[str, Any]:
-    """Raises ValueError where it is another version's or not what was written."""
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    if meta["version"] != FORMAT_VERSION:
-        raise ValueError("it is of another version of manyhands")
-    digest = meta.pop("meta_digest")
-    if digest_of(meta) != digest:
-        raise ValueError("meta.json is not what was written")
-    return meta
-
-
-def _compare_hashes(folder: Path, written: dict[str, str], names: list[str]) -> None:
-    """Raises ValueError with the names of the files that are not what was written."""
-    found = hash_in_pieces([folder / name for name in names])
-    if wrong := [name for name in names if found[folder / name] != written[name]]:
-        raise ValueError(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was written")

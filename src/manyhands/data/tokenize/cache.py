@@ -127,13 +127,9 @@ def open_cached(folder: Path, report: Report) -> TokenStore | None:
         return store
     except UserError as error:
         cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno not in (
-            None,
-            errno.ENOENT,
-        ):  # not damaged: the system could not read it now
-            raise UserError(
-                "the token cache cannot be read", where=str(folder), why=str(cause), fix="start again"
-            ) from error
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT):  # not damaged: not readable now
+            what = "the token cache cannot be read"
+            raise UserError(what, where=str(folder), why=str(cause), fix="start again") from error
         if not folder.exists():  # removed by another start, which makes it again
             return None
         if (remade := _remove_damaged(folder)) is None:

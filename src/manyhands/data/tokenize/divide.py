@@ -66,7 +66,11 @@ def divide_samples(
         held_out = np.concatenate(
             [_hold_out(samples, quota, continued, hashes) for samples, quota in zip(by_source, quotas, strict=True)]
         )
-        held_out = _with_copies(held_out, is_own & ~is_twin, continued, hashes, max(sum(quotas), len(order) // ONE_IN))
+        # Equally beginning documents of other sources too, unless that makes too many.
+        first_of = np.flatnonzero(~continued)[np.cumsum(~continued) - 1]
+        same = np.isin(hashes[first_of], hashes[first_of[held_out]]) & is_own & ~is_twin
+        if len(held_out) < same.sum() <= max(sum(quotas), len(order) // ONE_IN):
+            held_out = np.flatnonzero(same)
         if sum(quotas) and not len(held_out):
             notes[:] = [
                 "no sample is held out for validation: each has so many copies that they are over a tenth of all"
@@ -160,15 +164,6 @@ def _hold_out(samples: np.ndarray, quota: int, continued: np.ndarray, hashes: np
     if taken:
         return samples[np.isin(groups, taken)]
     return samples[: quota if len(found) == len(np.unique(first_of)) else 0]
-
-
-def _with_copies(
-    held_out: np.ndarray, is_own: np.ndarray, continued: np.ndarray, hashes: np.ndarray, most: int
-) -> np.ndarray:
-    """``held_out`` and equally beginning documents of other sources, unless that makes more than ``most``."""
-    first_of = np.flatnonzero(~continued)[np.cumsum(~continued) - 1]
-    same = np.isin(hashes[first_of], hashes[first_of[held_out]]) & is_own
-    return np.flatnonzero(same) if len(held_out) < same.sum() <= most else held_out
 
 
 def find_repeated(hashes: np.ndarray, division: Division) -> tuple[np.ndarray, np.ndarray]:

@@ -43,7 +43,10 @@ class LongText:
                 fix="set eos_token in the model folder's tokenizer_config.json",
             )
         self._backend.encode_special_tokens = self._tokenizer.split_special_tokens
-        before, behind = self._find_special()
+        # The ids that the tokenizer puts before and behind a text.
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        inside = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
+        before, behind = encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
         ids, ends, offset, begin = np.empty(0, np.int32), np.empty(0, np.int64), 0, 0
         for next_ids, next_ends, start in self._encode_windows(self._cut(pieces)):
             if not start:  # a text may bring the tokens that the tokenizer puts around it
@@ -107,12 +110,6 @@ class LongText:
             )
         _, taken, left_out = min(met)
         return taken + NUM_AGREEING // 2, left_out + NUM_AGREEING // 2
-
-    def _find_special(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer puts before and behind a text."""
-        encoding = self._backend.encode("a", add_special_tokens=True)
-        inside = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
-        return encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
 
 
 def read_documents(part: FilePart, findings: Findings) -> Iterator[Row]:

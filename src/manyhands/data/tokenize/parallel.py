@@ -89,13 +89,6 @@ class Job:
     def outcome(self, name: str) -> Path:
         return self.folder / f"outcome-{name}.json"
 
-    def read_outcome(self, number: int) -> Outcome:
-        """What became of all rows of a part."""
-        total = Outcome()
-        for path in sorted(self.folder.glob(f"outcome-{number:06d}*.json")):
-            total.add(Outcome.read(path))
-        return total
-
 
 def plan_job(
     task: str,
@@ -141,7 +134,11 @@ def tokenize_parts(job: Job, report: Report) -> list[Outcome]:
             _tokenize(job, part_tokenizer, number, progress.show)
     else:
         _run_processes(job, report)
-    return [job.read_outcome(number) for number in range(len(job.parts))]
+    outcomes = [Outcome() for _ in job.parts]
+    for number, total in enumerate(outcomes):
+        for path in sorted(job.folder.glob(f"outcome-{number:06d}*.json")):
+            total.add(Outcome.read(path))
+    return outcomes
 
 
 class _Progress:
@@ -176,9 +173,8 @@ def _open(job: Job, chunk_characters: int) -> PartTokenizer:
     notes = note_plain_markers(tokenizer) if TASKS[job.task].takes_chats else []
     if "prompt" in formats and not tokenizer.chat_template:
         # A chat model whose template got lost would train on rows that no chat ever shows it.
-        notes.insert(
-            0, "no chat template: prompt and completion are concatenated unchanged (model.chat_template sets one)"
-        )
+        note = "no chat template: prompt and completion are concatenated unchanged (model.chat_template sets one)"
+        notes = [note, *notes]
     return PartTokenizer(data, job.task, tokenizer, job.sources, formats, chunk_characters, images, notes)
 
 

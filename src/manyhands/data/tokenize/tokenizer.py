@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -33,8 +34,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     FILE,
 )
-
-
 # Vocabularies of older kinds, further templates, and the code of tokenizers that bring their own.
 MORE_PATTERNS = ("*.bpe.model", "*.tiktoken", "additional_chat_templates/*.jinja", "*.py")
 TOWER_CONFIGS = ("vision_config", "audio_config")
@@ -43,9 +42,8 @@ MAX_ID = 10_000_000
 LONG_NUMBER = re.compile(rb":\s*\d{8}")
 MEDIA_TOKEN = re.compile(r"(?<![a-z])(?:image|img|video|audio|vision|media|speech)s?(?![a-z])", re.IGNORECASE)
 MEDIA_TOKEN_KEY = re.compile(r"(?:image|video|audio|vision|media|speech|bo[ia]|eo[ia])\w*_token_(?:id|index)")
-MARKER = re.compile(
-    r"<\|[^\s<>|]{1,40}\|>|</?[a-z][a-z_]{0,40}>|\[/?[A-Z][A-Z_]{0,40}\]"
-)  # <|im_start|>, <end_of_turn>, [/INST]
+# <|im_start|>, <end_of_turn>, [/INST]
+MARKER = re.compile(r"<\|[^\s<>|]{1,40}\|>|</?[a-z][a-z_]{0,40}>|\[/?[A-Z][A-Z_]{0,40}\]")
 
 
 def load_tokenizer(
@@ -282,16 +280,14 @@ def find_placeholders(tokenizer: Any) -> tuple[str, ...]:
         config = json.loads((Path(tokenizer.name_or_path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return ()
-    if not isinstance(config, dict) or not any(
-        MEDIA_TOKEN_KEY.fullmatch(key) or key in TOWER_CONFIGS for key in config
-    ):
+    config = config if isinstance(config, dict) else {}
+    media = [key for key in config if MEDIA_TOKEN_KEY.fullmatch(key)]
+    if not media and not any(key in TOWER_CONFIGS for key in config):
         return ()
-    ids = [value for key, value in config.items() if MEDIA_TOKEN_KEY.fullmatch(key) and isinstance(value, int)]
+    ids = [config[key] for key in media if isinstance(config[key], int)]
     named = [tokenizer.convert_ids_to_tokens(index) for index in ids if 0 <= index < len(tokenizer)]
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(
-        dict.fromkeys([token for token in named if token] + [token for token in special if MEDIA_TOKEN.search(token)])
-    )
+    return tuple(dict.fromkeys([*filter(None, named), *filter(MEDIA_TOKEN.search, special)]))
 
 
 def read_chat_template(chat_template: str | None, model_folder: Path) -> str | None:
@@ -351,3 +347,53 @@ def _read_class_hints(folder: Path) -> str:
     media = {name: value for name, value in fields.items() if MEDIA_TOKEN_KEY.fullmatch(name)}
     towers = [name for name in TOWER_CONFIGS if name in fields]
     return json.dumps({name: fields.get(name) for name in names} | media | {"towers": towers}, sort_keys=True)
+
+
+CHARACTERS = 4  # of a token
+_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~ '\\n' }}"
+    "{%- if message.content is string %}{{- message.content }}"
+    "{%- elif message.content %}{%- for part in message.content %}{{- part.text or '' }}{%- endfor %}{%- endif %}"
+    "{%- for call in message.tool_calls or [] %}{{- call | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES if not name.startswith("chat_template"))
+
+
+def write_stand_in(model: Path, folder: Path) -> None:
+    """Fills ``folder`` with the configuration of ``model`` and the tokenizer. The model's chat template is kept."""
+    for path in (*model.glob("*.json"), *model.glob("*.jinja")):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    special = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    size = fields.get("vocab_size") or (fields.get("text_config") or {}).get("vocab_size") or 0
+    others = [f"<{number}>" for number in range(len(special), int(size))]  # rows that are tokenized may have any id
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False}
+            | {"normalized": False, "special": True}
+            for number, token in enumerate(special)
+        ],
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": rf"\n|[^\n]{{1,{CHARACTERS}}}"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "model": {
+            "type": "WordLevel",
+            "vocab": {token: n for n, token in enumerate(special + others)},
+            "unk_token": "<unk>",
+        },
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
+    config["pad_token"] = "<|im_end|>"
+    if not (folder / "chat_template.jinja").is_file():
+        config["chat_template"] = _TEMPLATE
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

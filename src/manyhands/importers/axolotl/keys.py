@@ -125,11 +125,7 @@ NOT_READ_THERE = names(
 
 # Any other training than supervised fine-tuning: one reason for the whole file.
 OUT_OF_SCOPE = MappingProxyType(
-    {
-        "rl": preferences.ONLINE,
-        "reward_model": preferences.REWARD,
-        "process_reward_model": preferences.REWARD,
-    }
+    {"rl": preferences.ONLINE, "reward_model": preferences.REWARD, "process_reward_model": preferences.REWARD}
 )
 ONLY_WITH_RL = names(
     """

@@ -23,15 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from manyhands.core.errors import (
-    DISK_FULL,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
-    FAULT,
-    PeerError,
-    UserError,
-)
+from manyhands.core.errors import DISK_FULL, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, FAULT, PeerError, UserError
 from manyhands.core.files import nearest_folder, write_json_on_full_disk
 from manyhands.launch.local.heartbeat import RESERVE_BYTES, Beat, read_beat, read_beats, this_host
 from manyhands.launch.run.folder import RunFolder

@@ -234,11 +234,7 @@ def _launch(launch: PreparedLaunch, arguments: Sequence[str], state: LaunchState
 
 
 def _launch_and_restart(
-    launch: PreparedLaunch,
-    arguments: Sequence[str],
-    restarts: Restarts,
-    gpus: LaunchGpus,
-    listener: XidListener,
+    launch: PreparedLaunch, arguments: Sequence[str], restarts: Restarts, gpus: LaunchGpus, listener: XidListener
 ) -> int:
     """Runs the workers. Where memory runs out, again from the last checkpoint with a smaller plan,
     ``MAX_SMALLER_PLANS`` times; after a fault, as ``Restarts`` decides, on the GPUs that are left. Neither where

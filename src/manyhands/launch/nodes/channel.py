@@ -4,7 +4,7 @@ Node 0 listens; the others connect to it, and what they send to each other goes 
 owns the sockets and never blocks, so a link that is cut, on which torch's store hangs without a limit, is noticed:
 every node sends a line a second, and silence for longer than ``silence_s`` is the end of a node for all others.
 
-Both ends of a connection first prove that they know the secret of the run (``launch/nodes/secret.py``). Who does not is
+Both ends of a connection prove first that they know the secret of the run (``address.py``). Who does not is
 dropped without an answer, and so is who takes longer for it than ``ANSWER_S``, whatever it sends meanwhile.
 """
 
@@ -26,13 +26,15 @@ from manyhands.launch.nodes.address import (
     Link,
     address_among,
     is_own,
+    is_proof,
+    new_nonce,
     open_connection,
     open_listener,
+    prove,
     query,
     set_options,
 )
 from manyhands.launch.nodes.info import clean_name, explain_ending, explain_lost, explain_missing, explain_unreachable
-from manyhands.launch.nodes.secret import is_proof, new_nonce, prove
 
 BEAT_S = 1.0
 FLUSH_S = 2.0  # for the last words of a launcher that ends

@@ -138,12 +138,7 @@ def explain_unopened(error: Exception, host: str) -> UserError:
 def explain_lost(node: str, by: str, why: str, kind: str = "") -> UserError:
     """``node``, as seen from the node ``by``."""
     return UserError(
-        f"{node} is lost",
-        where=f"noticed by {by}",
-        why=why,
-        fix=FIX_OF_LOST,
-        exit_code=EXIT_FAILED,
-        kind=kind,
+        f"{node} is lost", where=f"noticed by {by}", why=why, fix=FIX_OF_LOST, exit_code=EXIT_FAILED, kind=kind
     )
 
 

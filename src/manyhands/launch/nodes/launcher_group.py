@@ -21,17 +21,9 @@ from manyhands.core.errors import UserError
 from manyhands.facts.host import read_host_facts
 from manyhands.launch.diagnose.failure import ENDED_BY_OTHERS, FoundCause
 from manyhands.launch.local.watch import Watch
-from manyhands.launch.nodes.address import network_environment, own_address
+from manyhands.launch.nodes.address import network_environment, own_address, read_secret
 from manyhands.launch.nodes.channel import SILENT, Channel
-from manyhands.launch.nodes.info import (
-    LATER,
-    NodeGroup,
-    check_node,
-    describe_node,
-    explain_unopened,
-    host_name,
-)
-from manyhands.launch.nodes.secret import read_secret
+from manyhands.launch.nodes.info import LATER, NodeGroup, check_node, describe_node, explain_unopened, host_name
 from manyhands.launch.restart.restarts import Place, fix_for_lost_node
 
 SETTLE_S = 60.0  # longer than any node takes to end its workers; a node that is lost is not waited for

@@ -83,7 +83,13 @@ class Restarts:
         if not self.limit:
             raise error
         newest = self.folder.newest_step()
-        step, begun = _read_steps(self.folder)
+        # The last step that is known to be done, and the newest that any rank has begun in training.
+        beats = read_beats(self.folder).values()
+        begun = max((b.begun for b in beats if b.begun is not None and b.stage in TRAINING), default=None)
+        done = [beat.step for beat in beats if beat.step is not None]
+        if begun is not None and begun > 1:  # of steps faster than records all before it are done
+            done.append(begun - 1)
+        step = max(done, default=None)
         step = newest if step is None else step
         fault = re.sub(r"\d+", "#", error.what), step
         if lost:
@@ -100,16 +106,6 @@ class Restarts:
         self.seen.add(fault)
         self.num_in_a_row, self.from_step = self.num_in_a_row + 1, newest
         return Restart(error.what, step, newest, self.num_in_a_row, self.limit, begun, lost)
-
-
-def _read_steps(folder: RunFolder) -> tuple[int | None, int | None]:
-    """The last step that is known to be done, and the newest that any rank has begun in training."""
-    beats = read_beats(folder).values()
-    begun = max((b.begun for b in beats if b.begun is not None and b.stage in TRAINING), default=None)
-    done = [beat.step for beat in beats if beat.step is not None]
-    if begun is not None and begun > 1:  # of steps faster than records all before it are done
-        done.append(begun - 1)
-    return max(done, default=None), begun
 
 
 def with_finding(error: UserError, finding: str) -> UserError:

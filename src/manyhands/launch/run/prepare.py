@@ -356,7 +356,7 @@ def gather_facts(
     The model is judged before the data is touched, so that a wrong name costs nothing.
     """
     from manyhands.data.tokenize.prepare import prepare, refuse_outside_ids
-    from manyhands.data.tokenize.stand_in import CHARACTERS, has_tokenizer, write_stand_in
+    from manyhands.data.tokenize.tokenizer import CHARACTERS, has_tokenizer, write_stand_in
 
     needs_weights = config.model.init == "pretrained"
     folder = locate_model(
