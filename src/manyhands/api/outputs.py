@@ -131,7 +131,6 @@ class Outputs:
         return _push(target, repo_id, private, token)
 
     def _run(self) -> Path:
-        """The folder of the run that trained it."""
         if (self.folder / "run.json").is_file():
             return self.folder
         raise UserError(

@@ -117,7 +117,6 @@ def _gpus_asked(run: Path, overrides: list[str] | None) -> tuple[str | None, boo
 
 
 def _host(config: RunConfig, named: str | None) -> HostFacts:
-    """One of the machines to ask for."""
     if host := host_to_plan(config, named or config.submit.gpus):
         return host
     if config.parallel.device == "cpu":
@@ -132,7 +131,6 @@ def _host(config: RunConfig, named: str | None) -> HostFacts:
 
 
 def _describe(written: JobFiles) -> str:
-    """What the job is, in a line."""
     job, plan = written.job, written.plan
     parts = [f"{job.name}: {job.size}"]
     if plan is not None:

@@ -51,7 +51,6 @@ class Importer(Protocol):
 
 
 def load_importer(name: str) -> Importer:
-    """The module of an importer."""
     return cast(Importer, import_module(f"manyhands.importers.{name}"))
 
 

@@ -224,7 +224,6 @@ TITLES = {"before": "recorded before", "after": "recorded after", "base": "base 
 
 
 def describe(comparison: Comparison) -> str:
-    """The table as text."""
     scores = comparison.scores
     counts = f"{count_of(scores.num_samples, 'sample')}"
     counts += f", {count_of(scores.num_loss_tokens, 'loss token')}" if scores.num_loss_tokens else ""

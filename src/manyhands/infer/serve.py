@@ -292,7 +292,6 @@ class _Asked:
         return {"role": "assistant", "content": completion.text}, completion.finish_reason
 
     def body(self, completion: Completion) -> dict[str, Any]:
-        """The whole answer."""
         message, reason = self.message(completion)
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
         choice |= {"message": message} if self.is_chat else {"text": completion.text}

@@ -154,7 +154,6 @@ class MicroBatches(Iterator[Batch]):
 def _load(
     layouts: Iterable[StepLayout], rank: int, device: torch.device, collate_units: Collate
 ) -> Generator[_Loaded, None, None]:
-    """Runs in the thread."""
     coming: deque[StepLayout] = deque()  # one entry a micro-batch that has been asked for
 
     def units() -> Iterator[np.ndarray]:

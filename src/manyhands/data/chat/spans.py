@@ -84,8 +84,6 @@ def make_shape(text: str, slots: Sequence[str], spans: Sequence[Span]) -> TurnSh
 
 @dataclass(frozen=True)
 class RenderedText:
-    """A conversation and its text."""
-
     messages: Sequence[Message]
     tools: list[Any] | None
     text: str

@@ -369,7 +369,6 @@ ASKED: Message = {"role": "user", "content": "a"}
 
 
 def _call_tool(name: str, content: str | None = "") -> Message:
-    """An assistant's call of a tool."""
     call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": {"b": "c"}}}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 

@@ -22,7 +22,6 @@ def compile_any(words: Sequence[str], before: str = "") -> re.Pattern[str] | Non
 
 
 def measure_common(one: str, other: str) -> int:
-    """Length of the common beginning."""
     return next(
         (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

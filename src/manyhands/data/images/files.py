@@ -64,7 +64,6 @@ class BadImage(Exception):
 
 
 def check_pillow() -> None:
-    """UserError where Pillow is not installed."""
     try:
         import PIL  # noqa: F401
     except ModuleNotFoundError as error:

@@ -512,7 +512,6 @@ def _read_alpaca(cells: Cells) -> list[Message]:
 
 
 def _take_turns(pairs: Sequence[tuple[str, str]]) -> list[Message]:
-    """Questions and answers as messages."""
     return [
         {"role": role, "content": text}
         for pair in pairs

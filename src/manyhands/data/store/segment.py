@@ -36,7 +36,6 @@ CHECKSUMS, LENGTHS = ("I", np.uint32), ("i", np.int32)
 
 
 def _tables_of(streams: Iterable[Stream]) -> dict[str, tuple[str, Any]]:
-    """The tables of a segment."""
     tables = dict(TABLES)
     for stream in streams:
         tables[f"{stream.name}_checksums"] = CHECKSUMS

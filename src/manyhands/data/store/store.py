@@ -115,7 +115,6 @@ class SampleSet:
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
-        """The streams that a sample has."""
         return tuple(file.stream for file in self._files)
 
     @property

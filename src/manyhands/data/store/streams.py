@@ -225,7 +225,6 @@ def _predicted(sample: Sample, name: str) -> np.ndarray:
 
 
 def count_loss_tokens(sample: Sample) -> int:
-    """Loss tokens of a sample."""
     return int(np.count_nonzero(_predicted(sample, MASK.name)))
 
 

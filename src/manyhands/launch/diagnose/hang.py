@@ -68,8 +68,6 @@ class Child:
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank at this moment."""
-
     rank: int
     name: str  # ``rank 3 on gpu01``
     beat: Beat | None = None

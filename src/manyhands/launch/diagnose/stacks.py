@@ -35,8 +35,6 @@ _KEPT: list[IO[str]] = []  # faulthandler writes to a file descriptor, which mus
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a stack."""
-
     file: str
     line: int
     function: str

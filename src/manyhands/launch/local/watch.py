@@ -142,7 +142,6 @@ class Watch:
 
     @property
     def local_ranks(self) -> range:
-        """This machine's."""
         return range(self.world_size) if self.local is None else self.local
 
     def _may_judge(self) -> bool:

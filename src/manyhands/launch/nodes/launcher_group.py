@@ -97,7 +97,6 @@ class LauncherGroup:
 
     @property
     def ranks(self) -> range:
-        """Of this node."""
         return self._ranks[self.node]
 
     def begin(self, open_store: Callable[[str | None], Any]) -> tuple[str, int]:

@@ -83,7 +83,6 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
     def log(self, rank: int) -> Path:
-        """What the rank printed."""
         return self.logs / f"rank-{rank}.log"
 
     def beat(self, rank: int) -> Path:
@@ -113,7 +112,6 @@ class RunFolder:
         return self.ranks / "ask"
 
     def stacks(self, rank: int) -> Path:
-        """The rank's answer."""
         return self.ranks / f"stacks-{rank}.json"
 
     def stack(self, rank: int) -> Path:
