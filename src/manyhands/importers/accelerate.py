@@ -133,8 +133,7 @@ def _map_deepspeed(t: Translator) -> None:
     clip = section + "gradient_clipping"
     if str(t.get(clip, "auto")) not in ("auto", "none", "None"):
         t.map(clip, "optimizer.max_grad_norm", t.number(clip))
-    else:
-        t.no_op(clip)
+    t.no_op(clip)
     steps, asked = section + "gradient_accumulation_steps", t.context.accumulation
     if str(t.get(steps, "auto")) != "auto" and asked is not None and t.integer(steps) not in (asked, 1):
         t.contradict(steps, f"{t.get(steps)}, but the run file's accumulation is {asked}: write auto")
@@ -203,8 +202,7 @@ def _map_parallelism(t: Translator) -> None:
         for key, number in ((replicas, num_replicas), (shards, num_shards)):
             if number > 1:
                 t.map(key, "parallel.strategy", "ddp" if key == replicas else "fsdp")
-            else:
-                t.no_op(key)
+            t.no_op(key)
 
 
 _FSDP_NAMES: Mapping[str, str] = {

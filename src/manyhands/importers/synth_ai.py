@@ -223,8 +223,7 @@ def _map_method(t: Translator) -> None:
         t.contradict("training.use_qlora", f"true, but {t.place(first[0])} is {t.get(first[0])}: correct one of them")
     elif qlora:
         t.map("training.use_qlora", "method.name", "qlora")
-    else:
-        t.no_op("training.use_qlora")
+    t.no_op("training.use_qlora")
     for key, native in LORA_KEYS:
         if not t.has(key):
             continue

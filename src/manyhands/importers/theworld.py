@@ -226,9 +226,6 @@ def _map_intervals(t: Translator) -> None:
     opened = ["wandb"] * t.flag("log_to_wandb")
     shared.map_trackers(t, {"log_to_wandb": opened}, {"wandb": "wandb_project"})
     shared.map_tracker_options(t, opened)
-    for key in UPLOADS:
-        if t.get(key) in (None, False):
-            t.no_op(key)
-        else:
-            t.ignore(key, "nothing is uploaded: `hf upload` takes the run's folder")
+    why = "nothing is uploaded: `hf upload` takes the run's folder"
+    hf.note_so(t, dict.fromkeys(UPLOADS, ((False,), why)))
     t.map("output_dir", split_output(t.get("output_dir")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +106,7 @@ def harness(folder: str, tasks: Sequence[str], output: str | None = None, as_jso
     return 0
 
 
-VERBS: dict[str, Callable[..., int]] = {
-    "generate": generate,
-    "chat": chat,
-    "serve": serve,
-    "evaluate": evaluate,
-    "harness": harness,
-}
+VERBS = {verb.__name__: verb for verb in (generate, chat, serve, evaluate, harness)}
 
 
 def main(argv: list[str]) -> int:

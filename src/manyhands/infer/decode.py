@@ -228,9 +228,8 @@ class _Batch:
                     added = row.stream.add(token)
                     start = max(0, len(row.text) - max(map(len, self._settings.stop), default=0))
                     row.text += added
-                    found = [place for stop in self._settings.stop if (place := row.text.find(stop, start)) >= 0]
-                    if found:
-                        row.text, row.done, row.finish_reason = row.text[: min(found)], True, "stop"
+                    if (end := find_stop(row.text, self._settings.stop, start)) is not None:
+                        row.text, row.done, row.finish_reason = row.text[:end], True, "stop"
                     elif added:
                         self._show(row, final=False)
             if row.done or len(row.new) == self._settings.max_new_tokens:
@@ -266,8 +265,8 @@ class _Batch:
 
     def finish(self, row: _Row) -> Completion:
         text = self._tokenizer.decode(row.new, skip_special_tokens=True)
-        found = [place for stop in self._settings.stop if (place := text.find(stop)) >= 0]
-        return Completion(tuple(row.new), text[: min(found, default=len(text))].strip(), row.finish_reason)
+        end = find_stop(text, self._settings.stop)
+        return Completion(tuple(row.new), text[:end].strip(), row.finish_reason)
 
 
 def _can_compact(model_kwargs: dict[str, Any]) -> bool:
@@ -289,12 +288,15 @@ def _can_compact(model_kwargs: dict[str, Any]) -> bool:
     )
 
 
+def find_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:
+    """Where the first of the stop strings begins."""
+    return min((place for stop in stops if (place := text.find(stop, start)) >= 0), default=None)
+
+
 def _held_back(text: str, stops: Sequence[str]) -> int:
     """Characters at the end of ``text`` with which a stop string begins."""
-    longest = max(map(len, stops), default=0)
-    return next(
-        (size for size in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-size:]) for s in stops)), 0
-    )
+    sizes = range(min(max(map(len, stops), default=0), len(text)), 0, -1)
+    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
 
 
 def _draw(settings: GenerationSettings, numbers: Sequence[int]) -> torch.Tensor:

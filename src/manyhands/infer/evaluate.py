@@ -32,8 +32,8 @@ from manyhands.data.store.streams import (
     MASK,
     TOKENS,
     Sample,
-    StoredImage,
     from_streams,
+    images_within,
     split_documents,
     weights_of,
 )
@@ -152,8 +152,9 @@ def measure(
         raise UserError("there is no sample with loss tokens", where=data.name, fix="give other data: --data FILE")
     image_token = image_token_of(found.weights)
     prompts = [
-        PromptTokens(number, tuple(prompt.tolist()), images_of(samples.sample(number), prompt, image_token))
+        PromptTokens(number, ids, images_within(samples.sample(number), ids.count(image_token)))
         for number, (prompt, _) in turns.items()
+        for ids in [tuple(prompt.tolist())]
     ]
     queue, waiting = PromptQueue(prompts, settings.max_new_tokens, len(slots)), list(enumerate(groups))[::-1]
     kind_of_groups = "pairs" if has_pairs else "loss"
@@ -219,13 +220,6 @@ def last_turn(sample: Sample) -> tuple[np.ndarray, np.ndarray] | None:
     gaps = np.flatnonzero(~sample[MASK.name][:end])
     start = int(gaps[-1]) + 1 if len(gaps) else 0
     return (sample[TOKENS.name][:start], sample[TOKENS.name][start:end]) if start else None
-
-
-def images_of(sample: Sample, prompt: np.ndarray, token_id: int) -> tuple[StoredImage, ...]:
-    """The images of a sample whose tokens, ``token_id``, are all in ``prompt``, the beginning of it."""
-    found = tuple(from_streams(sample))
-    ends = np.cumsum([image.num_tokens for image in found])
-    return found[: int((ends <= int((prompt == token_id).sum())).sum())]
 
 
 class Evaluator:

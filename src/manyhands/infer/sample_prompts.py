@@ -18,7 +18,7 @@ from manyhands.data.batch.collate import BatchShape
 from manyhands.data.chat.template import chat_template_kwargs_of
 from manyhands.data.images.batch import open_batcher
 from manyhands.data.store.store import TokenStore
-from manyhands.data.store.streams import StoredImage, from_streams, make_sample, prompt_of, to_streams
+from manyhands.data.store.streams import StoredImage, images_within, make_sample, prompt_of, to_streams
 from manyhands.infer.decode import complete, end_token_ids, greedy
 from manyhands.infer.images import image_inputs
 from manyhands.infer.settings import GenerationSettings
@@ -57,7 +57,7 @@ class SamplePrompts:
             sample = store.validation.sample(int(row))
             ids = prompt_of(sample).tolist()
             if ids:
-                images = () if self._work is None else _images_within(from_streams(sample), ids.count(token_id))
+                images = () if self._work is None else images_within(sample, ids.count(token_id))
                 text = "".join(f"[image {_name(image)}] " for image in images) + _question(ids, tokenizer, token_id)
                 self.chosen.append(SamplePrompt(ids, text, images))
 
@@ -109,12 +109,6 @@ class SamplePrompts:
         batch = collate(HeldSamples([sample]), np.arange(1), BatchShape(packed=False, images=self._work))
         del batch["input_ids"]
         return to_device(batch, ids.device)
-
-
-def _images_within(images: Sequence[StoredImage], num_tokens: int) -> tuple[StoredImage, ...]:
-    """The first of a sample's images, which have ``num_tokens`` placeholders together."""
-    ends = np.cumsum([image.num_tokens for image in images])
-    return tuple(image for image, end in zip(images, ends, strict=True) if end <= num_tokens)
 
 
 def _name(image: StoredImage) -> str:

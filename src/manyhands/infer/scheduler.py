@@ -83,12 +83,7 @@ class Scheduler:
 
     def _work(self) -> None:
         while True:
-            if not self._waiting:
-                request = self._new.get()
-                if request is None:
-                    return
-                self._waiting.append(request)
-            while not self._new.empty():
+            while not self._waiting or not self._new.empty():
                 request = self._new.get()
                 if request is None:
                     return

@@ -166,9 +166,8 @@ def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_ro
         return JSONResponse(*await _answer_whole(scheduler, asked, request))
 
     async def models(_: Request) -> Any:
-        return JSONResponse(
-            {"object": "list", "data": [{"id": name, "object": "model", "created": created, "owned_by": "manyhands"}]}
-        )
+        model = {"id": name, "object": "model", "created": created, "owned_by": "manyhands"}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def health(_: Request) -> Any:
         return JSONResponse({"status": "ok"})
@@ -295,7 +294,7 @@ class _Asked:
         message, reason = self.message(completion)
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
         choice |= {"message": message} if self.is_chat else {"text": completion.text}
-        return self._write([choice], completion)
+        return self.write([choice], completion)
 
     def chunk(self, delta: Mapping[str, Any] | str, reason: str | None = None) -> dict[str, Any]:
         """One piece of a streamed answer: a text, or what a message gets besides."""
@@ -304,12 +303,9 @@ class _Asked:
             choice["delta"] = {"content": delta} if isinstance(delta, str) else dict(delta)
         else:
             choice["text"] = delta if isinstance(delta, str) else ""
-        return self._write([choice], is_chunk=True)
+        return self.write([choice], is_chunk=True)
 
-    def usage_chunk(self, completion: Completion) -> dict[str, Any]:
-        return self._write([], completion, is_chunk=True)
-
-    def _write(self, choices: list[Any], answer: Completion | None = None, *, is_chunk: bool = False) -> dict[str, Any]:
+    def write(self, choices: list[Any], answer: Completion | None = None, *, is_chunk: bool = False) -> dict[str, Any]:
         """What every answer and chunk has; with the usage of ``answer``."""
         kind = "text_completion" if not self.is_chat else "chat.completion.chunk" if is_chunk else "chat.completion"
         body = {"id": self._id, "object": kind, "created": self._created, "model": self._name, "choices": choices}
@@ -414,7 +410,7 @@ async def _stream(scheduler: Scheduler, asked: _Asked) -> AsyncIterator[str]:
             yield _event(asked.chunk({"tool_calls": calls} if calls else completion.text))
         yield _event(asked.chunk({}, reason))
         if asked.with_usage:
-            yield _event(asked.usage_chunk(completion))
+            yield _event(asked.write([], completion, is_chunk=True))
         yield "data: [DONE]\n\n"
     except Exception as error:
         yield _event(_error(f"{type(error).__name__}: {error}", kind="server_error"))

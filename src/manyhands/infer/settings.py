@@ -31,8 +31,17 @@ class GenerationSettings:
         """UserError for a value that cannot be, or one that would have no effect."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)  # one text is not its characters
         object.__setattr__(self, "stop", stop)
-        for name, fault in self._faults():
-            raise UserError(f"{name.replace('_', '-')} {fault}", where=f"--{name.replace('_', '-')}")
+        for name, is_fine, fault in (
+            ("max-new-tokens", self.max_new_tokens >= 1, "must be at least 1"),
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "must be 0 or more"),
+            ("top-p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
+            ("top-k", self.top_k >= 0, "must be 0 (all tokens) or more"),
+            ("repetition-penalty", 0 < self.repetition_penalty < math.inf, "must be above 0"),
+            ("seed", 0 <= self.seed < 2**63, "must be 0 or more, and below 2**63"),
+            ("stop", all(self.stop), "must not be empty"),
+        ):
+            if not is_fine:
+                raise UserError(f"{name} {fault}", where=f"--{name}")
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise UserError(
                 "top-p and top-k have no effect on greedy answers",
@@ -40,18 +49,6 @@ class GenerationSettings:
                 why="the temperature is 0, so the most likely token is always taken",
                 fix="add --temperature 1 to sample",
             )
-
-    def _faults(self) -> list[tuple[str, str]]:
-        checks = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "must be at least 1"),
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "must be 0 or more"),
-            ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "must be 0 (all tokens) or more"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0"),
-            ("seed", 0 <= self.seed < 2**63, "must be 0 or more, and below 2**63"),
-            ("stop", all(self.stop), "must not be empty"),
-        )
-        return [(name, fault) for name, fine, fault in checks if not fine]
 
     @property
     def is_greedy(self) -> bool:

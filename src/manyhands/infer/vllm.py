@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.facts.adapter import read_adapter_config
-from manyhands.infer.decode import Completion
+from manyhands.infer.decode import Completion, find_stop
 from manyhands.infer.load import ModelLocation, find_ends, open_found_tokenizer
 from manyhands.infer.prompts import PromptTokens
 from manyhands.infer.replicas import ALL_GPUS, DeviceSlot, Placement
@@ -98,9 +98,8 @@ class VllmWorker:
         ended = bool(ids) and ids[-1] in self._ends
         new = ids[:-1] if ended else ids
         text = self._tokenizer.decode(new, skip_special_tokens=True)
-        places = [place for stop in self._settings.stop if (place := text.find(stop)) >= 0]
-        reason = "stop" if ended or places else "length"
-        return Completion(tuple(new), text[: min(places, default=len(text))].strip(), reason)
+        end = find_stop(text, self._settings.stop)
+        return Completion(tuple(new), text[:end].strip(), "length" if end is None and not ended else "stop")
 
 
 def server_command(

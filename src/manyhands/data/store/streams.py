@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -310,6 +311,13 @@ def to_streams(images: Sequence[StoredImage]) -> dict[str, np.ndarray]:
         item[4:] = *image.size, image.num_units, image.num_tokens
     joined = b"".join(image.source for image in images)
     return {IMAGES.name: items, IMAGE_SOURCES.name: np.frombuffer(joined, dtype=np.uint8)}
+
+
+def images_within(sample: Sample, num_tokens: int) -> tuple[StoredImage, ...]:
+    """The first of a sample's images, whose placeholders are at most ``num_tokens`` together."""
+    images = from_streams(sample)
+    ends = accumulate(image.num_tokens for image in images)
+    return tuple(image for image, end in zip(images, ends, strict=True) if end <= num_tokens)
 
 
 def from_streams(sample: Sample) -> list[StoredImage]:

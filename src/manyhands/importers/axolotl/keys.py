@@ -35,17 +35,19 @@ ALREADY = names(
     """
 )
 
-# Key, the value that is so here, and why another one changes nothing.
-SO_IF = (
-    ("dataloader_pin_memory", True, "batches reach a GPU from pinned memory"),
-    ("dataloader_num_workers", None, "`data.workers: auto` takes as many as the batches need"),
-    ("dataloader_prefetch_factor", None, "batches are prepared ahead"),
-    ("save_safetensors", True, "weights are always saved as safetensors"),
-    ("save_only_model", False, "checkpoints always hold what a run resumes from"),
-    ("auto_resume_from_checkpoints", True, "the same command resumes a run; `--fresh` begins another"),
-    ("torch_compile_backend", "inductor", "the compiler is inductor"),
-    ("torch_compile_mode", "default", "blocks are compiled one by one, in inductor's default mode"),
-    ("torch_compile_options", None, "blocks are compiled one by one, with inductor's own options"),
+# As in transformers.py: values that are so here, and why any other one changes nothing.
+SO = MappingProxyType(
+    {
+        "dataloader_pin_memory": ((True,), "batches reach a GPU from pinned memory"),
+        "dataloader_num_workers": ((), "`data.workers: auto` takes as many as the batches need"),
+        "dataloader_prefetch_factor": ((), "batches are prepared ahead"),
+        "save_safetensors": ((True,), "weights are always saved as safetensors"),
+        "save_only_model": ((False,), "checkpoints always hold what a run resumes from"),
+        "auto_resume_from_checkpoints": ((True,), "the same command resumes a run; `--fresh` begins another"),
+        "torch_compile_backend": (("inductor",), "the compiler is inductor"),
+        "torch_compile_mode": (("default",), "blocks are compiled one by one, in inductor's default mode"),
+        "torch_compile_options": ((), "blocks are compiled one by one, with inductor's own options"),
+    }
 )
 
 # Trackers, as transformers calls them: the key that opens one, and that of its project, which opens it, too.
@@ -275,7 +277,7 @@ MAPPED = names(
 
 KEYS = (
     ALREADY | OF_TRACKERS | TRACKER_OPTIONS.keys()
-    | {key for key, *_ in SO_IF} | MAPPED | frozenset(IGNORED) | frozenset(REFUSED) | frozenset(OUT_OF_SCOPE)
+    | SO.keys() | MAPPED | frozenset(IGNORED) | frozenset(REFUSED) | frozenset(OUT_OF_SCOPE)
     | ONLY_WITH_RL | NOT_READ_THERE
     | {f"special_tokens.{key}" for key in SPECIAL}
     | {f"fsdp_config.{prefix}{key}" for key in FSDP | FSDP_NOT_READ for prefix in ("", "fsdp_")}

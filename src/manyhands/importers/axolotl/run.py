@@ -354,11 +354,7 @@ def _map_rest(t: Translator) -> None:
     for key in ("attn_implementation", "sage_attention"):
         if t.get(key) in ("sage", "fp8", True):
             t.refuse(key, "attention in lower precision is not available: write flash_attention_2")
-    for key, so, why in keys.SO_IF:
-        if t.get(key, so) == so:
-            t.no_op(key)
-        else:
-            t.ignore(key, why)
+    hf.note_so(t, keys.SO)
     if t.get("tf32") is True and t.mapping.get("model", {}).get("dtype") == "float32":
         t.ignore("tf32", "matmuls are in float32")
     t.no_op("tf32")
@@ -369,11 +365,7 @@ def _map_rest(t: Translator) -> None:
     t.no_op(keys.ALREADY & t.values.keys())
     t.no_op(keys.ONLY_WITH_RL & t.values.keys(), "this kind of training does not read it")
     off: tuple[object, ...] = (None, False, 0, "", "false", [], {})
-    for key in keys.IGNORED.keys() & t.values.keys():
-        if t.get(key) in off:
-            t.no_op(key)
-        else:
-            t.ignore(key, keys.IGNORED[key])
+    hf.note_so(t, {key: (off, why) for key, why in keys.IGNORED.items()})
     for key in keys.REFUSED.keys() & t.values.keys():
         parent = keys.PART_OF.get(key)
         if t.get(key) in off or (key == "skip_prepare_dataset" and t.has("processor_type")):
@@ -420,8 +412,7 @@ def _count_mesh(t: Translator) -> int:
         t.refuse("expert_parallel_size", "Axolotl does not combine it with replicas: set dp_replicate_size to 1")
     elif experts > 1:
         t.map("expert_parallel_size", "parallel.expert_degree", experts)
-    else:
-        t.no_op("expert_parallel_size")
+    t.no_op("expert_parallel_size")
     if shard * replicate * experts > 1:
         t.set_gpus(shard * replicate * context * experts)
     if shard > 1 and replicate > 1:

@@ -320,11 +320,7 @@ def _note_bystanders(t: Translator) -> None:
         t.ignore(key, f"only another `stage` than {stage if read else 'sft and pt'} reads it")
     t.no_op(read, "this `pref_loss` does not read it")
     shared.map_trackers(t, {"use_swanlab": ["swanlab"] * t.flag("use_swanlab")}, {})
-    for key, why in keys.IGNORED.items():
-        if t.get(key) in (None, False):
-            t.no_op(key)
-        else:
-            t.ignore(key, why)
+    hf.note_so(t, {key: ((False,), why) for key, why in keys.IGNORED.items()})
     for key in keys.OF_PREDICTION & t.values.keys():
         t.ignore(key, "only predictions read it")
 
@@ -348,8 +344,7 @@ def _map_model(t: Translator) -> None:
     t.only("init_special_tokens", ("noise_init", None), "new tokens start at the mean of the others: noise_init")
     if t.get("use_fast_tokenizer", True) is False:
         t.ignore("use_fast_tokenizer", "tokenizers are always the fast ones")
-    else:
-        t.no_op("use_fast_tokenizer")
+    t.no_op("use_fast_tokenizer")
 
 
 def _map_method(t: Translator) -> None:
@@ -373,8 +368,7 @@ def _map_method(t: Translator) -> None:
     elif t.flag("pure_bf16"):
         why = "bfloat16 weights are rounded stochastically here"
         t.map("pure_bf16", {"model.dtype": "bfloat16", "model.master_dtype": "bfloat16"}, why=why)
-    else:
-        t.no_op("pure_bf16")
+    t.no_op("pure_bf16")
     for key in keys.OF_LORA & t.values.keys() if kind != "lora" else ():
         t.no_op(key, "only finetuning_type lora reads it")
     for key in keys.OF_FREEZE & t.values.keys() if kind != "freeze" else ():
