@@ -1,7 +1,5 @@
 """manyhands from Python: plan, train, load, and a trainer as in other tools' guides. Imports no torch by itself."""
 
-from __future__ import annotations
-
 from manyhands.api.arguments import TrainingArguments
 from manyhands.api.distributed import (
     distributed_info,

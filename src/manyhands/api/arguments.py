@@ -5,8 +5,6 @@ are translated as a file of TRL is, with the same outcomes: mapped, already so, 
 refused by name. Imports no torch.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import re

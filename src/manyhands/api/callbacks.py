@@ -2,8 +2,6 @@
 processes; and the name by which another process can import a function or class of the caller's. Imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a run shows where this process's output is no terminal and no file: in a notebook, or where it is captured."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

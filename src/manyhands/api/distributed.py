@@ -3,8 +3,6 @@
 Imports torch only to ask whether it can distribute, and never starts CUDA.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

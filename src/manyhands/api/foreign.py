@@ -1,7 +1,5 @@
 """What scripts import from Unsloth and TRL beside model and trainer, and our stand-ins. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Reads the run, and how to start it, as a line of JSON from standard input, whose
 writes JSON lines to the file descriptor: the folder, then the exit code or the error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -2,8 +2,6 @@
 exports of its checkpoint (``manyhands export``), uploads (``manyhands push``). Imports no torch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A command of ours as a process beside a script or a notebook. Imports no torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -4,8 +4,6 @@ The script's output, signals and environment are its own: they are as before whe
 on. Imports torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """What transformers' trainer returns and reports, from a run's rows; calls its callbacks. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A table of Arrow (a ``datasets.Dataset`` is one) is written as it is and read as
 as JSON lines.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

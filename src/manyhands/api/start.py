@@ -4,8 +4,6 @@ The launcher is a process, so that signals, environment variables and file descr
 they are. Imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

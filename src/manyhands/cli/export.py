@@ -1,7 +1,5 @@
 """``manyhands export``: a folder or GGUF file of a run; ``manyhands push``: a folder to the hub. Imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Commands on a trained model; each starts ``python -m manyhands.infer``."""
 
-from __future__ import annotations
-
 import glob
 import json
 from pathlib import Path

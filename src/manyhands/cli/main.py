@@ -1,7 +1,5 @@
 """All commands, and the one place that handles errors: a ``UserError`` is printed, a bug keeps its traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Unreadable command lines, such as other tools' options, and what to write here (``importers/hints.py``)."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

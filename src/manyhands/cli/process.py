@@ -1,7 +1,5 @@
 """Commands that need torch: each starts its module in a process, so that the command line itself stays light."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

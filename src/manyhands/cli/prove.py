@@ -5,8 +5,6 @@ Every layout trains the same samples from the same weights, by `train` itself, i
 it is ended as soon as its steps are logged, so nothing is saved. The bounds are those of docs/equality.md.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

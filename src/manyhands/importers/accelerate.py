@@ -4,8 +4,6 @@ Both are read alike: the environment's variables are given the names that they h
 accelerate 1.15 (commands/config/config_args.py, utils/launch.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

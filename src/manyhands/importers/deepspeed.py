@@ -5,8 +5,6 @@ what else the file asks for, they are replaced by what FSDP2 shards alike, with 
 from the run file.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """FSDP's options, versions 1 and 2, as accelerate, transformers and Axolotl spell them; used by importers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What to write in place of an unknown key: one phrase, from our keys, other tools' names and their translations."""
 
-from __future__ import annotations
-
 import difflib
 
 from manyhands.config.keys import sections, table

@@ -1,7 +1,5 @@
 """A run file and overrides to a ``RunConfig``, or one ``UserError`` with all faults. Knows no data or machine."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -5,8 +5,6 @@ For error messages only: these names are never accepted. A name is looked up wit
 (``evaluate.num_samples``), then without. Knows no schema.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -13,8 +13,6 @@ A new importer is one module, named here. ``FILES`` are run files, ``SETTINGS`` 
 one (``--accelerate-config``, ``--deepspeed``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Protocol, cast

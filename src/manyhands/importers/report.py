@@ -1,7 +1,5 @@
 """A translation for people and programs: the native run file with each key's origin, outcomes, JSON."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Training options are transformers', below ``train``; names and defaults are those of its ``train_distributed.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

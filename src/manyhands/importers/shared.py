@@ -1,7 +1,5 @@
 """What several tools' files say alike: dtypes, trackers, the parts of a model of images, experts. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal

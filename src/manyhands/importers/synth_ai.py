@@ -1,7 +1,5 @@
 """synth-ai's TOML for ``train --type sft``. Its several numbers of GPUs must agree with the global batch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -7,8 +7,6 @@ and transformers has no such model. It is there unless ``enable_world`` is false
 comments (``TrainingConfig.from_dict``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ An importer (one module beside this one) names its tool and the keys that the to
 refused here. Pure: whatever a translation may ask of the world comes in as ``ImportContext``. Knows no torch.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ alignment handbook's recipes, which today's TRL would ignore (``torch_dtype``, `
 What TRL trains depends on the columns of the data: the completion of prompt and completion, otherwise every token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ The options of the commands (``cli/infer.py``) come as one JSON object, so that 
 figures go to standard output, what a person should know besides to standard error.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

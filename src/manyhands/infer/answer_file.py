@@ -5,8 +5,6 @@ While answers are made they are lines of ``OUTPUT.partial``, in any order; its f
 rename: each prompt's row with its answer, in the order of the prompts.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

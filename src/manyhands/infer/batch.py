@@ -1,7 +1,5 @@
 """``manyhands generate --input``: answers to a file of prompts, on all GPUs, in the order of the file."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``manyhands chat``: chat in the terminal, answers streamed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from typing import Any, TextIO

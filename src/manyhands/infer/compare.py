@@ -1,7 +1,5 @@
 """``manyhands eval``: which data, which models, and the table of what was measured beside what the run recorded."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -6,8 +6,6 @@ the padding, stop strings by row, and rows that are done leave the batch. ``gree
 need. Also which tokens end an answer. Knows no run folders.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

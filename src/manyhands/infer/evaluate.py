@@ -6,8 +6,6 @@ all copies of the model, divided once; text metrics compare the answer alone, ne
 a sample trains.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence

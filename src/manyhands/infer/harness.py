@@ -1,7 +1,5 @@
 """``manyhands eval --tasks``: tasks of lm-eval through its own library, on the model as it answers here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path

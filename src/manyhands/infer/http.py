@@ -1,7 +1,5 @@
 """What the server demands of a connection: a host of this machine, a request in time. Used by vLLM's, too."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

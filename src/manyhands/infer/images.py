@@ -4,8 +4,6 @@ They are those of training rows (``data/images/rows.py``): parts of a content ``
 column ``images`` or ``image``. Placeholders become what the family's processor writes for each image.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Opens what a run leaves behind: a model folder, an adapter folder, or the run's folder itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

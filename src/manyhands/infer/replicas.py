@@ -6,8 +6,6 @@ A single copy works in the calling process. Of several each has a process of its
 caller does, however that ended.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

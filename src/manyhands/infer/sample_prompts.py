@@ -1,7 +1,5 @@
 """A few validation prompts, answered in each evaluation so that a person can read what the model has learned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Each is a share in [0, 1] of one answer; a data set's figure is their mean. ROUG
 letters and digits without stemming (Lin, 2004), as the package ``rouge-score`` computes it with its defaults.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence

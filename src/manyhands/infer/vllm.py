@@ -1,7 +1,5 @@
 """``--engine vllm``: the same prompts, tokens and settings, answered by vLLM where it is installed."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -3,8 +3,6 @@
 The latter are written here alone, and never over what the user has set. Starts nothing, imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@
 SLURM_PROCID=0 and SLURM_NTASKS as if it were the first task (22.05). Starts nothing, imports no torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -31,8 +31,6 @@ pipe closes. A batch is a function of (samples, shape) alone, so it does not mat
 attempt of the run: results are taken in the order in which they were asked. Knows nothing of steps, ranks or devices.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import pickle

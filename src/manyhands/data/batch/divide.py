@@ -8,8 +8,6 @@ rank's own tokens and keys are gathered from all ranks: of a chunk they are one 
 of the document that the chunk begins in to the chunk's end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Which samples form a step: a function of (seed, epoch, step) alone. Pure numpy; nothing is stored, no rank is
 known."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import threading

@@ -5,8 +5,6 @@ evenly as can be: longest first into the one with most room, towards a target th
 moves and swaps bring down the ones above theirs, since a pack is padded to whole tiles and a token too many costs one.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Tokenizers of mistral-common (``tekken.json``) and their versions' chat templates. Imports torch when called."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

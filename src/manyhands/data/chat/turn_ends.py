@@ -1,7 +1,5 @@
 """How a chat template ends an assistant turn, and what of a text closes one. Knows no tokens, only their spelling."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ the images of a run need more than the bound, only as many are kept as fit, the 
 content: to keep all for a while would keep none until it is needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -5,8 +5,6 @@ rest of the data path takes for granted is asked of it first, on a few drawn ima
 size, nothing beside them reaches the model, and pixels are bytes that a table turns into the processor's floats.
 """
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

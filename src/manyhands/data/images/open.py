@@ -5,8 +5,6 @@ Each address is asked once, whatever number of rows name it, by all processes of
 its folder, within a bound, and go with it: the next preparation asks again.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

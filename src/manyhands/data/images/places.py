@@ -11,8 +11,6 @@ documents (documents of each, n), where each document's are |
 Pure numpy, but for the grids, which are handed to transformers' own functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path

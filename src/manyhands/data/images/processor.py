@@ -6,8 +6,6 @@ and ``table`` turns each byte into the float that the processor would have made 
 transformers (which imports torch) only when an ``ImageProcessor`` is made.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping

@@ -14,8 +14,6 @@ A line break next to ``<image>`` belongs to it where the column is ``image``, as
 write their own.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

@@ -6,8 +6,6 @@ A struct's fields that are null are left out: such files give every struct all f
 they mean (``EXTENSIONS``); a file with a type that is not known is refused.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator

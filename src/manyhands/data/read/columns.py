@@ -14,8 +14,6 @@ A value that is null, empty text, an empty list or one of nulls carries nothing.
 every row before anything else looks at it. Knows no tokenizer and no file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

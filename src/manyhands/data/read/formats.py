@@ -36,8 +36,6 @@ What a row of tokens may have besides, an entry for each token. A token is train
 The roles of messages and of sharegpt turns, whatever tool they come from, are those of ``messages.py``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

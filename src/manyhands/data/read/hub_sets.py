@@ -4,8 +4,6 @@ The library ``datasets`` is imported only to fetch a set: it leaves Arrow files 
 like any others, in several processes and without the library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

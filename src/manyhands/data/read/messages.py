@@ -19,8 +19,6 @@ about training, and which is not one of these, is refused (``check_key``); what 
 ``Reading.unread``, but for the other keys of messages, calls and tools, which the template gets.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ rows have one order, whatever the number of parts it is read in. What is wrong i
 ``file:line: reason``.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

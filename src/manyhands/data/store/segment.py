@@ -4,8 +4,6 @@ A segment is a folder with the streams and tables of the samples of one part. Jo
 forgets each once it is copied, so that the disk holds the samples once and one segment twice.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -10,8 +10,6 @@ A store holds no pixels. Of each image it has the place of its file, or its enco
 hash of the encoded bytes; its size; and how many units and tokens it takes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

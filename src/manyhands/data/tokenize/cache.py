@@ -5,8 +5,6 @@ Equal names, equal tokens or equal stores. A store appears by one rename of a fi
 name is complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -5,8 +5,6 @@ Copies are told by the tokens of the first sample of a document: two divided doc
 are held out together, and copies that differ in their first block only are not seen as such.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

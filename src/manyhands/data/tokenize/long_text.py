@@ -4,8 +4,6 @@ Neighboring windows overlap. Both are tokenized alone, and joined in the overlap
 a row: there, the tokens no longer depend on where a window begins or ends. Knows no store and no length policy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path

@@ -4,8 +4,6 @@ sets.
 What a part gives depends on its rows alone, not on the process, the parts beside it or the size of a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

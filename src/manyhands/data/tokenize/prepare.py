@@ -6,8 +6,6 @@ first's and throws its own away. Where only the choice of samples differs from a
 linked, not made again.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Loads a tokenizer from a model folder and names its content. Imports transformers (and torch) when called."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The data of an Axolotl run: data sets, lengths, what is held out. Each key of an entry has its own outcome."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from types import MappingProxyType

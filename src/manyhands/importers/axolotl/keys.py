@@ -1,7 +1,5 @@
 """Axolotl's keys (July 2026) by what becomes of them; the second column of ``_REFUSED`` is the message."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 
 from manyhands.config.text import names

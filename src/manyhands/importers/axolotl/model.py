@@ -2,8 +2,6 @@
 images, which ``processor_type`` switches on: parts of the model, sizes, what is not cut.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -2,8 +2,6 @@
 (``prompt_strategies/dpo``, ``kto`` and ``orpo`` of July 2026).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -5,8 +5,6 @@ longer samples dropped, nothing held out, all weights where there is no `adapter
 GPU and step. Numbers per GPU (`micro_batch_size`, `gradient_accumulation_steps`) are multiplied by the GPUs.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 

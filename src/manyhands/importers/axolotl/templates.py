@@ -5,8 +5,6 @@ Names stand for templates of ours of the same effect on text, or for the model's
 instruction, perhaps an input and a system prompt, and an answer, which the end-of-text token ends.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from string import Formatter

@@ -4,8 +4,6 @@ An entry names a file, a folder or a set on the hub, the form of its rows (alpac
 Entries that say nothing of columns have the default ones; where they name some, the others are not read at all.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

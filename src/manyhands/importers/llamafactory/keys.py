@@ -1,7 +1,5 @@
 """The keys of LLaMA-Factory's argument classes (hparams/) beside transformers' own, by what becomes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -5,8 +5,6 @@ The keys are those of its argument classes (hparams/) and of transformers' Train
 do alike, in every run, is listed in docs/coming-from.md.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

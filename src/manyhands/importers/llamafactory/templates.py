@@ -8,8 +8,6 @@ Not here, and rendered by the tokenizer's own template: formats that end only th
 those of models of images and sound. Knows no tokenizer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 

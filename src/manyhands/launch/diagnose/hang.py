@@ -5,8 +5,6 @@ The rules (``find_cause``) are listed in docs/hangs.md. They read facts only: he
 and the last collectives. Each is a guess, said as such.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

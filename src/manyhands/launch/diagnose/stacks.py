@@ -6,8 +6,6 @@ of other machines do too. One that cannot answer, because a compiled library hol
 (``STACK_SIGNAL``), whose handler is faulthandler's and needs no interpreter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

@@ -4,8 +4,6 @@ and nowhere else. Torch is imported when it is needed.
 ``python -m manyhands.launch.local.agent N MODULE ...`` starts N ranks of a module on this machine, as torchrun does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

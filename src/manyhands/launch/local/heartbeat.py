@@ -8,8 +8,6 @@ What tells the rank that hangs from those that wait for it is no time at all, bu
 all ranks run: who waits in a collective has entered one more than the rank it waits for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

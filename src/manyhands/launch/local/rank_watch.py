@@ -7,8 +7,6 @@ itself: the others' collectives break off, or their own watch ends them. A rank 
 separate process (``start_beside``), because SIGSTOP stops the rank's own watch thread as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """``manyhands train``: prepare, show the plan, start the workers. Torch is imported by the last of the three only."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """The workers of a launch on this node, under torch's elastic agent. Imports torch when they start."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

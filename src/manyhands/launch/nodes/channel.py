@@ -8,8 +8,6 @@ Both ends of a connection prove first that they know the secret of the run (``ad
 dropped without an answer, and so is who takes longer for it than ``ANSWER_S``, whatever it sends meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import selectors

@@ -1,7 +1,5 @@
 """What each node says of itself before planning, what must be equal, what they are together. No torch, no sockets."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -2,8 +2,6 @@
 and the same on each. Every function is called on all nodes, in the same order. Knows no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

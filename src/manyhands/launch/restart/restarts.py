@@ -5,8 +5,6 @@ A fault is what may be gone at the next attempt: a process that was killed or cr
 error, a lost connection. What the user has to change (``UserError``) is none, and neither is a signal to this process.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import time

@@ -2,8 +2,6 @@
 GPUs that the run's first start multiplied by.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

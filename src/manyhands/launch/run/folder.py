@@ -19,8 +19,6 @@ report of a run that was made longer as plans/001.report.json |
 | .ranks/ | heartbeats and failures of the newest launch; removed after a run that ended well |
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Who may write into a run's folder: one launch at a time, also where another machine's has ended without a word."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Config to facts to plan to folder, in the one process that plans a run: our launcher, or rank 0."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import tempfile

@@ -5,8 +5,6 @@ Building takes seconds. ``may_match_nothing`` looks at the names in the files fi
 the workers will find it too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -14,8 +14,6 @@ fetched is the run's folder as far as a resumed run needs it, so that every rule
 plans, metrics, and the newest complete checkpoint.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ A finished run is read from report.json, a live one from the last line of metric
 the driver is asked too, which counts the context and the caches that the plan estimates and torch does not count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
