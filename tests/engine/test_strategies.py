@@ -215,6 +215,14 @@ def test_embeddings_apart_give_the_step_of_one_process(world: Ranks, untied: str
             assert np.array_equal(result["logits"], result["logits_after"])
 
 
+def test_embeddings_apart_are_drawn_as_by_one_process(world: Ranks, untied: str) -> None:
+    config = tiny_run(untied)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"init": "random"})})
+    one = measure(tiny_plan(untied), config, merged(RAGGED))
+    for result in world.run(MEASURE, tiny_plan(untied, **APART), config, RAGGED, world_size=2):
+        assert_equal_step(result, one, 3e-6)
+
+
 def test_embeddings_apart_are_whole_only_while_tokens_are_looked_up(world: Ranks, untied: str, folder: str) -> None:
     """The bytes of whole weights, after the last block's forward pass and before its backward pass, are the plan's."""
     for model, apart, are_held in (

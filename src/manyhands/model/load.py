@@ -9,7 +9,6 @@ features changed the model: a changed layer says itself what loading has to know
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -438,8 +437,8 @@ def _with_zeros(module: nn.Module, own: Mapping[str, torch.Tensor], device: torc
         copied = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
         full["weight"] = zeros(shape, module.weight_dtype)
     else:
-        copied = copy.copy(module)
-        copied._parameters = dict(module._parameters)
+        copied = object.__new__(type(module))  # not copy.copy: FSDP2's classes make another object of their arguments
+        vars(copied).update(vars(module), _parameters=dict(module._parameters))
     for child, inner in module.named_children():  # a rule of the experts may name them, and theirs is the stack's own
         if isinstance(inner, StackedLayer):
             copied._modules = {key: value for key, value in copied._modules.items() if key != child}
