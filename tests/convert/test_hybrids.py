@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
@@ -97,21 +98,36 @@ def test_a_saved_model_is_its_source_and_a_merged_one_the_adapted(tmp_path: Path
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("gpus", "installed", "noted"), [(1, False, True), (1, True, False), (0, False, False)])
-def test_kernels_that_are_not_installed_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, installed: bool, noted: bool
+@pytest.mark.parametrize(
+    ("gpus", "installed", "triton", "said"),
+    [
+        (1, (), "3.6.0", "note: not installed: fla, with kernels for 2 of 3 blocks"),
+        (1, ("fla", "tilelang"), "3.6.0", ""),
+        (1, ("fla",), "3.7.1", ""),
+        (1, ("fla",), "3.6.0", "fla-core has no gradient of the gated delta rule here"),
+        (0, (), "3.6.0", ""),
+        (0, ("fla",), "3.6.0", ""),
+    ],
+)
+def test_kernels_that_are_missing_are_named_before_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, installed: tuple[str, ...], triton: str, said: str
 ) -> None:
     folder = write_tiny_model(tmp_path / "model", "qwen3_5_text")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
     data = DataSection(train=str(rows), cache=str(tmp_path / "cache"))
     config = tiny_run(folder).model_copy(update={"data": data})
-    find = importlib.util.find_spec
-    there = {"fla": installed, "causal_conv1d": installed}
+    find, version = importlib.util.find_spec, importlib.metadata.version
+    there = {name: name in installed for name in ("fla", "tilelang", "causal_conv1d")}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there[name] if name in there else find(name))
-    said: list[str] = []
-    prepare.gather_facts(config, saves=False, identify=False, host=facts(gpus=gpus).host, report=said.append)
-    assert any("fla and causal_conv1d, with kernels for 2 of 3 blocks" in line for line in said) is noted
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: triton if name == "triton" else version(name))
+    lines: list[str] = []
+    try:
+        prepare.gather_facts(config, saves=False, identify=False, host=facts(gpus=gpus).host, report=lines.append)
+    except UserError as error:
+        lines.append(f"{error.what}: {error.where}")
+    about = [line for line in lines if "kernels for" in line or "fla-core" in line]
+    assert [line[: len(said)] for line in about] == ([said] if said else [])
 
 
 @pytest.mark.parametrize("family", WITH_MAMBA_2)

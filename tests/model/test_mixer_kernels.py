@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from manyhands.model.checks import check_packing, pack_documents
@@ -23,6 +24,8 @@ from tests.support.tiny import tiny_model
 CPU = torch.device("cpu")
 CONVOLUTION = ("causal_conv1d", "causal_conv1d_fn")
 DELTA_RULE = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+FUSED_CONVOLUTION = ("fla.modules.causal_conv1d", "causal_conv1d")
+GATED_NORM = ("fla.modules.norm.fused_norm_gate", "rms_norm_gated")
 SCAN = ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 # in transformers' own code: the function that each takes the place of
 TAKEN = {
@@ -30,6 +33,7 @@ TAKEN = {
     "bamba": {"causal_conv1d_fn": CONVOLUTION, "mamba2_chunk_scan": SCAN},
     "lfm2": {"causal_conv1d_fn": CONVOLUTION},
 }
+DELTA_NETS = {"qwen3_next": "qwen3_next", "qwen3_5_text": "qwen3_5", "olmo_hybrid": "olmo_hybrid"}  # and their modules
 Calls = list[tuple[str, Any]]
 
 
@@ -123,6 +127,70 @@ def test_kernels_are_told_where_documents_begin(family: str, monkeypatch: pytest
         assert told == expected["cu" if name == "chunk_gated_delta_rule" else "seq_idx"], name
         assert found.dtype == (torch.int64 if name == "chunk_gated_delta_rule" else torch.int32)
     assert {name for name, _ in calls} == {name for _, name in TAKEN[family].values()}
+
+
+def fake_fla(kind: str, monkeypatch: pytest.MonkeyPatch, spoil: str = "") -> Calls:
+    """``fla-core``'s kernels with their own signatures, computed by torch. ``spoil`` is the one that forgets where
+    documents begin.
+    """
+    calls: Calls = []
+    code = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    convolution, rule = (inspect.unwrap(getattr(code, f)) for f in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"))
+
+    def by_document(name: str, bounds: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        calls.append((name, bounds.tolist()))
+        return zip(*(x.split([x.shape[1]] if spoil == name else split(None, bounds), 1) for x in tensors), strict=True)
+
+    def causal_conv1d(x, weight=None, bias=None, activation=None, *, cu_seqlens):  # type: ignore
+        parts = by_document("causal_conv1d", cu_seqlens, x)
+        out = [convolution(part.mT, weight, bias, activation=activation).mT for (part,) in parts]
+        return torch.cat(out, 1), None
+
+    def chunk_gated_delta_rule(  # type: ignore
+        q, k, v, g, beta, *, use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+        cu_seqlens, use_gate_in_kernel=False, A_log=None, dt_bias=None
+    ):  # fmt: skip
+        assert use_gate_in_kernel and use_beta_sigmoid_in_kernel
+        g, beta = -A_log.float().exp() * F.softplus(g.float() + dt_bias), beta.sigmoid() * (1 + allow_neg_eigval)
+        q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
+        parts = by_document("chunk_gated_delta_rule", cu_seqlens, q, k, v, g, beta)
+        norm = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return torch.cat([rule(q, k, v, g=g, beta=b, **norm)[0] for q, k, v, g, b in parts], 1), None
+
+    def rms_norm_gated(x, g, weight, bias, activation="swish", eps=1e-6):  # type: ignore
+        assert bias is None and activation == "swish"
+        return F.rms_norm(x.float(), weight.shape, weight, eps) * F.silu(g.float())
+
+    fakes = {FUSED_CONVOLUTION: causal_conv1d, DELTA_RULE: chunk_gated_delta_rule, GATED_NORM: rms_norm_gated}
+    for (module, function), fake in fakes.items():
+        parts = module.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            monkeypatch.setitem(sys.modules, name, sys.modules.get(name) or ModuleType(name))
+        monkeypatch.setattr(sys.modules[module], function, fake, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_delta_nets_need_fla_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and every gradient of a pack are those of transformers' forward pass of each document alone."""
+    calls = fake_fla(DELTA_NETS[family], monkeypatch)
+    row = measure(family)
+    assert row.packed.within and row.padded.within and not row.refusal, row
+    model = LossModel(tiny_model(family).train())
+    assert str(model.states) == "packs, by their kernels' bounds"
+    calls.clear()
+    model.logits(pack_documents([torch.arange(n)[None] for n in (3, 1, 9)]))
+    assert {name for name, _ in calls} == {"causal_conv1d", "chunk_gated_delta_rule"}
+    assert all(bounds == [0, 3, 4, 13] for _, bounds in calls)
+
+
+@pytest.mark.parametrize("spoil", ["causal_conv1d", "chunk_gated_delta_rule"])
+def test_a_kernel_of_fla_that_leaks_is_found(spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_fla("qwen3_5", monkeypatch, spoil)
+    model = LossModel(tiny_model("qwen3_5_text"))
+    check_packing(model, model, CPU)
+    assert "as rows (by their kernels logits deviate by" in str(model.states)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba"])

@@ -250,7 +250,7 @@ OLMO_HYBRID = Family(
     block=_olmo,
     packs=True,
     mixers=("OlmoHybridGatedDeltaNet",),
-    packages=("fla", "causal_conv1d"),
+    packages=("fla",),
     kernels=DELTA_RULE,
 )
 BAMBA = Family(

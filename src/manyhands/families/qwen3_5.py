@@ -25,7 +25,7 @@ QWEN3_5_TEXT = Family(
     block=_block,
     packs=True,
     mixers=("Qwen3_5GatedDeltaNet",),
-    packages=("fla", "causal_conv1d"),
+    packages=("fla",),
     kernels=DELTA_RULE,
 )
 QWEN3_NEXT = replace(

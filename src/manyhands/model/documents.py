@@ -44,6 +44,7 @@ from manyhands.data.batch.collate import (
 )
 from manyhands.data.batch.divide import HALO_BOUNDS, HALO_PLACES
 from manyhands.kernels.attention.context import gather_keys
+from manyhands.model import delta_net
 from manyhands.model.structure import find_blocks, with_class
 
 ROWS = "document_rows"  # by which name the rows of a pack reach the blocks
@@ -206,6 +207,7 @@ class RowsOfDocuments(nn.Module):
     """Put before the class of a mixer: of a pack it computes each document from a state of its own."""
 
     current: MixerStates
+    kernels: delta_net.Kernels | None  # that compute a pack without the mixer's own forward pass
 
     def train(self, mode: bool = True) -> Self:
         """Keeps the mixer itself from training mode, in which Mamba-2 hands the weight of its last layer to a kernel:
@@ -228,6 +230,8 @@ class RowsOfDocuments(nn.Module):
 
     @torch.compiler.disable
     def _compute_pack(self, hidden_states: torch.Tensor, documents: Bounds) -> torch.Tensor:
+        if self.kernels is not None:
+            return delta_net.compute_pack(self.kernels, self, hidden_states, documents.cu_seq_lens_q)
         names = {kernel.argument for kernel in families.mixer_kernels(type(self).__name__)}
         out: torch.Tensor = super().forward(hidden_states, **{name: getattr(documents, name) for name in names})
         return out
@@ -296,9 +300,12 @@ def separate_states(model: Any) -> MixerStates | None:
     kinds, current = families.stateful_mixers(), MixerStates()
     mixers = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
     for name, module in mixers.items():
-        current.why_rows = current.why_rows or why_no_kernels(module)
-        mixer = with_class(module, _by_rows(type(module)))  # type: ignore[arg-type]
-        mixer.current, mixer.training = current, False  # type: ignore[assignment]
+        kernels = delta_net.find_kernels(module)
+        if isinstance(kernels, str):
+            current.why_rows = current.why_rows or why_no_kernels(module)
+        mixer: Any = with_class(module, _by_rows(type(module)))  # type: ignore[arg-type]
+        mixer.current, mixer.training = current, False
+        mixer.kernels = None if isinstance(kernels, str) else kernels
         model.set_submodule(name, mixer)
 
     def take_rows(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,7 +1,9 @@
 """Config to facts to plan to folder, in the one process that plans a run: our launcher, or rank 0."""
 
 import contextlib
+import importlib.metadata
 import importlib.util
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -394,7 +396,10 @@ def gather_facts(
     refuse_outside_ids(config, text_folder, data, model.vocab_size if new_tokens is None else new_tokens.vocab_size)
     disks = folder_of(config).path, config.data.cache, data.num_images
     host = host or read_host_facts()
-    missing = [name for name in families.find(model.model_type).packages if not importlib.util.find_spec(name)]
+    family = families.find(model.model_type)
+    if host.is_here and any("gated_delta_rule" in kernel.place for kernel in family.kernels):
+        _refuse_missing_gradient(host)
+    missing = [name for name in family.packages if not importlib.util.find_spec(name)]
     if missing and host.gpus and host.is_here and model.num_mixer_layers:
         report(
             f"note: not installed: {' and '.join(missing)}, with kernels for {model.num_mixer_layers} of"
@@ -413,6 +418,24 @@ def gather_facts(
         node_ranks=group.num_ranks if group is not None else (),
         node_link=group.link if group is not None else None,
     )
+
+
+def _refuse_missing_gradient(host: HostFacts) -> None:
+    """On Hopper ``fla-core`` 0.6 raises in the backward pass of the gated delta rule, where Triton would compute it
+    wrongly and ``tilelang`` is missing. UserError before the launch.
+    """
+    hopper = any(gpu.vendor == "nvidia" and (gpu.compute_capability or (0,))[0] == 9 for gpu in host.gpus)
+    if not hopper or not importlib.util.find_spec("fla") or importlib.util.find_spec("tilelang"):
+        return
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        triton = importlib.metadata.version("triton")
+        if (3, 4, 0) <= tuple(int(part) for part in re.findall(r"\d+", triton)[:3]) < (3, 7, 1):
+            raise UserError(
+                "fla-core has no gradient of the gated delta rule here",
+                where=f"fla-core with triton {triton} on a Hopper GPU",
+                why="it raises in the backward pass, as Triton 3.4.0 to 3.7.0 computes that wrongly",
+                fix="pip install tilelang, which needs CUDA's compiler nvcc; or uninstall fla-core, for slower code",
+            )
 
 
 def find_new_tokens(model: ModelSection, folder: Path, vocab_size: int) -> NewTokens | None:
