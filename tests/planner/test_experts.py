@@ -173,7 +173,7 @@ FULL = {"method__name": "full"}
         (QWEN_30B, FULL, 8, 1, ""),
         (QWEN_30B, FULL, 4, 4, "; on 1 rank a step is "),  # gathers that nothing hides, of micro-batches of one sample
         (QWEN_30B, FULL | {"parallel__expert_degree": 1}, 4, 1, ""),
-        (QWEN_30B, {"parallel__expert_degree": 2}, 4, 2, ", as configured; not measured on GPUs, "),
+        (QWEN_30B, {"parallel__expert_degree": 2}, 4, 2, ", as configured; estimated for a rank"),
         (FEW_WIDE_BLOCKS, FULL, 4, 4, "; undivided the run does not fit: its smallest layout needs"),
         (FEW_WIDE_BLOCKS, {}, 4, 1, ""),
         (FEW_WIDE_BLOCKS, {}, 1, 1, ""),

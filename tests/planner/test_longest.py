@@ -79,7 +79,7 @@ def test_the_limit_that_binds_is_named(host_gib: int, positions: int, expected: 
         assert "and there are 28.8 GiB of it" in text and terms["activations"] > 0
 
 
-@pytest.mark.parametrize(("host_gib", "lengths"), [(16, (116_736, 228_096)), (1024, (176_896, 346_112))])
+@pytest.mark.parametrize(("host_gib", "lengths"), [(16, (116_736, 208_896)), (1024, (176_896, 323_328))])
 def test_tiles_of_mlps_let_the_longest_sample_grow(
     host_gib: int, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

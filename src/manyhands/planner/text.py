@@ -399,7 +399,7 @@ SENTENCES: dict[Code, Template] = {
     "nodes": _nodes,
     "node_links": _node_links,
     "context": "{degree} ranks divide each pack{asked:?, as configured}, in {groups:n group}, and {heads:?exchange "
-    "heads for tokens|gather each other's keys and values} in attention (not measured on GPUs)"
+    "heads for tokens in attention|gather each other's keys and values in attention (not measured on GPUs)}"
     "{undivided:?; undivided {undivided}}{tight:?; with fewer too little memory would be left}"
     "{slower:?; with {fewer} a step is {slower:.0%} slower}",
     "packing": _if(
@@ -424,7 +424,7 @@ SENTENCES: dict[Code, Template] = {
         zero3="DeepSpeed's ZeRO: weights, gradients and optimizer states sharded over {ranks:n {device}}",
     ),
     "expert_degree": "divided over {degree} ranks, to which tokens are sent, in {groups:n group}"
-    "{asked:?, as configured}; not measured on GPUs, and estimated for a rank with {load} times its share of the tokens"
+    "{asked:?, as configured}; estimated for a rank with {load} times its share of the tokens"
     "{undivided:?; undivided {undivided}}{tight:?; on fewer ranks too little memory would be left}"
     "{slower:?; on {fewer:n rank} a step is {slower:.0%} slower}",
     "activation_checkpointing": _by(
