@@ -105,8 +105,8 @@ def test_loss_and_gradients_are_those_of_the_loop(model_type: str) -> None:
     for name, gradient in gradients.items():
         own = model.get_parameter(f"{name}.weight" if name in stacks else name).grad
         own = as_module_has(loop, name, own) if name in stacks else own
-        # a decay's gradient is a small difference of large sums over all tokens, in float32
-        assert distance(own, gradient) < (1e-4 if name.endswith("A_log") else 1e-5), name
+        # a decay's gradient is a small difference of large sums over all tokens, in float32 whatever the model's dtype
+        assert distance(own, gradient) < (1e-4 if name.endswith(("A_log", "dt_bias")) else 1e-5), name
     model.zero_grad()
     loop.zero_grad()
     apply_lora(model, METHOD, seed=0)
