@@ -214,7 +214,6 @@ def test_a_run_that_was_finished_when_the_signal_came_stays_finished(planned):
     assert folder.read_status()["state"] == "finished"
 
 
-@pytest.mark.ci
 def test_a_signal_is_answered_before_the_ranks_answer_it_and_a_second_ends_them(planned):
     folder, _ = planned("deaf", "deaf")
     launcher, _ = start_launcher(folder)
@@ -222,7 +221,7 @@ def test_a_signal_is_answered_before_the_ranks_answer_it_and_a_second_ends_them(
     line = launcher.stdout.readline()
     assert launcher.poll() is None and "SIGTERM: the ranks finish their step" in line and "a second SIGTERM" in line
     launcher.send_signal(signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=WAIT_S)
+    output, _ = launcher.communicate(timeout=20)  # torch's agent alone takes 30 s more
     assert launcher.returncode == 143 and output.startswith("SIGTERM: the run has ended, nothing was saved yet")
 
 

@@ -28,6 +28,7 @@ POLL_S = 0.5
 NOTHING: Mapping[str, str] = {}
 WORKER = "manyhands.worker"
 ENDED_WELL = {EXIT_SAVED, EXIT_INTERRUPTED, EXIT_TERMINATED, -signal.SIGTERM}  # exit codes of ranks that were stopped
+SECOND_SIGNAL_S = 1  # for ranks to end by themselves
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those that torch's agent takes over
 
 
@@ -68,21 +69,25 @@ def run_workers(
     agent = agent_config(
         str(endpoint), node=node, num_nodes=num_nodes, num_local=num_local, run_id=run_id, timeout_s=timeout_s
     )
-    is_announced = False
+    num_signals = 0
 
-    def announce(number: signal.Signals) -> None:
-        """Reports at once that a signal has come, as the ranks answer it after their step; other nodes get it too."""
-        nonlocal is_announced
-        is_first = launchers is None or launchers.pass_on(number)
-        if is_first and not is_announced:
-            is_announced = True
+    def answer(number: signal.Signals) -> None:
+        """Reports at once that a signal has come, as the ranks answer it after their step; other nodes get it too. Ends
+        ranks that do not answer a second one: torch's agent would wait another 30 s for them.
+        """
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1 and (launchers is None or launchers.pass_on(number)):
             again = "Ctrl-C again" if number == signal.SIGINT else f"a second {number.name}"
             what = "the ranks finish their step, save and end, within 30 s"
             report(f"{number.name}: {what}; {again} ends them at once, without saving")
+        elif num_signals == 2:
+            time.sleep(SECOND_SIGNAL_S)
+            end_all(set(worker_pids()))
 
     try:
         with (
-            on_signals(announce),
+            on_signals(answer),
             launcher_environment(plan, num_local, {**network, **environment}),
             _passing_on_notice(),
             raise_on(*_SIGNALS),
