@@ -1,4 +1,4 @@
-"""Gated delta networks over packs: Qwen3-Next, Qwen 3.5 and OLMo Hybrid by the kernels of ``fla-core``.
+"""Packs of gated delta networks, the mixers whose family names ``DELTA_RULE``, by the kernels of ``fla-core``.
 
 transformers' own forward passes transpose before and after the convolution, repeat queries and keys for each value
 head, and compute gates and the norm by single operations of torch. ``compute_pack`` calls the same layers and hands
@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-FUSED = frozenset(
-    ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet")
-)
+from manyhands import families
 
 
 class Inputs(NamedTuple):
@@ -40,7 +38,7 @@ class Kernels(NamedTuple):
 def find_kernels(mixer: nn.Module) -> Kernels | str:
     """``fla-core``'s kernels for ``mixer``, or why they cannot compute it."""
     kind, activation = type(mixer).__name__, getattr(mixer, "activation", None)
-    if kind not in FUSED:
+    if not any(kernel.place.endswith("chunk_gated_delta_rule") for kernel in families.mixer_kernels(kind)):
         return f"{kind} is no gated delta network"
     if activation not in ("silu", "swish"):
         return f"its activation is {activation}"
@@ -87,7 +85,7 @@ def compute_pack(kernels: Kernels, mixer: Any, hidden_states: torch.Tensor, boun
 
 
 def _project(mixer: Any, hidden_states: torch.Tensor) -> Inputs:
-    if hasattr(mixer, "in_proj_qkvz"):  # Qwen3-Next, whose layers' outputs are sorted by heads of keys
+    if hasattr(mixer, "in_proj_qkvz"):  # whose outputs are sorted by heads of keys
         projected = mixer.in_proj_qkvz(hidden_states), mixer.in_proj_ba(hidden_states)
         query, key, value, gate, beta, decay = mixer.fix_query_key_value_ordering(*projected)
         return Inputs(query.flatten(2), key.flatten(2), value.flatten(2), gate.flatten(2), decay, beta)
