@@ -104,7 +104,7 @@ def test_a_saved_model_is_its_source_and_a_merged_one_the_adapted(tmp_path: Path
         (1, (), "3.6.0", "note: not installed: fla, with kernels for 2 of 3 blocks"),
         (1, ("fla", "tilelang"), "3.6.0", ""),
         (1, ("fla",), "3.7.1", ""),
-        (1, ("fla",), "3.6.0", "fla-core has no gradient of the gated delta rule here"),
+        (1, ("fla",), "3.6.0", "fla-core cannot compute the gradient of the gated delta rule here"),
         (0, (), "3.6.0", ""),
         (0, ("fla",), "3.6.0", ""),
     ],

@@ -205,7 +205,7 @@ def test_a_kernel_that_leaks_is_found_and_documents_become_rows(family: str, mon
 @pytest.mark.parametrize(
     ("family", "gap", "why"),
     [
-        ("qwen3_next", {}, "causal_conv1d is not installed"),
+        ("qwen3_next", {}, "fla is not installed"),
         ("qwen3_next", {"without": "causal_conv1d"}, "causal_conv1d is not installed"),
         ("qwen3_next", {"without": "fla"}, "fla is not installed"),
         ("lfm2", {"ignorant": "causal_conv1d"}, "causal_conv1d_fn of causal_conv1d takes no seq_idx"),

@@ -173,8 +173,8 @@ class MixerKernel:
 CONVOLUTION = MixerKernel("causal_conv1d:causal_conv1d_fn", "seq_idx", "seq_idx")
 # With the convolution that these mixers run first: without its argument, a few tokens of the previous document leak.
 DELTA_RULE = (
-    CONVOLUTION,
     MixerKernel("fla.ops.gated_delta_rule:chunk_gated_delta_rule", "cu_seqlens", "cu_seq_lens_q"),
+    CONVOLUTION,
 )
 # its own cu_seqlens resets no state
 MAMBA2 = (CONVOLUTION, MixerKernel("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined", "seq_idx", "seq_idx"))

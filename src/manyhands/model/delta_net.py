@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from manyhands import families
+from manyhands.families.family import DELTA_RULE
 
 
 class Inputs(NamedTuple):
@@ -35,19 +36,16 @@ class Kernels(NamedTuple):
     normalize: Any
 
 
-def find_kernels(mixer: nn.Module) -> Kernels | str:
-    """``fla-core``'s kernels for ``mixer``, or why they cannot compute it."""
-    kind, activation = type(mixer).__name__, getattr(mixer, "activation", None)
-    if not any(kernel.place.endswith("chunk_gated_delta_rule") for kernel in families.mixer_kernels(kind)):
-        return f"{kind} is no gated delta network"
-    if activation not in ("silu", "swish"):
-        return f"its activation is {activation}"
+def find_kernels(mixer: nn.Module) -> Kernels | None:
+    """``fla-core``'s kernels for ``mixer``; None if they cannot compute it or cannot be imported."""
+    if families.mixer_kernels(type(mixer).__name__) != DELTA_RULE or mixer.activation not in ("silu", "swish"):
+        return None
     try:  # another package's code may fail in any way, such as for want of a Triton driver
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.modules.norm.fused_norm_gate import rms_norm_gated
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except Exception as error:
-        return f"fla cannot be imported: {type(error).__name__}: {error}"
+    except Exception:
+        return None
     return Kernels(causal_conv1d, chunk_gated_delta_rule, rms_norm_gated)
 
 

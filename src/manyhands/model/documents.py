@@ -300,12 +300,10 @@ def separate_states(model: Any) -> MixerStates | None:
     kinds, current = families.stateful_mixers(), MixerStates()
     mixers = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
     for name, module in mixers.items():
-        kernels = delta_net.find_kernels(module)
-        if isinstance(kernels, str):
-            current.why_rows = current.why_rows or why_no_kernels(module)
         mixer: Any = with_class(module, _by_rows(type(module)))  # type: ignore[arg-type]
-        mixer.current, mixer.training = current, False
-        mixer.kernels = None if isinstance(kernels, str) else kernels
+        mixer.current, mixer.kernels, mixer.training = current, delta_net.find_kernels(module), False
+        if mixer.kernels is None:
+            current.why_rows = current.why_rows or why_no_kernels(module)
         model.set_submodule(name, mixer)
 
     def take_rows(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -22,6 +22,7 @@ from manyhands.facts.identity import differing_files, identify_files
 from manyhands.facts.model import has_weights, read_model_facts, resize_vocabulary
 from manyhands.facts.model_config import judge_packing
 from manyhands.facts.types import DataFacts, Facts, HostFacts, NewTokens
+from manyhands.families.family import DELTA_RULE
 from manyhands.importers.load import LoadedRun
 from manyhands.launch.environment import apply_variables
 from manyhands.launch.local.watch import raise_when_stopped
@@ -397,7 +398,7 @@ def gather_facts(
     disks = folder_of(config).path, config.data.cache, data.num_images
     host = host or read_host_facts()
     family = families.find(model.model_type)
-    if host.is_here and any("gated_delta_rule" in kernel.place for kernel in family.kernels):
+    if host.is_here and family.kernels == DELTA_RULE:
         _refuse_missing_gradient(host)
     missing = [name for name in family.packages if not importlib.util.find_spec(name)]
     if missing and host.gpus and host.is_here and model.num_mixer_layers:
@@ -421,8 +422,8 @@ def gather_facts(
 
 
 def _refuse_missing_gradient(host: HostFacts) -> None:
-    """On Hopper ``fla-core`` 0.6 raises in the backward pass of the gated delta rule, where Triton would compute it
-    wrongly and ``tilelang`` is missing. UserError before the launch.
+    """Raise a UserError before the launch where ``fla-core`` 0.6 would raise in the first backward pass: on Hopper,
+    with a Triton that computes the gradient of the gated delta rule incorrectly, and without ``tilelang``.
     """
     hopper = any(gpu.vendor == "nvidia" and (gpu.compute_capability or (0,))[0] == 9 for gpu in host.gpus)
     if not hopper or not importlib.util.find_spec("fla") or importlib.util.find_spec("tilelang"):
@@ -431,10 +432,10 @@ def _refuse_missing_gradient(host: HostFacts) -> None:
         triton = importlib.metadata.version("triton")
         if (3, 4, 0) <= tuple(int(part) for part in re.findall(r"\d+", triton)[:3]) < (3, 7, 1):
             raise UserError(
-                "fla-core has no gradient of the gated delta rule here",
+                "fla-core cannot compute the gradient of the gated delta rule here",
                 where=f"fla-core with triton {triton} on a Hopper GPU",
-                why="it raises in the backward pass, as Triton 3.4.0 to 3.7.0 computes that wrongly",
-                fix="pip install tilelang, which needs CUDA's compiler nvcc; or uninstall fla-core, for slower code",
+                why="it raises in the backward pass, because Triton 3.4.0 to 3.7.0 computes this gradient incorrectly",
+                fix="pip install tilelang (it needs nvcc, CUDA's compiler), or uninstall fla-core: slower code runs",
             )
 
 

@@ -279,8 +279,8 @@ def unused(s: EstimateInput, terms: dict[str, int]) -> int:
 
 
 def between_inputs(s: EstimateInput) -> int:
-    """Room that blocks leave which are computed again for the next one's input: two such tensors, ``2 T c H``. Measured
-    once, on an H200 with 131,072 tokens and inputs of 1 GiB: 1.98 GiB more than without.
+    """Memory that stays reserved where inputs of blocks are recomputed: two inputs, ``2 T c H``. Measured once, on an
+    H200 with 131,072 tokens and inputs of 1 GiB: 1.98 GiB more than without.
     """
     if not s.layout.repeated_inputs or s.layout.device == "cpu":
         return 0
