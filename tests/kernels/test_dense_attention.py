@@ -5,15 +5,19 @@ such rows.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from manyhands.core import limits
 from manyhands.data.batch.collate import BatchShape, collate_samples
 from manyhands.data.store.streams import MASK, TOKENS, Sample, make_sample
+from manyhands.engine.activations import attention_contexts
 from manyhands.kernels.attention import dense as dense_attention
-from manyhands.kernels.attention.dense import attend_dense, choose_dense, compare
+from manyhands.kernels.attention.dense import attend_dense, attend_in_parts, choose_dense, compare
 from manyhands.kernels.attention.reference import ALLOWED
 
 CPU = torch.device("cpu")
@@ -86,6 +90,62 @@ def test_flash_agrees_with_float64_forward_and_backward(groups: int, dtype: torc
         assert (one.double() - other.double()).norm() <= bound * other.double().norm()
 
 
+# -- a part of the heads at a time
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("heads, groups, parts", [(8, 4, 2), (8, 4, 4), (4, 4, 2), (6, 3, 3), (8, 2, 2), (4, 1, 1)])
+def test_heads_in_parts_give_what_they_give_together(
+    heads: int, groups: int, parts: int, transposed: bool, dtype: torch.dtype
+) -> None:
+    inputs = [draw(n, dtype=dtype, seed=seed) for seed, n in enumerate((heads, groups, groups))]
+    given = draw(heads, dtype=dtype, seed=9)
+    if transposed:  # in memory (b, t, heads, d), as models have them
+        *inputs, given = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*inputs, given))
+    inputs = [x.requires_grad_() for x in inputs]
+    whole, in_parts = attend_dense(*inputs, 0.3, "flash"), attend_in_parts(*inputs, 0.3, "flash", parts)[0]
+    torch.testing.assert_close(in_parts, whole)
+    found, expected = (torch.autograd.grad(out, inputs, given) for out in (in_parts, whole))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("length, parts", [(37, 1), (64, 1), (65, 2), (128, 2), (129, 4), (300, 4)])
+def test_the_parts_follow_from_the_length(length: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limited to the workspace of 64 tokens with 8 heads over 4 of 16 dimensions, in float32."""
+    monkeypatch.setattr(limits, "MAX_ATTENTION_WORKSPACE", 64 * 8 * 16 * (4 + 2 * 4))
+    run, ran = dense_attention._run_forward, []
+
+    def noted(query: torch.Tensor, *others: Any, **more: Any) -> Any:
+        ran.append(query.shape)
+        return run(query, *others, **more)
+
+    monkeypatch.setattr(dense_attention, "_run_forward", noted)
+    inputs = [draw(n, length) for n in (8, 4, 4)]
+    out = attend_dense(*inputs, None, "flash")
+    assert ran == [(2, 8 // parts, length, 16)] * parts and parts == limits.count_head_parts(length, 8, 4, 16, 4)
+    expected = attend_reference(*inputs, 0.25)
+    assert (out.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parts_run_once_where_results_of_attention_are_kept(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, num_runs = dense_attention._run_forward, []
+    monkeypatch.setattr(dense_attention, "_run_forward", lambda *x, **y: num_runs.append(1) or run(*x, **y))
+    inputs = [draw(n).requires_grad_() for n in (8, 4, 4)]
+
+    def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend_in_parts(query * 2, key, value, None, "flash", 2)[0].transpose(1, 2).flatten(2).sin()
+
+    def recomputed(*x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, *x, use_reentrant=False, context_fn=attention_contexts)
+
+    out = (torch.compile(recomputed, fullgraph=True) if compiled else recomputed)(*inputs)
+    found = torch.autograd.grad(out.sum(), inputs)
+    assert len(num_runs) == 2
+    torch.testing.assert_close(found, torch.autograd.grad(block(*inputs).sum(), inputs))
+
+
 # -- which batches have rows of one length
 
 
@@ -142,3 +202,46 @@ def test_a_gpu_has_a_kernel_for_rows(heads: int, groups: int, dim: int) -> None:
     out = attend_dense(*inputs, None, chosen.name)
     expected = attend_reference(*(x.cpu() for x in inputs), dim**-0.5)
     assert (out.cpu().double() - expected).norm() <= 5e-3 * expected.norm()
+
+
+def draw_on_gpu(length: int, *heads: int) -> list[torch.Tensor]:
+    """In memory (1, t, heads, 128), as models have them."""
+    gpu = torch.Generator("cuda").manual_seed(length)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": gpu}
+    return [torch.randn(1, length, n, 128, **options).transpose(1, 2).requires_grad_() for n in heads]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize("parts", [2, 8])
+def test_parts_of_heads_agree_on_a_gpu(name: str, parts: int) -> None:
+    *inputs, given = draw_on_gpu(16384, 32, 8, 8, 32)
+    whole, in_parts = attend_dense(*inputs, None, name), attend_in_parts(*inputs, None, name, parts)[0]
+    found, expected = ((out, *torch.autograd.grad(out, inputs, given)) for out in (in_parts, whole))
+    for one, other in zip(found, expected, strict=True):
+        assert (one.float() - other.float()).norm() <= 5e-3 * other.float().norm()
+
+
+@pytest.mark.gpu
+def test_parts_of_heads_spare_the_workspace_of_the_others() -> None:
+    """131,072 tokens: 4 GiB for all heads, and an eighth of that with one part's gradients beside all heads'."""
+    length, parts = 131072, 8
+    if choose_dense(torch.device("cuda", 0), torch.bfloat16, 32, 8, 128).name != "cudnn":
+        pytest.skip("needs cuDNN, whose workspace the plan counts")
+    *inputs, given = draw_on_gpu(length, 32, 8, 8, 32)
+
+    def peak(num_parts: int) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = (
+            attend_in_parts(*inputs, None, "cudnn", num_parts)[0]
+            if num_parts > 1
+            else attend_dense(*inputs, None, "cudnn")
+        )
+        torch.autograd.grad(out, inputs, given)
+        return torch.cuda.max_memory_allocated() - before
+
+    workspace = length * limits.attention_workspace(32, 8, 128, 2)
+    assert workspace == 4 * 2**30
+    gradients_of_part = length * 2 * (32 + 2 * 8) * 128 // parts
+    assert peak(1) - peak(parts) >= workspace - workspace // parts - gradients_of_part

@@ -11,7 +11,13 @@ import pytest
 
 from manyhands.planner.layout import Mesh
 from manyhands.planner.memory import terms as memory
-from manyhands.planner.memory.activations import block_at_work, block_bytes_per_token, kept_bytes_per_token, moved_bytes
+from manyhands.planner.memory.activations import (
+    block_at_work,
+    block_bytes_per_token,
+    head_parts,
+    kept_bytes_per_token,
+    moved_bytes,
+)
 from manyhands.planner.memory.input import EstimateInput
 from tests.planner.examples import llama_8b, model_facts
 from tests.support.plans import change_input, make_input
@@ -142,6 +148,30 @@ def test_mlps_by_tiles_need_a_tiles_room() -> None:
     assert saved == 2 * (96 + 64)
     terms = [memory.in_the_backward_pass(s)["activations"] for s in (whole, lora)]
     assert terms[0] - terms[1] == saved and kept_bytes_per_token(lora, "full") == kept_bytes_per_token(whole, "full")
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"), [(2**16, 1), (2**17, 1), (2**17 + 256, 2), (2**18, 2), (2**19, 4), (3 * 2**18, 8), (2**21, 8)]
+)
+def test_long_samples_need_the_workspace_of_a_part_of_the_heads(length: int, parts: int) -> None:
+    """8B, 32 heads over 8 of 128 dimensions: 32 KiB a token, of which a part has its own, and its gradients of q, k
+    and v twice.
+    """
+    long = make_input(llama_8b(), full_micro_tokens=length, pack_tokens=length, row_length=length, device="cuda")
+    tiled = change_input(long, num_adapter_parameters=1000, mlp_tile_tokens=256, activation_checkpointing="full")
+    together = change_input(tiled, row_length=None)
+    assert (head_parts(tiled), head_parts(together)) == (parts, 1)
+    spared = block_at_work(together, "full") - block_at_work(tiled, "full")
+    twice = 2 * (4096 + 2 * 1024) if parts > 1 else 0
+    assert spared == length * (2**15 - (2**15 + twice) // parts)
+
+
+@pytest.mark.parametrize("change", [{"mixed_lengths": True}, {"builds_mask": True}, {"pack_tokens": None}])
+def test_other_kernels_than_that_of_rows_take_all_heads_at_once(change: dict[str, bool | None]) -> None:
+    long = make_input(llama_8b(), full_micro_tokens=2**20, pack_tokens=2**20, row_length=2**20)
+    assert head_parts(long) == 8 and head_parts(change_input(long, **change)) == 1
+    several = change_input(long, row_length=2**16)
+    assert head_parts(several) == 1, "rows that are short each"
 
 
 def test_gradients_are_there_while_activations_are_only_where_a_step_goes_on():

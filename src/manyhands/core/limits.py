@@ -1,4 +1,4 @@
-"""Sizes that the plan counts and the runtime keeps to, each defined once. Plain numbers; imports nothing."""
+"""Sizes that the plan counts and the runtime keeps to, each defined once. Plain arithmetic; imports nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,27 @@ MAX_LOGITS_TRAINED = 2**29  # each chunk reads and writes the float32 sum of the
 
 # Attention with soft-capped scores, a block of queries at a time.
 MAX_BLOCK_SCORES = 2**25  # elements: 128 MiB in float32
+
+# Attention over long samples, heads in parts one after the other.
+MAX_ATTENTION_WORKSPACE = 2**32  # bytes of the backward kernel's own, of one sample
+
+
+def attention_workspace(num_heads: int, num_groups: int, dim: int, value_bytes: int) -> int:
+    """Bytes a token that the kernel of attention's backward pass takes for itself: the gradient of queries in float32
+    and, where query heads share key-value heads, gradients of keys and values for every query head.
+    """
+    return num_heads * dim * (4 + 2 * value_bytes * (num_groups < num_heads))
+
+
+def count_head_parts(length: int, num_heads: int, num_groups: int, dim: int, value_bytes: int) -> int:
+    """In how many parts, one after the other, the heads of samples of ``length`` tokens are computed: the fewest that
+    divide the ``num_groups`` key-value heads and keep a sample's workspace within ``MAX_ATTENTION_WORKSPACE``; one
+    key-value head with its query heads where no number does.
+    """
+    size = length * attention_workspace(num_heads, num_groups, dim, value_bytes)
+    fitting = (n for n in range(1, num_groups) if num_groups % n == 0 and size <= n * MAX_ATTENTION_WORKSPACE)
+    return next(fitting, num_groups)
+
 
 # Activations in host memory.
 MAX_LEAVING_BYTES = 2**28  # being copied out during the forward pass

@@ -43,6 +43,7 @@ MATMULS = {
     "manyhands::fp8_stacked",  # of weights, whose scales alone the backward pass takes
 }
 ATTENTION = {
+    "manyhands::attend_in_parts",
     "manyhands::flash4_forward",
     "torch_attn::_varlen_attn",
     "aten::_scaled_dot_product_flash_attention",

@@ -26,7 +26,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands import families
-from manyhands.core.limits import MAX_BLOCK_SCORES
+from manyhands.core.limits import MAX_BLOCK_SCORES, count_head_parts
 from manyhands.data.batch.divide import EXCHANGES_HEADS, GATHERS_KEYS, KEY_BOUNDS, KEY_POSITIONS
 from manyhands.kernels.attention.context import exchange_for_heads, exchange_for_tokens, gather_keys, rank_in_group
 from manyhands.kernels.attention.dense import attend_dense, choose_dense
@@ -136,13 +136,20 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def choose_attention_kernels(
-    config: Any, device: torch.device, dtype: torch.dtype, *, one_length: bool, num_ranks: int = 1
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    one_length: bool,
+    num_ranks: int = 1,
+    num_tokens: int = 0,
 ) -> AttentionKernels:
     """Choose kernels by self-tests on ``device``; they hold for this process.
 
     ``num_ranks`` divide the heads. ``one_length``: all rows of the run have one, so that a kernel for such rows is
     worth its test. FlashAttention 4 comes first there too (H200, forward and backward, 4 x 4,096 tokens with 64
-    dimensions 2.13 ms, 2 x 4,096 with 128 1.91; cuDNN 2.55 and 2.01), then cuDNN, then FlashAttention 2.
+    dimensions 2.13 ms, 2 x 4,096 with 128 1.91; cuDNN 2.55 and 2.01), then cuDNN, then FlashAttention 2. But not where
+    ``num_tokens``, of a micro-batch, are so many that ``attend_dense`` may compute heads in parts, as the plan counts.
     """
     global _kernels
     text = config.get_text_config()
@@ -151,7 +158,8 @@ def choose_attention_kernels(
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     heads, groups = heads // num_ranks, groups // num_ranks
     packs = choose_packed(device, dtype, heads, groups, dim, getattr(text, "sliding_window", None))
-    tries_rows = one_length and packs.name != "flash4"
+    in_parts = count_head_parts(num_tokens, heads, groups, dim, dtype.itemsize) > 1
+    tries_rows = one_length and (in_parts or packs.name != "flash4")
     rows = choose_dense(device, dtype, heads, groups, dim) if tries_rows else Backend("")
     _kernels = AttentionKernels(rows, packs, heads, groups, dim, dtype)
     return _kernels

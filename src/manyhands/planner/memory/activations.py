@@ -6,7 +6,14 @@ The notation is that of ``terms.py``.
 
 from __future__ import annotations
 
-from manyhands.core.limits import MAX_BLOCK_SCORES, MAX_PASSING_BYTES, MIN_TILED_TOKENS, PASSING_TENSORS
+from manyhands.core.limits import (
+    MAX_BLOCK_SCORES,
+    MAX_PASSING_BYTES,
+    MIN_TILED_TOKENS,
+    PASSING_TENSORS,
+    attention_workspace,
+    count_head_parts,
+)
 from manyhands.planner.layout import Checkpointing, Layout
 from manyhands.planner.memory.input import EstimateInput
 
@@ -96,9 +103,10 @@ def _block_by_tiles(s: EstimateInput, others: int, inner: int) -> int:
 
     Or attention's gradients, if these are more: of its result, of q, k and v, ``T c (2 q + 2 k)``, and of keys and
     values for every query. On a GPU the kernel sums dq in float32, ``4 T q``, and cuDNN's has keys' and values'
-    gradients for every query head, ``2 T c q``; the MLP's input is gone by then. Measured on an H200, 131,072 tokens
-    of an 8B model: 17.2 GiB, 17.2 estimated. On a CPU, in eager float32 by the tokens between 2,048 and 4,096: 10.6
-    hidden sizes a token, and 12.6 estimated.
+    gradients for every query head, ``2 T c q``; the MLP's input is gone by then. Where heads are computed in parts
+    these are one part's, and its gradients of q, k and v are there twice, ``T c (q + 2 k)`` of the part. Measured on an
+    H200, 131,072 tokens of an 8B model in one part: 17.2 GiB, 17.2 estimated. On a CPU, in eager float32 by the tokens
+    between 2,048 and 4,096: 10.6 hidden sizes a token, and 12.6 estimated.
     """
     m, c, mlp = s.model, s.compute_bytes, mlp_bytes_per_token(s)
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
@@ -109,9 +117,22 @@ def _block_by_tiles(s: EstimateInput, others: int, inner: int) -> int:
     repeated = s.keys_per_token * 2 * q or 2 * (q - k) * s.mixed_lengths
     kernel = 0
     if s.layout.device == "cuda":
-        kernel = 4 * q + 2 * c * q * (k < q and not repeated) - c * m.hidden_size
+        parts = head_parts(s)
+        workspace = attention_workspace(m.num_heads, m.num_heads if repeated else m.num_kv_heads, m.head_dim, c)
+        kernel = (workspace + c * (q + 2 * k) * (parts > 1)) // parts - c * m.hidden_size
     attention = s.layout.full_micro_tokens * int(c * (2 * q + 2 * k + repeated) + kernel)
     return s.layout.full_micro_tokens * (others - mlp) + max(tile + (s.sum_bytes + c) * trained, attention)
+
+
+def head_parts(s: EstimateInput) -> int:
+    """In how many parts attention computes the heads of a sample (``kernels/attention/dense.py``): 1 where samples
+    differ in length or ranks divide them, which other kernels compute.
+    """
+    others = s.mixed_lengths or s.builds_mask or s.attends_blockwise or s.layout.mesh.context > 1
+    if others or s.row_length is None or s.layout.pack_tokens is None:
+        return 1
+    m = s.model
+    return count_head_parts(s.row_length, m.num_heads, m.num_kv_heads, m.head_dim, s.compute_bytes)
 
 
 MLP_MODULES = ("mlp.", "feed_forward.")  # of a block, in names of its weights
