@@ -150,21 +150,21 @@ def attend_in_parts_backward(
     """Gradients of q (b, h, t, d), k and v (b, g, t, d). Beside these one part's are held, and its workspace."""
     # Before torch 2.12 cuDNN's graphs are kept by the strides of q, k and v alone: those of the others must follow.
     gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
-    gradients = tuple(_empty_rows(x) for x in (q, k, v))
+    gradients = _empty_rows(q), _empty_rows(k), _empty_rows(v)
     for *part, dq, dk, dv in _split_heads(num_parts, gradient, q, k, v, out, sums, *gradients):
-        _store(_run_backward(*part, scale, name), dq, dk, dv)
+        _store(_run_backward(name, scale, *part), dq, dk, dv)
     return gradients
 
 
 def _run_backward(
+    name: str,
+    scale: float | None,
     gradient: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     sums: torch.Tensor,
-    scale: float | None,
-    name: str,
 ) -> Any:
     aten, length, sums = torch.ops.aten, q.shape[2], sums.contiguous()
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
