@@ -94,11 +94,19 @@ def test_flash_agrees_with_float64_forward_and_backward(groups: int, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("heads, groups, parts", [(8, 4, 2), (8, 4, 4), (4, 4, 2), (6, 3, 3), (8, 2, 2), (4, 1, 1)])
 def test_heads_in_parts_give_what_they_give_together(
-    heads: int, groups: int, parts: int, transposed: bool, dtype: torch.dtype
+    heads: int,
+    groups: int,
+    parts: int,
+    transposed: bool,
+    copied: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(limits, "MAX_STRIDED_VALUES", 0 if copied else 2**31)
     inputs = [draw(n, dtype=dtype, seed=seed) for seed, n in enumerate((heads, groups, groups))]
     given = draw(heads, dtype=dtype, seed=9)
     if transposed:  # in memory (b, t, heads, d), as models have them

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from manyhands.core import limits
 from manyhands.core.limits import count_head_parts
 from manyhands.kernels.attention.reference import ALLOWED, error_ratio
 from manyhands.kernels.backend import Backend
@@ -99,6 +100,11 @@ def _split_heads(num_parts: int, *tensors: torch.Tensor) -> Iterator[tuple[torch
     return zip(*(x.chunk(num_parts, 1) for x in tensors), strict=True)
 
 
+def _compact(x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """A part of the heads in memory of its own where offsets within those of ``whole`` need more than 32 bits."""
+    return x.contiguous() if whole.numel() > limits.MAX_STRIDED_VALUES else x
+
+
 def _empty_rows(x: torch.Tensor) -> torch.Tensor:
     """Like ``x`` (b, heads, t, d), in memory (b, t, heads, d), as models take and give it."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
@@ -122,7 +128,8 @@ def attend_in_parts(
     ``num_parts`` divides g. Beside the output one part's is held.
     """
     out, sums = _empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    for q_part, k_part, v_part, out_part, sums_part in _split_heads(num_parts, q, k, v, out, sums):
+    for *part, out_part, sums_part in _split_heads(num_parts, q, k, v, out, sums):
+        q_part, k_part, v_part = (_compact(x, q) for x in part)
         found, logarithms = _run_forward(q_part, k_part, v_part, scale, name, keeps=True)[:2]
         _sums_dims[name] = logarithms.dim()
         _store((found, logarithms.view(sums_part.shape)), out_part, sums_part)
@@ -152,7 +159,7 @@ def attend_in_parts_backward(
     gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
     gradients = _empty_rows(q), _empty_rows(k), _empty_rows(v)
     for *part, dq, dk, dv in _split_heads(num_parts, gradient, q, k, v, out, sums, *gradients):
-        _store(_run_backward(name, scale, *part), dq, dk, dv)
+        _store(_run_backward(name, scale, *(_compact(x, q) for x in part)), dq, dk, dv)
     return gradients
 
 

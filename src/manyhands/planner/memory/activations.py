@@ -9,6 +9,7 @@ from __future__ import annotations
 from manyhands.core.limits import (
     MAX_BLOCK_SCORES,
     MAX_PASSING_BYTES,
+    MAX_STRIDED_VALUES,
     MIN_TILED_TOKENS,
     PASSING_TENSORS,
     attention_workspace,
@@ -104,9 +105,10 @@ def _block_by_tiles(s: EstimateInput, others: int, inner: int) -> int:
     Or attention's gradients, if these are more: of its result, of q, k and v, ``T c (2 q + 2 k)``, and of keys and
     values for every query. On a GPU the kernel sums dq in float32, ``4 T q``, and cuDNN's has keys' and values'
     gradients for every query head, ``2 T c q``; the MLP's input is gone by then. Where heads are computed in parts
-    these are one part's, and its gradients of q, k and v are there twice, ``T c (q + 2 k)`` of the part. Measured on an
-    H200, 131,072 tokens of an 8B model in one part: 17.2 GiB, 17.2 estimated. On a CPU, in eager float32 by the tokens
-    between 2,048 and 4,096: 10.6 hidden sizes a token, and 12.6 estimated.
+    these are one part's, and its gradients of q, k and v are there twice, ``T c (q + 2 k)`` of the part; of very long
+    samples also what it takes, ``T c (3 q + 2 k)``. Measured on an H200, 131,072 tokens of an 8B model in one part:
+    17.2 GiB, 17.2 estimated. On a CPU, in eager float32 by the tokens between 2,048 and 4,096: 10.6 hidden sizes a
+    token, and 12.6 estimated.
     """
     m, c, mlp = s.model, s.compute_bytes, mlp_bytes_per_token(s)
     q, k = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
@@ -119,7 +121,8 @@ def _block_by_tiles(s: EstimateInput, others: int, inner: int) -> int:
     if s.layout.device == "cuda":
         parts = head_parts(s)
         workspace = attention_workspace(m.num_heads, m.num_heads if repeated else m.num_kv_heads, m.head_dim, c)
-        kernel = (workspace + c * (q + 2 * k) * (parts > 1)) // parts - c * m.hidden_size
+        copied = c * (3 * q + 2 * k) * (s.layout.full_micro_tokens * q > MAX_STRIDED_VALUES)
+        kernel = (workspace + (c * (q + 2 * k) + copied) * (parts > 1)) // parts - c * m.hidden_size
     attention = s.layout.full_micro_tokens * int(c * (2 * q + 2 * k + repeated) + kernel)
     return s.layout.full_micro_tokens * (others - mlp) + max(tile + (s.sum_bytes + c) * trained, attention)
 
