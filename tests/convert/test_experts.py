@@ -493,6 +493,18 @@ def test_the_gate_of_a_shared_expert_is_adapted_by_name_alone(tmp_path: Path, mo
         assert trained == count_adapter_parameters(config, facts)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "saved"),
+    [("deepseek_v3", "mlp.gate"), ("qwen2_moe", "self_attn"), ("gpt_oss", "experts"), ("granitemoehybrid", "mamba")],
+)
+def test_the_plan_counts_all_weights_of_modules_to_save(tmp_path: Path, model_type: str, saved: str) -> None:
+    source = write(tmp_path / "source", model_type)
+    config = tiny_run(source, "lora", modules_to_save=[saved, "norm", "lm_head"])
+    model: Any = load_model(tiny_plan(source), config)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trained == count_adapter_parameters(config, read_model_facts(source, "", "pretrained"))
+
+
 def test_an_adapter_of_an_older_layout_is_refused(tmp_path: Path) -> None:
     fields = {"peft_type": "LORA", "target_parameters": ["experts.down_proj"]}
     for version in ({}, {"peft_version": "0.18.1"}):

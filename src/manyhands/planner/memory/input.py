@@ -350,6 +350,7 @@ class EstimateInput:
 
 
 HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
+ROUTER_BUFFERS = ("correction_bias", "expert_bias")  # never trained
 
 
 @dataclass(frozen=True)
@@ -422,22 +423,20 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
     """``r (in + out)`` for each adapted layer of each block, and each group of a stack, with DoRA ``out`` more; 0 where
     everything is trained.
 
-    And what is fully trained (``modules_to_save``): linear layers of blocks, embeddings and head, of which a tied pair
-    counts once. Norms are not counted. Else, for new tokens, ``k H`` in embeddings and head. Patterns are matched as
-    convert/lora.py does.
+    And what is fully trained (``modules_to_save``), of which a tied pair counts once. Else, for new tokens, ``k H`` in
+    embeddings and head. Patterns are matched as convert/lora.py does.
     """
     method = config.method
     if not method.trains_adapters:
         return 0
     patterns = ("*",) if method.target_modules == "all-linear" else method.target_modules
-    adapted = whole = 0
+    adapted = 0
     for index in range(model.num_layers):
         by_name = model.linears_of if method.target_modules == "all-linear" else model.adaptable_of
         for name, shape in by_name(index).items():
             full_name = f"{model.decoder}.layers.{index}.{name}"
-            if is_saved(full_name, method.modules_to_save):
-                whole += shape.size
-            elif any(matches(full_name, pattern) for pattern in patterns):
+            is_adapted = any(matches(full_name, pattern) for pattern in patterns)
+            if is_adapted and not is_saved(full_name, method.modules_to_save):
                 adapted += method.rank * shape.adapter_size + shape.out * method.dora
     if not adapted:
         raise UserError(
@@ -451,7 +450,13 @@ def count_adapter_parameters(config: RunConfig, model: ModelFacts, new_tokens: N
     matrices = [any(saved)] if model.tied_embeddings else saved
     num_tokens = 0 if new_tokens is None else len(new_tokens.ids)
     rows = sum(model.vocab_size if is_whole else num_tokens for is_whole in matrices)
-    return adapted + whole + rows * model.hidden_size
+    others = {
+        name: shape
+        for name, shape in model.parameter_shapes.items()
+        if name.split(".")[-2] not in (*EMBEDDING_NAMES, *HEAD_NAMES) and not name.endswith(ROUTER_BUFFERS)
+    }
+    saved_modules = (name for name in others if is_saved(name.rpartition(".")[0], method.modules_to_save))
+    return adapted + sum(prod(others[name]) for name in saved_modules) + rows * model.hidden_size
 
 
 def count_expert_adapters(config: RunConfig, model: ModelFacts) -> int:
