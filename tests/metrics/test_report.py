@@ -85,6 +85,20 @@ def test_the_report_sets_plan_and_measurement_side_by_side(tmp_path):
     assert "Verified `adapter/`: 120 tensors equal" in page
 
 
+def test_settings_hold_every_key_that_changes_what_is_learned(tmp_path):
+    learned = {
+        "method": {"neftune_alpha": 5.0},
+        "optimizer": {"beta2": 0.95},
+        "schedule": {"min_ratio": 0.1},
+        "preference": {"beta": 0.3, "loss": "ipo"},
+        "moe": {"balance": 0.01},
+    }
+    config = RunConfig.model_validate(CONFIG.model_dump(exclude_unset=True) | learned | {"task": "preference"})
+    settings = write_report(tmp_path, make_plan(), config, TrainState(step=4), MEASURED)["settings"]
+    expected = {f"{name}.{key}": value for name, keys in learned.items() for key, value in keys.items()}
+    assert expected | {"task": "preference"} == {key: settings.get(key) for key in (*expected, "task")}
+
+
 def test_what_was_not_measured_is_left_out(tmp_path):
     measured = {"losses": [math.nan], "seconds_by_step": [], "devices": []}
     report = write_report(tmp_path, make_plan(), CONFIG, TrainState(stop_reason="nothing to do"), measured)

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from manyhands import families
-from manyhands.config.schema import MethodSection, RunConfig
+from manyhands.config.schema import RunConfig, Section
 from manyhands.core.files import read_rows
 from manyhands.core.terms import Metric, find_metric
 from manyhands.data.tokenize.summary import count_left_out
@@ -27,20 +27,17 @@ LIBRARIES = ("manyhands", "torch", "transformers", "tokenizers", "safetensors", 
 def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
     """What was set or decided, by run file keys; optional ones only if they differ from their default."""
     method = method_of(plan, config)
-    found: dict[str, Any] = {"method.name": method.name}
+    found: dict[str, Any] = {"task": config.task, "method.name": method.name}
     if method.trains_adapters:
         found |= {f"method.{key}": getattr(method, key) for key in ("rank", "alpha", "dropout", "target_modules")}
-    defaults = MethodSection()
-    for key in ("rslora", "dora", "init", "double_quant", "modules_to_save", "train", "freeze"):
-        if getattr(method, key) != getattr(defaults, key):
-            found[f"method.{key}"] = getattr(method, key)
+    found |= _changed("method", method)
     optimizer = config.optimizer
     found |= {"optimizer.name": optimizer.name, "optimizer.learning_rate": plan.learning_rate}
-    for key in ("learning_rates", "part_learning_rates"):
-        if getattr(optimizer, key):
-            found[f"optimizer.{key}"] = getattr(optimizer, key)
     found |= {f"optimizer.{key}": getattr(optimizer, key) for key in ("weight_decay", "max_grad_norm")}
+    found |= _changed("optimizer", optimizer)
     found |= {"schedule.name": config.schedule.name, "schedule.warmup_steps": plan.warmup_steps}
+    for name in ("schedule", "preference", "moe"):
+        found |= _changed(name, getattr(config, name))
     unit = next((unit for unit in ("samples", "loss_tokens") if getattr(plan, f"batch_{unit}") is not None), "packs")
     found |= {f"batch.{unit}": getattr(plan, f"batch_{unit}")}
     found |= {"data.max_length": config.data.max_length, "data.packing": plan.packing}
@@ -49,6 +46,13 @@ def describe_settings(config: RunConfig, plan: Plan) -> dict[str, Any]:
     found |= {"model.dtype": plan.layout.compute_dtype, "model.master_dtype": plan.layout.master_dtype}
     found["seed"] = config.seed
     return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+
+
+def _changed(name: str, section: Section) -> dict[str, Any]:
+    """A section's keys that differ from their default; without those that are decided, and paths of this machine."""
+    left_out = {"name", "adapter", "learning_rate", "warmup_ratio", "warmup_steps"}
+    values = section.model_dump(exclude_defaults=True, exclude=left_out)
+    return {f"{name}.{key}": value for key, value in values.items()}
 
 
 def describe_data(meta: Mapping[str, Any]) -> list[dict[str, Any]]:
