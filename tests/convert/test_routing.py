@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,8 +27,11 @@ from manyhands.engine.apply import compile_blocks
 from manyhands.model.attention import IMPLEMENTATIONS, register_attention
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_experts
+from manyhands.training.loop import evaluate
+from manyhands.training.types import TrainState
 from tests.convert.test_experts import PLAIN, SINKS, TYPES
 from tests.support.experts import expert_model
+from tests.support.toy_engine import ToyEngine
 
 LENGTHS = (17, 1, 30)
 
@@ -100,6 +104,16 @@ def test_balance_is_that_of_each_document_alone(model_type: str) -> None:
         idle, largest = loss_model.figures[0].read(lambda tensor: tensor)
         assert float(idle) == float((loads == 0).double().mean())
         assert float(largest) == pytest.approx(float((loads.amax(1) / loads.double().mean(1)).max()))
+
+
+def test_figures_of_an_evaluation_add_up_to_its_loss() -> None:
+    loss_model = make("mixtral", coefficient=0.5)
+    engine = ToyEngine(loss_model, loss_model, torch.optim.SGD)
+    counts: Any = {"num_samples": 2, "num_tokens": 47, "num_loss_tokens": {"": 45}, "device": torch.device("cpu")}
+    batch = batch_of((0, 2), packed=True)
+    found = evaluate(engine, loss_model, [batch], TrainState(), **counts, terms=loss_model.terms)
+    expected = math.log(found.figures["perplexity"]) + 0.5 * found.figures["balance_loss"]
+    assert found.loss == pytest.approx(expected, rel=1e-9)
 
 
 def test_balance_of_even_and_of_lopsided_routers() -> None:

@@ -184,7 +184,8 @@ def test_what_the_run_recorded_before_and_after(tmp_path: Path) -> None:
     run.write_config(make_config())
     row = {"kind": "evaluation", "perplexity": 2.0, "accuracy": 0.5, "num_samples": 1, "num_tokens": 2}
     row |= {"num_loss_tokens": 1, "seconds": 1.0, "samples": [], "terms": {}}
-    rows = [row | {"step": step, "loss": loss} for step, loss in ((0, 3.0), (5, 2.0), (9, 2.5))]
+    rows = [row | {"step": step, "loss": loss} for step, loss in ((0, 3.0), (5, 2.0), (9, 2.9))]
+    rows[-1]["terms"] = {"lm": 2.5, "balance": 4.0}  # eval measures the first alone
     run.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
     run.report_json.write_text(json.dumps({"measured": {"steps": 9}}))
     columns, step = _recorded(run, None)

@@ -19,7 +19,7 @@ from torch import nn
 
 from manyhands import families
 from manyhands.core.errors import UserError
-from manyhands.core.terms import LossTerm
+from manyhands.core.terms import LossTerm, Metric
 from manyhands.data.batch.collate import DOCUMENT_LENGTHS
 from manyhands.kernels.matmul import sum_dtype
 from manyhands.model.loss import LossModel
@@ -143,7 +143,8 @@ def declare_routing(loss_model: LossModel, coefficient: float) -> None:
             )
         return {BALANCE: (total, num_tokens)}
 
-    loss_model.terms = (*loss_model.terms, LossTerm(BALANCE, coefficient, _weigh_tokens, compute))
+    metrics = (Metric("balance_loss", BALANCE, label="balance loss"),)
+    loss_model.terms = (*loss_model.terms, LossTerm(BALANCE, coefficient, _weigh_tokens, compute, metrics))
 
 
 def _weigh_tokens(samples: Any, numbers: np.ndarray) -> np.ndarray:

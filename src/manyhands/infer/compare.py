@@ -214,7 +214,7 @@ def _recorded(run: RunFolder, max_tokens: int | None) -> tuple[dict[str, dict[st
     for name, number in (("before", 0), ("after", step)):
         if number in by_step:
             one = by_step[number]
-            columns[name] = {"loss": one.loss, **one.figures}
+            columns[name] = {"loss": one.terms.get("lm", one.loss), **one.figures}  # other terms are not measured here
     return columns, step
 
 
