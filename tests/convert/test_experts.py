@@ -548,6 +548,8 @@ def test_an_adapter_by_expert_is_the_same(tmp_path: Path, model_type: str, targe
         assert distance(logits[1], logits[0]) < 1e-5 < 1e-3 < distance(logits[2], logits[0])
     with pytest.raises(UserError, match="no factors of experts"):
         split_experts(tmp_path / "single", tmp_path / "again", source)
+    with pytest.raises(UserError, match="has factors of single experts"):
+        put_adapter(load_model(tiny_plan(source), tiny_run(source, "full")), tmp_path / "single")
 
 
 def test_an_adapter_by_expert_of_files_with_other_names_is_refused(tmp_path: Path) -> None:

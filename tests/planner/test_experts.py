@@ -119,6 +119,12 @@ def test_experts_that_ranks_cannot_divide_are_refused(keys: dict[str, Any], what
     assert what in caught.value.what and fix in caught.value.fix and caught.value.where == "parallel.expert_degree"
 
 
+def test_one_rank_cannot_divide_experts() -> None:
+    with pytest.raises(UserError, match="2 does not divide the 1 rank of the run") as caught:
+        plan(run_config(parallel__expert_degree=2), facts(large_mixture(), gpus=1))
+    assert caught.value.fix == "set parallel.expert_degree to 1, or start another number of processes"
+
+
 def test_a_dense_model_has_no_experts_to_divide() -> None:
     with pytest.raises(UserError, match="llama has no experts to divide"):
         plan(run_config(parallel__expert_degree=2), facts(gpus=2))

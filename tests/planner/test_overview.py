@@ -10,6 +10,7 @@ from manyhands.planner.search import plan
 from manyhands.planner.text import describe_briefly
 from manyhands.planner.types import PlannedData, method_of
 from tests.planner.examples import data_facts, facts, llama_8b, run_config
+from tests.planner.test_experts import large_mixture
 
 
 def describe(config, found, price=None, **update) -> list[str]:
@@ -63,6 +64,13 @@ def test_of_stacks_it_says_what_a_token_uses():
     mixture = model.model_copy(update={"block_linear_shapes": model.block_linear_shapes | {"mlp.gate_proj": stack}})
     assert mixture.num_active_parameters == model.num_parameters - 32 * gate.size * 6 // 8
     assert "of 8.09 B (6.62 B active) trained" in lines(run_config(), facts(mixture, gpus=1))["model"]
+
+
+def test_degrees_by_which_ranks_divide_packs_or_experts_are_named():
+    packs = lines(run_config(parallel__context_degree=2), facts(llama_8b(), gpus=4))
+    assert packs["layout"].startswith("ddp, 4 x H200, CP 2, bfloat16; ")
+    experts = lines(run_config(parallel__expert_degree=4), facts(large_mixture(), gpus=4))
+    assert experts["layout"].startswith("ddp, 4 x H200, EP 4, bfloat16; ")
 
 
 def test_on_a_cpu_the_time_is_not_guessed():

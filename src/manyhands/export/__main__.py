@@ -138,7 +138,7 @@ def export_source(
 
 def export_by_expert(source: Path, output: Path, *, dtype: str = "auto") -> str:
     """Writes ``output`` with one pair of factors an expert, of the adapter that is verified first."""
-    from manyhands.export.by_expert import split_experts
+    from manyhands.export.by_expert import find_single_experts, split_experts
     from manyhands.export.files import refuse_foreign
     from manyhands.export.record import mark_verified
     from manyhands.launch.run.folder import RunFolder
@@ -148,9 +148,13 @@ def export_by_expert(source: Path, output: Path, *, dtype: str = "auto") -> str:
     if not config.method.trains_adapters:
         raise UserError("--by-expert is for adapters", where=str(source), fix="leave --by-expert out")
     refuse_foreign(output, replace=False)
+    base = Path(plan.model_folder)
+    find_single_experts(base)  # before anything is loaded
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=nearest_folder(output.parent)) as scratch:
-        print(export_source(source, Path(scratch) / "adapter", dtype=dtype, by_expert=True), flush=True)
-        said = split_experts(Path(scratch) / "adapter", output, Path(plan.model_folder))
+        adapter = Path(scratch) / "adapter"
+        verified = export_source(source, adapter, dtype=dtype, by_expert=True)
+        print(verified.replace(str(adapter), "the adapter of all experts"), flush=True)
+        said = split_experts(adapter, output, base)
     mark_verified(output, said.partition(": ")[2])
     return said
 

@@ -70,8 +70,11 @@ def split_experts(adapter: Path, output: Path, base: Path) -> str:
     )
 
 
-def _find_stacks(tensors: Iterable[str], targets: Iterable[str], base: Path) -> Iterable[Stack]:
-    found: dict[str, dict[str, Any]] = {}  # experts in the model -> their number, path and projections in the files
+def find_single_experts(base: Path) -> dict[str, dict[str, Any]]:
+    """By the experts' path in the model: their numbers, path and projections in the base's files. UserError where these
+    hold none.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for name in read_headers(find_weight_files(base)):
         if (one := ONE.match(name)) and one["name"] in PROJECTIONS:
             old = one["name"] in OLD_NAMES.values()
@@ -80,21 +83,30 @@ def _find_stacks(tensors: Iterable[str], targets: Iterable[str], base: Path) -> 
             entry["in_files"] = f"{one['parent']}.experts"
             entry["numbers"].add(int(one["number"]))
             entry["names"].add(one["name"])
+    if not found:
+        raise UserError(
+            "the files of the base hold no single experts",
+            where=str(base),
+            why="all experts of a block are one tensor there, or it has none: an adapter of one expert would have no "
+            "name that anything reads",
+            fix="leave --by-expert out, or use --merge",
+        )
+    return found
+
+
+def _find_stacks(tensors: Iterable[str], targets: Iterable[str], base: Path) -> Iterable[Stack]:
+    found = find_single_experts(base)
     keys = {name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight") for name in tensors}
     for key in sorted(key for key in keys if key.removesuffix(".base_layer").endswith(".experts")):
         path = key.removesuffix(".base_layer")
         names = [name for name in HALVES if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
         name = names[0] if key != path or len(names) == 1 else "down_proj"
         if path not in found:
-            renamed = [one for one in found if one.partition(".")[2] == path.partition(".")[2]]
+            renamed = next((one for one in found if one.partition(".")[2] == path.partition(".")[2]), "not")
             raise UserError(
-                "the base's files name its experts differently from the model"
-                if renamed
-                else "the files of the base hold no single experts",
+                "the base's files name its experts differently from the model",
                 where=str(base),
-                why=f"{path} is {renamed[0]} there, and no known program reads adapters under either name"
-                if renamed
-                else f"{path} is one tensor there, so an adapter of one expert has no name that anything reads",
+                why=f"{path} is {renamed} there, and no known program reads adapters under either name",
                 fix="leave --by-expert out, or use --merge",
             )
         old = OLD_NAMES["down_proj"] in found[path]["names"]

@@ -33,6 +33,7 @@ UNSUPPORTED = (
     "lora_bias",
     "alora_invocation_tokens",
 )
+OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 EXPERTS_SINCE = "0.19.0"  # PEFT's layout of factors of experts; one that is older, or silent, has another or may have
 # Values of init_lora_weights for which PEFT takes the first A and B out of the base's weights, each time it opens the
 # adapter: beside the weights as they are, A and B mean another model. One that is converted as it is saved says true.
@@ -145,6 +146,13 @@ def describe_method(folder: Path, fields: Mapping[str, Any]) -> MethodSection:
     A list of target modules means the same here as in PEFT, and a string is a regular expression. Where PEFT chose by
     other fields too (layers, exclusions), the layers are those that the weights name.
     """
+    if single := next(filter(OF_ONE_EXPERT.search, read_headers([folder / WEIGHTS])), None):
+        raise UserError(
+            "the adapter has factors of single experts",
+            where=str(folder),
+            why=f"{single}: here the experts of a block are adapted as stacks",
+            fix="use the adapter that was split (RUN/adapter), or save it merged with PEFT (merge_and_unload)",
+        )
     targets = fields.get("target_modules")
     if not isinstance(targets, str | list | None):
         targets = [str(targets)]

@@ -37,7 +37,8 @@ def render_report(report: Mapping[str, Any]) -> str:
     )
     device = planned.get("device_name") or planned["device"]
     how = (
-        f"{report['task']}, {report['method']}, {planned['strategy']} on {planned['world_size']} × {device}, "
+        f"{report['task']}, {report['method']}, {planned['strategy']} on {planned['world_size']} × {device}"
+        f"{planned.get('degrees', '')}, "
         f"activation checkpointing {planned['activation_checkpointing']}"
     )
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(

@@ -33,7 +33,7 @@ from manyhands.metrics.summary import (
     name_time,
     read_evaluations,
 )
-from manyhands.planner.text import describe_checkpointing
+from manyhands.planner.text import describe_checkpointing, describe_degrees
 from manyhands.planner.types import Plan
 from manyhands.training.types import TrainState, figures_of
 
@@ -133,6 +133,7 @@ def _planned(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
         "device": plan.layout.device,
         "device_name": measured.get("device"),
         "strategy": plan.layout.strategy,
+        "degrees": describe_degrees(plan.layout) or None,
         "activation_checkpointing": describe_checkpointing(plan.layout),
         "steps": plan.num_steps,
         "memory_bytes": plan.memory.total,
@@ -148,7 +149,8 @@ def format_report(report: Mapping[str, Any]) -> str:
     planned, done = report["planned"], report["measured"]
     warning = [f"**Training diverged: {in_markdown(done['divergence'])}.**", ""] if "divergence" in done else []
     how = (
-        f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}, "
+        f"{report['method']}, {planned['strategy']} on {planned['world_size']} x {planned['device']}"
+        f"{planned.get('degrees', '')}, "
         f"activation checkpointing {planned['activation_checkpointing']}"
     )
     if "unmoved" in done:

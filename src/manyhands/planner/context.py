@@ -146,7 +146,7 @@ def check_context(
         "images": f"{kind} reads images, and a rank's part of a sample may begin in one: that is not built",
     }
     for obstacle in obstacles:
-        fix = f"set {KEY} to a divisor of {number}" if obstacle == "ranks" else f"remove {KEY}"
+        fix = f"set {KEY} to a divisor of {number}" if obstacle == "ranks" and number > 1 else f"remove {KEY}"
         raise UserError(f"{KEY}: {degree} cannot be carried out", where=KEY, why=texts[obstacle], fix=fix)
     return (reason("context", degree=degree, groups=world_size // degree, heads=exchanges),)
 

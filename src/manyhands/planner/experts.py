@@ -8,6 +8,7 @@ from collections.abc import Callable
 from manyhands.config.patterns import matches
 from manyhands.config.schema import MethodSection, RunConfig
 from manyhands.core.errors import UserError
+from manyhands.core.units import count_of
 from manyhands.facts.experts import PROJECTIONS
 from manyhands.facts.types import Facts, LinearShape, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS
@@ -94,13 +95,16 @@ def check_expert_degree(config: RunConfig, model: ModelFacts, world_size: int) -
         )
     num_experts = _count_experts(model)
     fitting = [number for number in range(1, world_size + 1) if world_size % number == num_experts % number == 0]
-    for count, what in ((world_size, "ranks of the run"), (num_experts, "experts of a block")):
+    ranks = count_of(world_size, "rank of the run", "ranks of the run")
+    for count, what in ((world_size, ranks), (num_experts, f"{num_experts} experts of a block")):
         if count % degree:
+            *others, last = map(str, fitting)
+            allowed = f"{', '.join(others)} or {last}" if others else last
             raise UserError(
-                f"{KEY}: {degree} does not divide the {count} {what}",
+                f"{KEY}: {degree} does not divide the {what}",
                 where=KEY,
-                why="groups of so many neighboring ranks hold as many experts each",
-                fix=f"set {KEY} to {' or '.join(map(str, fitting))}, or start another number of processes",
+                why=f"each group of {degree} neighboring ranks divides the experts of a block evenly",
+                fix=f"set {KEY} to {allowed}, or start another number of processes",
             )
     for name in _obstacles(config, model):
         raise UserError(

@@ -220,6 +220,12 @@ def describe_checkpointing(layout: Layout) -> str:
     )
 
 
+def describe_degrees(layout: Layout) -> str:
+    """``, CP 2`` of context parallelism, or ``, EP 4`` of expert parallelism; empty where there is neither."""
+    degrees = {"CP": layout.mesh.context, "EP": layout.expert_degree}
+    return "".join(f", {name} {degree}" for name, degree in degrees.items() if degree > 1)
+
+
 def describe_limit(device: str, world_size: int, free_bytes: int, num_local: int) -> str:
     """Where the limit of a rank comes from."""
     if device == "cuda":
@@ -734,7 +740,7 @@ def _brief_layout(plan: Plan) -> str:
     else:
         step = count_of(plan.batch_samples or 0, "sample")
     micro = f"packs of {layout.micro:,} tokens" if plan.packing else f"{layout.micro:,} a micro-batch"
-    return f"{layout.strategy}, {ranks}, {layout.compute_dtype}; {step}/step, {micro}"
+    return f"{layout.strategy}, {ranks}{describe_degrees(layout)}, {layout.compute_dtype}; {step}/step, {micro}"
 
 
 def _brief_memory(plan: Plan) -> str:
