@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from manyhands.config.read import ParsedFile
+from manyhands.importers.hints import hint
 from manyhands.importers.recognize import load_importer, translate
 from manyhands.importers.translation import ImportContext, Translation
 
@@ -63,12 +64,38 @@ def test_a_router_loss_keeps_its_strength(tool: str) -> None:
     assert "moe" not in read(tool, {key: None if tool == "axolotl.run" else 0.0}, MIXTURE).mapping
 
 
+def test_a_native_file_with_their_key_is_told_ours() -> None:
+    for path in ("router_aux_loss_coef", "moe.router_aux_loss_coef", "moe_aux_loss_coef"):
+        assert hint(path) == ": `moe.balance` is this value times the experts of a token (num_experts_per_tok)"
+
+
 def test_axolotl_takes_the_strength_of_config_json() -> None:
     key = {"model_config": {"output_router_logits": True}}
     for keys in (key, {"overrides_of_model_config": key["model_config"]}):
         assert read("axolotl.run", keys, MIXTURE).mapping["moe"] == {"balance": pytest.approx(0.008)}
     kind, why = outcome(read("axolotl.run", key, {"num_experts_per_tok": 8}), "model_config")
     assert kind == "refused" and why.endswith("the model's config.json does not have them")
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys"),
+    [
+        ("axolotl.run", {"lora_target_linear": True}),
+        ("axolotl.run", {"lora_target_modules": "all-linear"}),
+        ("llamafactory.run", {"lora_target": "all"}),
+        ("trl", {"lora_target_modules": "all-linear"}),
+    ],
+)
+def test_all_linear_layers_of_a_mixture_are_more_than_in_other_tools(tool: str, keys: dict[str, Any]) -> None:
+    (key,) = keys
+    for config in (MIXTURE, {"text_config": MIXTURE}):
+        done = read(tool, keys, config)
+        assert done.mapping["method"]["target_modules"] == "all-linear"
+        assert outcome(done, key)[0] == "substituted" and "with all experts, which" in outcome(done, key)[1]
+    if tool != "llamafactory.run":
+        assert outcome(read(tool, keys | {"lora_target_parameters": STACKS}, MIXTURE), key)[0] == "mapped"
+    for dense in ({"hidden_size": 8, "num_experts_per_tok": None}, None):
+        assert outcome(read(tool, keys, dense), key)[0] == "mapped"
 
 
 @pytest.mark.parametrize("tool", ["axolotl.run", "trl"])

@@ -37,7 +37,7 @@ OFF: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "tpu_env", "tpu_name", "tpu_zone", "tpu_vm", "command_file", "commands")},
     "megatron_lm_config": ((None, {}), "Megatron-LM is not available: remove the section"),
     "mpirun_config": ((None, {}), "start with `manyhands train`, torchrun or accelerate: remove the section"),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": ((None,), "experts are not divided over GPUs: remove it"),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": ((None,), "ZeRO-3's leaf modules cannot be set: remove it"),
 }  # fmt: skip
 PARALLEL = names("tp_size cp_size sp_size")
 KEYS = ALREADY | frozenset(OFF) | fsdp_keys("fsdp_config") | names(

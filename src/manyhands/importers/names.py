@@ -109,6 +109,8 @@ _QLORA = "for 4-bit weights set `method.name: qlora`"
 
 # Notes on keys that need their own sentence or have no counterpart: the keys by their note.
 _NOTES = {
+    "`moe.balance` is this value times the experts of a token (num_experts_per_tok)": "router_aux_loss_coef "
+    "moe_aux_loss_coef",
     "`evaluate.max_tokens` limits the validation tokens that are measured, and `evaluate.prompts` is the number of "
     "prompts answered": "max_eval_samples eval_samples evaluate.num_samples evaluate.max_samples evaluate.limit",
     "in other tools it counts one GPU. Here `batch.samples` is the global batch, over all GPUs and accumulation steps, "

@@ -135,6 +135,29 @@ PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")  # in 
 STACKS = {"gate_up_proj", "down_proj"}
 
 
+def _read_text_config(t: Translator) -> Mapping[str, Any] | None:
+    """config.json of ``model.name``, which is mapped before, or the part of it that its decoder has."""
+    look, name = t.context.model_config, t.mapping.get("model", {}).get("name")
+    config = look(name) if look is not None and isinstance(name, str) else None
+    text = (config or {}).get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def _experts_per_token(config: Mapping[str, Any] | None) -> int | None:
+    return next((config[one] for one in PER_TOKEN if isinstance(config.get(one), int)), None) if config else None
+
+
+def map_all_linear(t: Translator, key: str, why: str = "") -> None:
+    """``method.target_modules: all-linear``: in a mixture experts too, which other tools only adapt as parameters."""
+    named = t.get("lora_target_parameters")
+    is_named = isinstance(named, list) and {str(name).rpartition(".")[2] for name in named} >= STACKS
+    if t.has(key) and not is_named and _experts_per_token(_read_text_config(t)):
+        why = f"with all experts, which {t.tool} does not adapt: name layers, such as q_proj, to adapt fewer"
+        t.substitute(key, {"method.target_modules": "all-linear"}, why)
+    else:
+        t.map(key, "method.target_modules", "all-linear", why)
+
+
 def map_router_loss(t: Translator, key: str, strength: float | Literal["model"] | None) -> None:
     """``strength`` of transformers' router loss, or "model": that of config.json. Of an even router it is as large as a
     token has experts, ours is 1. ``model.name`` is mapped before.
@@ -142,13 +165,10 @@ def map_router_loss(t: Translator, key: str, strength: float | Literal["model"] 
     if not strength:
         t.no_op(key)
         return
-    look, name = t.context.model_config, t.mapping.get("model", {}).get("name")
-    config = look(name) if look is not None and isinstance(name, str) else None
-    text = (config or {}).get("text_config")
-    text = text if isinstance(text, Mapping) else config or {}
-    per_token = next((text[one] for one in PER_TOKEN if isinstance(text.get(one), int)), None)
+    config = _read_text_config(t)
+    per_token = _experts_per_token(config)
     if strength == "model":
-        strength = text.get("router_aux_loss_coef")
+        strength = (config or {}).get("router_aux_loss_coef")
     if per_token is not None and isinstance(strength, int | float):
         why = f"by document, without padding, times {per_token} experts per token: transformers' loss is larger by that"
         t.substitute(key, {"moe.balance": strength * per_token}, why)

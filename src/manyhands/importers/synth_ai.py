@@ -7,7 +7,7 @@ from manyhands.config.text import names, show
 from manyhands.core.units import count_of
 from manyhands.importers.deepspeed import map_stage
 from manyhands.importers.fsdp import map_fsdp
-from manyhands.importers.shared import map_fp16
+from manyhands.importers.shared import map_all_linear, map_fp16
 from manyhands.importers.translation import Translator, check_product
 
 TOOL = "synth-ai"
@@ -231,8 +231,10 @@ def _map_method(t: Translator) -> None:
             t.map(key, f"method.{native}", t.number(key))
         else:
             modules = t.get(key)
-            is_all = modules in (["all-linear"], ["all"], "all-linear", "all")
-            t.map(key, "method.target_modules", "all-linear" if is_all else modules)
+            if modules in (["all-linear"], ["all"], "all-linear", "all"):
+                map_all_linear(t, key)
+            else:
+                t.map(key, "method.target_modules", modules)
 
 
 def _map_numbers(t: Translator) -> None:

@@ -14,6 +14,7 @@ from manyhands.importers import preferences, shared
 from manyhands.importers import transformers as hf
 from manyhands.importers.shared import (
     add_target_parameters,
+    map_all_linear,
     map_dtype,
     map_router_loss,
     row_has_images,
@@ -338,7 +339,7 @@ def _map_adapter(t: Translator) -> None:
     if targets is None:
         t.set_tool_default("method.target_modules", "peft-default", "TRL leaves the choice to PEFT")
     elif targets in ("all-linear", ["all-linear"]):
-        t.map("lora_target_modules", "method.target_modules", "all-linear")
+        map_all_linear(t, "lora_target_modules")
     else:
         t.map("lora_target_modules", "method.target_modules", targets if isinstance(targets, list) else [targets])
     add_target_parameters(t, "lora_target_parameters")

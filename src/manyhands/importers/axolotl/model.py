@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.config.text import names, show
 from manyhands.importers.axolotl.keys import QUANTIZED
-from manyhands.importers.shared import add_target_parameters, map_router_loss, split_projector
+from manyhands.importers.shared import add_target_parameters, map_all_linear, map_router_loss, split_projector
 from manyhands.importers.translation import Translator
 
 _RANGE = re.compile(r"\[[0-9]*(:[0-9]*)?\]$")
@@ -179,11 +179,13 @@ def _map_targets(t: Translator) -> None:
             "lora_target_modules", f"{show(beyond[0])} is not one of the blocks' layers: use `lora_modules_to_save`"
         )
     if t.flag("lora_target_linear"):
-        t.map("lora_target_linear", native, "all-linear", "all linear layers of the blocks, not those of image towers")
+        map_all_linear(t, "lora_target_linear", "all linear layers of the blocks, not those of image towers")
         listed = asked if isinstance(asked, list) else [asked] if asked else []
         t.no_op("lora_target_modules", "part of `lora_target_linear`" if listed else "")
+    elif asked == "all-linear":
+        map_all_linear(t, "lora_target_modules")
     elif isinstance(asked, str):
-        t.map("lora_target_modules", native, asked if asked == "all-linear" else [f"re:{asked}"])
+        t.map("lora_target_modules", native, [f"re:{asked}"])
     elif isinstance(asked, list) and asked:
         t.map("lora_target_modules", native, [str(name) for name in asked])
     elif asked:

@@ -6,6 +6,7 @@ do alike, in every run, is listed in docs/coming-from.md.
 """
 
 import os
+import re
 from pathlib import Path
 
 from manyhands.config.text import nearest_name, show
@@ -14,7 +15,13 @@ from manyhands.importers import transformers as hf
 from manyhands.importers.llamafactory import keys
 from manyhands.importers.llamafactory.data import DatasetInfo, Sources, Wanted, make_sources, read_info, split_names
 from manyhands.importers.llamafactory.templates import CHAT_FORMATS, OTHER_FORMATS, make_chat_template
-from manyhands.importers.shared import PROJECTOR_IS_KEPT, TOWER_ADAPTERS, map_router_loss, split_projector
+from manyhands.importers.shared import (
+    PROJECTOR_IS_KEPT,
+    TOWER_ADAPTERS,
+    map_all_linear,
+    map_router_loss,
+    split_projector,
+)
 from manyhands.importers.translation import Translator, split_output
 
 TOOL = keys.TOOL
@@ -300,7 +307,11 @@ def _refuse_features(t: Translator) -> None:
     for key, switch in keys.READ_BY.items():
         t.no_op(key, f"only {switch} reads it")
     for key in keys.DEGREES & t.values.keys():
-        t.only(key, (1, None), f"{key.removesuffix('_size').replace('_', ' ')} is not available: set it to 1")
+        kind = re.split("_(model_)?parallel", key)[0].replace("_", " ")
+        why = f"{kind} parallelism is not available: set it to 1"
+        if kind in ("context", "expert"):
+            why = f"set it to 1, and parallel.{kind}_degree in a native file (`manyhands import`)"
+        t.only(key, (1, None), why)
     for key in keys.TOKENS & t.values.keys():
         if t.has(key):
             t.refuse(key, hf.A_SECRET)
@@ -409,6 +420,8 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     dropout = t.number("lora_dropout", 0) or 0
     t.map_or_default("lora_dropout", "method.dropout", dropout)
     targets = split_names(t.get("lora_target", "all"))
+    if targets == ["all"]:
+        map_all_linear(t, "lora_target")
     t.map_or_default("lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets)
     t.switch("use_rslora", "method.rslora")
     t.switch("use_dora", "method.dora")
