@@ -13,10 +13,12 @@ import torch
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.world import World
+from manyhands.data.store.streams import make_sample
 from manyhands.infer.decode import complete, end_of_turn, end_token_ids, greedy
 from manyhands.infer.sample_prompts import SamplePrompt, SamplePrompts
 from manyhands.infer.settings import GenerationSettings
 from tests.export.tiny import make_model, make_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 
 def test_greedy_follows_the_most_likely_token_until_an_end() -> None:
@@ -111,6 +113,19 @@ def test_without_a_template_the_tokenizers_end_counts(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     assert end_token_ids(tmp_path, tokenizer) == {2}
+
+
+def test_a_prompt_is_shown_without_special_tokens_that_have_no_name() -> None:
+    named = tiny_tokenizer()
+    tokenizer = type(named)(tokenizer_object=named.backend_tokenizer, eos_token="<|endoftext|>")
+    text = "<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n7"
+    ids = np.array(tokenizer.encode(text), dtype=np.int32)
+    sample = make_sample(ids, np.arange(len(ids)) == len(ids) - 1)
+    held_out = SimpleNamespace(sample=lambda row: sample)
+    store: Any = SimpleNamespace(train=SimpleNamespace(num_images=None), validation=held_out)
+    config = RunConfig.model_validate({"name": "a", "model": {"name": "b"}, "data": {"train": "c.jsonl"}})
+    [prompt] = SamplePrompts(config, None, store, tokenizer, np.arange(1)).chosen  # type: ignore[arg-type]
+    assert prompt.text == "What is 3 + 4?"
 
 
 def test_answers_in_training_end_where_the_run_ends_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

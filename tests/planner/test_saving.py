@@ -56,6 +56,12 @@ def test_what_is_offloaded_comes_first():
     assert both["staging"] == 12 * ONE
 
 
+def test_on_a_cpu_the_line_of_memory_includes_staging():
+    made = planned(gpus=0)
+    [line] = [reason for reason in made.why if reason.code == "memory"]
+    assert made.memory.terms["staging"] > 0 and line.values["bytes"] == made.memory.total
+
+
 @pytest.mark.parametrize(
     ("keys", "why"),
     [

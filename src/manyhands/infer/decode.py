@@ -432,6 +432,11 @@ def end_token_ids(
     return frozenset(ends)
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Of all special tokens, those included that have no name in the tokenizer (``<|start_header_id|>``)."""
+    return {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+
+
 def end_of_turn(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
     """The special tokens that close an assistant's turn by the template: some close the last one otherwise than those
     before it. Of several in a row the first, at which an answer is complete. None of a conversation that the template
@@ -439,9 +444,7 @@ def end_of_turn(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None =
     """
     if not getattr(tokenizer, "chat_template", None):
         return ()
-    special = set(tokenizer.all_special_ids) | {
-        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    special = special_ids(tokenizer)
     template = ChatTemplate(tokenizer, chat_template_kwargs or {})
     user, assistant = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": SENTINEL}
     asked, last, inner = map(template.try_render, ([user], [user, assistant], [user, assistant, user]))

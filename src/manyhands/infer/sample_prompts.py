@@ -17,7 +17,7 @@ from manyhands.data.chat.template import chat_template_kwargs_of
 from manyhands.data.images.batch import open_batcher
 from manyhands.data.store.store import TokenStore
 from manyhands.data.store.streams import StoredImage, images_within, make_sample, prompt_of, to_streams
-from manyhands.infer.decode import complete, end_token_ids, greedy
+from manyhands.infer.decode import complete, end_token_ids, greedy, special_ids
 from manyhands.infer.images import image_inputs
 from manyhands.infer.settings import GenerationSettings
 from manyhands.model.image_checks import HeldSamples
@@ -116,7 +116,7 @@ def _name(image: StoredImage) -> str:
 
 def _question(ids: list[int], tokenizer: Any, image_token: int = -1) -> str:
     """The longest of a prompt's last four parts between special tokens, without its role: the last question."""
-    special = {*tokenizer.all_special_ids, image_token}
+    special = {image_token} | special_ids(tokenizer)
     parts: list[list[int]] = [[]]
     for token in ids:
         if token in special:

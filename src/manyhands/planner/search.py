@@ -379,7 +379,7 @@ def _explain(
         *decisions.why_ranks,
         *why_resolved,
         *explain_smaller(result.chosen, result.ran_out),
-        *_why_layout(config, facts, result),
+        *_why_layout(config, facts, result, saving.memory.total),
         *decisions.why_numerics,
         *_why_start(facts),
         *result.why_reference,
@@ -394,7 +394,7 @@ def _explain(
     )
 
 
-def _why_layout(config: RunConfig, facts: Facts, result: SearchResult) -> list[Reason]:
+def _why_layout(config: RunConfig, facts: Facts, result: SearchResult, total_memory: int) -> list[Reason]:
     chosen, split, limits = result.chosen, result.split, result.limits
     parallel, layout, memory = config.parallel, chosen.layout, chosen.memory
     ranks = {"device": layout.device, "ranks": layout.world_size}
@@ -442,7 +442,7 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult) -> list[R
     why += [
         reason(
             "memory",
-            bytes=memory.total,
+            bytes=total_memory,
             limit=memory.limit,
             free=limits.free_bytes,
             local_ranks=limits.num_local,
