@@ -112,7 +112,7 @@ def test_keys_below_an_unknown_section_are_listed(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("task=dpo", "got dpo (training on preferences"),
+        ("task=dpo", "got dpo (write preference)"),
         ("method.name=dora", "lora with dora: true"),
         ("model.dtype=fp16", "float16 is not supported"),
         ("optimizer.name=adamw_torch", "write adamw"),

@@ -12,7 +12,9 @@ import pytest
 
 from manyhands.config.read import ParsedFile
 from manyhands.importers import preferences
+from manyhands.importers.hints import hint
 from manyhands.importers.load import config_from_mapping
+from manyhands.importers.names import find_value
 from manyhands.importers.recognize import recognize, translate
 from manyhands.importers.translation import ImportContext, Translation, flatten
 
@@ -204,3 +206,31 @@ def test_trl_joins_texts_as_they_are() -> None:
     assert "message['content']" in native("trl", {"loss_type": "sigmoid"}, row)["model.chat_template"]
     turns = {name: [{"role": "user", "content": "a"}] for name in row}
     assert "model.chat_template" not in native("trl", {"loss_type": "sigmoid"}, turns)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("beta", "preference.beta"),
+        ("preference.loss_type", "preference.loss"),
+        ("pref_ftx", "preference.sft_weight"),
+        ("simpo_gamma", "preference.margin"),
+        ("precompute_ref_log_probs", "preference.reference"),
+        ("kto_rejected_weight", "preference.undesirable_weight"),
+    ],
+)
+def test_a_native_file_with_keys_of_other_tools_is_told_ours(path: str, key: str) -> None:
+    assert hint(path).startswith(f": here it is `{key}`.")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("task", "dpo", "write preference"),
+        ("task", "simpo", "write preference, with preference.loss: simpo"),
+        ("task", "grpo", "answers that are sampled while it runs"),
+        ("method.name", "kto", "write task: kto"),
+    ],
+)
+def test_a_native_file_with_their_name_of_a_method_is_told_ours(key: str, value: str, told: str) -> None:
+    assert told in (find_value(key, value) or "")

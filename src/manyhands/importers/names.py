@@ -60,6 +60,14 @@ _SAME = {
     "schedule.min_ratio": "cosine_min_lr_ratio min_lr_rate",
     "schedule.warmup_ratio": "warmup",
     "schedule.warmup_steps": "num_warmup_steps",
+    "preference.beta": "beta pref_beta dpo_beta rl_beta kto_beta orpo_alpha",
+    "preference.loss": "pref_loss loss_type dpo_loss_type",
+    "preference.margin": "simpo_gamma",
+    "preference.label_smoothing": "dpo_label_smoothing",
+    "preference.sft_weight": "pref_ftx rpo_alpha",
+    "preference.desirable_weight": "kto_desirable_weight kto_chosen_weight",
+    "preference.undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
+    "preference.reference": "precompute_ref_log_probs",
     "stop.epochs": "num_epochs num_train_epochs n_epochs max_epochs",
     "stop.max_steps": "total_steps max_iters num_steps num_training_steps",
     "stop.patience": "early_stopping_patience",
@@ -155,7 +163,9 @@ _NOTES = {
 VALUES = MappingProxyType(
     {
         "task": {
-            **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "ppo", "grpo"), preferences.NOT_HERE),
+            "dpo": "write preference",
+            **{name: f"write preference, with preference.loss: {name}" for name in ("ipo", "cpo", "simpo", "orpo")},
+            **dict.fromkeys(("ppo", "grpo"), preferences.ONLINE),
             **dict.fromkeys(("rl", "rlhf"), preferences.NOT_HERE),
             **dict.fromkeys(("rm", "reward"), preferences.REWARD),
             **dict.fromkeys(("pt", "pretrain", "pretraining", "completion", "clm"), "write cpt for training on text"),
@@ -168,7 +178,9 @@ VALUES = MappingProxyType(
             "freeze": "write patterns, with train or freeze",
             "fft": "write full",
             "oft": "OFT is not supported",
-            **dict.fromkeys(("dpo", "kto", "orpo"), preferences.NOT_HERE),
+            "dpo": "write task: preference",
+            "orpo": "write task: preference, with preference.loss: orpo",
+            "kto": "write task: kto",
         },
         "model.dtype": {
             **dict.fromkeys(("bf16", "bfloat"), "write bfloat16"),
@@ -203,7 +215,14 @@ VALUES = MappingProxyType(
 )  # fmt: skip
 
 KEYS = MappingProxyType({name: key for key, names in _SAME.items() for name in names.split()})
-NOTES = MappingProxyType({name: note for note, names in _NOTES.items() for name in names.split()})
+NOTES = MappingProxyType(
+    {
+        name: note
+        for note, names in _NOTES.items()
+        for name in names.split()
+        if note != preferences.NOT_HERE or name not in KEYS
+    }
+)
 
 
 def find_key(path: str) -> str | None:

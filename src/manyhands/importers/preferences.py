@@ -28,6 +28,7 @@ ONLINE = (
     "it trains on answers that are sampled while it runs, which is not available: use TRL, verl or prime-rl for it; "
     "answers that are collected are trained by DPO or KTO"
 )
+METHODS = names("dpo ipo kto orpo simpo cpo ppo grpo rl rlhf")
 WHICH = (
     "; several of TRL's trainers have this key: add `loss_type: sigmoid` for DPO, `loss_type: kto`, `loss_type: orpo` "
     "or `loss_type: simpo`"

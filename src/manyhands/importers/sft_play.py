@@ -14,7 +14,6 @@ from manyhands.core.errors import UserError
 from manyhands.importers import preferences, shared
 from manyhands.importers import transformers as hf
 from manyhands.importers.deepspeed import find_file, map_deepspeed
-from manyhands.importers.names import find_value
 from manyhands.importers.translation import ImportContext, Translator, split_output
 
 TOOL = "sft-play"
@@ -138,7 +137,7 @@ def translate(t: Translator) -> None:
 def _map_task(t: Translator) -> str:
     asked = str(t.get("task_mode", "sft"))
     for key in ("task_mode", "mode"):
-        if find_value("task", str(t.get(key))) == preferences.NOT_HERE:
+        if str(t.get(key)).lower() in preferences.METHODS:
             t.refuse(key, preferences.NOT_HERE)
     if asked not in TASKS:
         t.refuse("task_mode", f"got {show(asked)}, allowed: {', '.join(TASKS)}")
