@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manyhands.cli import prove, runs
+from manyhands.cli import prove, runs, sweep
 from manyhands.cli.main import app
 from manyhands.cli.prove import LossCurve, compare, parse_layouts
 from manyhands.config.schema import RunConfig
@@ -65,6 +65,20 @@ def test_two_runs_are_compared_by_what_differs(tmp_path):
     assert lines["held-out loss, best"][-2:] == ["1.5000", "1.2500"]
     assert not {"name", "method.alpha"} & lines.keys()
     assert lines["training loss of b: █▁"]
+
+
+def test_runs_with_and_without_a_balance_loss_are_compared_by_the_cross_entropy(tmp_path):
+    write_run(tmp_path, "a", [2.0], held_out=1.5)
+    rows = [
+        {"kind": kind, "step": 1, "loss": 1.7, "terms": {"lm": 1.4, "balance": 3.0}} for kind in ("step", "evaluation")
+    ]
+    path = write_run(tmp_path, "b", [])
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = call("compare", "a", "b", "--dir", str(tmp_path)).splitlines()
+    shown = {line.split("  ")[0]: line.split()[-2:] for line in lines}
+    assert shown["held-out loss, best"] == shown["held-out loss, last"] == ["1.5000", "1.4000"]
+    assert shown["training loss, last step"] == ["2.0000", "1.4000"]
+    assert sweep.describe(tmp_path, "b")[1:] == ("1.4000", True, 1.4)
 
 
 @pytest.mark.parametrize("text", ['{"state": "fini', "", "[1]", '{"state": 3}', None])

@@ -164,6 +164,13 @@ def open_run(run: str, folder: Path) -> RunFolder:
     )
 
 
+def comparable_loss(row: Mapping[str, Any]) -> float | None:
+    """The loss of a row of metrics.jsonl by which runs are compared: where it has several terms, the cross-entropy
+    alone, as a coefficient may be what differs (``moe.balance``).
+    """
+    return (row.get("terms") or {}).get("lm", row.get("loss"))
+
+
 def summarize(run: RunFolder) -> Summary:
     """UserError where run.json cannot be read."""
     changed = max(map(_changed_at, (run.run_json, run.status_json, run.metrics)))
@@ -178,7 +185,7 @@ def summarize(run: RunFolder) -> Summary:
         method=config.method.name,
         step=steps[-1]["step"] if steps else None,
         num_steps=_find(report, "planned", "steps", int) or _planned_steps(run),
-        loss=newest[-1].get("loss") if newest else None,
+        loss=comparable_loss(newest[-1]) if newest else None,
         held_out=bool(evaluations),
         changed=changed,
     )
@@ -199,11 +206,11 @@ def measure(run: RunFolder) -> dict[str, str]:
     training_s = _find(report, "measured", "training_s", int | float)
     peaks = _find(report, "measured", "peak_memory_bytes_by_rank", list) or []
     peak = max((size for size in peaks if isinstance(size, int | float)), default=None)
-    losses = [row["loss"] for row in evaluations if row.get("loss") is not None]
+    losses = [loss for loss in map(comparable_loss, evaluations) if loss is not None]
     return {
         "state": str(read_status(run).get("state", "planned")),
         "steps": f"{steps[-1]['step']:,}" if steps else "-",
-        "training loss, last step": _number(steps[-1].get("loss") if steps else None),
+        "training loss, last step": _number(comparable_loss(steps[-1]) if steps else None),
         "held-out loss, last": _number(losses[-1] if losses else None),
         "held-out loss, best": _number(min(losses) if losses else None),
         "tokens/s": f"{tokens_per_s:,.0f}" if tokens_per_s else "-",

@@ -20,7 +20,7 @@ import typer
 
 from manyhands.cli.one_line import as_overrides, takes_short_options
 from manyhands.cli.run_file import Short, load_run
-from manyhands.cli.runs import format_table, summarize
+from manyhands.cli.runs import comparable_loss, format_table, summarize
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import read_object, read_rows, write_json
 from manyhands.core.limits import GIB
@@ -346,9 +346,8 @@ def describe(folder: Path, name: str) -> tuple[str, str, bool, float | None]:
     found = summarize(run)
     loss = found.loss
     if found.held_out and run.read_config().checkpoint.keep_best:
-        loss = min(
-            (row["loss"] for row in read_rows(run.metrics, "evaluation") if row.get("loss") is not None), default=loss
-        )
+        losses = map(comparable_loss, read_rows(run.metrics, "evaluation"))
+        loss = min((each for each in losses if each is not None), default=loss)
     return found.state, "-" if loss is None else f"{loss:.4f}", found.held_out, loss
 
 
