@@ -133,6 +133,21 @@ def test_loss_and_gradients_are_those_of_the_loop(model_type: str) -> None:
             assert distance(x.weight.grad, layer.scaling * wanted.flatten(0, 1)) < 1e-5, name
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_experts_that_patterns_choose_have_the_gradients_of_full_training(tmp_path: Path, model_type: str) -> None:
+    source = write(tmp_path / "source", model_type)
+    full, chosen = (
+        load_model(tiny_plan(source), tiny_run(source, method, **keys))
+        for method, keys in (("full", {}), ("patterns", {"train": ["experts"]}))
+    )
+    for model in (full, chosen):
+        loss_of(model).backward()
+    gradients = {name: p.grad for name, p in chosen.named_parameters() if p.grad is not None}
+    assert gradients.keys() == {name for name, _ in full.named_parameters() if ".experts." in name}
+    for name, gradient in gradients.items():
+        assert distance(gradient, full.get_parameter(name).grad) < 1e-6, name
+
+
 @pytest.mark.parametrize("model_type", PLAIN)
 def test_packed_documents_are_as_if_alone(model_type: str) -> None:
     model = expert_model(model_type)
@@ -495,7 +510,7 @@ def test_the_gate_of_a_shared_expert_is_adapted_by_name_alone(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("model_type", "saved"),
-    [("deepseek_v3", "mlp.gate"), ("qwen2_moe", "self_attn"), ("gpt_oss", "experts"), ("granitemoehybrid", "mamba")],
+    [("deepseek_v3", "mlp.gate"), ("qwen2_moe", "self_attn"), ("gpt_oss", "router"), ("granitemoehybrid", "mamba")],
 )
 def test_the_plan_counts_all_weights_of_modules_to_save(tmp_path: Path, model_type: str, saved: str) -> None:
     source = write(tmp_path / "source", model_type)

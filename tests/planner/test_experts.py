@@ -119,6 +119,12 @@ def test_experts_that_ranks_cannot_divide_are_refused(keys: dict[str, Any], what
     assert what in caught.value.what and fix in caught.value.fix and caught.value.where == "parallel.expert_degree"
 
 
+def test_experts_cannot_be_saved_in_full_beside_adapters() -> None:
+    for saved in ("experts", "mlp"):
+        with pytest.raises(UserError, match="modules_to_save includes experts"):
+            plan(run_config(method__modules_to_save=[saved]), facts(large_mixture(), gpus=1))
+
+
 def test_one_rank_cannot_divide_experts() -> None:
     with pytest.raises(UserError, match="2 does not divide the 1 rank of the run") as caught:
         plan(run_config(parallel__expert_degree=2), facts(large_mixture(), gpus=1))

@@ -112,7 +112,7 @@ class CastsItsMasters:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         masters = dict(self._parameters)
         if isinstance(self, EMBEDDERS):  # towers cast images to the dtype of this weight, which is the master's
-            args = tuple(x.to(self.compute_dtype) for x in args)
+            args = tuple(x.to(self.compute_dtype) if x.is_floating_point() else x for x in args)
         try:
             for key, master in masters.items():
                 self._parameters[key] = None if master is None else master.to(self.compute_dtype)

@@ -202,8 +202,15 @@ def _check_adapters(config: RunConfig, model: ModelFacts) -> None:
         found = {name: shape for name, shape in layers.items() if matches(name, pattern)}
         if not found:
             _refuse_target(pattern, model)
-        stacks = {name: shape for name, shape in found.items() if shape.groups > 1}
-        adapted |= {name: shape for name, shape in stacks.items() if not is_saved(name, method.modules_to_save)}
+        adapted |= {name: shape for name, shape in found.items() if shape.groups > 1}
+    stacks = (name for name, shape in layers.items() if shape.groups > 1)
+    if saved := next((name for name in stacks if is_saved(name, method.modules_to_save)), None):
+        raise UserError(
+            "method.modules_to_save includes experts",
+            where="method.modules_to_save",
+            why=f"{saved} has no name in an adapter that PEFT opens",
+            fix="leave experts out, so that adapters train them, or set method.name: patterns, with method.train",
+        )
     if not adapted:
         return
     if method.dora:
