@@ -318,6 +318,7 @@ def summarise(
             "repeated_inputs",
             "mlp_tile_tokens",
             "compile",
+            "cuda_graphs",
             "micro_tokens",
             "pack_tokens",
         ),

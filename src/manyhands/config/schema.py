@@ -690,6 +690,11 @@ class ParallelSection(Section):
         "all of them for adapters.",
     )
     compile: bool | Auto = Field("auto", description="Compile each block with torch.compile; auto does on GPUs.")
+    cuda_graphs: bool | Auto = Field(
+        "auto",
+        description="Launch the kernels of compiled blocks as CUDA graphs, with packs padded to one size; auto does "
+        "where adapters of a small model are trained and launching kernels one by one takes longer than running them.",
+    )
     timeout_s: PositiveInt = Field(600, description="Seconds without progress of a rank after which the run fails.")
 
     @property

@@ -77,7 +77,8 @@ def apply(
         tile_mlps(loss_model.model, layout.mlp_tile_tokens)
     if layout.compile:
         # Inside the recomputed region (around it where that is selective), outside the gathering of shards.
-        compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None)
+        options = {"options": {"triton.cudagraphs": True}} if layout.cuda_graphs else {}
+        compile_blocks(loss_model.model, dynamic=True if layout.dynamic else None, **options)
         compile_towers(loss_model.model)
 
     if layout.zero_stage:
@@ -110,12 +111,12 @@ def apply(
         return make_sharded_engine(loss_model, world, mesh, layout, experts)
     if layout.wrapper == "none":
         copy = keep_compute_copy(loss_model) if layout.compute_copy == "kept" else None
-        return NativeEngine(loss_model, world, copy=copy)
+        return NativeEngine(loss_model, world, copy=copy, cuda_graphs=layout.cuda_graphs)
     trained = "full" if layout.trains_everything else "part"
     if experts is not None and not experts.hide_from_ddp(loss_model):
         return NativeEngine(loss_model, world, experts=experts)
     replica = replicate(loss_model, trained, layout.ddp_bucket_mb)
-    return NativeEngine(loss_model, world, replica=replica, experts=experts)
+    return NativeEngine(loss_model, world, replica=replica, experts=experts, cuda_graphs=layout.cuda_graphs)
 
 
 def make_sharded_engine(

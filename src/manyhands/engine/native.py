@@ -122,6 +122,7 @@ class NativeEngine(RankEngine):
     the DDP module around the loss model. ``reduce_every``: shards are reduced after every micro-batch, not after the
     last one. ``copy``: what computes in place of the parameters, refreshed once a step. ``prefetch`` and ``norms``: of
     shards in host memory. ``memory``: where sharded gradients are allocated. ``experts``: those that ranks divide.
+    ``cuda_graphs``: blocks are launched as CUDA graphs, whose results the next forward pass overwrites.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class NativeEngine(RankEngine):
         norms: GradientNorms | None = None,
         memory: GradientMemory | None = None,
         experts: DividedExperts | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         super().__init__(loss_model, world)
         self._replica, self._copy = replica, copy
@@ -146,10 +148,11 @@ class NativeEngine(RankEngine):
         self._backward_update: BackwardUpdate | None = None
         self._norm: torch.Tensor | None = None  # of the gradients that are there
         self._before_update: list[Callable[[], None]] = []
-        self._reduce_every = reduce_every
+        self._reduce_every, self._cuda_graphs = reduce_every, cuda_graphs
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
         self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
         self._is_replicated = mesh is not None and mesh.size() > mesh[SHARD].size()
+        self._owns_gradients = False  # not those of a step's first micro-batch, where CUDA graphs have written them
         self._is_reduced = False  # whether a micro-batch of this step has given shards of gradients
         self._has_idle_parts = False  # whether no micro-batch of this step reaches the optional parts, on any rank
         self._units = [module for module in loss_model.modules() if isinstance(module, FSDPModule)]
@@ -184,6 +187,8 @@ class NativeEngine(RankEngine):
 
     def forward(self, batch: Mapping[str, Any], *, metrics: bool = False) -> Terms:
         """Loss terms of a micro-batch; without gradients where autograd is off."""
+        if self._cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         if torch.is_grad_enabled():
             parts = self.loss_model.optional_parts
             self._has_idle_parts = parts is not None and parts.are_idle(batch)
@@ -212,6 +217,12 @@ class NativeEngine(RankEngine):
                 self._backward_update.is_on = False  # further micro-batches compute with the same weights
         with nullcontext() if self._prefetch is None else self._prefetch.backward_pass():
             loss.backward()
+        if self._cuda_graphs and not last and not self._owns_gradients:
+            gradients = [p for p in self.loss_model.parameters() if p.grad is not None]
+            torch._foreach_copy_(copies := [torch.empty_like(p.grad) for p in gradients], [p.grad for p in gradients])
+            for parameter, copy in zip(gradients, copies, strict=True):
+                parameter.grad = copy
+            self._owns_gradients = True
         if last and self._experts is not None:
             self._experts.reduce_gradients()
         if last and self._has_idle_parts:
@@ -286,7 +297,7 @@ class NativeEngine(RankEngine):
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        self._norm, self._is_reduced = None, False
+        self._norm, self._is_reduced, self._owns_gradients = None, False, False
         if self._norms is not None:
             self._norms.forget()
 

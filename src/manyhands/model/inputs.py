@@ -124,12 +124,12 @@ def _shape_packs(plan: Plan, lengths: Sequence[np.ndarray], shape: BatchShape) -
 
     Packs are padded to whole tiles on a GPU and where blocks are compiled; nothing is on a CPU otherwise. Compiled
     blocks get batches that differ in as little as possible: in the number of tokens, and not even in that where all
-    samples have one length.
+    samples have one length or blocks are launched as CUDA graphs.
     """
     if not plan.packing:
         return shape
     tile = pack_tile(plan.layout)
-    pack_tokens = plan.layout.pack_tokens  # where all samples have one length
+    pack_tokens = plan.layout.pack_tokens  # where all samples have one length, or with CUDA graphs
     if not plan.layout.compile and pack_tokens is None:
         return replace(shape, tile=tile)
     longest = max(int(each.max()) for each in lengths if len(each))
@@ -137,6 +137,8 @@ def _shape_packs(plan: Plan, lengths: Sequence[np.ndarray], shape: BatchShape) -
         return replace(shape, tile=tile, row_length=longest)
     if pack_tokens is None:
         return replace(shape, tile=tile, longest=longest)
-    documents = pack_tokens // longest
     tokens = -(-pack_tokens // tile) * tile
+    if any(int(each.min()) < longest for each in lengths if len(each)):
+        return replace(shape, tile=tile, tokens=tokens, longest=longest)
+    documents = pack_tokens // longest
     return replace(shape, tile=tile, tokens=tokens, longest=longest, documents=documents, row_length=longest)

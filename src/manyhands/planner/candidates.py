@@ -13,6 +13,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from manyhands.config.schema import RunConfig
+from manyhands.core.errors import UserError
 from manyhands.core.limits import MLP_TILE_TOKENS
 from manyhands.facts.types import Facts
 from manyhands.planner.batch import BatchSplit, ceil_div
@@ -27,6 +28,7 @@ from manyhands.planner.time.clock import Clock
 from manyhands.planner.types import Candidate, MemoryEstimate, OutOfMemory, Reason, reason
 
 SAME_SPEED = 0.005  # share of a step that the estimate cannot tell apart: of pairs of layouts it is off by 0.8 %
+GRAPHS_GAIN = 0.05  # share of a step for which blocks are launched as CUDA graphs
 GAIN = 0.002  # share of a step for which memory that is left is spent
 MIN_MEMORY_SAVING = 0.05  # share of memory for which one as fast takes the place of the fastest
 USABLE_SHARE = {"cuda": 0.97, "cpu": 0.9}  # of the free memory: the limit
@@ -262,9 +264,57 @@ def use_spare_memory(config: RunConfig, candidate: Candidate, base: EstimateInpu
     """
     once = defer_reduction(candidate, base, limits)
     spent = relax_checkpointing(config, once, base, limits)
-    if once is candidate:
-        return spent
-    return min(spent, relax_checkpointing(config, candidate, base, limits), key=seconds_of)
+    if once is not candidate:
+        spent = min(spent, relax_checkpointing(config, candidate, base, limits), key=seconds_of)
+    return use_graphs(config, spent, base, limits)
+
+
+def use_graphs(config: RunConfig, candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+    """The candidate with its blocks launched as CUDA graphs and packs padded to one size, where that is possible and
+    asked for, or faster by ``GRAPHS_GAIN``; else itself.
+    """
+    layout, asked = candidate.layout, config.parallel.cuda_graphs
+    if asked is False or why_no_graphs(replace(base, layout=layout)) is not None:
+        return candidate
+    tokens = layout.pack_tokens or layout.micro_tokens
+    found = limits.evaluate(base, change(layout, cuda_graphs=True, dynamic=False, pack_tokens=tokens))
+    wanted = asked is True or is_faster(found, candidate, GRAPHS_GAIN)
+    return found if wanted and found.memory.is_safe else candidate
+
+
+def why_no_graphs(s: EstimateInput) -> str | None:
+    """Why blocks cannot be launched as CUDA graphs in the layout of ``s``; None where they can.
+
+    Graphs need one shape, memory that stays where it is, kernels that no host code interrupts, and weights that are
+    not gathered. Gradients of adapters are small enough to be copied out of a graph's memory.
+    """
+    layout = s.layout
+    recomputes = layout.activation_checkpointing != "none" or layout.mlp_tile_tokens > 0
+    reasons = {
+        "there is no GPU": layout.device != "cuda",
+        "blocks are not compiled": not layout.compile,
+        "more than adapters is trained": s.num_adapter_parameters == 0,
+        "weights are gathered block by block": layout.wrapper not in ("none", "ddp"),
+        "activations are recomputed, or kept in host memory": recomputes or layout.offload_activations,
+        "adapters have dropout": s.adapter_dropout,
+        "images pass through the model": s.images is not None,
+        "the model is a mixture of experts": s.model.has_groups,
+        "layers carry a state from token to token": s.model.num_mixer_layers > 0,
+        "attention is computed in PyTorch": s.attends_blockwise or s.builds_mask,
+        "a reference model, or the loss of a whole step, takes further forward passes": s.num_more_passes > 0,
+        "samples differ in length and are not packed": layout.micro_tokens is None and layout.dynamic,
+    }
+    return next((why for why, holds in reasons.items() if holds), None)
+
+
+def graphs_refused(s: EstimateInput) -> UserError:
+    """What is raised where ``parallel.cuda_graphs`` is true and the chosen layout has no room for them, or cannot."""
+    return UserError(
+        "blocks cannot be launched as CUDA graphs",
+        where="parallel.cuda_graphs",
+        why=why_no_graphs(s) or "packs padded to one size would not fit in memory",
+        fix="remove parallel.cuda_graphs, or set it to auto",
+    )
 
 
 def defer_reduction(candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:

@@ -18,6 +18,7 @@ from manyhands.planner.batch import BatchSplit, ceil_div, has_one_length, useful
 from manyhands.planner.candidates import (
     Limits,
     choose_candidate,
+    graphs_refused,
     keeps_less_by_choice,
     list_candidates,
     memory_limits,
@@ -271,6 +272,8 @@ def _search(
             candidates[at : at + (not lighter)] = [chosen]  # lighter layers are listed before what they were made of
     if chosen is None:
         raise nothing_fits(config, candidates, base, decisions, limits)
+    if config.parallel.cuda_graphs is True and not chosen.layout.cuda_graphs:
+        raise graphs_refused(replace(base, layout=chosen.layout))
     found = (base, split, steps, features, limits, ran_out, candidates, chosen)
     result = SearchResult(*found, reference, why_reference)
     disk = estimate_disk(config, facts, result.estimate_input, steps, DTYPE_BYTES[decisions.output], features)
@@ -420,6 +423,9 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult, total_mem
             asked=parallel.activation_checkpointing != "auto",
         ),
     ]
+    if layout.cuda_graphs:
+        asked, tokens = parallel.cuda_graphs is True, layout.pack_tokens
+        why.append(reason("cuda_graphs", asked=asked, tokens=tokens, one_length=has_one_length(facts.data)))
     if layout.expert_degree > 1:
         groups = layout.world_size // layout.expert_degree
         why.append(reason("expert_degree", degree=layout.expert_degree, groups=groups, load=LARGEST_LOAD))

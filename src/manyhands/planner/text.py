@@ -429,6 +429,8 @@ SENTENCES: dict[Code, Template] = {
         "sharded",
         zero3="DeepSpeed's ZeRO: weights, gradients and optimizer states sharded over {ranks:n {device}}",
     ),
+    "cuda_graphs": "each block, {asked:?as configured|as launching kernels one by one takes longer than running them}"
+    "{one_length:?|; packs are padded to {tokens:,} tokens}",
     "expert_degree": "divided over {degree} ranks, to which tokens are sent, in {groups:n group}"
     "{asked:?, as configured}; estimated for a rank with {load} times its share of the tokens"
     "{undivided:?; undivided {undivided}}{tight:?; on fewer ranks too little memory would be left}"
@@ -625,6 +627,7 @@ TOPICS: dict[Code, str] = {
     "node_links": "between nodes",
     "stacks": "target modules",
     "expert_degree": "experts",
+    "cuda_graphs": "CUDA graphs",
     "targets": "target modules",
     "unread": "not read",
     "warmup": "warm-up",

@@ -37,10 +37,13 @@ LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
 PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
 EAGER = 3.0  # times the launches of blocks that are not compiled
 DYNAMIC = 2.2  # times the launches of a block compiled for any size: 5.5 ms with adapters, a 0.6B model beside an H200
+GRAPH = 0.3  # times the launches of a compiled block, where they are CUDA graphs
 SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, over all pairs of a pack
 # A kernel's time beyond the bytes it moves: 2.5 us (updates of 272 small weights take 1.6 ms for 0.9), and 2 us
 # to the next (steps beside the sum of their kernels, over 1,257 to 14,893 launches of fitted shapes)
 KERNEL_S = 4.5e-6
+# The same in CUDA graphs, where the next kernel follows at once: five shapes of 135M to 1.5B within 1.6 %
+GRAPH_KERNEL_S = 2.5e-6
 # Of the forward pass's elementwise kernels what selective recomputation adds: compiled, values are computed again in
 # kernels of the backward pass that read the same inputs (0 to 1.2 in nine pairs of layouts on H100s, median 0.3; the
 # rows of H200s fit best with this)
@@ -234,7 +237,8 @@ def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
     """Bytes of ``moved_values``, over M; and begin and end of each kernel, whatever the number of tokens."""
     e = s.estimate
     moved = tokens * e.compute_bytes * moved_values(e, backward=backward)
-    return mixers(s, tokens, backward=backward) + moved / s.rates.memory + KERNEL_S * num_kernels(e, backward=backward)
+    kernels = (GRAPH_KERNEL_S if e.layout.cuda_graphs else KERNEL_S) * num_kernels(e, backward=backward)
+    return mixers(s, tokens, backward=backward) + moved / s.rates.memory + kernels
 
 
 def mixers(s: TimeInput, tokens: float, *, backward: bool) -> float:
@@ -419,6 +423,8 @@ def host(s: TimeInput) -> float:
     """What the host takes to launch a step: each block of each micro-batch, and once loss, norm and update."""
     e = s.estimate
     layer = s.fitted.host_layer_s * ((DYNAMIC if e.layout.dynamic else 1.0) if e.layout.compile else EAGER)
+    if e.layout.cuda_graphs:
+        layer *= GRAPH
     again = sum(mode in ("full", "except_attention") for mode in modes(e)) / e.model.num_layers
     layer *= 1 + 0.5 * (again + e.num_more_passes)
     if e.num_adapter_parameters:
