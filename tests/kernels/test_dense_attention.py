@@ -252,4 +252,5 @@ def test_parts_of_heads_spare_the_workspace_of_the_others() -> None:
     workspace = length * limits.attention_workspace(32, 8, 128, 2)
     assert workspace == 4 * 2**30
     gradients_of_part = length * 2 * (32 + 2 * 8) * 128 // parts
-    assert peak(1) - peak(parts) >= workspace - workspace // parts - gradients_of_part
+    rounding = 4 * 2**21  # the allocator's blocks are whole multiples of 2 MiB
+    assert peak(1) - peak(parts) >= workspace - workspace // parts - gradients_of_part - rounding

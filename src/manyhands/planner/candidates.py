@@ -242,6 +242,8 @@ def choose_candidate(
     So explicit keys that leave one layout are obeyed as long as the estimate is not over the limit itself.
     """
     spent = [(c, use_spare_memory(config, c, base, limits)) for c in candidates if c.memory.is_safe]
+    if config.parallel.cuda_graphs is True:
+        spent = [pair for pair in spent if pair[1].layout.cuda_graphs] or spent
     if spent:
         fastest = min(spent, key=lambda pair: (seconds_of(pair[1]), pair[1].memory.total))
         as_fast = [pair for pair in spent if not is_faster(fastest[1], pair[1], SAME_SPEED)]
@@ -295,7 +297,6 @@ def why_no_graphs(s: EstimateInput) -> str | None:
         "blocks are not compiled": not layout.compile,
         "more than adapters is trained": s.num_adapter_parameters == 0,
         "weights are gathered block by block": layout.wrapper not in ("none", "ddp"),
-        "activations are recomputed, or kept in host memory": recomputes or layout.offload_activations,
         "adapters have dropout": s.adapter_dropout,
         "images pass through the model": s.images is not None,
         "the model is a mixture of experts": s.model.has_groups,
@@ -303,6 +304,7 @@ def why_no_graphs(s: EstimateInput) -> str | None:
         "attention is computed in PyTorch": s.attends_blockwise or s.builds_mask,
         "a reference model, or the loss of a whole step, takes further forward passes": s.num_more_passes > 0,
         "samples differ in length and are not packed": layout.micro_tokens is None and layout.dynamic,
+        "activations are recomputed, or kept in host memory": recomputes or layout.offload_activations,
     }
     return next((why for why, holds in reasons.items() if holds), None)
 

@@ -1,0 +1,66 @@
+"""When a plan launches blocks as CUDA graphs, what it says about them, and where it refuses to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.core.errors import UserError
+from manyhands.planner.search import plan
+from manyhands.planner.types import Plan
+from tests.planner.examples import data_facts, facts, llama_8b, mixture, model_facts, run_config
+from tests.support.plans import explain_why
+
+SMALL = model_facts(hidden=576, inner=1536, layers=30, heads=9, kv_heads=3, vocab=49152)
+LORA = {"method__name": "lora", "batch__samples": 16}
+
+
+def make_plan(gpus: int = 1, model: Any = SMALL, data: Any = None, **keys: Any) -> Plan:
+    return plan(run_config(**LORA | keys), facts(model, gpus=gpus, data=data or data_facts()))
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_small_models_with_adapters_have_graphs(gpus: int) -> None:
+    made, without = make_plan(gpus), make_plan(gpus, parallel__cuda_graphs=False)
+    assert made.layout.cuda_graphs and not made.layout.dynamic and not without.layout.cuda_graphs
+    assert made.layout.pack_tokens == made.layout.micro_tokens  # every pack has one size
+    assert made.step_s is not None and without.step_s is not None and made.step_s < 0.95 * without.step_s
+    (line,) = explain_why(made, "cuda_graphs")
+    assert line == (
+        "CUDA graphs: each block, as launching kernels one by one takes longer than running them; "
+        f"packs are padded to {made.layout.pack_tokens:,} tokens"
+    )
+    assert not explain_why(without, "cuda_graphs")
+
+
+def test_large_models_have_none() -> None:
+    assert not make_plan(model=llama_8b()).layout.cuda_graphs
+
+
+def test_samples_of_one_length_need_no_padding() -> None:
+    data = data_facts(mean=512.0, longest=512, num_validation_tokens=20 * 512)
+    made = make_plan(data=data)
+    assert made.layout.cuda_graphs and "padded" not in explain_why(made, "cuda_graphs")[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"gpus": 0}, "there is no GPU"),
+        ({"parallel__compile": False}, "blocks are not compiled"),
+        ({"method__name": "full"}, "more than adapters is trained"),
+        ({"gpus": 2, "parallel__strategy": "fsdp"}, "weights are gathered block by block"),
+        ({"parallel__activation_checkpointing": "full"}, "activations are recomputed, or kept in host memory"),
+        ({"method__dropout": 0.1}, "adapters have dropout"),
+        ({"model": mixture(), "method__rank": 4}, "the model is a mixture of experts"),
+        ({"model": SMALL.model_copy(update={"num_mixer_layers": 3})}, "layers carry a state from token to token"),
+        ({"model": SMALL.model_copy(update={"attention_softcap": 50.0})}, "attention is computed in PyTorch"),
+        ({"data__packing": False}, "samples differ in length and are not packed"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_if_asked_for(changes: dict[str, Any], why: str) -> None:
+    assert not make_plan(**changes).layout.cuda_graphs  # auto goes without
+    with pytest.raises(UserError) as caught:
+        make_plan(**changes, parallel__cuda_graphs=True)
+    assert caught.value.where == "parallel.cuda_graphs" and caught.value.why == why
