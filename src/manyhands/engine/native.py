@@ -5,7 +5,7 @@ the worker calls (``worker.rank.RunEngine``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -197,6 +197,18 @@ class NativeEngine(RankEngine):
         self._free_gathered()
         return terms
 
+    def logits(self, batch: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor:
+        with self._without_graphs():
+            return super().logits(batch, rows)
+
+    def next_token_logits(self, input_ids: torch.Tensor, entries: Mapping[str, Any] | None = None) -> torch.Tensor:
+        with self._without_graphs():
+            return super().next_token_logits(input_ids, entries)
+
+    def _without_graphs(self) -> AbstractContextManager[Any]:
+        """For batches of shapes of their own, each of which would be recorded."""
+        return torch.compiler.set_stance("force_eager") if self._cuda_graphs else nullcontext()
+
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Adds the gradients of ``loss`` to those of the step's earlier micro-batches; ``last`` reduces them over
         ranks.
@@ -218,8 +230,9 @@ class NativeEngine(RankEngine):
         with nullcontext() if self._prefetch is None else self._prefetch.backward_pass():
             loss.backward()
         if self._cuda_graphs and not last and not self._owns_gradients:
-            gradients = [p for p in self.loss_model.parameters() if p.grad is not None]
-            torch._foreach_copy_(copies := [torch.empty_like(p.grad) for p in gradients], [p.grad for p in gradients])
+            gradients = {p: p.grad for p in self.loss_model.parameters() if p.grad is not None}
+            copies = [torch.empty_like(gradient) for gradient in gradients.values()]
+            torch._foreach_copy_(copies, [*gradients.values()])
             for parameter, copy in zip(gradients, copies, strict=True):
                 parameter.grad = copy
             self._owns_gradients = True

@@ -285,36 +285,55 @@ def use_graphs(config: RunConfig, candidate: Candidate, base: EstimateInput, lim
 
 
 def why_no_graphs(s: EstimateInput) -> str | None:
-    """Why blocks cannot be launched as CUDA graphs in the layout of ``s``; None where they can.
+    """Why blocks cannot be launched as CUDA graphs in the layout of ``s``, as a key of ``graphs_refused``; None where
+    they can.
 
     Graphs need one shape, memory that stays where it is, kernels that no host code interrupts, and weights that are
     not gathered. Gradients of adapters are small enough to be copied out of a graph's memory.
     """
     layout = s.layout
-    recomputes = layout.activation_checkpointing != "none" or layout.mlp_tile_tokens > 0
     reasons = {
-        "there is no GPU": layout.device != "cuda",
-        "blocks are not compiled": not layout.compile,
-        "more than adapters is trained": s.num_adapter_parameters == 0,
-        "weights are gathered block by block": layout.wrapper not in ("none", "ddp"),
-        "adapters have dropout": s.adapter_dropout,
-        "images pass through the model": s.images is not None,
-        "the model is a mixture of experts": s.model.has_groups,
-        "layers carry a state from token to token": s.model.num_mixer_layers > 0,
-        "attention is computed in PyTorch": s.attends_blockwise or s.builds_mask,
-        "a reference model, or the loss of a whole step, takes further forward passes": s.num_more_passes > 0,
-        "samples differ in length and are not packed": layout.micro_tokens is None and layout.dynamic,
-        "activations are recomputed, or kept in host memory": recomputes or layout.offload_activations,
+        "device": layout.device != "cuda",
+        "compile": not layout.compile,
+        "trained": s.num_adapter_parameters == 0,
+        "gathered": layout.wrapper not in ("none", "ddp"),
+        "divided": layout.mesh.context > 1,
+        "dropout": s.adapter_dropout,
+        "images": s.images is not None,
+        "experts": s.model.has_groups,
+        "mixers": s.model.num_mixer_layers > 0,
+        "attention": s.attends_blockwise or s.builds_mask,
+        "passes": s.num_more_passes > 0,
+        "lengths": layout.micro_tokens is None and layout.dynamic,
+        "recomputed": layout.activation_checkpointing != "none" or layout.mlp_tile_tokens > 0,
+        "moved": layout.offload_activations,
     }
     return next((why for why, holds in reasons.items() if holds), None)
 
 
 def graphs_refused(s: EstimateInput) -> UserError:
-    """What is raised where ``parallel.cuda_graphs`` is true and the chosen layout has no room for them, or cannot."""
+    """What is raised where ``parallel.cuda_graphs`` is true, and the chosen layout cannot have them or has no room."""
+    reasons = {
+        "device": "there is no GPU",
+        "compile": "blocks are not compiled",
+        "trained": "more than adapters is trained",
+        "gathered": "weights are gathered block by block",
+        "divided": "ranks divide packs, and exchange parts of them inside blocks",
+        "dropout": "adapters have dropout",
+        "images": "images pass through the model",
+        "experts": "the model is a mixture of experts",
+        "mixers": "layers carry a state from token to token",
+        "attention": "attention is computed in PyTorch",
+        "passes": "a reference model, or a loss that needs the whole step first, takes further forward passes",
+        "lengths": "samples differ in length and are not packed",
+        "recomputed": "activations are recomputed",
+        "moved": "activations are kept in host memory",
+    }
+    why = why_no_graphs(s)
     return UserError(
         "blocks cannot be launched as CUDA graphs",
         where="parallel.cuda_graphs",
-        why=why_no_graphs(s) or "packs padded to one size would not fit in memory",
+        why="packs padded to one size would not fit in memory" if why is None else reasons[why],
         fix="remove parallel.cuda_graphs, or set it to auto",
     )
 

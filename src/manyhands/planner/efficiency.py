@@ -22,7 +22,7 @@ from manyhands.data.batch.pack import (
 )
 from manyhands.data.store.store import SampleSet
 from manyhands.facts.types import DataFacts, Facts
-from manyhands.planner.batch import ceil_div, constant_pack_tokens
+from manyhands.planner.batch import ceil_div, constant_pack_tokens, has_one_length
 from manyhands.planner.layout import Layout, change, mesh_of
 from manyhands.planner.time.clock import lay_out, pack_tile
 from manyhands.planner.time.work import sample_steps
@@ -121,6 +121,7 @@ def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
     """(tokens of samples over tokens that are computed, steps laid out); None where the facts hold no whole step.
 
     Computed is what the longest micro-batch of any rank has, padding included, times the ranks: the others wait for it.
+    What fills up packs for CUDA graphs is left out: they are chosen where the step is shorter with it.
     """
     steps = list(_sample_steps(plan, data))
     if not steps:
@@ -128,9 +129,9 @@ def measure_efficiency(plan: Plan, data: DataFacts) -> tuple[float, int] | None:
     lengths = np.array(data.first_lengths, dtype=np.int64)
     layouts = [lay_out_step(plan, samples, lengths) for samples in steps]
     if plan.layout.micro_tokens is not None:
-        return packing_efficiency(
-            layouts, lengths, pack_tile(plan.layout), plan.layout.pack_tokens if plan.layout.compile else None
-        ), len(steps)
+        fixed = plan.layout.compile and (has_one_length(data) or not plan.layout.cuda_graphs)
+        pack_tokens = plan.layout.pack_tokens if fixed else None
+        return packing_efficiency(layouts, lengths, pack_tile(plan.layout), pack_tokens), len(steps)
     useful = paid = 0
     for micro in (micro for layout in layouts for micro in layout.micro_batches):
         useful += sum(int(lengths[samples].sum()) for samples in micro)
