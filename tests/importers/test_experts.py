@@ -98,6 +98,13 @@ def test_all_linear_layers_of_a_mixture_are_more_than_in_other_tools(tool: str, 
         assert outcome(read(tool, keys, dense), key)[0] == "mapped"
 
 
+def test_llamafactorys_default_adapts_more_of_a_mixture_too() -> None:
+    for config, is_mixture in ((MIXTURE, True), ({"hidden_size": 8}, False)):
+        done = read("llamafactory.run", {"lora_rank": 8}, config)
+        assert done.mapping["method"]["target_modules"] == "all-linear"
+        assert ("with all experts, which" in done.tool_defaults["method.target_modules"]) == is_mixture
+
+
 @pytest.mark.parametrize("tool", ["axolotl.run", "trl"])
 @pytest.mark.parametrize(
     ("modules", "parameters", "targets"),

@@ -148,12 +148,18 @@ def _experts_per_token(config: Mapping[str, Any] | None) -> int | None:
 
 
 def map_all_linear(t: Translator, key: str, why: str = "") -> None:
-    """``method.target_modules: all-linear``: in a mixture experts too, which other tools only adapt as parameters."""
+    """``method.target_modules: all-linear``: in a mixture experts too, which other tools only adapt as parameters.
+    Without ``key`` it is the tool's default.
+    """
     named = t.get("lora_target_parameters")
     is_named = isinstance(named, list) and {str(name).rpartition(".")[2] for name in named} >= STACKS
-    if t.has(key) and not is_named and _experts_per_token(_read_text_config(t)):
-        why = f"with all experts, which {t.tool} does not adapt: name layers, such as q_proj, to adapt fewer"
-        t.substitute(key, {"method.target_modules": "all-linear"}, why)
+    more = f"with all experts, which {t.tool} does not adapt: name layers, such as q_proj, to adapt fewer"
+    adapts_more = not is_named and _experts_per_token(_read_text_config(t))
+    if not t.has(key):
+        default = f"{t.tool}'s default" + (f", {more}" if adapts_more else "")
+        t.set_tool_default("method.target_modules", "all-linear", default)
+    elif adapts_more:
+        t.substitute(key, {"method.target_modules": "all-linear"}, more)
     else:
         t.map(key, "method.target_modules", "all-linear", why)
 

@@ -422,7 +422,8 @@ def _map_lora(t: Translator, bits: int | None) -> None:
     targets = split_names(t.get("lora_target", "all"))
     if targets == ["all"]:
         map_all_linear(t, "lora_target")
-    t.map_or_default("lora_target", "method.target_modules", "all-linear" if targets == ["all"] else targets)
+    else:
+        t.map("lora_target", "method.target_modules", targets)
     t.switch("use_rslora", "method.rslora")
     t.switch("use_dora", "method.dora")
     if t.has("additional_target"):

@@ -32,6 +32,9 @@ SPLIT_K = 1024
 GROUPED_SHARE = 0.9  # of a dense product's sustained rate: a step of an 8x7B mixture on an H200
 UNHIDDEN_WEIGHTS = 0.5  # of the time to read them: fits 256 and 99 ms of steps with 256 and 512 rows a group on an H200
 FP8_GROUPED = 1.31  # times the rate of tiles in fp8: four products of 512 rows a group, 1.61 ms in place of 2.17
+# What a mixer's kernels take, in times of what they move and compute: gated delta networks of a 9B hybrid, on an H200
+# by 2 x 4,096 tokens, 83 ms for 24
+MIXER_TIMES = 3.5
 HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
 PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
@@ -243,15 +246,14 @@ def block_elementwise(s: TimeInput, tokens: float, *, backward: bool) -> float:
 
 def mixers(s: TimeInput, tokens: float, *, backward: bool) -> float:
     """What replaces attention in a hybrid, of a mean block: each of the mixer's numbers written and read forward, and
-    twice that backward; 8 operations for each number of the state forward, 20 backward. From the kernels' formulas,
-    not measured.
+    twice that backward; 8 operations for each number of the state forward, 20 backward; all that ``MIXER_TIMES``.
     """
     model = s.estimate.model
     if not model.num_mixer_layers:
         return 0.0
     passes, operations = (4 if backward else 2), (20 if backward else 8) * model.mixer_state
     moved = passes * s.estimate.compute_bytes * model.mixer_values / s.rates.memory
-    return model.mixer_share * tokens * (moved + operations / s.rates.attention)
+    return MIXER_TIMES * model.mixer_share * tokens * (moved + operations / s.rates.attention)
 
 
 def elementwise(s: TimeInput, micro: MicroBatchGroup) -> float:
