@@ -53,6 +53,7 @@ def test_samples_of_one_length_need_no_padding() -> None:
         ({"gpus": 2, "parallel__strategy": "fsdp"}, "weights are gathered block by block"),
         ({"gpus": 2, "parallel__context_degree": 2}, "ranks divide packs, and exchange parts of them inside blocks"),
         ({"parallel__activation_checkpointing": "full"}, "activations are recomputed"),
+        ({"task": "preference"}, "answers that share a prompt have batches of many shapes"),
         ({"method__dropout": 0.1}, "adapters have dropout"),
         ({"model": mixture(), "method__rank": 4}, "the model is a mixture of experts"),
         ({"model": SMALL.model_copy(update={"num_mixer_layers": 3})}, "layers carry a state from token to token"),

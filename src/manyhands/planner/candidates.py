@@ -276,7 +276,7 @@ def use_graphs(config: RunConfig, candidate: Candidate, base: EstimateInput, lim
     asked for, or faster by ``GRAPHS_GAIN``; else itself.
     """
     layout, asked = candidate.layout, config.parallel.cuda_graphs
-    if asked is False or why_no_graphs(replace(base, layout=layout)) is not None:
+    if asked is False or why_no_graphs(config, replace(base, layout=layout)) is not None:
         return candidate
     tokens = layout.pack_tokens or layout.micro_tokens
     found = limits.evaluate(base, change(layout, cuda_graphs=True, dynamic=False, pack_tokens=tokens))
@@ -284,7 +284,7 @@ def use_graphs(config: RunConfig, candidate: Candidate, base: EstimateInput, lim
     return found if wanted and found.memory.is_safe else candidate
 
 
-def why_no_graphs(s: EstimateInput) -> str | None:
+def why_no_graphs(config: RunConfig, s: EstimateInput) -> str | None:
     """Why blocks cannot be launched as CUDA graphs in the layout of ``s``, as a key of ``graphs_refused``; None where
     they can.
 
@@ -295,6 +295,7 @@ def why_no_graphs(s: EstimateInput) -> str | None:
     reasons = {
         "device": layout.device != "cuda",
         "compile": not layout.compile,
+        "task": config.task == "preference",
         "trained": s.num_adapter_parameters == 0,
         "gathered": layout.wrapper not in ("none", "ddp"),
         "divided": layout.mesh.context > 1,
@@ -311,11 +312,12 @@ def why_no_graphs(s: EstimateInput) -> str | None:
     return next((why for why, holds in reasons.items() if holds), None)
 
 
-def graphs_refused(s: EstimateInput) -> UserError:
+def graphs_refused(config: RunConfig, s: EstimateInput) -> UserError:
     """What is raised where ``parallel.cuda_graphs`` is true, and the chosen layout cannot have them or has no room."""
     reasons = {
         "device": "there is no GPU",
         "compile": "blocks are not compiled",
+        "task": "answers that share a prompt have batches of many shapes",
         "trained": "more than adapters is trained",
         "gathered": "weights are gathered block by block",
         "divided": "ranks divide packs, and exchange parts of them inside blocks",
@@ -324,12 +326,12 @@ def graphs_refused(s: EstimateInput) -> UserError:
         "experts": "the model is a mixture of experts",
         "mixers": "layers carry a state from token to token",
         "attention": "attention is computed in PyTorch",
-        "passes": "a reference model, or a loss that needs the whole step first, takes further forward passes",
+        "passes": "the loss takes further forward passes",
         "lengths": "samples differ in length and are not packed",
         "recomputed": "activations are recomputed",
         "moved": "activations are kept in host memory",
     }
-    why = why_no_graphs(s)
+    why = why_no_graphs(config, s)
     return UserError(
         "blocks cannot be launched as CUDA graphs",
         where="parallel.cuda_graphs",

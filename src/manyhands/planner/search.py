@@ -273,7 +273,7 @@ def _search(
     if chosen is None:
         raise nothing_fits(config, candidates, base, decisions, limits)
     if config.parallel.cuda_graphs is True and not chosen.layout.cuda_graphs:
-        raise graphs_refused(replace(base, layout=chosen.layout))
+        raise graphs_refused(config, replace(base, layout=chosen.layout))
     found = (base, split, steps, features, limits, ran_out, candidates, chosen)
     result = SearchResult(*found, reference, why_reference)
     disk = estimate_disk(config, facts, result.estimate_input, steps, DTYPE_BYTES[decisions.output], features)
