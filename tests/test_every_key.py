@@ -7,6 +7,7 @@ tiny model in this process, and asserts what the key changes in them: rows, loss
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 
@@ -15,140 +16,99 @@ from manyhands.core.errors import UserError
 from tests.keys import cluster, guards, images, kernels, left, model, preferences, rows, table, template, training, work
 from tests.keys.lab import Lab, open_lab
 
+
+def effects(section: str, checks: ModuleType, names: str) -> dict[str, Callable[[Lab], None]]:
+    """The checks of keys of a section that are named as the keys are."""
+    return {f"{section}.{name}": getattr(checks, name) for name in names.split()}
+
+
 EFFECTS: dict[str, Callable[[Lab], None]] = {
     "name": left.name,
     "task": rows.task,
     "seed": rows.seed,
-    "model.name": model.name,
-    "model.revision": model.revision,
-    "model.init": model.init,
-    "model.dtype": model.dtype,
-    "model.master_dtype": model.master_dtype,
-    "model.frozen_dtype": model.frozen_dtype,
-    "model.chat_template": model.chat_template,
-    "model.new_tokens": model.new_tokens,
-    "model.special_tokens": model.special_tokens,
-    "model.converters": model.converters,
-    "model.trust_remote_code": model.trust_remote_code,
     "method.name": model.method,
-    "method.parts": model.parts,
-    "method.train": model.train,
-    "method.freeze": model.freeze,
-    "method.rank": model.rank,
-    "method.alpha": model.alpha,
-    "method.dropout": model.dropout,
-    "method.target_modules": model.target_modules,
-    "method.rslora": model.rslora,
-    "method.dora": model.dora,
     "method.init": model.method_init,
-    "method.double_quant": model.double_quant,
-    "method.modules_to_save": model.modules_to_save,
-    "method.neftune_alpha": model.neftune_alpha,
-    "method.adapter": model.adapter,
-    "data.train": rows.train,
-    "data.validation": rows.validation,
-    "data.validation_fraction": rows.validation_fraction,
     "data.format": rows.row_format,
-    "data.fields": rows.fields,
-    "data.ignore": rows.ignore,
-    "data.train_on": template.train_on,
-    "data.chat_template_kwargs": template.chat_template_kwargs,
-    "data.date": template.date,
-    "data.max_samples": rows.max_samples,
-    "data.max_length": rows.max_length,
-    "data.too_long": rows.too_long,
-    "data.min_length": rows.min_length,
-    "data.deduplicate": rows.deduplicate,
-    "data.order": rows.order,
-    "data.packing": rows.packing,
-    "data.images": images.images,
-    "data.image_folder": images.image_folder,
-    "data.image_urls": images.image_urls,
-    "data.bad_images": images.bad_images,
-    "data.max_image_pixels": images.max_image_pixels,
-    "data.shrink_images_above": images.shrink_images_above,
-    "data.enlarge_images_below": images.enlarge_images_below,
-    "data.image_cache_gb": images.image_cache_gb,
-    "data.image_memory_gb": images.image_memory_gb,
-    "data.cache_features": images.cache_features,
-    "data.feature_cache_gb": images.feature_cache_gb,
     "data.workers": work.workers,
-    "data.cache": rows.cache,
     "batch.samples": rows.batch_samples,
     "batch.loss_tokens": rows.batch_loss_tokens,
     "batch.packs": rows.batch_packs,
     "batch.micro_tokens": rows.micro_tokens,
     "optimizer.name": training.optimizer_name,
-    "optimizer.learning_rates": training.learning_rates,
-    "optimizer.part_learning_rates": training.part_learning_rates,
-    "optimizer.decay_embeddings": training.decay_embeddings,
     "optimizer.beta1": training.betas("optimizer.beta1"),
     "optimizer.beta2": training.betas("optimizer.beta2"),
-    "optimizer.eps": training.eps,
-    "optimizer.max_grad_norm": training.max_grad_norm,
     "moe.balance": model.balance,
-    "preference.loss": preferences.loss,
-    "preference.reference": preferences.reference,
-    "preference.share_prompts": preferences.share_prompts,
-    "preference.beta": preferences.beta,
-    "preference.label_smoothing": preferences.label_smoothing,
-    "preference.margin": preferences.margin,
-    "preference.sft_weight": preferences.sft_weight,
-    "preference.desirable_weight": preferences.desirable_weight,
-    "preference.undesirable_weight": preferences.undesirable_weight,
-    "stop.max_tokens": training.max_tokens,
-    "stop.max_time_s": training.max_time_s,
-    "stop.patience": training.patience,
-    "stop.divergence": training.divergence,
-    "stop.divergence_factor": training.divergence_factor,
-    "stop.divergence_steps": training.divergence_steps,
-    "stop.loss_above": training.loss_above,
     "stop.loss_above_steps": training.loss_above,
-    "guards.nonfinite": guards.nonfinite,
-    "guards.spike": guards.spike,
-    "guards.spike_mads": guards.spike_mads,
-    "guards.spike_window": guards.spike_window,
-    "guards.max_in_a_row": guards.max_in_a_row,
-    "guards.leave_out": guards.leave_out,
-    "guards.replicas_every": guards.replicas_every,
-    "parallel.gpus": work.gpus,
-    "parallel.nodes": work.nodes,
-    "parallel.device": work.device,
-    "parallel.strategy": work.strategy,
-    "parallel.shard_degree": work.shard_degree,
-    "parallel.context_degree": work.context_degree,
-    "parallel.expert_degree": work.expert_degree,
-    "parallel.offload": work.offload,
-    "parallel.offload_activations": work.offload_activations,
-    "parallel.reshard_after_forward": work.reshard_after_forward,
-    "parallel.activation_checkpointing": work.activation_checkpointing,
-    "parallel.ddp_bucket_mb": work.ddp_bucket_mb,
     "parallel.compile": work.compile_blocks,
-    "parallel.timeout_s": work.timeout_s,
     "launch.restarts": work.restarts,
     "launch.min_gpus": work.min_gpus,
-    "kernels.lora": kernels.lora,
-    "kernels.loss": kernels.loss,
-    "kernels.attention": kernels.attention,
-    "kernels.linear": kernels.linear,
-    "kernels.optimizer": kernels.optimizer,
-    "kernels.nf4": kernels.nf4,
-    "kernels.deterministic": kernels.deterministic,
     "evaluate.data": left.evaluate_data,
     "evaluate.max_tokens": left.evaluate_tokens,
     "evaluate.prompts": left.prompts,
     "evaluate.max_new_tokens": left.max_new_tokens,
-    "checkpoint.hours_between_faults": left.hours_between_faults,
-    "checkpoint.asynchronous": left.asynchronous,
-    "checkpoint.copy_to": left.copy_to,
-    "checkpoint.keep_best": left.keep_best,
-    "log.tensorboard": left.tensorboard,
-    "log.wandb": left.wandb,
-    "log.mlflow": left.mlflow,
-    "log.trackio": left.trackio,
     "output.dir": left.output_dir,
     "output.dtype": left.output_dtype,
     "output.merge": left.merge,
+    **effects(
+        "model",
+        model,
+        """
+        name revision init dtype master_dtype frozen_dtype chat_template new_tokens special_tokens converters
+        trust_remote_code
+        """,
+    ),
+    **effects(
+        "method",
+        model,
+        """
+        parts train freeze rank alpha dropout target_modules rslora dora double_quant modules_to_save
+        neftune_alpha adapter
+        """,
+    ),
+    **effects(
+        "data",
+        rows,
+        """
+        train validation validation_fraction fields ignore max_samples max_length too_long min_length deduplicate
+        order packing cache
+        """,
+    ),
+    **effects("data", template, "train_on chat_template_kwargs date"),
+    **effects(
+        "data",
+        images,
+        """
+        images image_folder image_urls bad_images max_image_pixels shrink_images_above enlarge_images_below
+        image_cache_gb image_memory_gb cache_features feature_cache_gb
+        """,
+    ),
+    **effects("optimizer", training, "learning_rates part_learning_rates decay_embeddings eps max_grad_norm"),
+    **effects(
+        "preference",
+        preferences,
+        """
+        loss reference share_prompts beta label_smoothing margin sft_weight desirable_weight undesirable_weight
+        """,
+    ),
+    **effects(
+        "stop",
+        training,
+        """
+        max_tokens max_time_s patience divergence divergence_factor divergence_steps loss_above
+        """,
+    ),
+    **effects("guards", guards, "nonfinite spike spike_mads spike_window max_in_a_row leave_out replicas_every"),
+    **effects(
+        "parallel",
+        work,
+        """
+        gpus nodes device strategy shard_degree context_degree expert_degree offload offload_activations
+        reshard_after_forward activation_checkpointing ddp_bucket_mb timeout_s
+        """,
+    ),
+    **effects("kernels", kernels, "lora loss attention linear optimizer nf4 deterministic"),
+    **effects("checkpoint", left, "hours_between_faults asynchronous copy_to keep_best"),
+    **effects("log", left, "tensorboard wandb mlflow trackio"),
     **table.EFFECTS,
     **cluster.EFFECTS,
 }

@@ -9,6 +9,7 @@ import torch
 
 from manyhands.convert.fused_modules import FusedAttention, FusedMlp
 from manyhands.planner.search import plan
+from manyhands.worker.rank import Rank
 from tests.keys.lab import Lab
 from tests.keys.work import forward
 from tests.planner.examples import facts, llama_1b
@@ -44,6 +45,11 @@ def loss(lab: Lab) -> None:
     ]
 
 
+def lines_with(words: str, rank: Rank) -> list[str]:
+    assert isinstance(rank.terminal, io.StringIO)
+    return [line for line in rank.terminal.getvalue().splitlines() if words in line]
+
+
 def attention(lab: Lab) -> None:
     """Packs on GPUs look for faster kernels, and the log says what was found; reference does not look.
 
@@ -58,8 +64,7 @@ def attention(lab: Lab) -> None:
         rank = lab.start()
         rank.plan = rank.plan.model_copy(update={"converters": made.converters})
         rank.build()
-        assert isinstance(rank.terminal, io.StringIO)
-        said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "attention: packs by" in line]
+        said[asked] = lines_with("attention: packs by", rank)
     assert len(said["auto"]) == 1 and "varlen (the device is cpu)" in said["auto"][0]
     assert said["reference"] == []
 
@@ -91,8 +96,7 @@ def optimizer(lab: Lab) -> None:
         rank = lab.start({"method.name": "full", "model.dtype": "bfloat16"})
         rank.plan = rank.plan.model_copy(update={"fuse_optimizer": made.fuse_optimizer})
         rank.build()
-        assert isinstance(rank.terminal, io.StringIO)
-        said[asked] = [line for line in rank.terminal.getvalue().splitlines() if "optimizer:" in line]
+        said[asked] = lines_with("optimizer:", rank)
     assert len(said["auto"]) == 1 and "torch's own AdamW (the device is cpu)" in said["auto"][0]
     assert said["reference"] == []
 
@@ -105,10 +109,7 @@ def nf4(lab: Lab) -> None:
     said = {}
     for method, asked in (("qlora", "auto"), ("qlora", "reference"), ("lora", "auto")):
         rank = lab.start({"method.name": method, "kernels.nf4": asked})
-        assert isinstance(rank.terminal, io.StringIO)
-        said[method, asked] = [
-            line.partition("nf4: ")[2] for line in rank.terminal.getvalue().splitlines() if "nf4: " in line
-        ]
+        said[method, asked] = [line.partition("nf4: ")[2] for line in lines_with("nf4: ", rank)]
     assert said == {
         ("qlora", "auto"): ["weights dequantized by bitsandbytes (the device is cpu)"],
         ("qlora", "reference"): ["weights dequantized by bitsandbytes (as configured)"],
