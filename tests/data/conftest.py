@@ -65,16 +65,8 @@ def make_config(tmp_path: Path):
         train: Path, task: str = "sft", batch: dict | None = None, model: dict | None = None, seed: int = 0, **data: Any
     ) -> RunConfig:
         data = {"train": str(train), "cache": str(tmp_path / "cache"), **data}
-        return RunConfig.model_validate(
-            {
-                "name": "t",
-                "task": task,
-                "seed": seed,
-                "model": {"name": "m", **(model or {})},
-                "data": data,
-                "batch": batch or {},
-            }
-        )
+        sections = {"model": {"name": "m", **(model or {})}, "data": data, "batch": batch or {}}
+        return RunConfig.model_validate({"name": "t", "task": task, "seed": seed, **sections})
 
     return make
 

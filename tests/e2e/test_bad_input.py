@@ -1,30 +1,7 @@
 """Bad input at the command line: the message names the place, the exit code is 2, and no folder is left.
 
 The mistakes below go through ``manyhands train`` up to the launch, in this process. Others are read by tests nearer to
-them:
-
-| mistake | test |
-|---|---|
-| unknown or misspelt key, all errors of a file at once |
-config/test_load.py::test_all_errors_of_a_file_at_once_with_their_lines |
-| broken run file, missing run file | config/test_load.py::test_broken_files_say_where,
-test_a_missing_file_names_its_neighbours |
-| contradictory keys | config/test_checks.py::test_a_contradiction_names_both_keys_and_what_to_do |
-| a batch that does not divide, without facts | config/test_checks.py::test_the_nearest_batches_that_work_are_named |
-| broken JSON in every form; over 20 findings | data/test_sources.py::test_broken_files, test_twenty_findings_... |
-| too long rows, truncated and counted, split | data/test_prepare.py::test_too_long_rows,
-test_long_text_is_split_and_no_target_is_lost |
-| weights that are pickles, cut short, broken | facts/test_model.py::test_pickles_are_refused,
-test_a_download_that_was_cut_short, ... |
-| a model that is not a folder and no hub name | facts/test_hub.py::test_a_path_that_is_not_there_is_no_hub_name |
-| a folder that holds something else | launch/test_resume_rules.py::test_a_folder_that_is_no_run_is_not_touched |
-| a folder that holds another run | e2e/test_train.py::test_another_run_of_the_name_is_refused_with_the_changed_keys |
-| two launches at once | launch/test_resume_rules.py::test_two_launches_at_once_are_refused_and_the_holder_named |
-| a port in use: MASTER_PORT, TensorBoard, the store | launch/test_local.py, cli/test_cli.py,
-e2e/test_endings.py::test_a_port_in_use_... |
-| a peer that never comes, a rank that fails or stops, Ctrl-C | e2e/test_endings.py |
-| nothing fits into memory | plan/test_search.py::test_nothing_fits_on_cpu |
-| a checkpoint that cannot be written or is damaged | checkpoint/test_checkpoint.py |
+them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,15 @@ from tests.support.layouts import Documents, documents_of, pack
 from tests.support.plans import change_plan
 
 
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """torch's extensions may not be compiled within, which takes minutes, and can hang."""
+    with tempfile.TemporaryDirectory() as built, mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=built):
+        yield
+        assert not os.listdir(built)
+
+
+@nothing_compiled()
 def run_steps(
     plan: Plan,
     config: RunConfig,
@@ -34,24 +44,7 @@ def run_steps(
     save: Path | None = None,
     export: Path | None = None,
 ) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step; every step has the same documents. Nothing may be compiled for it, which
-    takes minutes, and can hang.
-    """
-    with tempfile.TemporaryDirectory() as built, mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=built):
-        results = _run_steps(plan, config, layout, num_steps, resume, save, export)
-        assert not os.listdir(built)
-    return results
-
-
-def _run_steps(
-    plan: Plan,
-    config: RunConfig,
-    layout: Sequence[Sequence[Documents]],
-    num_steps: int,
-    resume: Path | None,
-    save: Path | None,
-    export: Path | None,
-) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step; every step has the same documents."""
     grouped = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     world = World(rank, rank, world_size, torch.device("cpu"))

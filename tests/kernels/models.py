@@ -82,42 +82,29 @@ def fp8_model(family: str, method: str) -> Any:
 
 def sharded_fp8_step(family: str, method: str, activation_checkpointing: bool) -> dict[str, Any]:
     """One step of it, as ``sharded_step``"""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     from manyhands.convert.fp8 import quantize_frozen
-    from manyhands.core.holding import gather
-    from manyhands.engine.activations import checkpoint_blocks
-    from manyhands.model.structure import find_blocks
 
     model = fp8_model(family, method)
-    if activation_checkpointing:
-        checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for block in find_blocks(model).values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    quantized_bytes = quantize_frozen(model)
-    logits, gradients = step(model, token_ids(2, 12))
-    return {
-        "quantized_bytes": quantized_bytes,
-        "logits": logits.numpy(),
-        "gradients": {name: gather(gradient).numpy() for name, gradient in gradients.items()},
-    }
+    shard(model, activation_checkpointing)
+    return {"quantized_bytes": quantize_frozen(model)} | whole_step(model)
 
 
 def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) -> dict[str, Any]:
     """One step of a fused model, sharded over the ranks of the world, on the same rows on each: whole gradients."""
+    model = adapted(tiny(family))
+    report = fuse_modules(model, known_modules())
+    shard(model, activation_checkpointing, compiled)
+    return {"fused": len(report.fused)} | whole_step(model)
+
+
+def shard(model: nn.Module, activation_checkpointing: bool, compiled: bool = False) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from manyhands.core.holding import gather
     from manyhands.engine.activations import checkpoint_blocks
     from manyhands.engine.apply import compile_blocks
     from manyhands.model.structure import find_blocks
 
-    model = adapted(tiny(family))
-    report = fuse_modules(model, known_modules())
     if activation_checkpointing:
         checkpoint_blocks(model, ("full",) * len(find_blocks(model)), compiled=False)
     if compiled:
@@ -126,9 +113,13 @@ def sharded_step(family: str, activation_checkpointing: bool, compiled: bool) ->
     for block in find_blocks(model).values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def whole_step(model: nn.Module) -> dict[str, Any]:
+    from manyhands.core.holding import gather
+
     logits, gradients = step(model, token_ids(2, 12))
     return {
-        "fused": len(report.fused),
         "logits": logits.numpy(),
         "gradients": {name: gather(gradient).numpy() for name, gradient in gradients.items()},
     }

@@ -102,18 +102,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         _UNTIED,
     ),
 }
+LLAVA_PROCESSOR = {
+    "processor_class": "LlavaProcessor",
+    "patch_size": 14,
+    "num_additional_image_tokens": 1,
+    "vision_feature_select_strategy": "default",
+}
 # Tokens by name, what the template writes for an image, preprocessor_config.json, processor_config.json, fields.
 KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "vipllava": (
         {"image_token": "<image>"},
         "<image>\n",
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": _SQUARE},
-        {
-            "processor_class": "LlavaProcessor",
-            "patch_size": 14,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        },
+        LLAVA_PROCESSOR,
         {"image_token_index": "image_token"},
     ),
     "aya_vision": (

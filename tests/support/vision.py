@@ -67,9 +67,6 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"processor_class": "Gemma3Processor", "image_seq_length": 4},
         {"image_token_index": "image_token", "boi_token_index": "boi_token", "eoi_token_index": "eoi_token"},
     ),
-    "qwen2_5_vl": (_QWEN_TOKENS, _QWEN_IMAGE,
-                   {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 112 * 112},
-                   {"processor_class": "Qwen2_5_VLProcessor"}, {f"{name}_id": name for name in _QWEN_TOKENS}),
     **{
         kind: (
             _QWEN_TOKENS,
@@ -83,9 +80,16 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         )
         for kind in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     },
-    "qwen2_vl": (_QWEN_TOKENS, _QWEN_IMAGE,
-                 {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 112 * 112},
-                 {"processor_class": "Qwen2VLProcessor"}, {f"{name}_id": name for name in _QWEN_TOKENS}),
+    **{
+        kind: (
+            _QWEN_TOKENS,
+            _QWEN_IMAGE,
+            {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 112 * 112},
+            {"processor_class": processor},
+            {f"{name}_id": name for name in _QWEN_TOKENS},
+        )
+        for kind, processor in {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor"}.items()
+    },
     **{
         kind: (
             {"image_token": "<|image|>", "video_token": "<|video|>"},
@@ -137,12 +141,7 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
                 "crop_size": _SQUARE,
                 "image_grid_pinpoints": _CANVASES[1:],
             },
-            {
-                "processor_class": kind,
-                "patch_size": 14,
-                "num_additional_image_tokens": 1,
-                "vision_feature_select_strategy": "default",
-            },
+            other_vision.LLAVA_PROCESSOR | {"processor_class": kind},
             {"image_token_index": "image_token"} | ({"video_token_index": "video_token"} if video else {}),
         )
         for video, kind in {"": "LlavaNextProcessor", "_video": "LlavaNextVideoProcessor"}.items()
@@ -151,12 +150,7 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"image_token": "<image>"},
         "<image>\n",
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": _SQUARE},
-        {
-            "processor_class": "LlavaProcessor",
-            "patch_size": 14,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        },
+        other_vision.LLAVA_PROCESSOR,
         {"image_token_index": "image_token"},
     ),
     "llava_onevision": (
@@ -175,28 +169,20 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         },
         {"image_token_index": "image_token", "video_token_index": "video_token"},
     ),
-    "idefics3": (
-        _IDEFICS_TOKENS,
-        "<image>",
-        {
-            "image_processor_type": "Idefics3ImageProcessor",
-            "size": {"longest_edge": 56},
-            "max_image_size": {"longest_edge": 28},
-        },
-        {"processor_class": "Idefics3Processor", "image_seq_len": 1},
-        {"image_token_id": "image_token"},
-    ),
-    "smolvlm": (
-        _IDEFICS_TOKENS,
-        "<image>",
-        {
-            "image_processor_type": "SmolVLMImageProcessor",
-            "size": {"longest_edge": 56},
-            "max_image_size": {"longest_edge": 28},
-        },
-        {"processor_class": "SmolVLMProcessor", "image_seq_len": 1},
-        {"image_token_id": "image_token"},
-    ),
+    **{
+        kind: (
+            _IDEFICS_TOKENS,
+            "<image>",
+            {
+                "image_processor_type": f"{name}ImageProcessor",
+                "size": {"longest_edge": 56},
+                "max_image_size": {"longest_edge": 28},
+            },
+            {"processor_class": f"{name}Processor", "image_seq_len": 1},
+            {"image_token_id": "image_token"},
+        )
+        for kind, name in {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}.items()
+    },
     "internvl": (
         {
             "start_image_token": "<img>",
