@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.core.units import format_gib
+from manyhands.core.units import compare_gib, format_gib
 from manyhands.facts.types import Facts, GpuFacts
 from manyhands.planner.choices import fuses_optimizer
 from manyhands.planner.converters import Case, choose_converters
@@ -67,6 +67,11 @@ def test_8b_full_does_not_fit_a_smaller_gpu():
     assert "method.name=lora" in caught.value.fix
     assert "more GPUs" in caught.value.fix
     assert any(line.startswith("optimizer: 59.8 GiB") for line in caught.value.details)
+
+
+def test_a_message_tells_apart_what_is_needed_and_what_is_there():
+    assert compare_gib(25 * GIB, 24 * GIB) == "25.0 GiB per rank, and there are 24.0 GiB"
+    assert compare_gib(24 * GIB + 2**20, 24 * GIB) == "24.001 GiB per rank, and there are 24.000 GiB"
 
 
 def test_8b_full_is_sharded_over_2_and_8_h200s():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from manyhands.config.patterns import matches
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.units import format_gib, format_size
+from manyhands.core.units import compare_gib, format_gib, format_size
 from manyhands.facts.types import DataFacts, Facts, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.advice import DOES_NOT_FIT
@@ -126,8 +126,8 @@ def nothing_fits(
     layout = smallest.layout
     if moved := _short_of_host(config, candidates, base, limits):
         advice[-1] = "use a machine with more memory"
-        what = f"activations in host memory would take {format_gib(moved.host_total)} per rank, and there are"
-        what = f"{what} {format_gib(moved.host_limit or 0)} of it; without that the smallest layout"
+        what = f"activations in host memory would take {compare_gib(moved.host_total, moved.host_limit or 0)}"
+        what += " of it; without that the smallest layout"
         why = "the limit is 90 % of the machine's free memory over its ranks; what would lie there by term:"
         terms = moved.host_terms
     else:
@@ -136,8 +136,7 @@ def nothing_fits(
         why = f"the limit is {limit}; the estimate by term:"
     how = f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}"
     return UserError(
-        f"the run does not fit: {what} needs {format_gib(memory.total)} per rank,"
-        f" and there are {format_gib(memory.limit)}",
+        f"the run does not fit: {what} needs {compare_gib(memory.total, memory.limit)}",
         where=f"{made.ranks}: {how}, {layout.full_micro_tokens:,} tokens per micro-batch",
         why=why,
         fix=", or ".join(advice),
@@ -161,8 +160,8 @@ def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
     memory = smallest.memory
     fewer = "keep fewer activations (parallel.activation_checkpointing=full), " * ("activations" in memory.host_terms)
     return UserError(
-        f"what is kept in host memory does not fit: {format_gib(memory.host_total)} per rank,"
-        f" and there are {format_gib(memory.host_limit or 0)} of host memory",
+        f"what is kept in host memory does not fit: {compare_gib(memory.host_total, memory.host_limit or 0)}"
+        " of host memory",
         where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
         why="the limit is 90 % of the machine's free memory over its ranks;"
         " pinned memory, except that of activations, takes about 1.4 times what it holds"
