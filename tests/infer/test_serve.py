@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, require_server
 from manyhands.infer import serve
 from manyhands.infer.decode import Completion
 from manyhands.infer.load import Answerer, ModelLocation, open_answerer
 from manyhands.infer.replicas import Placement
 from manyhands.infer.scheduler import AnswerRequest, Scheduler
-from manyhands.infer.serve import _Asked, make_app, refuse_missing_server
+from manyhands.infer.serve import _Asked, make_app
 from manyhands.infer.settings import GenerationSettings
 from manyhands.infer.vllm import lora_rank_limit, server_command
 from tests.support.tiny import write_tiny_model
@@ -375,9 +375,9 @@ def test_calls_of_tools_are_read_where_the_format_is_known(answerer: Answerer, t
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.infer.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("manyhands.core.errors.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="starlette and uvicorn are not installed") as refused:
-        refuse_missing_server()
+        require_server("manyhands serve", "", "serve")
     assert "manyhands[serve]" in refused.value.fix
 
 

@@ -22,6 +22,9 @@ from manyhands.model.load import loaded_tensors
 from manyhands.model.source import open_weights, read_checkpoint
 from manyhands.model.structure import block_linears
 
+# Of a piece: bytes, float32 scales, or whatever dtype the bytes are stored as.
+DTYPES = {"U8": torch.uint8, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 
 def find_quantized(model: nn.Module, folder: str) -> set[str]:
     """Names of the linear layers of the blocks whose weights ``folder`` holds in NF4. UserError for other such weights:
@@ -65,7 +68,7 @@ def take_stored(stored: StoredNf4, codes: nn.Parameter, statistics: nn.Parameter
             """A piece as flat bytes, or those from ``begin`` to ``end``, each a multiple of its elements."""
             path, name = stored.pieces[kind]
             part: Any = files[path].get_slice(name)
-            width = torch.empty(0, dtype=_torch_dtype(part.get_dtype())).element_size()
+            width = torch.empty(0, dtype=DTYPES[part.get_dtype()]).element_size()
             cut = part[:] if begin is None or end is None else part[begin // width : end // width]
             return cut.contiguous().view(-1).view(torch.uint8)
 
@@ -93,9 +96,3 @@ def _check_map(found: torch.Tensor, expected: torch.Tensor, stored: StoredNf4) -
             where=str(path),
             fix="use the model's version that is not quantized, with method.name: qlora",
         )
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    """Of a piece: bytes, float32 scales, or whatever dtype the bytes are stored as."""
-    kinds = {"U8": torch.uint8, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return kinds[name]

@@ -132,3 +132,11 @@ def require_extras(strategy: str) -> None:
     """UserError where a run's strategy needs a package that is not installed."""
     if strategy.startswith("zero") and not has_deepspeed():
         raise missing_deepspeed()
+
+
+def require_server(where: str, why: str, extra: str) -> None:
+    """Raises ``UserError`` unless what the servers are made with is installed; ``extra`` of the wheel has it."""
+    missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
+    if missing:
+        what = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise UserError(what, where=where, why=why, fix=f"pip install 'manyhands[{extra}]'")

@@ -410,7 +410,8 @@ def _linears(family: Family, config: Config, experts: Experts | None = None) -> 
         _flag(family, config, bias) for bias in (family.qkv_bias, family.output_bias, family.mlp_bias)
     )
     *first, last = family.mlp
-    linears = {f"self_attn.{name}_proj": (num * dim, hidden, qkv_bias) for name, num in _heads_of(heads, kv_heads)}
+    projections = ("q", heads), ("k", kv_heads), ("v", kv_heads)
+    linears = {f"self_attn.{name}_proj": (num * dim, hidden, qkv_bias) for name, num in projections}
     linears["self_attn.o_proj"] = (hidden, heads * dim, output_bias)
     if family.latent_attention:
         linears = latent_linears(config)
@@ -422,10 +423,6 @@ def _linears(family: Family, config: Config, experts: Experts | None = None) -> 
         parts = [linears.pop(name) for name in names]
         linears[merged] = (sum(out for out, _, _ in parts), parts[0][1], parts[0][2])
     return linears
-
-
-def _heads_of(heads: int, kv_heads: int) -> tuple[tuple[str, int], ...]:
-    return ("q", heads), ("k", kv_heads), ("v", kv_heads)
 
 
 def _flag(family: Family, config: Config, key: bool | str) -> bool:

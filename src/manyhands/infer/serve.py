@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, require_server
 from manyhands.data.read.messages import RowRefused
 from manyhands.data.read.text_files import is_encodable
 from manyhands.infer.decode import Completion
@@ -102,7 +102,9 @@ def serve(
         command = server_command(found, name, LOCAL_HOST, port, settings or SERVED, placement)
         print(f"vLLM: {' '.join(command)}", file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, *command])
-    refuse_missing_server()
+    require_server(
+        "manyhands serve", "the endpoint is made with these packages, or by vLLM where that is installed", "serve"
+    )
     from manyhands.infer.batch import open_placed
     from manyhands.infer.http import make_server
 
@@ -111,17 +113,6 @@ def serve(
     print(f"{name}: http://{LOCAL_HOST}:{port}/v1 (Ctrl-C to stop)", file=sys.stderr, flush=True)
     make_server(app, port).run()
     return 0
-
-
-def refuse_missing_server() -> None:
-    missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
-    if missing:
-        raise UserError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
-            where="manyhands serve",
-            why="the endpoint is made with these packages, or by vLLM where that is installed",
-            fix="pip install 'manyhands[serve]'",
-        )
 
 
 def make_app(answerer: Answerer, name: str, defaults: GenerationSettings, max_rows: int | None = None) -> Any:

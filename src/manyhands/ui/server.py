@@ -6,11 +6,10 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import UserError, require_server
 from manyhands.launch.diagnose.hang import examine
 from manyhands.launch.nodes.address import LOCAL_HOST
 from manyhands.ui.commands import Asker, describe_candidates, words_of
@@ -26,20 +25,9 @@ LOOK_S, COMMENT_S, LOGS_S = 1.0, 15.0, 10.0
 MAX_COMPARED, MAX_SAMPLES = 12, 50
 
 
-def refuse_missing_packages() -> None:
-    missing = [package for package in ("starlette", "uvicorn") if find_spec(package) is None]
-    if missing:
-        raise UserError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
-            where="manyhands ui",
-            why="the page is served by these packages",
-            fix="pip install 'manyhands[ui]'",
-        )
-
-
 def serve_page(folder: Path, port: int, report: Callable[[str], None] = print) -> None:
     """Serves until it is interrupted. The address with its token is ``report``-ed once the port is open."""
-    refuse_missing_packages()
+    require_server("manyhands ui", "the page is served by these packages", "ui")
     from manyhands.infer.http import make_server
 
     token = secrets.token_urlsafe(24)
