@@ -58,11 +58,6 @@ def test_the_launchers_exit_code_is_ours(run_file, monkeypatch):
     assert call("train", run_file).exit_code == 143
 
 
-def test_an_option_may_not_contradict_an_override(run_file, started):
-    result = call("train", run_file, "parallel.gpus=4", "--gpus", 2)
-    assert result.exit_code == EXIT_USAGE and "--gpus and parallel.gpus" in result.stderr and not started
-
-
 def test_a_user_error_is_words_on_stderr_and_its_exit_code(run_file):
     result = call("train", run_file, "batch.sample=3")
     assert result.exit_code == EXIT_USAGE and result.stdout == ""

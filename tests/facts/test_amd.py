@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from manyhands.core.errors import UserError
-from manyhands.facts import amd
 from manyhands.facts.amd import find_amd_gpus, find_amd_nodes, read_amd_smi, run_tool
 from manyhands.facts.types import GpuFacts
 from manyhands.facts.visible import hides_all, select_amd
@@ -88,12 +87,6 @@ def test_tools_that_fail_say_why(tools, tmp_path):
     assert find_amd_gpus(tools, tmp_path, fail).reasons == ["amd-smi: no driver"]
     assert find_amd_gpus(tools, tmp_path, lambda *_: "ERROR").reasons == ["amd-smi: its answer is not JSON"]
     assert len(find_amd_gpus(tools, tmp_path, lambda *_: '["gpu"]').reasons) == 1  # JSON of an unknown form
-
-
-def test_devices_that_may_not_be_opened_are_said(machine, monkeypatch):
-    monkeypatch.setattr(amd.os, "access", lambda path, mode: False)
-    found = find_amd_gpus({"PATH": ""}, machine, torch_says(), probes=False)
-    assert found.reasons == ["no permission to open /dev/kfd"]
 
 
 def test_device_nodes_of_gpus(tmp_path):

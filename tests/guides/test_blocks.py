@@ -17,8 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manyhands.cli.main import app
-from manyhands.core.errors import UserError, has_deepspeed
-from manyhands.importers.load import load_config
+from manyhands.core.errors import has_deepspeed
 from manyhands.planner.types import Plan
 from tests.guides.conftest import FAST, ROOT, call
 
@@ -96,13 +95,6 @@ def test_a_block_is_planned(
     assert done.exit_code == 0, f"{done.output}\n{done.exception}"
     layout = Plan.model_validate_json((tmp_path / "runs/block/plans/001.json").read_text()).layout
     assert {key: getattr(layout, key) for key in expected} == expected
-
-
-def test_the_fft_example_is_refused_with_its_sum_before_model_and_data_are_looked_at(tmp_path: Path) -> None:
-    syntax, text = blocks("synth-ai")[1]
-    (tmp_path / f"fft.{syntax}").write_text(text)
-    with pytest.raises(UserError, match="1 × 8 × 16 = 128, not 64"):
-        load_config(tmp_path / f"fft.{syntax}")
 
 
 @pytest.mark.slow

@@ -53,11 +53,6 @@ def test_what_fits_is_planned(keys: dict[str, Any]) -> None:
     assert plan(run_config(**keys), facts(mixture())).num_trained > 0
 
 
-def test_a_dense_model_has_nothing_to_balance() -> None:
-    with pytest.raises(UserError, match="llama has no experts to balance"):
-        plan(run_config(moe__balance=0.1), facts())
-
-
 @pytest.mark.parametrize(
     ("targets", "planned"),
     [

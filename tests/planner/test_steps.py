@@ -22,26 +22,22 @@ def steps(batch_samples: int | None = 32, *, num_samples: int = 1000, data: dict
     return count_steps(run_config(**keys), data_facts(num_samples=num_samples, **(data or {})), batch_samples)
 
 
-def test_the_last_step_of_an_epoch_may_be_short():
-    assert steps().per_epoch == steps().total == 32
-    assert steps(num_samples=1024).per_epoch == 32
-    assert steps(num_samples=1025).per_epoch == 33
-
-
-@pytest.mark.parametrize(("epochs", "total"), [(0.5, 16), (0.51, 17), (3, 96), (0.001, 1), (0.3, 10), (1.25, 40)])
-def test_parts_of_epochs(epochs, total):
-    assert steps(stop__epochs=epochs).total == total
-
-
-def test_max_steps_wins_if_smaller():
-    assert steps(stop__max_steps=7).total == 7
-    assert steps(stop__max_steps=1000).total == 32
-
-
-def test_rounding_does_not_add_a_step():
-    assert 0.07 * 100 > 7, "as floats the product is more, and rounding up would make it 8"
-    assert steps(1, num_samples=100, stop__epochs=0.07).total == 7
-    assert steps(1, num_samples=100, stop__epochs=2.07).total == 207
+@pytest.mark.parametrize(
+    ("batch_samples", "num_samples", "keys", "total"),
+    [
+        (32, 1000, {}, 32),  # the last step of an epoch may be short
+        (32, 1024, {}, 32),
+        (32, 1025, {}, 33),
+        *((32, 1000, {"stop__epochs": epochs}, total) for epochs, total in ((0.5, 16), (0.51, 17), (3, 96))),
+        *((32, 1000, {"stop__epochs": epochs}, total) for epochs, total in ((0.001, 1), (0.3, 10), (1.25, 40))),
+        (32, 1000, {"stop__max_steps": 7}, 7),
+        (32, 1000, {"stop__max_steps": 1000}, 32),
+        (1, 100, {"stop__epochs": 0.07}, 7),  # as floats the product is more, and rounding up would make it 8
+        (1, 100, {"stop__epochs": 2.07}, 207),
+    ],
+)
+def test_steps_of_a_run(batch_samples, num_samples, keys, total):
+    assert steps(batch_samples, num_samples=num_samples, **keys).total == total
 
 
 def test_batches_of_tokens_take_the_datas_count():
@@ -172,10 +168,6 @@ def test_parts_of_an_epoch_are_as_many_as_asked_evenly_spaced_and_end_with_it(nu
         first += num_steps
 
 
-def test_early_ends_are_said():
-    assert any("stop.max_tokens" in sentence for sentence in explain_why(steps(stop__max_tokens=1000)))
-
-
 def test_warm_up_and_decay_share_the_run():
     assert steps(schedule__name="wsd", schedule__decay_ratio=1.0).warmup == 0
     assert steps(schedule__name="wsd", schedule__decay_ratio=0.5, schedule__warmup_ratio=0.5).warmup == 16
@@ -185,13 +177,17 @@ def test_warm_up_and_decay_share_the_run():
     assert "schedule.decay_ratio" in caught.value.where
 
 
-def test_what_ends_the_run_first_is_said():
-    assert "before stop.max_steps: 1,000 (raise stop.epochs" in explain_why(steps(stop__max_steps=1000))[0]
-    assert "ended by stop.max_steps: 7" in explain_why(steps(stop__max_steps=7))[0]
-
-
-def test_a_batch_larger_than_the_data_is_said():
-    assert any("there are 20 training samples" in sentence for sentence in explain_why(steps(64, num_samples=20)))
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"stop__max_tokens": 1000}, "stop.max_tokens"),
+        ({"stop__max_steps": 1000}, "before stop.max_steps: 1,000 (raise stop.epochs"),
+        ({"stop__max_steps": 7}, "ended by stop.max_steps: 7"),
+        ({"batch_samples": 64, "num_samples": 20}, "there are 20 training samples"),
+    ],
+)
+def test_what_ends_the_run_first_and_too_large_a_batch_are_said(keys, said):
+    assert any(said in sentence for sentence in explain_why(steps(**keys)))
     assert not any("training samples" in sentence for sentence in explain_why(steps(20, num_samples=20)))
 
 

@@ -109,14 +109,6 @@ def test_size_time_and_place(tmp_path):
     assert rule[0]["matchExpressions"][0]["values"] == ["NVIDIA-H100-80GB-HBM3"]
 
 
-def test_a_secret_is_a_reference(tmp_path):
-    env = {entry["name"]: entry for entry in manifest(tmp_path)[1]["spec"]["trainer"]["env"]}
-    assert env["HF_TOKEN"] == {
-        "name": "HF_TOKEN",
-        "valueFrom": {"secretKeyRef": {"name": "hugging-face", "key": "HF_TOKEN"}},
-    }
-
-
 def test_a_python_with_a_space_in_its_path(tmp_path):
     _, train_job = manifest(tmp_path, **{"submit.python": "/opt/my env/bin/python"})
     assert train_job["spec"]["trainer"]["command"][:2] == ["/opt/my env/bin/python", "-m"]

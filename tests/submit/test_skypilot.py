@@ -82,10 +82,6 @@ def test_skypilot_s_names_for_gpus(tmp_path, gpus, name):
     assert task(tmp_path, gpus)["resources"]["accelerators"] == name
 
 
-def test_secrets_have_no_value_in_the_file(tmp_path):
-    assert task(tmp_path, **{"submit.secrets": {"HF_TOKEN": "any"}})["secrets"] == {"HF_TOKEN": None}
-
-
 @pytest.mark.parametrize(
     ("gpus", "keys", "words"),
     [

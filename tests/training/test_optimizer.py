@@ -133,11 +133,6 @@ def test_a_part_that_patterns_leave_nothing_is_named_by_its_own_key() -> None:
     assert "narrow those patterns" in caught.value.fix
 
 
-def test_muon_without_a_matrix_is_refused() -> None:
-    with pytest.raises(UserError, match="no matrix of the blocks is trained"):
-        make_optimizer(Tied(), OptimizerSection(name="muon"), 0.1, blocks=["norm"])
-
-
 @pytest.mark.parametrize("shape", [(6, 6), (5, 40), (64, 16)])
 def test_muon_is_the_one_of_torch(shape: tuple[int, int]) -> None:
     """Weights after five steps with decay; updates are rounded to bfloat16 in both."""

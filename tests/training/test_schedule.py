@@ -10,29 +10,21 @@ def rates(name: str, num_steps: int = 10, **kwargs) -> list[float]:
     return [rate(step) for step in range(num_steps)]
 
 
-def test_warmup_rises_to_the_peak_and_no_step_has_rate_zero():
-    values = rates("constant", warmup_steps=4)
-    assert values == [0.25, 0.5, 0.75, 1.0] + [1.0] * 6
-
-
-def test_cosine_by_hand():
-    values = rates("cosine", num_steps=4, min_ratio=0.2)  # t = 0, 1/4, 1/2, 3/4
-    assert values == pytest.approx([1.0, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2 + 0.4 * (1 - 2**-0.5)])
-
-
-def test_linear_by_hand():
-    assert rates("linear", num_steps=6, warmup_steps=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
-
-
-def test_wsd_is_flat_then_falls_to_the_minimum():
-    values = rates("wsd", decay_ratio=0.4, min_ratio=0.1)  # decay over the last 4 of 10 steps
-    assert values[:7] == [1.0] * 7
-    assert values[7:] == pytest.approx([1 - 0.9 / 4, 1 - 0.9 / 2, 1 - 0.9 * 3 / 4])
-
-
-def test_wsd_decays_from_the_end_of_a_warmup_that_reaches_into_its_decay():
-    values = rates("wsd", warmup_steps=8, decay_ratio=0.4)
-    assert values == pytest.approx([step / 8 for step in range(1, 9)] + [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("name", "num_steps", "keys", "expected"),
+    [
+        ("constant", 10, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0] + [1.0] * 6),
+        ("cosine", 4, {"min_ratio": 0.2}, [1.0, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2 + 0.4 * (1 - 2**-0.5)]),
+        ("linear", 6, {"warmup_steps": 2}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        # flat, and over the last 4 of 10 steps down to the minimum
+        ("wsd", 10, {"decay_ratio": 0.4, "min_ratio": 0.1}, [1.0] * 7 + [1 - 0.9 / 4, 1 - 0.9 / 2, 1 - 0.9 * 3 / 4]),
+        # from the end of a warmup that reaches into the decay
+        ("wsd", 10, {"warmup_steps": 8, "decay_ratio": 0.4}, [step / 8 for step in range(1, 9)] + [1.0, 0.5]),
+    ],
+)
+def test_schedules_by_hand(name, num_steps, keys, expected):
+    """No step has the rate 0."""
+    assert rates(name, num_steps, **keys) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
