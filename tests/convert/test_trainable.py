@@ -16,7 +16,7 @@ from manyhands.core.errors import UserError
 from tests.engine.test_layouts import LAYOUTS, RAGGED, assert_equal_step, merged
 from tests.support.layouts import measure
 from tests.support.ranks import Ranks
-from tests.support.tiny import tiny_model, tiny_plan, tiny_run, write_tiny_model
+from tests.support.tiny import tiny_model, tiny_plan, tiny_run, write_tiny_models
 
 PARTS = {
     "a block and norms": {"train": ["model.layers.1", "*norm"]},
@@ -30,12 +30,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16", "frozen_dtype": "bfloat16"}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Untied with biases, and tied."""
-    root = tmp_path_factory.mktemp("models")
-    families: dict[str, dict[str, Any]] = {"qwen2": {}, "llama": {}}
-    return {
-        family: str(write_tiny_model(root / family, family, with_tokenizer=False, **keys))
-        for family, keys in families.items()
-    }
+    return write_tiny_models(tmp_path_factory.mktemp("models"), "qwen2", "llama")
 
 
 def train(family: str = "llama", dtype: str = "bfloat16", **keys: Any) -> tuple[Any, list[str]]:

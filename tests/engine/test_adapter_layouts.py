@@ -14,7 +14,7 @@ from manyhands.facts.types import NewTokens
 from tests.engine.test_layouts import LAYOUTS, assert_equal_step, documents, merged
 from tests.support.layouts import measure
 from tests.support.ranks import Ranks
-from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
+from tests.support.tiny import tiny_plan, tiny_run, write_tiny_models
 
 GROWN = NewTokens(ids=(257, 260, 262), fresh_ids=(260, 262), vocab_size=263)
 STEP = [[documents(1, [5, 20, 3], 0.7), documents(2, [30], 1.0)], [documents(3, [9, 9], 0.5), documents(4, [12], 0.0)]]
@@ -38,11 +38,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        family: str(write_tiny_model(root / family, family, with_tokenizer=False))
-        for family in ("llama", "qwen3", "gemma3")
-    }
+    return write_tiny_models(tmp_path_factory.mktemp("models"), "llama", "qwen3", "gemma3")
 
 
 @pytest.mark.distributed

@@ -9,15 +9,14 @@ import pytest
 
 from tests.support.layouts import measure
 from tests.support.ranks import Ranks
-from tests.support.tiny import FAMILIES, tiny_plan, tiny_run, write_tiny_model
+from tests.support.tiny import FAMILIES, tiny_plan, tiny_run, write_tiny_models
 
 LAYOUTS = "tests.support.layouts:measure"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("models")
-    return {family: str(write_tiny_model(root / family, family, with_tokenizer=False)) for family in FAMILIES}
+    return write_tiny_models(tmp_path_factory.mktemp("models"), *FAMILIES)
 
 
 def documents(seed: int, lengths: list[int], trained: float) -> list[tuple[list[int], list[bool]]]:

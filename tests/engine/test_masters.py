@@ -30,7 +30,7 @@ from tests.support.images import pack as pack_images
 from tests.support.layouts import pack
 from tests.support.multimodal import write_tiny_multimodal
 from tests.support.ranks import Ranks
-from tests.support.tiny import tiny_plan, tiny_run, write_tiny_model
+from tests.support.tiny import tiny_plan, tiny_run, write_tiny_models
 
 TRAIN = "tests.engine.masters_ranks:train"
 BFLOAT16 = {"compute_dtype": "bfloat16", "strategy": "single", "reshard_after_forward": False}
@@ -38,11 +38,7 @@ BFLOAT16 = {"compute_dtype": "bfloat16", "strategy": "single", "reshard_after_fo
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        family: str(write_tiny_model(root / family, family, with_tokenizer=False))
-        for family in ("llama", "gemma3", "olmo2")
-    }
+    return write_tiny_models(tmp_path_factory.mktemp("models"), "llama", "gemma3", "olmo2")
 
 
 def documents(seed: int, *lengths: int, weighted: bool = False) -> list[tuple[list[int], list[Any]]]:

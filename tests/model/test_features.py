@@ -14,16 +14,10 @@ from manyhands.model.structure import find_tower_blocks
 from tests.support.features import keep, name_images, with_features
 from tests.support.images import FAMILIES, make_document, pack
 from tests.support.layouts import build
-from tests.support.multimodal import write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run
 
 TRAINED = {"vision": "frozen", "projector": "trained", "language": "trained"}
 FROZEN = TRAINED | {"projector": "frozen"}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {f: write_tiny_multimodal(tmp_path_factory.mktemp(f), family=f) for f in FAMILIES}
 
 
 def engine_of(folder: Path, **changes: Any) -> Any:

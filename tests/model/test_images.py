@@ -37,11 +37,6 @@ TRAINED = {"vision": "trained", "projector": "trained", "language": "trained"}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {f: write_tiny_multimodal(tmp_path_factory.mktemp(f), family=f) for f in FAMILIES}
-
-
-@pytest.fixture(scope="module")
 def tiny_llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return vision.write_tiny_vision(tmp_path_factory.mktemp("llava"), "llava")
 

@@ -23,15 +23,9 @@ from tests.support import vision
 from tests.support.building import on_meta
 from tests.support.images import FAMILIES, IMAGE, QWEN, make_document, pack
 from tests.support.layouts import build
-from tests.support.multimodal import write_tiny_multimodal
 from tests.support.tiny import tiny_plan, tiny_run
 
 TRAINED = {"vision": "trained", "projector": "trained", "language": "trained"}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {f: write_tiny_multimodal(tmp_path_factory.mktemp(f), family=f) for f in FAMILIES}
 
 
 def collated(folder: Path, family: str, counts: tuple[int, ...] = (1, 2, 0, 1)) -> dict[str, Any]:

@@ -168,6 +168,11 @@ def write_tiny_model(
     return folder
 
 
+def write_tiny_models(root: Path, *families: str) -> dict[str, str]:
+    """A folder below ``root`` for each family, without a tokenizer."""
+    return {family: str(write_tiny_model(root / family, family, with_tokenizer=False)) for family in families}
+
+
 def tiny_run(folder: str | Path, method: str = "full", **method_keys: Any) -> RunConfig:
     """A run file for the model in ``folder``; its data is never read."""
     sections = {
