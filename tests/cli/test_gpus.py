@@ -102,10 +102,10 @@ def test_a_number_is_short_for_the_key(run_file, started):
     ((config, options),) = started
     assert config.parallel.gpus == 4 and "host" not in options
     assert "`parallel.gpus`: got 0" in call("train", run_file, "--gpus", "0").stderr
-    assert (
-        "--gpus and parallel.gpus are both given"
-        in call("plan", run_file, "--gpus", "2xH200", "parallel.gpus=2").stderr
-    )
+    for command, gpus in (("plan", "2xH200"), ("train", "2")):
+        refused = call(command, run_file, "--gpus", gpus, "parallel.gpus=2")
+        assert refused.exit_code == EXIT_USAGE and "--gpus and parallel.gpus are both given" in refused.stderr
+    assert len(started) == 1
 
 
 def test_a_dry_run_may_be_for_other_gpus(run_file, started):
