@@ -19,8 +19,12 @@ from manyhands.training.guards import (
     find_deviating,
     fingerprint,
     is_spike,
+    stop_reason,
 )
+from manyhands.training.loop import train
 from manyhands.training.types import Evaluation, StepResult, TrainState
+from tests.training.test_loop import Keep, make_loop
+from tests.training.test_step import Plain
 
 
 def result(loss: float, grad_norm: float = 1.0, num_loss_tokens: int = 1, step: int = 31) -> StepResult:
@@ -41,6 +45,18 @@ def watch(losses: list[float], state: TrainState | None = None, said: list[str] 
         except Diverged:
             return step
     return None
+
+
+def test_tokens_are_never_passed():
+    stop = StopSection(max_tokens=100)
+    assert stop_reason(stop, 50, TrainState(step=1, tokens=90), 10) == ""
+    assert "stop.max_tokens" in stop_reason(stop, 50, TrainState(step=1, tokens=90), 11)
+
+
+def test_time_patience_and_steps():
+    assert "stop.max_time_s" in stop_reason(StopSection(max_time_s=5), 50, TrainState(elapsed_s=5.1), 1)
+    assert "stop.patience" in stop_reason(StopSection(patience=2), 50, TrainState(evaluations_without_gain=2), 1)
+    assert "50 steps" in stop_reason(StopSection(), 50, TrainState(step=50), 1)
 
 
 def test_a_loss_that_stays_far_above_its_best_ends_the_run():
@@ -181,6 +197,39 @@ def test_skipping_and_rolling_back_have_an_end() -> None:
     assert not judge(state, result(2.0), nonfinite="skip", max_in_a_row=2)[0] and state.skipped_in_a_row == 0
     with pytest.raises(Diverged, match="rolled back 2 times"):
         judge(TrainState(num_rollbacks=2), result(math.nan), nonfinite="rollback", max_in_a_row=2)
+
+
+class Poisoned(Plain):
+    """Its gradient is not finite at one step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.bad_step, self.num_norms, self.before = step, 0, []
+
+    def gradient_norm(self) -> torch.Tensor:
+        self.num_norms += 1
+        self.before.append(next(self.model.parameters()).detach().clone())
+        if self.num_norms == self.bad_step:
+            for parameter in self.model.parameters():
+                parameter.grad.fill_(math.nan)
+        return super().gradient_norm()
+
+
+def test_a_skipped_step_leaves_the_weights_and_counts_as_a_step() -> None:
+    keep, engine = Keep(), Poisoned(2)
+    loop = make_loop(hooks=[keep], guard=StepGuard(GuardsSection(nonfinite="skip"), lambda text: None))
+    loop.engine = engine
+    state = train(loop)
+    assert [one.skipped for one in keep.results] == [False, True, False, False]
+    assert (state.step, state.samples, state.num_skipped, state.skipped_in_a_row) == (4, 8, 1, 0)
+    assert torch.equal(engine.before[1], engine.before[2]) and not torch.equal(engine.before[2], engine.before[3])
+
+
+def test_the_default_ends_the_run_at_that_step() -> None:
+    loop = make_loop()
+    loop.engine = Poisoned(2)
+    with pytest.raises(Diverged, match="step 2 gave loss"):
+        train(loop)
 
 
 @pytest.mark.parametrize("error", [explain_nonfinite(result(math.nan)), _give_up("a spike", "3 before", result(9.0))])

@@ -126,6 +126,14 @@ def test_patterns_may_take_all_of_a_part_that_was_given_no_rate() -> None:
     assert rates["norm.weight"] == rates["norm.bias"] == 0.01 and rates["inner.weight"] == 0.04
 
 
+@pytest.mark.parametrize(
+    ("rates", "why"), [({"outer": 0.1}, "no weight that is trained"), ({"*": 0.1, "inner": 0.1}, "before it")]
+)
+def test_a_pattern_that_chooses_nothing_is_refused(rates: dict[str, float], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        make_optimizer(Tied(), OptimizerSection(learning_rates=rates), 0.1)
+
+
 def test_a_part_that_patterns_leave_nothing_is_named_by_its_own_key() -> None:
     section = OptimizerSection(part_learning_rates={"vision": 0.04}, learning_rates={"norm": 0.01})
     with pytest.raises(UserError, match=r"'vision' of optimizer\.part_learning_rates chooses no") as caught:
