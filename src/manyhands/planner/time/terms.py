@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from manyhands.facts.types import LinearShape, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.layout import Checkpointing
@@ -35,6 +37,8 @@ FP8_GROUPED = 1.31  # times the rate of tiles in fp8: four products of 512 rows 
 # What a mixer's kernels take, in times of what they move and compute: gated delta networks of a 9B hybrid, on an H200
 # by 2 x 4,096 tokens, 83 ms for 24
 MIXER_TIMES = 3.5
+# Tokens of a sample, and how many times as long the forward kernel takes as by its rate on short ones: cuDNN on an H200
+LONG_FORWARD = (32_768, 131_072, 524_288, 1_048_576), (1.0, 1.14, 1.28, 1.47)
 HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
 PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
@@ -198,18 +202,22 @@ def block_attention(s: TimeInput, pairs: float, tokens: float, *, backward: bool
     (https://arxiv.org/abs/2205.14135), and the softmax of every score, which takes as long as some dimensions more.
 
     Kernels for samples of one length are less efficient on short ones: by ``1 + ramp / n`` on n tokens, which is
-    ``ramp / 2`` pairs more for each token. They pad heads to multiples of 64 dimensions. Neither holds on a CPU.
+    ``ramp / 2`` pairs more for each token; forward on very long ones too, by ``LONG_FORWARD``. They pad heads to
+    multiples of 64 dimensions. None of this holds on a CPU.
     """
     model, rates = s.estimate.model, s.rates
     on_gpu = s.estimate.layout.device == "cuda"
     documents = s.estimate.mixed_lengths and not s.has_flash4
     rate = rates.document_attention if documents else rates.attention
+    slower = 1.0
+    if on_gpu and not documents and not backward:
+        slower = float(np.interp(2 * pairs / max(1.0, tokens), *LONG_FORWARD))
     pairs += s.fitted.attention_ramp / 2 * tokens if on_gpu and not documents else 0.0
     tile = HEAD_WIDTH if on_gpu else 1
     width = math.ceil(model.head_dim / tile) * tile + s.fitted.softmax_width
     flops = (10.0 if backward else 4.0) * pairs * model.num_heads * width
     # the forward kernel reaches some sixth more than the backward one
-    seconds = flops / (rate * (0.96 if backward else 1.12))
+    seconds = slower * flops / (rate * (0.96 if backward else 1.12))
     if s.attention == "blockwise":  # scores as plain matmuls, read and written some eight times in float32
         seconds += 2 * pairs * model.num_heads * 4 * 8 / rates.memory
     return seconds * (SDPA_MASKED if s.estimate.builds_mask else 1.0)
