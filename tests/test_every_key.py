@@ -103,7 +103,7 @@ EFFECTS: dict[str, Callable[[Lab], None]] = {
         work,
         """
         gpus nodes device strategy shard_degree context_degree expert_degree offload offload_activations
-        reshard_after_forward activation_checkpointing ddp_bucket_mb timeout_s
+        reshard_after_forward activation_checkpointing ddp_bucket_mb cuda_graphs timeout_s
         """,
     ),
     **effects("kernels", kernels, "lora loss attention linear optimizer nf4 deterministic"),

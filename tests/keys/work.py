@@ -35,7 +35,7 @@ from manyhands.planner.types import Plan
 from manyhands.worker.batches import open_workers
 from manyhands.worker.rendezvous import pick_device
 from tests.keys.lab import Lab, LabRank, first_batch
-from tests.planner.examples import facts, mixture
+from tests.planner.examples import facts, mixture, model_facts
 
 
 def gpus(lab: Lab) -> None:
@@ -214,6 +214,26 @@ def ddp_bucket_mb(lab: Lab) -> None:
             patch.setattr(apply, "make_mesh", lambda *_: None)
             apply.apply(rank.loss_model, rank.plan.model_copy(update={"layout": layout}), rank.world, lambda *_: None)
     assert seen == [7, 4096]
+
+
+def cuda_graphs(lab: Lab) -> None:
+    """Blocks are compiled for them and the engine keeps gradients out of their memory; auto has them where the host is
+    the limit.
+    """
+    small, seen = model_facts(hidden=576, inner=1536, layers=30, heads=9, kv_heads=3, vocab=49152), {}
+    rank = lab.start({})
+    for asked in (True, False, "auto"):
+        wish = {"parallel.cuda_graphs": asked, "parallel.device": "auto", "batch.samples": 16}
+        layout = plan(lab.config(wish), facts(small, gpus=1)).layout
+        with pytest.MonkeyPatch.context() as patch:
+            given: dict[str, Any] = {}
+            patch.setattr(apply, "compile_blocks", lambda _, given=given, **options: given.update(options))
+            patch.setattr(apply, "compile_towers", lambda _: None)
+            patch.setattr(apply, "NativeEngine", lambda *_, given=given, **others: given.update(others))
+            apply.apply(rank.loss_model, rank.plan.model_copy(update={"layout": layout}), rank.world, lambda *_: None)
+        seen[asked] = given.get("options"), given["cuda_graphs"]
+    recorded = {"triton.cudagraphs": True}, True
+    assert seen == {True: recorded, False: (None, False), "auto": recorded}
 
 
 def compile_blocks(lab: Lab) -> None:
