@@ -70,8 +70,8 @@ def test_8b_full_does_not_fit_a_smaller_gpu():
 
 
 def test_a_message_tells_apart_what_is_needed_and_what_is_there():
-    assert compare_gib(25 * GIB, 24 * GIB) == "25.0 GiB per rank, and there are 24.0 GiB"
-    assert compare_gib(24 * GIB + 2**20, 24 * GIB) == "24.001 GiB per rank, and there are 24.000 GiB"
+    assert compare_gib(25 * GIB, 24 * GIB) == ["25.0 GiB", "24.0 GiB"]
+    assert compare_gib(24 * GIB + 2**20, 24 * GIB) == ["24.001 GiB", "24.000 GiB"]
 
 
 def test_8b_full_is_sharded_over_2_and_8_h200s():

@@ -13,10 +13,10 @@ def format_gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def compare_gib(needed: int, limit: int) -> str:
-    """``25.3 GiB per rank, and there are 24.0 GiB``, with as many decimals as tell the two apart, 4 at most."""
-    pairs = [[f"{size / GIB:.{digits}f} GiB" for size in (needed, limit)] for digits in range(1, 5)]
-    return " per rank, and there are ".join(next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1]))
+def compare_gib(one: int, other: int) -> list[str]:
+    """``25.3 GiB`` and ``24.0 GiB``, with as many decimals as tell the two apart, 4 at most."""
+    pairs = [[f"{size / GIB:.{digits}f} GiB" for size in (one, other)] for digits in range(1, 5)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
 
 
 def format_size(size: int) -> str:

@@ -126,8 +126,9 @@ def nothing_fits(
     layout = smallest.layout
     if moved := _short_of_host(config, candidates, base, limits):
         advice[-1] = "use a machine with more memory"
-        what = f"activations in host memory would take {compare_gib(moved.host_total, moved.host_limit or 0)}"
-        what += " of it; without that the smallest layout"
+        needed, there = compare_gib(moved.host_total, moved.host_limit or 0)
+        what = f"activations in host memory would take {needed} per rank, and there are {there} of it;"
+        what += " without that the smallest layout"
         why = "the limit is 90 % of the machine's free memory over its ranks; what would lie there by term:"
         terms = moved.host_terms
     else:
@@ -135,8 +136,9 @@ def nothing_fits(
         limit = describe_limit(made.device, made.world_size, limits.free_bytes, limits.num_local)
         why = f"the limit is {limit}; the estimate by term:"
     how = f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}"
+    needed, there = compare_gib(memory.total, memory.limit)
     return UserError(
-        f"the run does not fit: {what} needs {compare_gib(memory.total, memory.limit)}",
+        f"the run does not fit: {what} needs {needed} per rank, and there are {there}",
         where=f"{made.ranks}: {how}, {layout.full_micro_tokens:,} tokens per micro-batch",
         why=why,
         fix=", or ".join(advice),
@@ -159,9 +161,9 @@ def _short_of_host(
 def _host_does_not_fit(smallest: Candidate, made: Decisions) -> UserError:
     memory = smallest.memory
     fewer = "keep fewer activations (parallel.activation_checkpointing=full), " * ("activations" in memory.host_terms)
+    needed, there = compare_gib(memory.host_total, memory.host_limit or 0)
     return UserError(
-        f"what is kept in host memory does not fit: {compare_gib(memory.host_total, memory.host_limit or 0)}"
-        " of host memory",
+        f"what is kept in host memory does not fit: {needed} per rank, and there are {there} of host memory",
         where=f"{made.ranks}: parallel.offload, parallel.offload_activations",
         why="the limit is 90 % of the machine's free memory over its ranks;"
         " pinned memory, except that of activations, takes about 1.4 times what it holds"
