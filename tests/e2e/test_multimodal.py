@@ -122,7 +122,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(ran: Place, method: 
 def test_the_saved_model_has_the_sources_layout_and_its_towers(
     ran: Place, family: str, method: str, strategy: str
 ) -> None:
-    """The checkpoint beside it holds the text model alone."""
+    """The checkpoint saved with it contains only the text model."""
     run = ran.run(f"{family}-{method}-{strategy}")
     source, saved = tensors_of(ran.folder / family), tensors_of(written(run, method))
     assert {name: tensor.shape for name, tensor in saved.items()} == {

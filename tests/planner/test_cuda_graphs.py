@@ -49,15 +49,21 @@ def test_samples_of_one_length_need_no_padding() -> None:
     [
         ({"gpus": 0}, "there is no GPU"),
         ({"parallel__compile": False}, "blocks are not compiled"),
-        ({"method__name": "full"}, "more than adapters is trained"),
-        ({"gpus": 2, "parallel__strategy": "fsdp"}, "weights are gathered block by block"),
-        ({"gpus": 2, "parallel__context_degree": 2}, "ranks divide packs, and exchange parts of them inside blocks"),
+        ({"method__name": "full"}, "parameters other than adapters are trained"),
+        ({"gpus": 2, "parallel__strategy": "fsdp"}, "weights are sharded and gathered for each block"),
+        ({"gpus": 2, "parallel__context_degree": 2}, "context parallelism communicates inside blocks"),
         ({"parallel__activation_checkpointing": "full"}, "activations are recomputed"),
-        ({"task": "preference"}, "answers that share a prompt have batches of many shapes"),
+        ({"task": "preference"}, "batches of preference tasks vary in shape"),
         ({"method__dropout": 0.1}, "adapters have dropout"),
         ({"model": mixture(), "method__rank": 4}, "the model is a mixture of experts"),
-        ({"model": SMALL.model_copy(update={"num_mixer_layers": 3})}, "layers carry a state from token to token"),
-        ({"model": SMALL.model_copy(update={"attention_softcap": 50.0})}, "attention is computed in PyTorch"),
+        (
+            {"model": SMALL.model_copy(update={"num_mixer_layers": 3})},
+            "the model has recurrent layers (linear attention, state space or convolution)",
+        ),
+        (
+            {"model": SMALL.model_copy(update={"attention_softcap": 50.0})},
+            "attention is computed in plain PyTorch or with a mask",
+        ),
         ({"data__packing": False}, "samples differ in length and are not packed"),
     ],
 )

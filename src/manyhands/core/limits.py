@@ -17,7 +17,9 @@ MAX_BLOCK_SCORES = 2**25  # elements: 128 MiB in float32
 # Attention over long samples, heads in parts one after the other.
 MAX_ATTENTION_WORKSPACE = 2**32  # bytes of the backward kernel's own, of one sample
 
-MAX_STRIDED_VALUES = 2**31  # of all heads, within which a part's kernel finds its own; of more a part is copied
+MAX_STRIDED_VALUES = (
+    2**31
+)  # cuDNN 9.19 computes wrong gradients from views of larger tensors: parts of their heads are copied
 
 
 def attention_workspace(num_heads: int, num_groups: int, dim: int, value_bytes: int) -> int:

@@ -276,7 +276,7 @@ def use_graphs(config: RunConfig, candidate: Candidate, base: EstimateInput, lim
     asked for, or faster by ``GRAPHS_GAIN``; else itself.
     """
     layout, asked = candidate.layout, config.parallel.cuda_graphs
-    if asked is False or why_no_graphs(config, replace(base, layout=layout)) is not None:
+    if asked is False or refuse_graphs(config, replace(base, layout=layout)) is not None:
         return candidate
     tokens = layout.pack_tokens or layout.micro_tokens
     found = limits.evaluate(base, change(layout, cuda_graphs=True, dynamic=False, pack_tokens=tokens))
@@ -284,58 +284,39 @@ def use_graphs(config: RunConfig, candidate: Candidate, base: EstimateInput, lim
     return found if wanted and found.memory.is_safe else candidate
 
 
-def why_no_graphs(config: RunConfig, s: EstimateInput) -> str | None:
-    """Why blocks cannot be launched as CUDA graphs in the layout of ``s``, as a key of ``graphs_refused``; None where
-    they can.
+def refuse_graphs(config: RunConfig, s: EstimateInput, *, fits: bool = True) -> UserError | None:
+    """The error of ``parallel.cuda_graphs: true`` where the layout of ``s`` cannot have them, or where they do not fit
+    in memory; None where it can.
 
     Graphs need one shape, memory that stays where it is, kernels that no host code interrupts, and weights that are
     not gathered. Gradients of adapters are small enough to be copied out of a graph's memory.
     """
     layout = s.layout
-    reasons = {
-        "device": layout.device != "cuda",
-        "compile": not layout.compile,
-        "task": config.task == "preference",
-        "trained": s.num_adapter_parameters == 0,
-        "gathered": layout.wrapper not in ("none", "ddp"),
-        "divided": layout.mesh.context > 1,
-        "dropout": s.adapter_dropout,
-        "images": s.images is not None,
-        "experts": s.model.has_groups,
-        "mixers": s.model.num_mixer_layers > 0,
-        "attention": s.attends_blockwise or s.builds_mask,
-        "passes": s.num_more_passes > 0,
-        "lengths": layout.micro_tokens is None and layout.dynamic,
-        "recomputed": layout.activation_checkpointing != "none" or layout.mlp_tile_tokens > 0,
-        "moved": layout.offload_activations,
+    obstacles = {
+        "there is no GPU": layout.device != "cuda",
+        "blocks are not compiled": not layout.compile,
+        "batches of preference tasks vary in shape": config.task == "preference",
+        "parameters other than adapters are trained": s.num_adapter_parameters == 0,
+        "weights are sharded and gathered for each block": layout.wrapper not in ("none", "ddp"),
+        "context parallelism communicates inside blocks": layout.mesh.context > 1,
+        "adapters have dropout": s.adapter_dropout,
+        "images pass through the model": s.images is not None,
+        "the model is a mixture of experts": s.model.has_groups,
+        "the model has recurrent layers (linear attention, state space or convolution)": s.model.num_mixer_layers > 0,
+        "attention is computed in plain PyTorch or with a mask": s.attends_blockwise or s.builds_mask,
+        "the loss needs additional forward passes": s.num_more_passes > 0,
+        "samples differ in length and are not packed": layout.micro_tokens is None and layout.dynamic,
+        "activations are recomputed": layout.activation_checkpointing != "none" or layout.mlp_tile_tokens > 0,
+        "activations are kept in host memory": layout.offload_activations,
+        "packs padded to one size would not fit in memory": not fits,
     }
-    return next((why for why, holds in reasons.items() if holds), None)
-
-
-def graphs_refused(config: RunConfig, s: EstimateInput) -> UserError:
-    """What is raised where ``parallel.cuda_graphs`` is true, and the chosen layout cannot have them or has no room."""
-    reasons = {
-        "device": "there is no GPU",
-        "compile": "blocks are not compiled",
-        "task": "answers that share a prompt have batches of many shapes",
-        "trained": "more than adapters is trained",
-        "gathered": "weights are gathered block by block",
-        "divided": "ranks divide packs, and exchange parts of them inside blocks",
-        "dropout": "adapters have dropout",
-        "images": "images pass through the model",
-        "experts": "the model is a mixture of experts",
-        "mixers": "layers carry a state from token to token",
-        "attention": "attention is computed in PyTorch",
-        "passes": "the loss takes further forward passes",
-        "lengths": "samples differ in length and are not packed",
-        "recomputed": "activations are recomputed",
-        "moved": "activations are kept in host memory",
-    }
-    why = why_no_graphs(config, s)
+    why = next((why for why, holds in obstacles.items() if holds), None)
+    if why is None:
+        return None
     return UserError(
         "blocks cannot be launched as CUDA graphs",
         where="parallel.cuda_graphs",
-        why="packs padded to one size would not fit in memory" if why is None else reasons[why],
+        why=why,
         fix="remove parallel.cuda_graphs, or set it to auto",
     )
 

@@ -18,10 +18,10 @@ from manyhands.planner.batch import BatchSplit, ceil_div, has_one_length, useful
 from manyhands.planner.candidates import (
     Limits,
     choose_candidate,
-    graphs_refused,
     keeps_less_by_choice,
     list_candidates,
     memory_limits,
+    refuse_graphs,
     with_reason,
 )
 from manyhands.planner.checkpoints import Saving, choose_saving, space_checkpoints, staging
@@ -273,7 +273,9 @@ def _search(
     if chosen is None:
         raise nothing_fits(config, candidates, base, decisions, limits)
     if config.parallel.cuda_graphs is True and not chosen.layout.cuda_graphs:
-        raise graphs_refused(config, replace(base, layout=chosen.layout))
+        refused = refuse_graphs(config, replace(base, layout=chosen.layout), fits=False)
+        assert refused is not None
+        raise refused
     found = (base, split, steps, features, limits, ran_out, candidates, chosen)
     result = SearchResult(*found, reference, why_reference)
     disk = estimate_disk(config, facts, result.estimate_input, steps, DTYPE_BYTES[decisions.output], features)

@@ -163,16 +163,9 @@ def attend_in_parts_backward(
     return gradients
 
 
-def _run_backward(
-    name: str,
-    scale: float | None,
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-) -> Any:
+def _run_backward(name: str, scale: float | None, *tensors: torch.Tensor) -> Any:
+    """Gradients of q, k and v, from the arguments of ``attend_in_parts_backward``, of one part."""
+    gradient, q, k, v, out, sums = tensors
     aten, length, sums = torch.ops.aten, q.shape[2], sums.contiguous()
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
     bounds = (None, None, length, length)

@@ -34,17 +34,17 @@ SPLIT_K = 1024
 GROUPED_SHARE = 0.9  # of a dense product's sustained rate: a step of an 8x7B mixture on an H200
 UNHIDDEN_WEIGHTS = 0.5  # of the time to read them: fits 256 and 99 ms of steps with 256 and 512 rows a group on an H200
 FP8_GROUPED = 1.31  # times the rate of tiles in fp8: four products of 512 rows a group, 1.61 ms in place of 2.17
-# What a mixer's kernels take, in times of what they move and compute: gated delta networks of a 9B hybrid, on an H200
-# by 2 x 4,096 tokens, 83 ms for 24
+# Seconds of a mixer's kernels, over those of the bytes and operations that the formula counts: gated delta networks of
+# a 9B hybrid with 2 x 4,096 tokens on an H200, 83 ms and 24
 MIXER_TIMES = 3.5
-# Tokens of a sample, and how many times as long the forward kernel takes as by its rate on short ones: cuDNN on an H200
+# Tokens of a sample, and by what factor the forward kernel is slower than at its rate on short ones: cuDNN on an H200
 LONG_FORWARD = (32_768, 131_072, 524_288, 1_048_576), (1.0, 1.14, 1.28, 1.47)
 HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
 PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
 EAGER = 3.0  # times the launches of blocks that are not compiled
 DYNAMIC = 2.2  # times the launches of a block compiled for any size: 5.5 ms with adapters, a 0.6B model beside an H200
-GRAPH = 0.24  # times the launches of a compiled block, in CUDA graphs: 135M by 512 tokens takes 30 ms, on an H200 24
+GRAPH = 0.24  # of the time to launch a compiled block, as a CUDA graph: 135M with 512 tokens, 30 ms a step on an H200
 SDPA_MASKED = 2.0  # a kernel that reads a mask takes so many times as long, over all pairs of a pack
 # A kernel's time beyond the bytes it moves: 2.5 us (updates of 272 small weights take 1.6 ms for 0.9), and 2 us
 # to the next (steps beside the sum of their kernels, over 1,257 to 14,893 launches of fitted shapes)
