@@ -48,6 +48,7 @@ def act(what: str, folder: RunFolder, rank: int, heartbeat: Heartbeat) -> None:
             return
         case "environment":
             (folder.path / f"environment-{rank}.json").write_text(json.dumps(dict(os.environ)))
+            (folder.path / "heard").touch()
         case "bad device":  # wherever there is more than one rank
             if os.environ["WORLD_SIZE"] == "1":
                 return
