@@ -2,10 +2,12 @@
 
     python -m benchmarks.grouped [--output rows.jsonl]
 
-Random bfloat16 values, loads of a skewed router, rank 16. A case is one product of a block: ``apart`` is
+Random bfloat16 values, loads of a skewed router, rank 16. A case is one product of a block. In bfloat16 ``apart`` is
 ``torch.nn.functional.grouped_mm`` and the sum added after it, ``together`` what
-``kernels.experts.triton.multiply_and_add`` runs: where that is one kernel it is Triton's alone. Prints one JSON line a
-case: the median of 12 runs in ms, and the deviation of one from the other. Needs a GPU.
+``kernels.experts.triton.multiply_and_add`` runs: where that is one kernel it is Triton's alone. In fp8 ``apart`` is
+``torch._scaled_grouped_mm`` and the sum added after it, as a step computes them, and ``together`` the kernel below,
+which no step uses yet. Prints one JSON line a case: the median of 12 runs in ms, and the deviation of one from the
+other. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 import torch
 
 from manyhands.bench.rows import say
+from manyhands.kernels.fp8.ops import multiply_groups, quantize_rows, transpose_stack
 from manyhands.kernels.grouped import compute_groups
 
 # groups, outputs, inputs, whether the product goes back to the inputs, rows
@@ -28,10 +31,14 @@ CASES = {
     "mixtral8x7b down": (8, 4096, 14_336, False, 16_384),
     "mixtral8x7b up, backward": (8, 28_672, 4096, True, 16_384),
 }
+IN_FP8 = ("qwen30b-a3b down", "qwen30b-a3b up, backward", "mixtral8x7b down", "mixtral8x7b up, backward")
+TILES = ((128, 256, 128), (128, 128, 128), (64, 256, 128))  # rows, columns and summed values of a tile in fp8
 RANK, RUNS = 16, 12
 
+Product = Callable[[], torch.Tensor]
 
-def median_ms(run: Callable[[], torch.Tensor]) -> float:
+
+def median_ms(run: Product) -> float:
     times = []
     for _ in range(RUNS + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -43,37 +50,72 @@ def median_ms(run: Callable[[], torch.Tensor]) -> float:
     return sorted(times[2:])[RUNS // 2]
 
 
-def measure(name: str) -> dict[str, object]:
-    from manyhands.kernels.experts import triton
-
+def draw_case(name: str, device: str) -> tuple[torch.Tensor, ...]:
+    """x (n, k), weight (g, o, k), low (n, r), wide (g, r, o) and the ends of the groups."""
     groups, size, inner, back, num_rows = CASES[name]
     torch.manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     loads = torch.multinomial(torch.softmax(0.5 * torch.randn(groups), 0), num_rows, replacement=True)
-    ends = loads.bincount(minlength=groups).cumsum(0).int().cuda()
+    ends = loads.bincount(minlength=groups).cumsum(0).int().to(device)
     x, weight = draw(num_rows, size if back else inner), 0.02 * draw(groups, size, inner)
     weight = weight.mT if back else weight
-    low, wide = draw(num_rows, RANK), 0.02 * draw(groups, RANK, weight.shape[1])
+    return x, weight, draw(num_rows, RANK), 0.02 * draw(groups, RANK, weight.shape[1]), ends
+
+
+def compare(name: str, apart: Product, together: Product, **fields: object) -> dict[str, object]:
+    wanted, found = apart().float(), together().float()
+    return {
+        "case": name,
+        **fields,
+        "device": torch.cuda.get_device_name(),
+        "apart_ms": round(median_ms(apart), 3),
+        "together_ms": round(median_ms(together), 3),
+        "deviation": float((found - wanted).norm() / wanted.norm()),
+    }
+
+
+def measure(name: str) -> dict[str, object]:
+    from manyhands.kernels.experts import triton
+
+    x, weight, low, wide, ends = draw_case(name, "cuda")
 
     def apart() -> torch.Tensor:
         y = compute_groups(x, weight, ends)
         triton.add_low(y, low, wide, ends)
         return y
 
-    def together() -> torch.Tensor:
-        return triton.multiply_and_add(x, weight, low, wide, ends)
+    return compare(name, apart, lambda: triton.multiply_and_add(x, weight, low, wide, ends))
 
-    wanted, found = apart().float(), together().float()
-    return {
-        "case": name,
-        "device": torch.cuda.get_device_name(),
-        "apart_ms": round(median_ms(apart), 3),
-        "together_ms": round(median_ms(together), 3),
-        "deviation": float((found - wanted).norm() / wanted.norm()),
+
+def measure_in_fp8(name: str, tile: tuple[int, int, int]) -> dict[str, object]:
+    """Both with the values of the weight as they are multiplied; transposing them for the way back is timed alone."""
+    from benchmarks.grouped_fp8 import multiply_and_add
+    from manyhands.kernels.experts import triton
+
+    x, weight, low, wide, ends = draw_case(name, "cuda")
+    values, scales = quantize_rows([x])
+    stack, stack_scales = quantize_rows([weight.reshape(-1, weight.shape[2])])
+    stack, stack_scales = stack.view(weight.shape), stack_scales.view(weight.shape[:2])
+
+    def apart() -> torch.Tensor:
+        y = multiply_groups(values, scales, stack, stack_scales, ends, x.dtype)
+        triton.add_low(y, low, wide, ends)
+        return y
+
+    def together() -> torch.Tensor:
+        return multiply_and_add(values, scales, stack, stack_scales, low, wide, ends, tile)
+
+    def alone() -> torch.Tensor:
+        return multiply_groups(values, scales, stack, stack_scales, ends, x.dtype)
+
+    times = {
+        "product_ms": round(median_ms(alone), 3),
+        "transpose_ms": round(median_ms(lambda: transpose_stack(stack)), 3),
     }
+    return compare(f"{name}, fp8", apart, together, tile=tile, **times)
 
 
 def main() -> None:
@@ -82,6 +124,9 @@ def main() -> None:
     options = parser.parse_args()
     for name in CASES:
         say(measure(name), options.output)
+    for name in IN_FP8:
+        for tile in TILES:
+            say(measure_in_fp8(name, tile), options.output)
 
 
 if __name__ == "__main__":
