@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from manyhands.config.schema import OptimizerSection, RunConfig
 from manyhands.planner.types import Plan
@@ -65,6 +67,39 @@ def test_the_step_of_one_process(world: Ranks, folders: dict[str, str], case: st
             assert_equal_step(found, one, 3e-6)
             assert found["weights"].keys() == one["weights"].keys()
             assert all(value.tobytes() == found["weights"][name].tobytes() for name, value in one["weights"].items())
+
+
+DIVIDED = {"world_size": 2, "expert_degree": 2, "compile": True}
+
+
+def measure_compiled(*arguments: Any) -> tuple[dict[str, Any], int, list[str]]:
+    """``measure`` on one rank, how many graphs it compiled, and at what their tracing ended. Nothing generates
+    code: that would take most of the time.
+    """
+    compile_block = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with mock.patch.object(torch.nn.Module, "compile", compile_block):
+        found = measure(*arguments)
+    counters = torch._dynamo.utils.counters
+    return found, counters["stats"]["unique_graphs"], list(counters["graph_break"])
+
+
+@pytest.mark.ci
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("method", "way"),
+    [("lora", {"strategy": "ddp"}), ("full", {"strategy": "fsdp", "activation_checkpointing": "full"})],
+    ids=["ddp", "fsdp"],
+)
+def test_the_step_of_compiled_blocks(world: Ranks, folders: dict[str, str], method: str, way: dict[str, Any]) -> None:
+    """Blocks are compiled but for the exchange of tokens and what is computed on those that arrive."""
+    config, folder = tiny_run(folders["qwen3_moe"], method), folders["qwen3_moe"]
+    one = measure(tiny_plan(folder), config, merged(STEP))
+    place, plan = f"{measure_compiled.__module__}:measure_compiled", tiny_plan(folder, **way, **DIVIDED)
+    for found, num_graphs, breaks in world.run(place, plan, config, STEP, world_size=plan.layout.world_size):
+        assert_equal_step(found, one, 3e-6)
+        assert num_graphs >= 2 and len(breaks) == 1 and "_compute_divided" in breaks[0], (num_graphs, breaks)
 
 
 def measure_faulty(plan: Plan, config: RunConfig, layout: list[list[Documents]], fault: str) -> dict[str, Any]:

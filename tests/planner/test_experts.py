@@ -100,7 +100,6 @@ def large_mixture() -> ModelFacts:
         ({"parallel__expert_degree": 2, "parallel__strategy": "zero3"}, "with parallel.strategy: zero3", "remove par"),
         ({"parallel__expert_degree": 2, "parallel__offload": "all"}, "with parallel.offload: all", "remove par"),
         ({"parallel__expert_degree": 2, "optimizer__name": "muon"}, "with optimizer.name: muon", "remove par"),
-        ({"parallel__expert_degree": 2, "parallel__compile": True}, "with parallel.compile: true", "remove par"),
         (
             {"parallel__expert_degree": 2, "parallel__context_degree": 2, "parallel__strategy": "fsdp"},
             "with parallel.context_degree: 2",
@@ -162,10 +161,18 @@ def test_a_rank_holds_its_part_of_the_experts(
         assert divided.memory.terms["gathered"] < one.memory.terms["gathered"]
     assert [f"divided over 2 ranks, to which tokens are sent, in {groups} group{'s' * (groups > 1)}" in line
         for line in explain_why(divided, "expert_degree")] == [True]  # fmt: skip
-    assert explain_why(divided, "compile") == [
-        "compile: no, as the host waits for how many tokens go to each rank's experts"
-    ]
-    assert not explain_why(one, "expert_degree") and one.layout.expert_degree == 1
+    assert divided.layout.compile and not explain_why(one, "expert_degree") and one.layout.expert_degree == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiled"), [("none", True), ("full", True), ("selective", False), ("except_attention", False)]
+)
+def test_blocks_are_compiled_where_no_checkpoint_is_traced_across_the_exchange(mode: str, compiled: bool) -> None:
+    keys = {"method__name": "full", "parallel__expert_degree": 2, "parallel__activation_checkpointing": mode}
+    made = plan(run_config(**keys), facts(large_mixture(), gpus=2))
+    assert made.layout.compile == compiled
+    (why,) = explain_why(made, "compile")
+    assert compiled or why == f"compile: no, as ranks exchange tokens inside of what {mode} checkpointing traces"
 
 
 QWEN_30B = mixture_of(2048, 768, 128, 8, layers=48, heads=32, kv_heads=4, head_dim=128, vocab=151936, tied=False)
@@ -204,8 +211,8 @@ def test_the_degree_that_auto_takes(model: ModelFacts, keys: Any, gpus: int, deg
         ({"parallel__expert_degree": 4}, (4,)),
         ({"method__name": "qlora"}, (1, 2, 4, 8)),
         *(({name: value}, (1,)) for name, value in {
-            "parallel__strategy": "zero3", "parallel__offload": "optimizer", "parallel__compile": True,
-            "parallel__context_degree": 2, "kernels__linear": "fp8", "optimizer__name": "muon",
+            "parallel__strategy": "zero3", "parallel__offload": "optimizer", "parallel__context_degree": 2,
+            "kernels__linear": "fp8", "optimizer__name": "muon",
         }.items()),
     ],
 )  # fmt: skip

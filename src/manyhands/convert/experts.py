@@ -80,11 +80,13 @@ def _compute_own(
     return out.to(hidden.dtype)
 
 
+@torch.compiler.disable
 def _compute_divided(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Compute experts that the ranks of a group divide: a row for each choice is sent to the expert's rank, computed
     there as a token with one expert, and sent back. Collective, also for a rank that receives no row.
 
-    The host reads the numbers of rows, so this waits for a GPU once a block.
+    The host reads the numbers of rows, so this waits for a GPU once a block, and compiled blocks break here: what is
+    before and after are graphs of their own.
     """
     group, size = experts.expert_group, experts.expert_group.size()
     num_own = experts.num_experts // size

@@ -143,6 +143,7 @@ def list_candidates(
             strategy=strategy,
             reshard_after_forward=reshard,
             activation_checkpointing=mode,
+            compile=base.layout.compile and (base.layout.expert_degree == 1 or mode in ("none", "full")),
             reduce_every=strategy != "zero1",
             offload_activations=parallel.offload_activations is True,
             micro_samples=split.micro_samples,
@@ -346,6 +347,7 @@ def relax_checkpointing(config: RunConfig, chosen: Candidate, base: EstimateInpu
         or asked.offload_activations is True
         or chosen.layout.zero_stage == 3  # which does not compute selectively
         or chosen.layout.mlp_tile_tokens  # which nothing else fits than
+        or (chosen.layout.compile and chosen.layout.expert_degree > 1)  # lighter layers would not be compiled
     ):
         return chosen
     uniform = change(

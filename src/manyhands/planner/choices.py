@@ -411,8 +411,6 @@ def choose_compile(config: RunConfig, device: Device, data: DataFacts) -> tuple[
         return asked, reason("compile", compile=asked, source="asked")
     if config.parallel.strategy == "zero3":
         return False, reason("compile", compile=False, source="zero3")
-    if config.parallel.expert_ranks > 1:
-        return False, reason("compile", compile=False, source="experts")
     if device == "cpu":
         return False, reason("compile", compile=False, source="cpu")
     if has_one_length(data):

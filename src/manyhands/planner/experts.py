@@ -140,7 +140,6 @@ def _obstacles(config: RunConfig, model: ModelFacts) -> list[str]:
         "kernels.linear: fp8": config.kernels.linear == "fp8",
         "model.master_dtype: bfloat16": config.model.master_dtype == "bfloat16",
         f"optimizer.name: {config.optimizer.name}": not OPTIMIZERS[config.optimizer.name].takes_divided_experts,
-        "parallel.compile: true": config.parallel.compile is True,
         f"parallel.context_degree: {config.parallel.context_degree}": config.parallel.context_ranks > 1,
         "model.name, with images": model.is_multimodal,
     }

@@ -380,12 +380,16 @@ def _explain(
 ) -> tuple[Reason, ...]:
     """All reasons, in the order in which they are shown. UserError where the disk or validation samples are lacking."""
     why_disk = check_disk(config, disk)
+    layout, why_numerics = result.chosen.layout, decisions.why_numerics
+    if decisions.compile and not layout.compile:
+        uncompiled = reason("compile", compile=False, source="experts", mode=layout.activation_checkpointing)
+        why_numerics = tuple(uncompiled if why.code == "compile" else why for why in why_numerics)
     return (
         *decisions.why_ranks,
         *why_resolved,
         *explain_smaller(result.chosen, result.ran_out),
         *_why_layout(config, facts, result, saving.memory.total),
-        *decisions.why_numerics,
+        *why_numerics,
         *_why_start(facts),
         *result.why_reference,
         *why_prompts,
