@@ -121,7 +121,7 @@ def test_faults_have_the_lines_that_one_process_gives_them(make_config, model_fo
     with (tmp_path / "rows.csv").open("a") as file:
         file.write("one field\r\n")
     for number in (1, 3):
-        with pytest.raises(UserError, match="1 fields, but the header has 2"):
+        with pytest.raises(UserError, match="1 field, but the header has 2"):
             prepare(make_config(tmp_path / "rows.csv"), model_folder, lambda _: None, num_processes=number)
     assert list((tmp_path / "cache").iterdir()) == []
 

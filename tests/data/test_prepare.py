@@ -92,8 +92,8 @@ def test_max_rows_keeps_the_held_out_rows(write_rows, make_config, model_folder:
 
 def test_few_rows_and_a_validation_file(write_rows, make_config, model_folder: Path) -> None:
     for num_samples, asked, wanted, note in [
-        (40, {}, 4, "only 4 samples held out for validation, a tenth of 40"),
-        (11, {}, 1, "only 1 sample held out for validation, a tenth of 11"),
+        (40, {}, 4, "4 samples held out for validation, a tenth of 40"),
+        (11, {}, 1, "1 sample held out for validation, a tenth of 11"),
         (200, {}, 20, ""),
         (40, {"validation_fraction": 0.25}, 10, ""),
         (
@@ -105,7 +105,7 @@ def test_few_rows_and_a_validation_file(write_rows, make_config, model_folder: P
         (40, {"validation_fraction": 3}, 3, ""),
         (40, {"validation_fraction": 1}, 1, ""),
         (11, {"validation_fraction": 100}, 5, "only 5 samples held out for validation instead of 100: half of the 11"),
-        (1, {"validation_fraction": 5}, 0, "of 1, half is less than one"),
+        (1, {"validation_fraction": 5}, 0, "half of 1 sample is less than one"),
         (9, {}, 0, "no sample is held out for validation"),
         (1, {}, 0, "no sample is held out for validation"),
     ]:
@@ -162,7 +162,9 @@ def test_too_long_rows(write_rows, make_config, model_folder: Path) -> None:
     assert "truncate" in str(caught.value) and "the longest row has" in str(caught.value)
     with pytest.raises(UserError, match="1 row cannot be trained") as caught:
         run(make_config(path, max_length=100, too_long="truncate"), model_folder)
-    assert "train.jsonl:52: no loss token is left" in str(caught.value)
+    assert "train.jsonl:52: no loss token is left after cutting at 100 tokens: raise data.max_length" in str(
+        caught.value
+    )
     facts, _, lines = run(
         make_config(write_rows(rows[:51], "b.jsonl"), max_length=100, too_long="truncate"), model_folder
     )

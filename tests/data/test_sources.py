@@ -59,11 +59,13 @@ def test_text_documents_are_divided_by_blank_lines(tmp_path: Path) -> None:
         (b'{"a": 1}\n{"a": "\xff"}\n', ["a.jsonl:2: not UTF-8: invalid start byte (byte 0xff at column 8)"]),
         (b'{"a": "\\ud800"}\n', ["a.jsonl:1", "surrogate"]),
         (b"[" * 3, ["begins with a JSON list", "JSONL"]),
+        (b'{\n  "a": 1\n}\n', ["begins with a JSON object of several lines", "JSONL", ".json"]),
+        (b'{"a": 1},\n{"a": 2}\n', ["a.jsonl:1: broken JSON: there is a comma behind the value at column 9"]),
         (b"\xff\xfe{\x00", ["UTF-16", "iconv"]),
         ('{"a": 1}\n'.encode("utf-16-le"), ["UTF-16"]),
         ('{"a": "Größe"}\n'.encode("latin-1"), ["a.jsonl:1: not UTF-8", "0xf6", "iconv -f latin1 -t utf-8"]),
         (b"PAR1....", ["a Parquet file", ".parquet"]),
-        (gzip.compress(b"{}", mtime=0), ["packed with gzip", ".gz"]),
+        (gzip.compress(b"{}", mtime=0), ["why: it is packed with gzip\n", "fix: let its name end in .gz"]),
         (b"PK\x03\x04...", ["ZIP"]),
         (b"", ["empty"]),
         (b"\n \n", ["no rows"]),
@@ -92,9 +94,14 @@ def test_missing_files_and_unknown_kinds(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
     assert f"did you mean {tmp_path / 'train.jsonl'}?" in refusal(tmp_path / "trian.jsonl")
     assert "did you mean" not in refusal(tmp_path / "none.jsonl")
-    assert "cannot be told from its name" in refusal(tmp_path / "rows.xyz", b"{}")
+    for name in ("rows.xyz", "rows.xlsx", "rows.jsonl.zst", "rows.tar.gz"):
+        assert "unpack an archive, save a spreadsheet as .csv, or let the name" in refusal(tmp_path / name, b"{}")
+    assert "if it is not packed, remove .gz" in refusal(tmp_path / "rows.jsonl.gz", b"{}")
     (tmp_path / "folder").mkdir()
     assert "holds no data files" in refusal(tmp_path / "folder")
+    for name in ("a.jsonl", "b.jsonl.zst"):  # half of the rows would be missing without a word
+        (tmp_path / "folder" / name).write_text("{}")
+    assert "packed data file" in (text := refusal(tmp_path / "folder")) and "b.jsonl.zst" in text
     with pytest.raises(UserError, match="plain text, but its format is messages"):
         resolve_source(Source(path=str(write(tmp_path / "a.txt", "words")), format="messages"))
 
@@ -124,9 +131,17 @@ def test_separators(tmp_path: Path, name: str, content: bytes) -> None:
     assert places(read(tmp_path / name, content)) == [({"q": "x, y", "a": "z"}, 2)]
 
 
+def test_a_separator_named_for_excel_is_no_header(tmp_path: Path) -> None:
+    assert places(read(tmp_path / "a.csv", b"\xef\xbb\xbfsep=;\r\nq;a\r\nx, y;z\r\n")) == [({"q": "x, y", "a": "z"}, 3)]
+
+
+def test_line_ends_of_old_programs_are_named(tmp_path: Path) -> None:
+    assert "a carriage return without a line feed" in refusal(tmp_path / "a.csv", b"q,a\rx,y\r")
+
+
 def test_broken_csv_names_the_line_the_record_begins_at(tmp_path: Path) -> None:
-    text = refusal(tmp_path / "a.csv", b'q,a\n"x\ny",z\n1,2,3\n"b"c,d\n\xff,e\n"open,f\n')
-    assert "a.csv:4: 3 fields, but the header has 2" in text and "a.csv:5: broken CSV" in text
+    text = refusal(tmp_path / "a.csv", b'q,a\n"x\ny",z\n1\n"b"c,d\n\xff,e\n"open,f\n')
+    assert "a.csv:4: 1 field, but the header has 2" in text and "a.csv:5: broken CSV" in text
     assert "a.csv:6: not UTF-8" in text and "a.csv:7: broken CSV: unexpected end of data" in text
     assert "two columns have the same name" in refusal(tmp_path / "a.csv", b"q,q\n1,2\n")
     for nameless in (b"q,\n1,2\n", b",q\nx,2\n", b",\n0,1\n"):

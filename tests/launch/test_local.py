@@ -20,7 +20,7 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.launch.environment import Launcher, choose_threads, worker_environment
-from manyhands.launch.local import start
+from manyhands.launch.local import start, workers
 from manyhands.planner.hardware import AMD_ENVIRONMENT
 
 HERE = Path(__file__).parent
@@ -165,7 +165,7 @@ def lives(process: psutil.Process) -> bool:
 
 LAUNCHER = """
 import sys
-from manyhands.launch.local import start
+from manyhands.launch.local import start, workers
 from manyhands.launch.run.folder import RunFolder
 folder = RunFolder(sys.argv[1])
 sys.exit(start.run_workers(folder, folder.read_plan(), timeout_s=600, module="fake_worker"))
@@ -202,6 +202,24 @@ def test_a_signal_ends_all_and_says_how_to_go_on(planned, number, code):
     ]
     assert [worker for worker in workers if lives(worker)] == []
     assert folder.read_status()["state"] == "interrupted"
+
+
+def test_a_signal_before_the_first_rank_leaves_an_interrupted_run(planned, monkeypatch):
+    """Torch's agent is imported after the run's state is written."""
+    folder, plan = planned("wait", "wait")
+    monkeypatch.setattr(workers, "agent_config", lambda *a, **options: signal.raise_signal(signal.SIGINT))
+    said: list[str] = []
+    assert start.run_workers(folder, plan, timeout_s=60, module="fake_worker", report=said.append) == 130
+    assert said == ["SIGINT: the run has ended, nothing was saved yet; the same command starts it again"]
+    assert folder.read_status()["state"] == "interrupted"
+
+
+def test_ctrl_c_while_a_rank_imports_ends_it_silently(tmp_path):
+    (tmp_path / "pydantic.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
+    command = [sys.executable, "-m", "manyhands.worker", "run.yaml"]
+    ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=WAIT_S)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.ci

@@ -230,12 +230,25 @@ def test_a_terminal_gets_a_bar_that_is_gone_after_an_error():
     assert "2/4" in out.getvalue() and "loss 1.0000" in out.getvalue()
 
 
+def test_the_time_left_counts_evaluations_between_steps():
+    out = io.StringIO()
+    sink = ConsoleSink(out, num_steps=4)
+    sink.before_training(TrainState())
+    sink.after_evaluation(TrainState(), replace(evaluation(0), seconds=100.0))  # before training, once
+    feed(sink, [1])
+    sink.after_evaluation(TrainState(), replace(evaluation(1), seconds=20.0))
+    feed(sink, [4])
+    shown = [line.rsplit("  ", 1)[1] for line in out.getvalue().splitlines() if "left" in line]
+    assert shown == ["2 s left", "0 s left"]
+    assert sink._time_left(2) == "21 s left"  # 2 steps of half a second and one evaluation, twice
+
+
 def test_evaluation_and_saving_have_a_bar_with_their_name_and_progress_and_the_log_has_plain_lines():
     out, log = Terminal(), io.StringIO()
     sink = ConsoleSink(out, num_steps=4, log=log)
     sink.before_training(TrainState())
     feed(sink, [1, 2])
-    assert "1 s left" in bars(sink), "two steps of half a second, whatever evaluations take"
+    assert "1 s left" in bars(sink), "two steps of half a second"
     for stage, total in (("evaluation", 40), ("checkpoint 2", 3)):
         sink.show_progress(stage, 0, total)
         sink.show_progress(stage, 2, total)

@@ -125,9 +125,10 @@ def make_run(short: Mapping[str, Any], overrides: Sequence[str]) -> ParsedFile:
         reading = choose_reading(look_at_rows(Path(data), count=False), {}, ask=False)
         if not reading.is_known:
             raise UserError(
-                "the columns do not tell what is the prompt and what the answer",
+                "the column names do not show which holds the prompt and which the answer",
                 where=data,
-                fix="name them: data.fields.question=COLUMN data.fields.answer=COLUMN (or `manyhands init` asks)",
+                fix="name them: data.fields.question=COLUMN data.fields.answer=COLUMN (or `manyhands init` asks); the "
+                "first line of a CSV file is its header",
             )
         mapping["task"] = reading.task
         mapping["data"] |= {"format": reading.format} | ({"fields": reading.fields} if reading.fields else {})

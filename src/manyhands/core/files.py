@@ -225,6 +225,8 @@ def describe_json_fault(error: json.JSONDecodeError) -> str:
         return "JSON strings have double quotes, not single ones"
     if word := re.match(r"(True|False|None)\b", rest):
         return f"JSON writes true, false and null, not {word[0]}"
+    if error.msg == "Extra data" and rest[:1] == ",":
+        return "there is a comma behind the value"
     return error.msg.removesuffix(" at")
 
 

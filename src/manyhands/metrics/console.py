@@ -84,7 +84,7 @@ class ConsoleSink(Sink):
         self._devices: Devices = ()
         self._first = first
         self._last: Evaluation | None = None
-        self._begin_step, self._steps_s = 0, 0.0
+        self._begin_step, self._spent_s = 0, 0.0
         self._shown, self._shown_step = 0.0, -1
 
     def before_training(self, state: TrainState) -> None:
@@ -108,7 +108,7 @@ class ConsoleSink(Sink):
         self._devices = devices
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
-        self._steps_s += result.seconds
+        self._spent_s += result.seconds
         loss, rate = f"  loss {result.loss:.4f}", f"  {result.tokens_per_s:,.0f} tokens/s"
         memory, left = self._memory(), self._time_left(result.step)
         if self._progress is not None:
@@ -139,6 +139,7 @@ class ConsoleSink(Sink):
 
     def after_evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
         self._first, self._last = self._first or evaluation, evaluation
+        self._spent_s += evaluation.seconds * (evaluation.step > self._begin_step)
         counts = f"{count_of(evaluation.num_samples, 'sample')}, {count_of(evaluation.num_loss_tokens, 'loss token')}"
         metrics = [find_metric(name, evaluation.declared) for name in evaluation.figures]
         texts = [f", {each.label} {each.format(evaluation.figures[each.name], '.2f', '.1%')}" for each in metrics]
@@ -188,8 +189,8 @@ class ConsoleSink(Sink):
         return True
 
     def _time_left(self, step: int) -> str:
-        """Of the steps alone: what evaluations and checkpoints will take is not foreseen."""
-        seconds = self._steps_s / max(1, step - self._begin_step) * (self.num_steps - step)
+        """As steps and the evaluations between them have taken so far; those before the first step are not repeated."""
+        seconds = self._spent_s / max(1, step - self._begin_step) * (self.num_steps - step)
         return f"{seconds / 60:.0f} min left" if seconds >= 100 else f"{seconds:.0f} s left"
 
     def _memory(self) -> str:
@@ -203,4 +204,4 @@ def _when(evaluation: Evaluation) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " / ".join(line.strip() for line in text.splitlines() if line.strip())
+    return " / ".join(line.strip() for line in text.splitlines() if line.strip()) or "(nothing)"

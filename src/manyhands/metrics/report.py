@@ -257,7 +257,7 @@ def suggest_commands(folder: Path, config: RunConfig, report: Mapping[str, Any])
         commands["write the model with the adapter merged into it"] = (
             f"manyhands export {name} --merge --output {name}/merged"
         )
-    commands["see this report as a page"] = f"open {name}/report.html"
+    commands["see this report as a page"] = f"xdg-open {name}/report.html"
     if config.log.tensorboard:
         commands["see the curves"] = f"manyhands tensorboard {name}"
     return commands

@@ -129,12 +129,12 @@ def nothing_fits(
         needed, there = compare_gib(moved.host_total, moved.host_limit or 0)
         what = f"activations in host memory would take {needed} per rank, and there are {there} of it;"
         what += " without that the smallest layout"
-        why = "the limit is 90 % of the machine's free memory over its ranks; what would lie there by term:"
+        why = "the limit is 90 % of the machine's free memory over its ranks; what would lie there is listed above"
         terms = moved.host_terms
     else:
         what, terms = "its smallest layout", memory.terms
         limit = describe_limit(made.device, made.world_size, limits.free_bytes, limits.num_local)
-        why = f"the limit is {limit}; the estimate by term:"
+        why = f"the limit is {limit}; the terms of the estimate are listed above"
     how = f"{layout.strategy}, activation checkpointing {layout.activation_checkpointing}"
     needed, there = compare_gib(memory.total, memory.limit)
     return UserError(

@@ -10,6 +10,9 @@ import sys
 import traceback
 from pathlib import Path
 
+if __name__ == "__main__":  # until there is something to save, Ctrl-C ends the rank silently: imports take a second
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from manyhands.core.errors import EXIT_FAILED, UserError, explain_foreign
 from manyhands.core.files import explain_full_disk, is_disk_full
 from manyhands.core.machine import end_with
@@ -48,7 +51,6 @@ def end_with_parent() -> None:
 
 def main(argv: list[str]) -> int:
     """Exit code of this rank. Errors are written where the launcher finds them, and shown by one rank only."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends the rank silently
     block_save_signal()
     arguments = parse_arguments(argv)
     terminal = sys.stderr

@@ -132,20 +132,26 @@ COUNT_CHUNK_BYTES = 8 << 20
 MAX_UNPACKED_RATIO = 200
 FREE_UNPACKED_BYTES = 1 << 30
 UNPACK_CHUNK_BYTES = 1 << 20
-SIGNATURES = {
-    b"PAR1": "a Parquet file: let its name end in .parquet",
-    b"\x1f\x8b": "packed with gzip: let its name end in .gz",
-    b"PK\x03\x04": "a ZIP archive or a spreadsheet: unpack it, or save it as .csv",
-    b"\x28\xb5\x2f\xfd": "packed with Zstandard: unpack it",
-    b"BZh": "packed with bzip2: unpack it",
-    b"\xfd7zXZ": "packed with xz: unpack it",
+SIGNATURES = {  # what a file is, and what to do with it
+    b"PAR1": ("a Parquet file", "let its name end in .parquet"),
+    b"\x1f\x8b": ("packed with gzip", "let its name end in .gz"),
+    b"PK\x03\x04": ("a ZIP archive or a spreadsheet", "unpack the archive, or save the spreadsheet as .csv"),
+    b"\x28\xb5\x2f\xfd": ("packed with Zstandard", "unpack it"),
+    b"BZh": ("packed with bzip2", "unpack it"),
+    b"\xfd7zXZ": ("packed with xz", "unpack it"),
 }
+PACKED = (".zst", ".bz2", ".xz", ".zip", ".lz4")  # ends of names that are not unpacked
 
 
 def kind_of(path: Path) -> str | None:
     """The kind of file that a name says; None where it says none."""
     name = path.name.lower().removesuffix(".gz")
     return KINDS.get(Path(name).suffix)
+
+
+def is_packed_data(path: Path) -> bool:
+    """Whether a name is that of a data file, packed in a way that is not unpacked here."""
+    return path.suffix.lower() in PACKED and kind_of(path.with_suffix("")) is not None
 
 
 def check_file(path: str | Path) -> Path:
@@ -169,15 +175,16 @@ def check_file(path: str | Path) -> Path:
         raise UserError(
             "what kind of data file this is cannot be told from its name",
             where=str(path),
-            fix=f"let it end in {KIND_NAMES}",
+            fix=f"unpack an archive, save a spreadsheet as .csv, or let the name end in {KIND_NAMES}",
         )
     if kind not in BINARY_KINDS:
         with open_data(path) as file:
             start = file.read(512)
         _check_text(path, start)
-        if kind == "jsonl" and start.removeprefix(UTF8_MARK).lstrip()[:1] == b"[":
+        if kind == "jsonl" and (begins := re.match(rb"\s*(\[|\{\s*\n)", start.removeprefix(UTF8_MARK))):
+            what = "list" if begins[1] == b"[" else "object of several lines"
             raise UserError(
-                "the data file begins with a JSON list",
+                f"the data file begins with a JSON {what}",
                 where=f"{path}:1",
                 why="a .jsonl file holds one JSON object a line",
                 fix="write it as JSONL, or let its name end in .json",
@@ -190,13 +197,13 @@ def _check_text(path: Path, start: bytes) -> None:
     has_zeros = len(start) >= 4 and (not any(start[:64:2]) or not any(start[1:64:2]))
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or has_zeros:
         raise UserError("the data file is UTF-16", where=str(path), fix="save it as UTF-8: iconv -f utf-16 -t utf-8")
-    for signature, what in SIGNATURES.items():
+    for signature, (what, fix) in SIGNATURES.items():
         if start.startswith(signature):
             raise UserError(
                 "the data file is not the text that its name says",
                 where=str(path),
-                why=f"it is {what.split(':')[0]}",
-                fix=what,
+                why=f"it is {what}",
+                fix=fix,
             )
 
 
@@ -246,7 +253,10 @@ def open_data(path: Path) -> Iterator[BinaryIO]:
                 yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
-            "the data file cannot be unpacked", where=str(path), why=str(error), fix="copy it again: it is damaged"
+            "the data file cannot be unpacked",
+            where=str(path),
+            why=str(error),
+            fix="copy it again if it is damaged; if it is not packed, remove .gz from its name",
         ) from error
     except OSError as error:
         raise UserError("the data file cannot be read", where=str(path), why=str(error)) from error

@@ -27,6 +27,7 @@ from manyhands.data.read.files import (
     Findings,
     Row,
     check_file,
+    is_packed_data,
     kind_of,
     split_lines,
     unpacked_bytes,
@@ -186,7 +187,10 @@ def _list_folder(folder: Path, split: str) -> tuple[Path, ...]:
     saved = list_saved_set(folder, split)
     if saved is not None:
         return saved
-    files = sorted(path for path in _walk(folder) if path.is_file() and kind_of(path))
+    found = [path for path in _walk(folder) if path.is_file()]
+    files = sorted(filter(kind_of, found))
+    if packed := sorted(filter(is_packed_data, found)):
+        raise UserError("the folder holds a packed data file", where=str(packed[0]), fix="unpack it, or pack it as .gz")
     if not files:
         raise UserError(
             "the folder holds no data files", where=str(folder), fix=f"name a file that ends in {KIND_NAMES}"
@@ -359,9 +363,4 @@ def read_rows(value: ResolvedSource | Source | str | Path) -> Iterator[Row]:
     if (error := explain_unreadable(findings, str(files[0]) if len(files) == 1 else source.path)) is not None:
         raise error
     if not found_any:
-        raise UserError(
-            "the file holds no rows",
-            where=source.path,
-            why="there is nothing but blank lines or a header",
-            fix="give at least one row",
-        )
+        raise UserError("the data holds no rows", where=source.path, fix="give a file with at least one row")

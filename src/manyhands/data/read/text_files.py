@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import describe_json_fault
+from manyhands.core.units import count_of
 from manyhands.data.read.files import MAX_LINE_BYTES, NOT_UTF8, FilePart, Findings, Row, open_data, read_lines
 
 SEPARATORS = ",;\t|"
@@ -188,14 +189,21 @@ def read_csv(part: FilePart, findings: Findings) -> Iterator[Row]:
     path = Path(part.file)
     lines = _Lines(path, findings)
     is_tsv = path.name.lower().removesuffix(".gz").endswith(".tsv")
-    records = csv.reader(lines, delimiter="\t" if is_tsv else _find_separator(lines.first), strict=True)
+    separator = "\t" if is_tsv else _find_separator(lines.first)
+    if named := re.fullmatch(r'"?sep=(.)"?\s*', lines.first):  # for Excel, in front of the header
+        separator = named[1]
+        next(lines)
+    records = csv.reader(lines, delimiter=separator, strict=True)
     header: list[str] | None = None
     while True:
         begin = lines.number + 1
         try:
             record = next(records, None)
         except csv.Error as error:
-            findings.add(part.file, begin, f"broken CSV: {error}", stops=header is None)
+            fault = str(error)
+            if fault.startswith("new-line character"):  # the rest is advice to programmers
+                fault = "a carriage return without a line feed; where all lines end so: tr '\\r' '\\n' < OLD > NEW"
+            findings.add(part.file, begin, f"broken CSV: {fault}", stops=header is None)
             if header is None:
                 return
             continue
@@ -206,7 +214,7 @@ def read_csv(part: FilePart, findings: Findings) -> Iterator[Row]:
         if header is None:
             header = _check_header(record, path, begin)
         elif len(record) != len(header):
-            findings.add(part.file, begin, f"{len(record)} fields, but the header has {len(header)}")
+            findings.add(part.file, begin, f"{count_of(len(record), 'field')}, but the header has {len(header)}")
         elif header[0] == INDEX and not record[0].strip().isdecimal():
             raise _nameless(header, path, begin)
         else:

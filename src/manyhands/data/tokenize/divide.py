@@ -112,7 +112,7 @@ def _share_out(fraction: float, num_samples: Sequence[int], notes: list[str]) ->
     if not wanted:
         part = "half" if fraction >= 1 else "a tenth"
         notes.append(
-            f"no sample is held out for validation: of {total:,}, {part} is less than one (data.validation "
+            f"no sample is held out for validation: {part} of {_count(total)} is less than one (data.validation "
             f"takes a file)"
         )
     elif wanted < asked:
@@ -121,8 +121,7 @@ def _share_out(fraction: float, num_samples: Sequence[int], notes: list[str]) ->
         )
     elif asked < wanted < MIN_HELD_OUT:
         notes.append(
-            f"only {_count(wanted)} held out for validation, a tenth of {total:,}; data.validation_fraction can "
-            f"ask for more"
+            f"{_count(wanted)} held out for validation, a tenth of {total:,}; for more set data.validation_fraction"
         )
     quotas = [wanted * count // total if total else 0 for count in num_samples]
     by_remainder = sorted(

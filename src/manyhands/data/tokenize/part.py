@@ -255,7 +255,10 @@ class PartTokenizer:
             return
         if longest > max_length and too_long == "truncate":
             if not all(document[MASK.name][1:max_length].any() for document in documents):
-                raise RowRefused(f"no loss token is left of {longest:,} after cutting at {max_length:,}")
+                raise RowRefused(
+                    f"no loss token is left after cutting at {max_length:,} tokens: raise data.max_length, or set "
+                    "data.too_long: drop"
+                )
             cut = documents[0][TOKENS.name][max_length:]
             if images and self._images is not None and (cut == self._images.token_id).any():
                 raise RowRefused(

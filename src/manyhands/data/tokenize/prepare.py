@@ -298,7 +298,7 @@ def _list_notes(
         "num_split": ("document", f"split into samples of at most {max_length:,} tokens"),
         "num_straddling_tokens": (
             "token",
-            "across the beginning of a trained part (answers that begin, or prompts that end, in blanks)",
+            "in which a prompt and a trained part meet (answers that begin, or prompts that end, with blanks)",
         ),
         "num_rows_with_placeholders": (
             "row",

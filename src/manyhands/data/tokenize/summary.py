@@ -297,11 +297,4 @@ class Outcome:
                     fix="change these limits, or set data.too_long: truncate",
                 )
             ]
-        return [
-            UserError(
-                "the file holds no rows",
-                where=where,
-                why="every line is blank",
-                fix="give a file with at least one row",
-            )
-        ]
+        return [UserError("the data holds no rows", where=where, fix="give a file with at least one row")]

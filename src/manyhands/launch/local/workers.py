@@ -54,21 +54,7 @@ def run_workers(
     """
     world_size, leads = plan.layout.world_size, launchers is None or launchers.node == 0
     port = choose_port() if launchers is None else 0
-    if leads:
-        folder.clear_ranks()
-        folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
     store = None  # of this launch alone: it is there as long as it is referred to
-    if launchers is None:
-        store = open_store(LOCAL_HOST, port)
-        endpoint, node, num_nodes, num_local = Address(LOCAL_HOST, store.port), 0, 1, world_size
-        run_id, network = folder.path.name, network_environment(LOCAL_HOST)
-    else:  # not before the files of an earlier launch are removed
-        endpoint = Address(*launchers.begin(open_store))
-        node, num_nodes, num_local = launchers.node, launchers.num_nodes, len(launchers.ranks)
-        run_id, network = f"manyhands-{launchers.attempt}", launchers.environment
-    agent = agent_config(
-        str(endpoint), node=node, num_nodes=num_nodes, num_local=num_local, run_id=run_id, timeout_s=timeout_s
-    )
     num_signals = 0
 
     def answer(number: signal.Signals) -> None:
@@ -86,15 +72,31 @@ def run_workers(
             end_all(set(worker_pids()))
 
     try:
-        with (
-            on_signals(answer),
-            launcher_environment(plan, num_local, {**network, **environment}),
-            _passing_on_notice(),
-            raise_on(*_SIGNALS),
-            Watch(folder, world_size, timeout_s, None if launchers is None else launchers.ranks, launchers) as watch,
-            launchers.watching(watch) if launchers is not None else contextlib.nullcontext(),
-        ):
-            ending = _run_agent(folder, agent, (module, *arguments), watch)
+        with raise_on(*_SIGNALS):  # from before torch is imported, which takes seconds
+            if leads:
+                folder.clear_ranks()
+                folder.write_status("running", pid=os.getpid(), host=this_host(), plan=plan.number)
+            if launchers is None:
+                store = open_store(LOCAL_HOST, port)
+                endpoint, node, num_nodes, num_local = Address(LOCAL_HOST, store.port), 0, 1, world_size
+                ranks = None
+                run_id, network = folder.path.name, network_environment(LOCAL_HOST)
+            else:  # not before the files of an earlier launch are removed
+                endpoint = Address(*launchers.begin(open_store))
+                node, num_nodes, ranks = launchers.node, launchers.num_nodes, launchers.ranks
+                num_local = len(ranks)
+                run_id, network = f"manyhands-{launchers.attempt}", launchers.environment
+            agent = agent_config(
+                str(endpoint), node=node, num_nodes=num_nodes, num_local=num_local, run_id=run_id, timeout_s=timeout_s
+            )
+            with (
+                on_signals(answer),
+                launcher_environment(plan, num_local, {**network, **environment}),
+                _passing_on_notice(),
+                Watch(folder, world_size, timeout_s, ranks, launchers) as watch,
+                launchers.watching(watch) if launchers is not None else contextlib.nullcontext(),
+            ):
+                ending = _run_agent(folder, agent, (module, *arguments), watch)
     except StopRequested as stop:  # before the agent has taken the signal over: no worker was started
         ending = LaunchEnd(stop.signal)
     finally:
