@@ -82,6 +82,10 @@ SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder 
 # The model for tests that need a real one; see src/manyhands/demo/model.py.
 SMOLLM2 := .venv/smollm2
 export MANYHANDS_SMOLLM2 ?= $(if $(wildcard $(SMOLLM2)/model.safetensors),$(abspath $(SMOLLM2)))
+# torchvision for the tests of models whose images it prepares. Beside the environment: transformers imports it wherever
+# it is installed, and beside a torch for CPUs its build for CUDA is imported by those tests alone.
+TORCHVISION := .venv/torchvision
+export MANYHANDS_TORCHVISION ?= $(if $(wildcard $(TORCHVISION)/torchvision),$(abspath $(TORCHVISION)))
 # Otherwise each process of torch uses all cores; the worker sets its number from the plan.
 test test-ci test-all equality faults: export OMP_NUM_THREADS ?= 1
 
@@ -154,7 +158,10 @@ test: $(READY)
 test-ci: WITHOUT := -m "not nightly" --durations=25
 test-all test-ci: $(READY)
 	@test -s $(SMOLLM2)/model.safetensors || $(PYTHON) -m manyhands.demo.model $(SMOLLM2)
-	@MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(SIDE_BY_SIDE) $(WITHOUT) $(PYTEST_ARGS)
+	@test -d $(TORCHVISION)/torchvision || $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps \
+	--target $(TORCHVISION) -c constraints.txt torchvision 2> >(grep -v 'is ignored: it is neither' >&2)
+	@MANYHANDS_TORCHVISION=$${MANYHANDS_TORCHVISION:-$(abspath $(TORCHVISION))} \
+	MANYHANDS_SMOLLM2=$${MANYHANDS_SMOLLM2:-$(abspath $(SMOLLM2))} $(PYTHON) -m pytest -q $(SIDE_BY_SIDE) $(WITHOUT) $(PYTEST_ARGS)
 
 # For a machine without a network: uses the installed python3. Missing packages may be supplied as .device/site.txz.
 test-device test-gpu: export OMP_NUM_THREADS := 1

@@ -23,7 +23,7 @@ from manyhands.data.store.store import TokenStore
 from manyhands.data.store.streams import from_streams
 from manyhands.data.tokenize.prepare import prepare
 from manyhands.families.images.sized import cut
-from tests.support import other_vision
+from tests.support import other_vision, torchvision
 from tests.support.vision import FAMILIES, LIKE_THEM, processor_of, write_tiny_processor
 
 Image = pytest.importorskip("PIL.Image")
@@ -57,7 +57,11 @@ OTHERS = (*LIKE_THEM, *other_vision.MODELS)
 
 @pytest.fixture(
     scope="module",
-    params=[*FAMILIES, *(pytest.param(f, marks=() if f == "aya_vision" else pytest.mark.slow) for f in OTHERS)],
+    params=[
+        *FAMILIES,
+        *(pytest.param(f, marks=() if f == "aya_vision" else pytest.mark.slow) for f in OTHERS),
+        *torchvision.params(pytest.mark.slow),
+    ],
 )
 def vision_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, write_tiny_processor(tmp_path_factory.mktemp("model") / request.param, request.param)
@@ -132,7 +136,7 @@ def test_tokens_and_pixels_are_those_of_the_processor(
     places = together["image_places"].tolist()
     assert places == (together["input_ids"][0] == token_id).nonzero().squeeze(1).tolist()
     assert len(places) == int(store.train.image_tokens.sum())
-    if "image_grid_thw" in together:
+    if family_of(folder).images.grid_inputs:
         ends = together["image_grid_thw"].prod(1).cumsum(0).tolist()
         assert together["image_cu_seqlens"].tolist() == [0, *ends] and len(together["image_position_ids"]) == ends[-1]
     # of each document the loss is on the answer alone, never on what stands for an image
@@ -149,7 +153,13 @@ def _open(part: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _squares(made: Any) -> np.ndarray:
     """Squares or patches end to end, without what only fills images up that are smaller or fewer squares."""
-    values = np.asarray(made["pixel_values"])
+    values = made["pixel_values"]
+    if isinstance(values[0], torch.Tensor) and "image_sizes" not in made:  # of torchvision
+        values = torch.cat([each.reshape(-1, *each.shape[-3:]) for each in values]).float()
+    values = np.asarray(values)
+    if "spatial_shapes" in made:  # patches of crops, channels last
+        real = values.reshape(-1, *values.shape[-2:])[np.asarray(made["pixel_attention_mask"]) > 0]
+        return real.reshape(-1, 14, 14, 3).transpose(0, 3, 1, 2)
     if "image_position_ids" in made:  # patches, channels last
         real = values[np.asarray(made["image_position_ids"])[..., 0] >= 0]
         return real.reshape(-1, 4, 4, 3).transpose(0, 3, 1, 2)

@@ -25,7 +25,7 @@ from manyhands.facts.towers import part_of
 from manyhands.families import find
 from manyhands.model.loss import IGNORED
 from manyhands.model.structure import auto_class_of
-from tests.support import other_vision
+from tests.support import other_vision, torchvision
 from tests.support.images import (
     FAMILIES,
     Document,
@@ -166,7 +166,9 @@ def batches_of(folder: Path, family: str, store: TokenStore, steps: Any) -> list
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=SLOW) for f in TYPES])
+@pytest.mark.parametrize(
+    "family", [f if f in FAST else pytest.param(f, marks=SLOW) for f in TYPES] + torchvision.params(SLOW)
+)
 def test_twenty_steps_on_rows_are_those_of_the_types_own_processor_and_plain_adamw(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "cohere, norms of queries": ("cohere", {"use_qk_norm": True}),
     "glm4, unbiased": ("glm4", {"attention_bias": False}),
     "starcoder2, unbiased": ("starcoder2", {"use_bias": False}),
+    "exaone4": ("exaone4", {}),
 }
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 

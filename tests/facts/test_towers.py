@@ -10,14 +10,15 @@ from manyhands.facts.model import read_model_facts
 from manyhands.facts.towers import part_of
 from manyhands.families import UNKNOWN, find
 from manyhands.model.structure import auto_class_of
-from tests.support.multimodal import write_tiny_multimodal
+from tests.support.vision import write_tiny_vision
 
 FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "smolvlm", "idefics3", "internvl", "gemma4")
+FAMILIES += ("llama4", "lfm2_vl", "kimi_k25", "exaone4_5")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_counted_as_the_loaded_model_has_them(tmp_path: Path, family: str) -> None:
-    folder = write_tiny_multimodal(tmp_path, family=family)
+    folder = write_tiny_vision(tmp_path, family)
     tower = read_model_facts(folder, family, "pretrained").tower
     model, known = auto_class_of(folder).from_pretrained(folder), find(family)
     sizes = {
@@ -42,7 +43,7 @@ def test_parts_are_counted_as_the_loaded_model_has_them(tmp_path: Path, family: 
     assert sizes["vision"] == sum(p.numel() for p in model.get_submodule(outer).state_dict().values()) - inner
     assert (tower.num_layers, tower.hidden_size, tower.num_heads) == (2, 32, 2)
     assert sum(shape.size for shape in tower.block_linear_shapes.values()) < tower.num_block_parameters
-    assert max(map(max, tower.block_linear_shapes.values())) in (48, 96)
+    assert max(map(max, tower.block_linear_shapes.values())) in (48, 96, 128)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +55,15 @@ def test_parts_are_counted_as_the_loaded_model_has_them(tmp_path: Path, family: 
         ("internvl", 4, 3 * 28 * 28, 1.0),
         ("qwen2_5_vl", 1, 3 * 2 * 14 * 14, 0.25),
         ("gemma4", 1, 3 * 4 * 4, 1 / 9),
+        ("llama4", 4, 3 * 28 * 28, 1.0),
+        ("cohere2_vision", 4, 3 * 28 * 28, 1.0),
+        ("lfm2_vl", 1, 3 * 14 * 14, 0.25),
+        ("kimi_k25", 1, 3 * 14 * 14, 0.25),
+        ("exaone4_5", 1, 3 * 2 * 14 * 14, 0.25),
     ],
 )
 def test_a_unit_is_a_patch_or_a_square(tmp_path: Path, family: str, patches: int, values: int, tokens: float) -> None:
-    tower = read_model_facts(write_tiny_multimodal(tmp_path, family=family), family, "pretrained").tower
+    tower = read_model_facts(write_tiny_vision(tmp_path, family), family, "pretrained").tower
     assert (tower.patches_per_unit, tower.unit_values, tower.tokens_per_unit) == (patches, values, tokens)
 
 

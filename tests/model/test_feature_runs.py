@@ -13,6 +13,7 @@ from PIL import Image
 from manyhands.model import features
 from manyhands.model.structure import find_tower_blocks
 from tests.keys.lab import Lab, Ran, open_lab
+from tests.support import torchvision
 from tests.support.vision import write_tiny_vision
 
 NUM_IMAGES, EPOCHS = 16, 2
@@ -70,12 +71,14 @@ MORE = [
     ("qwen2_vl", "trained", 0),
     ("glm4v", "frozen", 0),
     ("mistral3", "frozen", 0),
+    ("exaone4_5", "trained", 0),
 ]
+WITH_TORCHVISION = pytest.param("lfm2_vl", "frozen", 0, marks=(pytest.mark.slow, torchvision.MISSING))
 
 
 @pytest.mark.parametrize(
     ("family", "projector", "workers"),
-    [("gemma3", "trained", 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
+    [("gemma3", "trained", 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE), WITH_TORCHVISION],
 )
 def test_each_image_is_computed_once_and_nothing_changes(
     lab: Lab, family: str, projector: str, workers: int, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from manyhands.model.attention import ImageRows, attend_blockwise, attend_varlen
 from manyhands.model.loss import LossModel
 from manyhands.model.multimodal import BY_OWN_FORWARD, find_image_rows
 from manyhands.model.structure import auto_class_of, find_experts, set_attention
-from tests.support import other_vision, vision
+from tests.support import other_vision, torchvision, vision
 from tests.support.building import on_meta
 from tests.support.images import (
     FAMILIES,
@@ -140,7 +140,8 @@ SLOW = pytest.mark.slow
     [
         f if f in ("gemma3", "qwen3_vl", "aya_vision") else pytest.param(f, marks=SLOW)
         for f in (*vision.FAMILIES, *vision.LIKE_THEM, *other_vision.MODELS)
-    ],
+    ]
+    + torchvision.params(SLOW),
 )
 def test_the_loaded_model_is_checked(tmp_path: Path, family: str) -> None:
     """Packed and in rows, images reach the decoder as in the model's own forward pass; so do gradients their tower."""
@@ -185,9 +186,13 @@ def gradients(
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-@pytest.mark.parametrize("family", ["gemma4", "gemma4 experts", "mistral3 experts"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma4", "gemma4 experts", "mistral3 experts"]
+    + [pytest.param(f, marks=(SLOW, torchvision.MISSING)) for f in ("llama4", "kimi_k25")],
+)
 def test_adapters_get_the_gradients_of_the_models_own_forward_pass(tmp_path: Path, family: str, method: str) -> None:
-    """Beside a trained projector: of documents around one image each, alone and in a pack."""
+    """Beside a trained projector: of documents around one image each, alone and in a pack, or in rows."""
     folder = vision.write_tiny_vision(tmp_path, family)
     states = {"vision": "frozen", "projector": "trained", "language": "trained"}
     engine = build(tiny_plan(folder, parts=states), tiny_run(folder, method, target_modules="all-linear"))
@@ -196,7 +201,7 @@ def test_adapters_get_the_gradients_of_the_models_own_forward_pass(tmp_path: Pat
             layer.lora_B.weight.normal_(std=0.05)
     documents = [([1, 2, 3], 0), ([4] * 9, 1)]
     alone = [gradients(engine, folder, [document], packing=False, own=True) for document in documents]
-    together = gradients(engine, folder, documents, packing=True)
+    together = gradients(engine, folder, documents, packing=find(family).packs is not False)
     projector = find(family.split()[0]).projectors[0]  # of images
     assert together.keys() == alone[0].keys()
     assert all(any(word in name for name in together) for word in ("lora", projector))

@@ -52,7 +52,10 @@ def _turns(number: int, images: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _document(processor: Any, turns: list[dict[str, Any]], sample: Any) -> Document:
-    made = processor.apply_chat_template([turns], tokenize=True, return_dict=True)
-    inputs = {name: torch.as_tensor(np.asarray(values)) for name, values in made.items() if name != "input_ids"}
+    how = {"return_tensors": "pt"} if hasattr(processor.image_processor, "rescale_and_normalize") else {}
+    made = processor.apply_chat_template([turns], tokenize=True, return_dict=True, **how)
+    inputs = {name: torch.as_tensor(values if how else np.asarray(values)) for name, values in made.items()}
+    del inputs["input_ids"]
+    inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
     num_images = sum(part["type"] == "image" for part in turns[0]["content"])
-    return Document(list(made["input_ids"][0]), sample["mask"].tolist(), inputs, num_images=num_images)
+    return Document(np.asarray(made["input_ids"][0]).tolist(), sample["mask"].tolist(), inputs, num_images=num_images)

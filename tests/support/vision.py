@@ -28,6 +28,7 @@ LIKE_THEM = (
     "glm4v_moe",
     "qwen3_vl_moe",
     "qwen3_5_moe",
+    "exaone4_5",
     "mistral3",
     "lighton_ocr",
     "gemma4 experts",
@@ -88,7 +89,11 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
             {"processor_class": processor},
             {f"{name}_id": name for name in _QWEN_TOKENS},
         )
-        for kind, processor in {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen2_vl": "Qwen2VLProcessor"}.items()
+        for kind, processor in {
+            "qwen2_5_vl": "Qwen2_5_VLProcessor",
+            "qwen2_vl": "Qwen2VLProcessor",
+            "exaone4_5": "Exaone4_5_Processor",
+        }.items()
     },
     **{
         kind: (

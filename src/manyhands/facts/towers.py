@@ -92,14 +92,14 @@ def _modules(shapes: Shapes, known: tuple[str, ...]) -> tuple[str, ...]:
 def _tokens_per_unit(config: Mapping[str, Any], vision: Mapping[str, Any], patches: int, squares: bool) -> float:
     """Placeholders in the text for each unit, that is patch or square."""
     if not squares:
-        merged = _size(vision, "spatial_merge_size", "pooling_kernel_size") or config.get("spatial_merge_size") or 2
-        return 1 / merged**2
+        merged = _size(vision, "spatial_merge_size", "pooling_kernel_size")
+        return 1 / (merged or _size(config, "spatial_merge_size", "downsample_factor") or 2) ** 2
     if config.get("mm_tokens_per_image"):
         return float(config["mm_tokens_per_image"])
     for factor in ("scale_factor", "downsample_factor"):
         if config.get(factor):
             return float(patches / config[factor] ** 2)
-    return patches * float(config.get("downsample_ratio") or 1.0) ** 2
+    return patches * float(config.get("downsample_ratio") or vision.get("pixel_shuffle_ratio") or 1.0) ** 2
 
 
 def _projector_values(

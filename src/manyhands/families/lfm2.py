@@ -1,9 +1,15 @@
-"""LFM2, dense and with experts: most layers are short convolutions."""
+"""LFM2, dense and with experts: most layers are short convolutions; and LFM2-VL with images around it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from manyhands.families.family import CONVOLUTION, Config, Experts, Family, Shapes
+import numpy as np
+
+from manyhands.families.family import CONVOLUTION, Config, Experts, Family, ImageLayout, Shapes
 from manyhands.families.hybrids import attention, has_attention, mlp, norms
+from manyhands.families.images import PIXELS, ImageEntry, ImageKind, ImageShape
+from manyhands.families.images.kind import Processor
 
 
 def _block(config: Config, index: int, dense: bool) -> Shapes:
@@ -33,6 +39,55 @@ def _inner(config: Config) -> int:
     return multiple * -(-inner // multiple)
 
 
+class Crops(ImageKind):
+    """Patches of an image's crops: of all tiles, each alike, and of the whole; or of the whole alone. The forward pass
+    takes those of a crop row by row, padded to the largest; ``spatial_shapes`` are rows and columns of each crop.
+    """
+
+    entries = (*ImageKind.entries, ImageEntry("spatial_shapes", "image", (2,)))
+    counts_patches = True
+    reads_sizes = True
+
+    def prepare(self, processor: Processor, pixels: np.ndarray, alone: bool) -> dict[str, np.ndarray]:
+        made, side = processor.run(pixels, alone), int(processor.values["encoder_patch_size"])
+        shapes = np.asarray(made["spatial_shapes"], dtype=np.int64)
+        crops = zip(made[PIXELS], shapes.prod(1), strict=True)
+        patches = np.concatenate([np.asarray(crop)[:count] for crop, count in crops])
+        squares = patches.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+        return {PIXELS: np.ascontiguousarray(squares, dtype=np.uint8), "spatial_shapes": shapes}
+
+    def measure(
+        self, made: Mapping[str, Any], size: tuple[int, int], values: Mapping[str, Any], alone: bool
+    ) -> ImageShape:
+        side, units = int(values["encoder_patch_size"]), int(np.asarray(made["spatial_shapes"]).prod(1).sum())
+        return ImageShape(size, units, (side, side), (int(made["image_rows"][0]), int(made["image_cols"][0])), alone)
+
+    def inputs(self, entries: dict[str, Any]) -> dict[str, Any]:
+        patches, shapes = entries[PIXELS].permute(0, 2, 3, 1).flatten(1), entries["spatial_shapes"]
+        counts = [rows * columns for rows, columns in shapes.tolist()]
+        pixels = patches.new_zeros(len(counts), max(counts, default=0), patches.shape[1])
+        is_patch = patches.new_zeros(pixels.shape[:2], dtype=shapes.dtype)
+        for crop, (count, part) in enumerate(zip(counts, patches.split(counts), strict=True)):
+            pixels[crop, :count], is_patch[crop, :count] = part, 1
+        return {PIXELS: pixels, "spatial_shapes": shapes, "pixel_attention_mask": is_patch}
+
+    def smallest(self, config: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
+        merged, side = config.downsample_factor, config.vision_config.patch_size
+        return (merged**2, 3, side, side), {"spatial_shapes": [[merged, merged]]}
+
+
+def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
+    (rows, columns), merged = image.grid, processor["downsample_factor"] ** 2
+    token, patches, parts, left = processor["image_token"], 0, [], image.units
+    if rows * columns > 1:
+        patches = (processor["tile_size"] // processor["encoder_patch_size"]) ** 2
+        places = ((row + 1, column + 1) for row in range(rows) for column in range(columns))
+        parts = [f"<|img_row_{row}_col_{column}|>{token * (patches // merged)}" for row, column in places]
+        left -= rows * columns * patches
+        parts += [processor["image_thumbnail_token"]] if left else []
+    return "".join([processor["image_start_token"], *parts, token * (left // merged), processor["image_end_token"]])
+
+
 LFM2 = Family(
     name="LFM2",
     model_types=("lfm2",),
@@ -50,5 +105,23 @@ LFM2_MOE = replace(
     mixers=("Lfm2MoeShortConv",),
     experts=Experts("feed_forward"),
 )
+LFM2_VL = Family(
+    name="LFM2-VL",
+    model_types=("lfm2_vl",),
+    towers=("model.vision_tower",),
+    projectors=("model.multi_modal_projector",),
+    images=ImageLayout(
+        Crops(),
+        _expand,
+        {
+            "image_token": "<image>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail_token": "<|img_thumbnail|>",
+        },
+        keeps_features=False,
+        arguments=lambda _: {"return_row_col_info": True},
+    ),
+)
 
-FAMILIES = (LFM2, LFM2_MOE)
+FAMILIES = (LFM2, LFM2_MOE, LFM2_VL)

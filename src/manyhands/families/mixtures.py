@@ -33,13 +33,6 @@ DEEPSEEK_V3 = Family(
     mlp_bias=False,
     experts=Experts(shared="shared_experts"),
 )
-KIMI_K25 = Family(
-    name="Kimi K2.5",
-    model_types=("kimi_k25",),
-    text_model_type="deepseek_v3",  # published as kimi_k2, which transformers takes for it
-    towers=("model.vision_tower",),
-    projectors=("model.mm_projector",),
-)
 GLM4_MOE = Family(
     name="GLM-4.5",
     model_types=("glm4_moe",),
@@ -70,6 +63,6 @@ MELLUM = replace(HUNYUAN, name="Mellum", model_types=("mellum", "minimax_m2", "h
 """These are read from the headers of their weights; without weights, as Llama's blocks with experts."""
 
 FAMILIES = (
-    *(OLMOE, FLEX_OLMO, MIXTRAL, DEEPSEEK_V3, KIMI_K25, GLM4_MOE, DOTS1, SOLAR, GRANITE_MOE),
+    *(OLMOE, FLEX_OLMO, MIXTRAL, DEEPSEEK_V3, GLM4_MOE, DOTS1, SOLAR, GRANITE_MOE),
     *(GRANITE_MOE_SWA, MIMO_V2, HUNYUAN, COHERE2_MOE, MELLUM),
 )

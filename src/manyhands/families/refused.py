@@ -40,18 +40,18 @@ STRUCTURE_REFUSED = dict.fromkeys(
 )
 """Model types of text that cannot be trained here for another reason."""
 
-INFERRED = ("aya_vision", "deepseek_vl", "janus", "qianfan_ocr", "vipllava")
+INFERRED = ("aya_vision", "cohere2_vision", "deepseek_vl", "janus", "qianfan_ocr", "vipllava")
 """Model types without a file of their own whose images were trained by what is inferred of them, with 5.17."""
 
 _ALIKE = {
     INDEXER: "glm5_next minimax_m3_vl qwen4_exp",
     OWN_EXPERTS: "aria step3p7",
-    TORCHVISION: "cohere2_vision gemma4_unified kimi_k25 lfm2_vl llama4 muse_glimmer perception_lm",
+    TORCHVISION: "gemma4_unified muse_glimmer",
     ENCODER: "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",
     CROSS_ATTENTION: "blip idefics mllama",
     QUERIES: "blip-2 instructblip instructblipvideo",
     NO_SDPA: "got_ocr2 pp_chart2table",
-    TIMM: "fast_vlm gemma3n",
+    TIMM: "fast_vlm gemma3n perception_lm",
     OWN_SIZE: "idefics2 minicpmv4_6",
     CODEBOOK: "chameleon emu3",
     POSITIONS: "cohere_compass cosmos3_edge cosmos3_omni glm_ocr glmga hunyuan_vl paddleocr_vl",
@@ -65,7 +65,6 @@ IMAGES_REFUSED: dict[str, str] = {name: reason for reason, names in _ALIKE.items
     "diffusion_gemma": DIFFUSION,
     "ernie4_5_vl_moe": TWO_KINDS,
     "evolla": "it takes proteins, and no images",
-    "exaone4_5": "its text beside images was not measured yet",
     "fuyu": "it has no vision tower: patches of an image are projected straight to the embeddings",
     "git": "an image stands before the text without placeholders",
     "granite4_vision": "features of an image go into several layers of its text",

@@ -43,7 +43,7 @@ class KeptFeatures:
 
     def __init__(self, images: Images, model: Any, files: FeatureFiles) -> None:
         self._images = images
-        self._base = getattr(model, model.base_model_prefix)
+        self._base = getattr(model, model.base_model_prefix, model)
         self._projectors = _find_projectors(images, model) if images.trained(model) else []
         self._writer, self.work = Writer(files), files.work
         self.num_computed = self.num_read = 0
@@ -70,14 +70,16 @@ class KeptFeatures:
 
     def _divide(self, model: Any, batch: Mapping[str, Any]) -> list[tuple[dict[str, Any], NamedImage]]:
         """Each image of a batch as a batch of its own."""
-        divided, unit = [], 0
-        for number, image in enumerate(batch[NAMED]):
-            places = {"unit": slice(unit, unit + image.num_units), "image": slice(number, number + 1)}
-            entries = self._images.layout.entries
-            one = {entry.name: batch[entry.name][places[entry.item]] for entry in entries if entry.item in places}
-            count = torch.tensor([1 if image.alone else 2])  # of a document: one image, or several
-            one |= {entry.name: count for entry in entries if entry.item == "document"}
-            unit += image.num_units
+        divided, entries = [], self._images.layout.entries
+        begins = dict.fromkeys((entry.name for entry in entries), 0)
+        for image in batch[NAMED]:
+            one = {}
+            for entry in entries:
+                count = image.num_units if entry.item == "unit" else len(image.sizes.get(entry.name, ()))
+                begin, begins[entry.name] = begins[entry.name], begins[entry.name] + count
+                one[entry.name] = batch[entry.name][begin : begin + count]
+            images = torch.tensor([1 if image.alone else 2])  # of a document: one image, or several
+            one |= {entry.name: images for entry in entries if entry.item == "document"}
             divided.append((self._images.with_grid_inputs(model.config, one), image))
         return divided
 

@@ -248,7 +248,7 @@ class Images:
         known = {name: batch[name] for name in GRID_ENTRIES if name in batch}
         by_host = kind.reads_sizes or (known and not self.layout.reads_grids)
         inputs = self._inputs(batch, on_device=not by_host) | known
-        found = getattr(model, model.base_model_prefix).get_image_features(**inputs, return_dict=True)
+        found = kind.encode(getattr(model, model.base_model_prefix, model), inputs)
         features = found.pooler_output
         parts = features if isinstance(features, tuple | list) else [features]
         return torch.cat([part.flatten(0, -2) for part in parts]), list(

@@ -1,16 +1,16 @@
 """What a model's processor does with images: how many tokens each takes, and its pixels. Knows no rows and no store.
 
-Sizes and pixels are those of the family's own image processor in transformers, by its PIL backend. It is asked for
-whole numbers from 0 to 255 and does neither rescale nor normalize: prepared images are bytes, a quarter of the floats,
-and ``table`` turns each byte into the float that the processor would have made of it, where the batch is used. Imports
-transformers (which imports torch) only when an ``ImageProcessor`` is made.
+Sizes and pixels are those of the family's own image processor in transformers, by its PIL backend, or by torchvision
+where it has no other. It is asked for whole numbers from 0 to 255 and does neither rescale nor normalize: prepared
+images are bytes, a quarter of the floats, and ``table`` turns each byte into the float that the processor would have
+made of it, where the batch is used. Imports transformers (which imports torch) only when an ``ImageProcessor`` is made.
 """
 
 import hashlib
+import importlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
 from manyhands.data.images.files import DECODING
-from manyhands.families import Family, ImageLayout, find
+from manyhands.families import Family, ImageLayout, find, installed_version
 from manyhands.families.images import ImageShape, stack_squares
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -46,7 +46,8 @@ def update_by_files(digest: Any, folder: Path, names: Iterable[str]) -> None:
     for name in names:
         path = folder / name
         digest.update(f"\0{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))
-    digest.update(" ".join(f"{name} {version(name)}" for name in ("transformers", "pillow", "numpy")).encode())
+    libraries = ("transformers", "pillow", "numpy", *(["torchvision"] if installed_version("torchvision") else []))
+    digest.update(" ".join(f"{name} {version(name)}" for name in libraries).encode())
 
 
 class ImageProcessor:
@@ -65,7 +66,10 @@ class ImageProcessor:
                 why="the number of tokens that an image takes follows from it",
                 fix="add it to processor_config.json, as newer versions of the model have it",
             )
-        own = ("merge_size", "patch_size", "temporal_patch_size", "image_grid_pinpoints", "pooling_kernel_size")
+        own = (
+            *("merge_size", "patch_size", "temporal_patch_size", "image_grid_pinpoints", "pooling_kernel_size"),
+            *("encoder_patch_size", "downsample_factor", "tile_size"),
+        )
         self.values = {name: getattr(self.own, name) for name in own if hasattr(self.own, name)} | values
         if not layout.inferred and not layout.kind.counts_patches:
             blanks = (np.zeros((*size, 3), np.uint8) for size in ((48, 64), (64, 48)))
@@ -100,6 +104,12 @@ class ImageProcessor:
     def table(self) -> np.ndarray:
         """float32 (3, 256): what the processor makes of each value of each channel."""
         image, of = np.tile(np.arange(256, dtype=np.uint8), (3, 1)).reshape(3, 1, 256), self.own
+        if hasattr(of, "rescale_and_normalize"):  # torchvision's rounds both as one
+            import torch
+
+            how = of.do_rescale, of.rescale_factor, of.do_normalize, tuple(of.image_mean), tuple(of.image_std)
+            image = of.rescale_and_normalize(torch.from_numpy(image), *how).float().numpy()
+            return np.ascontiguousarray(image.reshape(3, 256))
         if of.do_rescale:
             image = of.rescale(image, of.rescale_factor)
         if of.do_normalize:
@@ -124,6 +134,7 @@ class ImageProcessor:
 
 
 def _load(folder: Path) -> Any:
+    _check_torchvision()
     from transformers.image_processing_base import ImageProcessingMixin
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as BY_TYPE
 
@@ -136,15 +147,48 @@ def _load(folder: Path) -> Any:
         )
     try:
         values, _ = ImageProcessingMixin.get_image_processor_dict(str(folder), local_files_only=True)
-        name, config = values.get("image_processor_type"), read_object(folder / "config.json")
-        wanted = f"{name.removesuffix('Fast')}Pil" if name else BY_TYPE[str(config.get("model_type"))]["pil"]
+        name, model_type = (
+            values.get("image_processor_type"),
+            str(read_object(folder / "config.json").get("model_type")),
+        )
+        usual = BY_TYPE.get(model_type, {})
+        wanted = f"{name.removesuffix('Fast')}Pil" if name else usual.get("pil") or f"{usual['torchvision']}Pil"
         model_types = [each for each, classes in BY_TYPE.items() if classes.get("pil") == wanted]
-        kind = find_class(wanted, model_types, "image_processing_pil")
+        file, alone = "image_processing_pil", wanted.removesuffix("Pil")
+        if not model_types and any(classes.get("torchvision") == alone for classes in BY_TYPE.values()):
+            _check_torchvision(model_type)
+            model_types = [each for each, classes in BY_TYPE.items() if classes.get("torchvision") == alone]
+            wanted, file = alone, "image_processing"
+        kind = find_class(wanted, model_types, file)
         return kind(**{name: value for name, value in values.items() if name not in NOT_ARGUMENTS})
+    except UserError:
+        raise
     except Exception as error:  # whatever the files hold: transformers raises many kinds
         raise UserError(
             "the image processor cannot be loaded", where=str(folder), why=f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _check_torchvision(needed_by: str = "") -> None:
+    """UserError where torchvision is installed and cannot be imported, or missing and models of this type need it."""
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # a build for another torch raises what its operators do
+        install = f"pip install torchvision torch=={version('torch')}"
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "torchvision"):
+            raise UserError(
+                "the installed torchvision cannot be imported",
+                where="torchvision",
+                why=f"{type(error).__name__}: {error}, as of a build for another torch than {version('torch')}",
+                fix=f"install its build for this torch, or uninstall it: {install}",
+            ) from error
+        if needed_by:
+            raise UserError(
+                f"images of models of type {needed_by} need torchvision, which is not installed",
+                where="data.images",
+                why="transformers prepares them by torchvision alone",
+                fix=f"{install}, or set data.images: false",
+            ) from error
 
 
 def find_class(name: str, model_types: Iterable[str], file: str) -> Any:
@@ -155,7 +199,7 @@ def find_class(name: str, model_types: Iterable[str], file: str) -> Any:
     for model_type in model_types:
         home = model_type.replace("-", "_")
         try:
-            module = import_module(f"transformers.models.{home}.{file}_{home}")
+            module = importlib.import_module(f"transformers.models.{home}.{file}_{home}")
         except ModuleNotFoundError:  # a model type that uses another's
             continue
         if hasattr(module, name):

@@ -85,6 +85,12 @@ class ImageKind:
         """What the forward pass takes, of a batch's ``entries`` as tensors."""
         return entries
 
+    def encode(self, base: Any, inputs: Mapping[str, Any]) -> Any:
+        """What ``get_image_features`` of the model ``base`` gives: its ``pooler_output`` is the features, end to end or
+        one tensor an image.
+        """
+        return base.get_image_features(**inputs, return_dict=True)
+
     def decoder_inputs(self, decoder: Any, ids: Any, is_image: Any) -> dict[str, Any]:
         """What a text decoder computes of token ids (b, t) beside their embeddings; ``is_image`` (b, t): where features
         stand.
