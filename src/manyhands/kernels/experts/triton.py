@@ -8,6 +8,7 @@ nothing. Importing this needs Triton; ``select`` does so only on a GPU, and comp
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -111,67 +112,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     tokens_pointer,
     ends_pointer,
     a_pointer,
-    rows_pointer,
-    low_pointer,
-    width,
-    rank,
-    a_group,
-    a_rank,
-    a_column,
-    scale,
-    num_groups,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RANK: tl.constexpr,
-):
-    group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
-    if group >= num_groups:
-        return
-    rows = row + tl.arange(0, ROWS)
-    ranks = tl.arange(0, RANK)
-    in_rows, in_rank = rows < end, ranks < rank
-    tokens = tl.load(tokens_pointer + rows, mask=in_rows, other=0).to(tl.int64)
-    low = tl.zeros((ROWS, RANK), tl.float32)
-    for start in range(0, width, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        inside = in_rows[:, None] & (columns < width)[None, :]
-        x = tl.load(x_pointer + tokens[:, None] * width + columns[None, :], mask=inside, other=0.0)
-        tl.store(rows_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], x, mask=inside)
-        a = tl.load(
-            a_pointer + group.to(tl.int64) * a_group + ranks[None, :] * a_rank + columns[:, None] * a_column,
-            mask=in_rank[None, :] & (columns < width)[:, None],
-            other=0.0,
-        )
-        low += tl.dot(x, a)
-    at = low_pointer + rows[:, None] * rank + ranks[None, :]
-    tl.store(at, (low * scale).to(low_pointer.dtype.element_ty), mask=in_rows[:, None] & in_rank[None, :])
-
-
-def gather_low(
-    x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor, a: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows, (num_groups, rank, width) = len(tokens), a.shape
-    rows, low = x.new_empty(num_rows, width), x.new_empty(num_rows, rank)
-    _gather_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
-        *(x, tokens, ends, a, rows, low, width, rank, *a.stride(), scale, num_groups),
-        GROUPS=triton.next_power_of_2(num_groups),
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
-        num_warps=WARPS,
-    )
-    return rows, low
-
-
-@triton.jit
-def _gather_rows_kernel(  # type: ignore[no-untyped-def]
-    x_pointer,
-    tokens_pointer,
-    ends_pointer,
-    a_pointer,
     factors_pointer,
-    values_pointer,
+    rows_pointer,
     scales_pointer,
     low_pointer,
     width,
@@ -186,9 +128,10 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
     SCALED: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """As ``_gather_kernel``, with rows written in fp8: read once for their largest value and the low-rank product, and
-    once more, from cache, as that is known.
+    """Rows for fp8 are read once for their largest value and the low-rank product, and once more, from cache, when that
+    is known.
     """
     group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
     if group >= num_groups:
@@ -204,28 +147,67 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
         columns = start + tl.arange(0, COLUMNS)
         inside = in_rows[:, None] & (columns < width)[None, :]
         x = tl.load(x_pointer + tokens[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        if not FP8:
+            tl.store(rows_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], x, mask=inside)
         a = tl.load(
             a_pointer + group * a_group + ranks[None, :] * a_rank + columns[:, None] * a_column,
             mask=in_rank[None, :] & (columns < width)[:, None],
             other=0.0,
         )
         low += tl.dot(x, a)
-        wide = x.to(tl.float32)
-        if SCALED:
-            wide *= tl.load(factors_pointer + group * width + columns, mask=columns < width, other=0.0)[None, :]
-        top = tl.maximum(top, tl.max(tl.abs(wide), 1))
+        if FP8:
+            wide = x.to(tl.float32)
+            if SCALED:
+                wide *= tl.load(factors_pointer + group * width + columns, mask=columns < width, other=0.0)[None, :]
+            top = tl.maximum(top, tl.max(tl.abs(wide), 1))
     at = low_pointer + rows[:, None] * rank + ranks[None, :]
     tl.store(at, (low * scale).to(low_pointer.dtype.element_ty), mask=in_rows[:, None] & in_rank[None, :])
-    own, inverse = scale_of(top)
-    tl.store(scales_pointer + rows, own, mask=in_rows)
-    for start in range(0, width, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        inside = in_rows[:, None] & (columns < width)[None, :]
-        wide = tl.load(x_pointer + tokens[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        if SCALED:
-            wide *= tl.load(factors_pointer + group * width + columns, mask=columns < width, other=0.0)[None, :]
-        values = (wide * inverse[:, None]).to(values_pointer.dtype.element_ty)
-        tl.store(values_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], values, mask=inside)
+    if FP8:
+        own, inverse = scale_of(top)
+        tl.store(scales_pointer + rows, own, mask=in_rows)
+        for start in range(0, width, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            inside = in_rows[:, None] & (columns < width)[None, :]
+            x = tl.load(x_pointer + tokens[:, None] * width + columns[None, :], mask=inside, other=0.0)
+            wide = x.to(tl.float32)
+            if SCALED:
+                wide *= tl.load(factors_pointer + group * width + columns, mask=columns < width, other=0.0)[None, :]
+            values = (wide * inverse[:, None]).to(rows_pointer.dtype.element_ty)
+            tl.store(rows_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], values, mask=inside)
+
+
+def _gather(
+    x: torch.Tensor,
+    tokens: torch.Tensor,
+    ends: torch.Tensor,
+    a: torch.Tensor,
+    scale: float,
+    factors: torch.Tensor | None,
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """Fill ``rows`` and the scales that they have in fp8; the low-rank product."""
+    num_rows, (num_groups, rank, width) = len(tokens), a.shape
+    low = x.new_empty(num_rows, rank)
+    _gather_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
+        *(x, tokens, ends, a, a if factors is None else factors, rows, low if scales is None else scales, low),
+        *(width, rank, *a.stride(), scale, num_groups),
+        GROUPS=triton.next_power_of_2(num_groups),
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
+        SCALED=factors is not None,
+        FP8=scales is not None,
+        num_warps=WARPS,
+    )
+    return low
+
+
+def gather_low(
+    x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor, a: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.new_empty(len(tokens), x.shape[1])
+    return rows, _gather(x, tokens, ends, a, scale, None, rows, None)
 
 
 def gather_low_rows(
@@ -236,107 +218,8 @@ def gather_low_rows(
     scale: float,
     factors: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_rows, (num_groups, rank, width) = len(tokens), a.shape
-    values, scales = new_rows(num_rows, width, x.device)
-    low = x.new_empty(num_rows, rank)
-    _gather_rows_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
-        *(x, tokens, ends, a, scales if factors is None else factors, values, scales, low),
-        *(width, rank, *a.stride(), scale, num_groups),
-        GROUPS=triton.next_power_of_2(num_groups),
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
-        num_warps=WARPS,
-        SCALED=factors is not None,
-    )
-    return values, scales, low
-
-
-@triton.jit
-def _gate_kernel(  # type: ignore[no-untyped-def]
-    both_pointer,
-    low_pointer,
-    b_pointer,
-    a_pointer,
-    bias_pointer,
-    ends_pointer,
-    z_pointer,
-    next_pointer,
-    width,
-    rank,
-    scale,
-    num_groups,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RANK: tl.constexpr,
-    GATE: tl.constexpr,
-    BIASED: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
-    if group >= num_groups:
-        return
-    rows = row + tl.arange(0, ROWS)
-    ranks = tl.arange(0, RANK)
-    in_rows, in_rank = rows < end, ranks < rank
-    group = group.to(tl.int64)
-    wide = rows.to(tl.int64)[:, None]
-    up = 1 if STEP == 2 else width  # from a value of gate to its value of up
-    low = tl.load(
-        low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0
-    )
-    sums = tl.zeros((ROWS, RANK), tl.float32)
-    for start in range(0, width, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        in_columns = columns < width
-        inside = in_rows[:, None] & in_columns[None, :]
-        factor = in_rank[:, None] & in_columns[None, :]
-        at_b = b_pointer + (group * (2 * width) + STEP * columns[None, :]) * rank + ranks[:, None]
-        g, u = _load_gate(both_pointer, rows, start, end, width, ROWS, COLUMNS, STEP)
-        g += tl.dot(low, tl.load(at_b, mask=factor, other=0.0))
-        u += tl.dot(low, tl.load(at_b + up * rank, mask=factor, other=0.0))
-        if BIASED:
-            at_bias = bias_pointer + group * (2 * width) + STEP * columns
-            g += tl.load(at_bias, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-            u += tl.load(at_bias + up, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        z, _, _ = _gate(g, u, GATE)
-        z = z.to(z_pointer.dtype.element_ty)
-        tl.store(z_pointer + wide * width + columns[None, :], z, mask=inside)
-        a = tl.load(
-            a_pointer + (group * rank + ranks[None, :]) * width + columns[:, None],
-            mask=in_rank[None, :] & in_columns[:, None],
-            other=0.0,
-        )
-        sums += tl.dot(z, a)
-    at = next_pointer + rows[:, None] * rank + ranks[None, :]
-    tl.store(at, (sums * scale).to(next_pointer.dtype.element_ty), mask=in_rows[:, None] & in_rank[None, :])
-
-
-def gate_low(
-    both: torch.Tensor,
-    low: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    bias: torch.Tensor | None,
-    ends: torch.Tensor,
-    scale: float,
-    gate: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows, (num_groups, rank, width) = len(both), a.shape
-    z, following = both.new_empty(num_rows, width), both.new_empty(num_rows, rank)
-    _gate_kernel[(triton.cdiv(num_rows, GATE_ROWS) + num_groups,)](
-        *(both, low, b, a, b if bias is None else bias, ends, z, following, width, rank, scale, num_groups),
-        GROUPS=triton.next_power_of_2(num_groups),
-        ROWS=GATE_ROWS,
-        COLUMNS=GATE_COLUMNS,
-        RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
-        num_warps=GATE_WARPS,
-        GATE=GATES[gate],
-        BIASED=bias is not None,
-        STEP=2 if gate == "clamped" else 1,
-    )
-    return z, following
+    values, scales = new_rows(len(tokens), x.shape[1], x.device)
+    return values, scales, _gather(x, tokens, ends, a, scale, factors, values, scales)
 
 
 @triton.jit
@@ -358,7 +241,7 @@ def _gated_tile(  # type: ignore[no-untyped-def]
     BIASED: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """z of these rows from column ``start``, as ``_gate_kernel`` makes it, in float32."""
+    """z of these rows from column ``start``, in float32."""
     columns, ranks = start + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     in_columns = columns < width
     factor = (ranks < rank)[:, None] & in_columns[None, :]
@@ -376,14 +259,14 @@ def _gated_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gate_rows_kernel(  # type: ignore[no-untyped-def]
+def _gate_kernel(  # type: ignore[no-untyped-def]
     both_pointer,
     low_pointer,
     b_pointer,
     a_pointer,
     bias_pointer,
     ends_pointer,
-    values_pointer,
+    z_pointer,
     scales_pointer,
     next_pointer,
     width,
@@ -397,10 +280,9 @@ def _gate_rows_kernel(  # type: ignore[no-untyped-def]
     GATE: tl.constexpr,
     BIASED: tl.constexpr,
     STEP: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """As ``_gate_kernel``, with z written in fp8: computed once for its largest value and the low-rank product, and
-    once more as that is known.
-    """
+    """For fp8, z is computed once for its largest value and the low-rank product, and once more when that is known."""
     group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
     if group >= num_groups:
         return
@@ -418,9 +300,13 @@ def _gate_rows_kernel(  # type: ignore[no-untyped-def]
             both_pointer, low, b_pointer, bias_pointer, group, rows, start, end, width, rank,
             ROWS, COLUMNS, RANK, GATE, BIASED, STEP,
         )  # fmt: skip
+        z = z.to(kind)
         columns = start + tl.arange(0, COLUMNS)
-        z = tl.where((columns < width)[None, :], z, 0.0).to(kind)
-        top = tl.maximum(top, tl.max(tl.abs(z.to(tl.float32)), 1))
+        if FP8:
+            top = tl.maximum(top, tl.max(tl.abs(z.to(tl.float32)), 1))
+        else:
+            inside = in_rows[:, None] & (columns < width)[None, :]
+            tl.store(z_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], z, mask=inside)
         a = tl.load(
             a_pointer + (group * rank + ranks[None, :]) * width + columns[:, None],
             mask=in_rank[None, :] & (columns < width)[:, None],
@@ -429,20 +315,23 @@ def _gate_rows_kernel(  # type: ignore[no-untyped-def]
         sums += tl.dot(z, a)
     at = next_pointer + rows[:, None] * rank + ranks[None, :]
     tl.store(at, (sums * scale).to(next_pointer.dtype.element_ty), mask=narrow)
-    own, inverse = scale_of(top)
-    tl.store(scales_pointer + rows, own, mask=in_rows)
-    for start in range(0, width, COLUMNS):
-        z = _gated_tile(
-            both_pointer, low, b_pointer, bias_pointer, group, rows, start, end, width, rank,
-            ROWS, COLUMNS, RANK, GATE, BIASED, STEP,
-        )  # fmt: skip
-        columns = start + tl.arange(0, COLUMNS)
-        values = (z.to(kind).to(tl.float32) * inverse[:, None]).to(values_pointer.dtype.element_ty)
-        inside = in_rows[:, None] & (columns < width)[None, :]
-        tl.store(values_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], values, mask=inside)
+    if FP8:
+        own, inverse = scale_of(top)
+        tl.store(scales_pointer + rows, own, mask=in_rows)
+        for start in range(0, width, COLUMNS):
+            z = _gated_tile(
+                both_pointer, low, b_pointer, bias_pointer, group, rows, start, end, width, rank,
+                ROWS, COLUMNS, RANK, GATE, BIASED, STEP,
+            )  # fmt: skip
+            columns = start + tl.arange(0, COLUMNS)
+            values = (z.to(kind).to(tl.float32) * inverse[:, None]).to(z_pointer.dtype.element_ty)
+            inside = in_rows[:, None] & (columns < width)[None, :]
+            tl.store(z_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], values, mask=inside)
 
 
-def gate_low_rows(
+def _gate_rows(
+    z: torch.Tensor,
+    scales: torch.Tensor | None,
     both: torch.Tensor,
     low: torch.Tensor,
     b: torch.Tensor,
@@ -451,23 +340,35 @@ def gate_low_rows(
     ends: torch.Tensor,
     scale: float,
     gate: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
+    """Fill ``z`` and the scales that its rows have in fp8; the next low-rank product."""
     num_rows, (num_groups, rank, width) = len(both), a.shape
-    values, scales = new_rows(num_rows, width, both.device)
     following = both.new_empty(num_rows, rank)
-    _gate_rows_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
-        *(both, low, b, a, b if bias is None else bias, ends, values, scales, following),
+    rows, warps = (GATE_ROWS, GATE_WARPS) if scales is None else (ROWS, WARPS)
+    _gate_kernel[(triton.cdiv(num_rows, rows) + num_groups,)](
+        *(both, low, b, a, b if bias is None else bias, ends, z, low if scales is None else scales, following),
         *(width, rank, scale, num_groups),
         GROUPS=triton.next_power_of_2(num_groups),
-        ROWS=ROWS,
+        ROWS=rows,
         COLUMNS=GATE_COLUMNS,
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
-        num_warps=WARPS,
         GATE=GATES[gate],
         BIASED=bias is not None,
         STEP=2 if gate == "clamped" else 1,
+        FP8=scales is not None,
+        num_warps=warps,
     )
-    return values, scales, following
+    return following
+
+
+def gate_low(both: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    z = both.new_empty(len(both), both.shape[1] // 2)
+    return z, _gate_rows(z, None, both, *arguments)
+
+
+def gate_low_rows(both: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values, scales = new_rows(len(both), both.shape[1] // 2, both.device)
+    return values, scales, _gate_rows(values, scales, both, *arguments)
 
 
 @triton.jit
