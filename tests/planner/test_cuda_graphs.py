@@ -38,6 +38,11 @@ def test_large_models_have_none() -> None:
     assert not make_plan(model=llama_8b()).layout.cuda_graphs
 
 
+def test_full_training_on_one_gpu_has_graphs_if_asked_for() -> None:
+    assert not make_plan(method__name="full").layout.cuda_graphs
+    assert make_plan(method__name="full", parallel__cuda_graphs=True).layout.cuda_graphs
+
+
 def test_samples_of_one_length_need_no_padding() -> None:
     data = data_facts(mean=512.0, longest=512, num_validation_tokens=20 * 512)
     made = make_plan(data=data)
@@ -49,7 +54,8 @@ def test_samples_of_one_length_need_no_padding() -> None:
     [
         ({"gpus": 0}, "there is no GPU"),
         ({"parallel__compile": False}, "blocks are not compiled"),
-        ({"method__name": "full"}, "parameters other than adapters are trained"),
+        ({"method__name": "patterns", "method__train": ["*norm*"]}, "a part of the weights is trained"),
+        ({"method__name": "full", "gpus": 2}, "weights are sharded and gathered for each block"),
         ({"gpus": 2, "parallel__strategy": "fsdp"}, "weights are sharded and gathered for each block"),
         ({"gpus": 2, "parallel__context_degree": 2}, "context parallelism communicates inside blocks"),
         ({"parallel__activation_checkpointing": "full"}, "activations are recomputed"),

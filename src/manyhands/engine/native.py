@@ -152,7 +152,8 @@ class NativeEngine(RankEngine):
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
         self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
         self._is_replicated = mesh is not None and mesh.size() > mesh[SHARD].size()
-        self._owns_gradients = False  # not those of a step's first micro-batch, where CUDA graphs have written them
+        # Not those of a step's first micro-batch, where CUDA graphs have written them; masters widen theirs.
+        self._owns_gradients = False
         self._is_reduced = False  # whether a micro-batch of this step has given shards of gradients
         self._has_idle_parts = False  # whether no micro-batch of this step reaches the optional parts, on any rank
         self._units = [module for module in loss_model.modules() if isinstance(module, FSDPModule)]
@@ -229,7 +230,7 @@ class NativeEngine(RankEngine):
                 self._backward_update.is_on = False  # further micro-batches compute with the same weights
         with nullcontext() if self._prefetch is None else self._prefetch.backward_pass():
             loss.backward()
-        if self._cuda_graphs and not last and not self._owns_gradients:
+        if self._cuda_graphs and self._copy is None and not last and not self._owns_gradients:
             gradients = {p: p.grad for p in self.loss_model.parameters() if p.grad is not None}
             copies = [torch.empty_like(gradient) for gradient in gradients.values()]
             torch._foreach_copy_(copies, [*gradients.values()])

@@ -274,10 +274,13 @@ def use_spare_memory(config: RunConfig, candidate: Candidate, base: EstimateInpu
 
 def use_graphs(config: RunConfig, candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
     """The candidate with its blocks launched as CUDA graphs and packs padded to one size, where that is possible and
-    asked for, or faster by ``GRAPHS_GAIN``; else itself.
+    asked for, or faster by ``GRAPHS_GAIN``; else itself. Without being asked only beside adapters: with everything
+    trained it was not measured.
     """
     layout, asked = candidate.layout, config.parallel.cuda_graphs
-    if asked is False or refuse_graphs(config, replace(base, layout=layout)) is not None:
+    if asked is False or (layout.trains_everything and asked is not True):
+        return candidate
+    if refuse_graphs(config, replace(base, layout=layout)) is not None:
         return candidate
     tokens = layout.pack_tokens or layout.micro_tokens
     found = limits.evaluate(base, change(layout, cuda_graphs=True, dynamic=False, pack_tokens=tokens))
@@ -290,14 +293,14 @@ def refuse_graphs(config: RunConfig, s: EstimateInput, *, fits: bool = True) -> 
     in memory; None where it can.
 
     Graphs need one shape, memory that stays where it is, kernels that no host code interrupts, and weights that are
-    not gathered. Gradients of adapters are small enough to be copied out of a graph's memory.
+    not gathered. Gradients that the next micro-batch would overwrite are copied out of a graph's memory.
     """
     layout = s.layout
     obstacles = {
         "there is no GPU": layout.device != "cuda",
         "blocks are not compiled": not layout.compile,
         "batches of preference tasks vary in shape": config.task == "preference",
-        "parameters other than adapters are trained": s.num_adapter_parameters == 0,
+        "a part of the weights is trained": config.method.name == "patterns",
         "weights are sharded and gathered for each block": layout.wrapper not in ("none", "ddp"),
         "context parallelism communicates inside blocks": layout.mesh.context > 1,
         "adapters have dropout": s.adapter_dropout,
