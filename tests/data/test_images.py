@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,8 @@ def _squares(made: Any) -> np.ndarray:
         return real.reshape(-1, 14, 14, 3).transpose(0, 3, 1, 2)
     if "image_position_ids" in made:  # patches, channels last
         real = values[np.asarray(made["image_position_ids"])[..., 0] >= 0]
-        return real.reshape(-1, 4, 4, 3).transpose(0, 3, 1, 2)
+        side = math.isqrt(real.shape[-1] // 3)
+        return real.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
     if values.ndim == 4 and "image_sizes" in made and "batch_num_images" not in made:  # whole images of their own sizes
         return np.concatenate(
             [cut(image[:, :h, :w], 14) for image, (h, w) in zip(values, made["image_sizes"], strict=True)]

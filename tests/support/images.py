@@ -19,6 +19,7 @@ from manyhands.data.tokenize.tokenizer import load_tokenizer
 from manyhands.families import find
 from manyhands.model.image_checks import ImageVerdict, ProbeImages, check_images
 from manyhands.model.loss import IGNORED
+from manyhands.model.multimodal import masks_of_generation
 from manyhands.planner.types import Plan
 from tests.support import layouts
 from tests.support.features import keep, with_features
@@ -137,6 +138,7 @@ def reference_loss(model: Any, family: str, document: Document) -> torch.Tensor:
 
 def sum_loss(model: Any, document: Document, inputs: dict[str, Any]) -> torch.Tensor:
     """Summed cross-entropy of a model's own forward pass on ``document``, whose images are ``inputs``."""
+    inputs = inputs | masks_of_generation(model, inputs)
     logits = model(input_ids=torch.tensor([document.ids]), use_cache=False, **inputs).logits[0, :-1]
     labels = torch.tensor([t if m else IGNORED for t, m in zip(document.ids[1:], document.trained[1:], strict=True)])
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")

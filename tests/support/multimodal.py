@@ -131,7 +131,7 @@ def write_tiny_multimodal(
         for parameter in model.parameters():
             if not parameter.any():  # zeros would agree by chance
                 torch.nn.init.normal_(parameter, std=0.08)
-        if kind == "gemma4_text":  # its scores have no scale, and of drawn weights they choose one key
+        if kind.startswith("gemma4"):  # its scores have no scale, and of drawn weights they choose one key
             for name, parameter in model.named_parameters():
                 if name.endswith(("q_norm.weight", "k_norm.weight")):
                     torch.nn.init.constant_(parameter, 0.4)

@@ -31,6 +31,7 @@ from manyhands.export.reference import Kind, Probe, Reference, TensorReference, 
 from manyhands.facts.adapter import WEIGHTS, needed_tokens, nf4_options
 from manyhands.infer.load import dequantizing
 from manyhands.model.attention import plain_attention
+from manyhands.model.multimodal import masks_of_generation
 from manyhands.model.resize_embeddings import resize_embeddings, rows_by_token
 from manyhands.model.source import state_by_file_names
 from manyhands.model.structure import auto_class_of
@@ -305,6 +306,7 @@ def _compare_logits(model: torch.nn.Module, probe: Probe, saved_dtype: str, foun
     wide = _widen(model, probe.dtype).eval()
     dtype = next(wide.parameters()).dtype
     inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in probe.inputs.items()}
+    inputs |= masks_of_generation(wide, inputs)
     logits = wide(input_ids=probe.input_ids, use_cache=False, **inputs).logits[:, -probe.logits.shape[1] :]
     deviation, tolerance = probe.deviation(logits), probe.tolerance(saved_dtype, name_dtype(logits.dtype))
     seen = " behind an image" if probe.inputs else ""

@@ -50,12 +50,16 @@ def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
             blocks.setdefault(f"{name[: found.start()]}.{found[1]}", {})[found[2]] = shape
     block = max(blocks.values(), key=lambda block: sum(map(math.prod, block.values())), default={})
     linears = {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in block.items() if len(shape) == 2}
-    hidden = min((min(shape) for shape in linears.values()), default=_size(vision, "embed_dim", "hidden_size"))
+    hidden = min(
+        (min(shape) for shape in linears.values()), default=_size(vision, "embed_dim", "mm_embed_dim", "hidden_size")
+    )
     patches = family.images is None or not family.images.kind.counts_patches
     side = _first(vision.get("image_size")) or 0
     patch = _first(vision.get("patch_size")) or _patch_in_files(parts["vision"]) or 14
     num_patches = max(1, side // patch) ** 2 if patches else 1
     tokens_per_unit = _tokens_per_unit(config, vision, num_patches, patches)
+    if family.images is not None and family.images.kind.merges_before_tower:
+        patch, tokens_per_unit = patch * (_size(vision, "pooling_kernel_size") or 3), 1.0
     further = _count_further(parts["projector"], family)
     return TowerFacts(
         num_parameters=sum(map(math.prod, parts["vision"].values())),

@@ -1,6 +1,7 @@
 """Gemma 4: the text model, dense or with experts beside each MLP, and images and sound around it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,16 +56,19 @@ class Pooled(Sized):
     pools_in_tower = True
     fails_on_one_token = False
 
+    def side(self, values: Mapping[str, Any]) -> int:
+        """Pixels of a unit's side."""
+        return int(values["patch_size"])
+
     def prepare(self, processor: Processor, pixels: np.ndarray, alone: bool) -> dict[str, np.ndarray]:
-        patches, grid = _cut_off_padding(processor.run(pixels, alone))
-        side = int(processor.values["patch_size"])
+        (patches, grid), side = _cut_off_padding(processor.run(pixels, alone)), self.side(processor.values)
         squares = patches.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
         return {PIXELS: np.ascontiguousarray(squares, dtype=np.uint8), "image_sizes": np.array([grid])}
 
     def measure(
         self, made: Mapping[str, Any], size: tuple[int, int], values: Mapping[str, Any], alone: bool
     ) -> ImageShape:
-        (patches, grid), side = _cut_off_padding(made), int(values["patch_size"])
+        (patches, grid), side = _cut_off_padding(made), self.side(values)
         return ImageShape(size, len(patches), (side, side), grid, alone)
 
     def inputs(self, entries: dict[str, Any]) -> dict[str, Any]:
@@ -92,16 +96,35 @@ class Pooled(Sized):
         return (pooled**2, 3, side, side), {"image_sizes": [[pooled, pooled]]}
 
 
+class Merged(Pooled):
+    """Squares of neighbors as one unit each, of which the tower makes one feature."""
+
+    merges_before_tower = True
+
+    def side(self, values: Mapping[str, Any]) -> int:
+        return int(values["patch_size"] * values["pooling_kernel_size"])
+
+    def decoder_inputs(self, decoder: Any, ids: Any, is_image: Any) -> dict[str, Any]:
+        return {}
+
+    def smallest(self, config: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
+        side = config.vision_config.model_patch_size
+        return (1, 3, side, side), {"image_sizes": [[1, 1]]}
+
+
 def _cut_off_padding(made: Mapping[str, Any]) -> tuple[np.ndarray, tuple[int, int]]:
     """Patches (n, values) of an only image, and their rows and columns."""
-    (patches,), (places,) = made[PIXELS], made["image_position_ids"]
-    columns, rows = (int(count) + 1 for count in places.max(0))
+    (patches,), (places,) = made[PIXELS], np.asarray(made["image_position_ids"])
+    patches, (columns, rows) = np.asarray(patches), (int(count) + 1 for count in places.max(0))
     return patches[: rows * columns], (rows, columns)
 
 
 def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
-    features = processor["image_token"] * (image.units // processor["pooling_kernel_size"] ** 2)
-    return f"{processor['boi_token']}{features}{processor['eoi_token']}"
+    return _enclose(image.units // processor["pooling_kernel_size"] ** 2, processor)
+
+
+def _enclose(num_features: int, processor: Mapping[str, Any]) -> str:
+    return f"{processor['boi_token']}{processor['image_token'] * num_features}{processor['eoi_token']}"
 
 
 GEMMA4_TEXT = Family(
@@ -113,18 +136,37 @@ GEMMA4_TEXT = Family(
     experts=Experts(parent="", router="router.proj.weight"),
     block=_block,
 )
+GEMMA4_IMAGES = ImageLayout(
+    Pooled(),
+    _expand,
+    {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+    bidirectional="use_bidirectional_attention",
+    in_windows_alone=True,
+)
 GEMMA4 = Family(
     name="Gemma 4",
     model_types=("gemma4",),
     towers=("model.vision_tower", "model.audio_tower"),
     projectors=("model.embed_vision", "model.embed_audio"),
-    images=ImageLayout(
-        Pooled(),
-        _expand,
-        {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
-        bidirectional="use_bidirectional_attention",
-        in_windows_alone=True,
+    images=GEMMA4_IMAGES,
+)
+GEMMA4_UNIFIED_TEXT = replace(
+    GEMMA4_TEXT,
+    model_types=("gemma4_unified_text",),
+    experts=None,
+    block=lambda config, index, dense: _block({**config, "hidden_size_per_layer_input": 0}, index, dense),
+)
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    name="Gemma 4 12B",
+    model_types=("gemma4_unified",),
+    towers=("model.embed_vision", "model.embed_audio"),
+    projectors=("model.embed_vision.multimodal_embedder", "model.embed_audio"),
+    images=replace(
+        GEMMA4_IMAGES,
+        kind=Merged(),
+        expand=lambda image, processor: _enclose(image.units, processor),
     ),
 )
 
-FAMILIES = (GEMMA4_TEXT, GEMMA4)
+FAMILIES = (GEMMA4_TEXT, GEMMA4, GEMMA4_UNIFIED_TEXT, GEMMA4_UNIFIED)

@@ -46,7 +46,7 @@ INFERRED = ("aya_vision", "cohere2_vision", "deepseek_vl", "janus", "qianfan_ocr
 _ALIKE = {
     INDEXER: "glm5_next minimax_m3_vl qwen4_exp",
     OWN_EXPERTS: "aria step3p7",
-    TORCHVISION: "gemma4_unified muse_glimmer",
+    TORCHVISION: "muse_glimmer",
     ENCODER: "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",
     CROSS_ATTENTION: "blip idefics mllama",
     QUERIES: "blip-2 instructblip instructblipvideo",

@@ -218,8 +218,9 @@ class Images:
     def own_inputs(self, model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the model's own forward pass takes beside ``input_ids``, of a batch that is not packed."""
         takes = inspect.signature(model.forward).parameters
-        kinds = (batch["input_ids"] == self.token_id).long()
-        return self._inputs(batch) | {name: kinds for name in KINDS_OF_TOKENS if name in takes}
+        is_image = (batch["input_ids"] == self.token_id).long()
+        kinds = {name: is_image for name in KINDS_OF_TOKENS if name in takes}
+        return self._inputs(batch) | kinds | masks_of_generation(model, kinds)
 
     def _inputs(self, batch: Mapping[str, Any], on_device: bool = True) -> dict[str, torch.Tensor]:
         """The images; ``on_device``: also what the host reads of them."""
@@ -282,6 +283,19 @@ class Images:
         """The entries of one small image; those that the host reads are on the CPU."""
         shape, others = self.layout.kind.smallest(config)
         return {PIXELS: torch.ones(shape, device=device)} | {n: torch.tensor(value) for n, value in others.items()}
+
+
+def masks_of_generation(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The masks by which transformers' ``model`` generates from ``inputs`` with kinds of tokens, for its forward pass;
+    {} where it makes none of its own. In 5.17 the forward pass of some models makes others than they were published
+    with: https://github.com/huggingface/transformers/issues/46711
+    """
+    kinds = {name: inputs[name] for name in KINDS_OF_TOKENS if name in inputs}
+    if not kinds or not hasattr(model, "create_masks_for_generate"):
+        return {}
+    (of_tokens, *_) = kinds.values()
+    embeds = torch.empty((*of_tokens.shape, 0), dtype=model.dtype, device=of_tokens.device)
+    return {"attention_mask": model.create_masks_for_generate(model.config, embeds, None, None, None, **kinds)}
 
 
 def _add_at(own: Any, hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

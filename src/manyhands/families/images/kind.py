@@ -60,6 +60,7 @@ class ImageKind:
     depends_on_others = False  # an image is prepared in another way where its sample has several
     reads_sizes = False  # the forward pass reads sizes on the host, where their entries stay
     reorders_patches = False  # a tower may compute patches in an order of its own, and restores it at its end
+    merges_before_tower = False  # a unit is a square of patches (``pooling_kernel_size``), which becomes one feature
     pools_in_tower = False  # what leaves a tower is as many rows as there are placeholders
     fails_on_one_token = False  # transformers' models drop the axis of an only token
 
