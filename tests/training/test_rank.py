@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from manyhands.core.collective_errors import run_on_all_ranks
+from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.launch.environment import Launcher
 from manyhands.launch.run.folder import RunFolder
@@ -66,6 +68,19 @@ def test_a_look_for_the_file_stop_that_fails_is_repeated(tmp_path: Path) -> None
     assert not training.is_asked_to_stop(rank)
     rank.folder.stop_file, rank.process.look_again_at = SimpleNamespace(exists=lambda: True), 0.0
     assert training.is_asked_to_stop(rank)
+
+
+def test_a_full_disk_is_named_by_its_file_or_by_whoever_knows_the_folder(tmp_path: Path) -> None:
+    """Writing to an open file fails without its name: the current folder may be on another disk."""
+
+    def fill(*name: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", *name)
+
+    with pytest.raises(OSError, match="No space left"):
+        run_on_all_ranks(fill)
+    with pytest.raises(UserError) as caught:
+        run_on_all_ranks(lambda: fill(str(tmp_path / "weights")))
+    assert caught.value.where == str(tmp_path / "weights") and f"free in {tmp_path}" in caught.value.why
 
 
 def test_samples_of_a_bad_batch_are_listed_with_the_ranks_that_trained_them() -> None:

@@ -108,6 +108,7 @@ NONE: Mapping[str, str] = {}
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 A_PACK = "a row is one document: divide this pack, and data.packing packs them again"
 DETECT_ROWS = 100
+NO_FIELD = "no field"  # begins why a row is refused that has not what its format needs
 PLAIN_FORMATS = ("text", "prompt", *PAIRS, *JUDGED, *READY)  # which need no chat template
 PROMPTS = ("prompt", "messages", "conversations", "question", "instruction", "input")  # fields of a pair's prompt
 PART_IN_TEXT = re.compile(rf'"type"\s*:\s*"(?:{"|".join(IMAGE_PARTS)})"')  # of messages that are JSON text
@@ -409,7 +410,7 @@ def to_conversation(
     cells = Cells(row, fields, Reading(images, roles))
     empty = [cells.name(field) for field in FIELDS[format] if cells.get(field) is None]
     if missing := [name for name in empty if name not in row.fields]:
-        raise RowRefused(f"no field {' and '.join(missing)} (fields found: {_list_fields(row)})")
+        raise RowRefused(f"{NO_FIELD} {' and '.join(missing)} (fields found: {_list_fields(row)})")
     if empty:
         raise RowRefused(f"{' and '.join(empty)} {'are' if len(empty) > 1 else 'is'} null")
     weight = cells.weight()

@@ -16,6 +16,7 @@ from manyhands.config.tasks import TASKS
 from manyhands.core.errors import UserError
 from manyhands.data.batch.order import SampleOrder
 from manyhands.data.read.files import Findings
+from manyhands.data.read.formats import NO_FIELD
 from manyhands.data.read.sources import ResolvedSource, explain_unreadable
 from manyhands.data.store.store import TokenStore
 
@@ -254,9 +255,15 @@ class Outcome:
         where, max_length, trains = source.path, data.max_length, TASKS[task]
         divides = ", split to divide texts" if trains.mixes else ", split to make several samples of each"
         divides *= trains.takes_text
+        name_columns = "name the columns in data.fields, choose another data.format, or "
+        lacks_fields = any(reason.startswith(NO_FIELD) for reason in self.refused.faults)
         faults = [
             explain_unreadable(self.unreadable, where),
-            self.refused.make_error("{n} rows cannot be trained", where=where, fix="correct or remove these rows"),
+            self.refused.make_error(
+                "{n} rows cannot be trained",
+                where=where,
+                fix=f"{name_columns * lacks_fields}correct or remove these rows",
+            ),
             self.bad_images.make_error(
                 "images of {n} rows cannot be used",
                 where=where,

@@ -299,8 +299,8 @@ def read_chat_template(chat_template: str | None, model_folder: Path) -> str | N
     path = Path(chat_template).expanduser()
     if not path.is_file():
         near = nearest_name(path.name, TEMPLATES)
-        meant = f"did you mean {near}? " if near else ""
-        fix = f"{meant}Give a file that exists, Jinja text, or one of the names {', '.join(TEMPLATES)}"
+        meant = f"; did you mean {near}?" if near else ""
+        fix = f"give a file that exists, Jinja text, or one of the names {', '.join(TEMPLATES)}{meant}"
         raise UserError(f"no such chat template: {chat_template}", where="model.chat_template", fix=fix)
     try:
         return path.read_text(encoding="utf-8")
