@@ -51,6 +51,16 @@ def test_train_hands_the_config_to_the_launcher(run_file, started):
     assert options == {"dry_run": True, "fresh": True, "verbose": False, "price": None}
 
 
+@pytest.mark.parametrize(
+    ("command", "fix"), [(("train", "--model", "m"), "write data.train=[a"), (("eval", "run"), "leave one of them out")]
+)
+def test_an_option_of_one_value_that_is_given_twice_is_refused(command, fix):
+    """The first file of data would not be read, and nobody would notice."""
+    result = call(*command, "--data", "a.jsonl", "--data=b.jsonl")
+    assert result.exit_code == EXIT_USAGE and f"where: manyhands {command[0]}" in result.stderr
+    assert "error: --data is given twice" in result.stderr and f"fix: {fix}" in result.stderr
+
+
 def test_the_launchers_exit_code_is_ours(run_file, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "manyhands.launch.local.start", types.SimpleNamespace(start=lambda config, **_: 143)

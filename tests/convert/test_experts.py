@@ -583,5 +583,5 @@ def test_a_base_that_holds_no_single_experts_has_no_adapter_of_them(tmp_path: Pa
     model: Any = load_model(tiny_plan(source), tiny_run(source, "lora"))
     with torch.no_grad():
         export_adapter(tmp_path / "adapter", model, METHOD, "", rank=0)
-    with pytest.raises(UserError, match="hold no single experts"):
+    with pytest.raises(UserError, match="hold no experts as separate tensors"):
         split_experts(tmp_path / "adapter", tmp_path / "single", source)

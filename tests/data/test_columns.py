@@ -151,6 +151,17 @@ def test_empty_values_carry_nothing() -> None:
         Columns({}).check(Row({"text": "a", "images": [], "rejected": "x"}, "f", 1), "text", unread)
 
 
+def test_images_under_another_name_are_refused_with_the_key_that_names_them() -> None:
+    row = Row({"question": "a", "answer": "b", "image_path": "1.png"}, "f", 1)
+    with pytest.raises(UserError, match="in a column that is not named images or image") as caught:
+        Columns({}, images=True).refuse([row], "question")
+    assert caught.value.fix.startswith("set data.fields.images: image_path; ")
+    with pytest.raises(RowRefused) as refused:
+        Columns({}).check(row, "question", set())
+    assert "data.fields.images: image_path trains it where the model takes images" in str(refused.value)
+    Columns({"images": "image_path"}, images=True).refuse([row], "question")
+
+
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Path:
     """The tokenizer of a model that reads images: one of its tokens stands for them."""

@@ -313,7 +313,7 @@ def test_the_preparation_says_that_an_animated_image_is_its_first_frame(
     draw((40, 60)).save(tmp_path / "moving.gif", save_all=True, append_images=[draw((40, 60), 1)])
     config = make_config(write_rows([{"messages": turns(image("moving.gif"), text("?"))}]), validation_fraction=0)
     _, store = open_store(config, qwen_folder)
-    assert "of an animated image, or one of several pages, the first is trained" in store.meta["notes"]
+    assert "of images with several frames or pages, only the first one is trained" in store.meta["notes"]
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_run_is_not_exported(tmp_path: Path, capsys: pyt
 def test_an_adapter_of_a_mixture_is_written_by_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for method, why in (("full", "--by-expert is for adapters"), ("lora", "hold no single experts")):
+    for method, why in (("full", "--by-expert is for adapters"), ("lora", "hold no experts as separate tensors")):
         run, _ = make_run(tmp_path / method, method)
         assert main([str(run), "--output", str(tmp_path / "none"), "--by-expert"]) == 2
         printed = capsys.readouterr()

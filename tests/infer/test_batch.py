@@ -184,7 +184,7 @@ def test_rows_that_cannot_be_answered_are_named_before_anything_is(
     prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "w1"}, row])
     with pytest.raises(UserError, match="1 of 2 prompts cannot be answered") as refused:
         answer_file(model, prompts, tmp_path / "a.jsonl", SETTINGS)
-    assert said in refused.value.details[0] and refused.value.details[0].startswith("line 2: ")
+    assert said in refused.value.details[0] and refused.value.details[0].startswith(f"{prompts}:2: ")
     assert not list(tmp_path.glob("a.jsonl*"))
 
 
@@ -258,7 +258,7 @@ def test_half_of_a_surrogate_pair_is_named_by_its_line(model: Path, tmp_path: Pa
     file.write_text(f'{{"prompt": "a"}}\n{{"prompt": "\\ud800"}}\n{{"prompt": "a", "tools": "["}}\n{strange}\n')
     with pytest.raises(UserError, match="3 of 4 prompts cannot be answered") as caught:
         encode_rows(file, open_answerer(model).tokenizer, {}, PromptOptions())
-    assert "line 2" in caught.value.details[0] and "surrogate pair" in caught.value.details[0]
+    assert ":2: " in caught.value.details[0] and "surrogate pair" in caught.value.details[0]
     assert "a part of type []" in caught.value.details[2]
 
 

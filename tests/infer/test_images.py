@@ -119,7 +119,7 @@ def test_rows_of_a_file_have_images_by_path_and_are_answered_in_order(tmp_path: 
     file.write_text(json.dumps({"prompt": "<image>?", "images": ["nothing.png"]}) + "\n")
     with pytest.raises(UserError) as caught:
         answer_file(folder, file, tmp_path / "more.jsonl", settings, placement=CPU, report=lambda _: None)
-    assert "line 1" in caught.value.details[0] and "nothing.png does not exist" in caught.value.details[0]
+    assert ":1: " in caught.value.details[0] and "nothing.png does not exist" in caught.value.details[0]
 
 
 def test_images_have_the_sizes_that_the_run_was_trained_on(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_row_of_prompts_is_refused_with_what_is_wrong_with_its_images(tmp_path
 @pytest.mark.parametrize("row", [{"messages": about(Path("a.png"))}, {"prompt": "what is it", "images": ["a.png"]}])
 def test_a_text_model_refuses_rows_with_images(tmp_path: Path, row: dict[str, Any]) -> None:
     said = refuse_file(write_tiny_model(tmp_path / "model"), tmp_path / "prompts.jsonl", row)
-    assert "line 1: the prompt has images, and text alone is read" in said
+    assert ":1: the prompt has images, and text alone is read" in said
 
 
 def amplify(folder: Path) -> None:

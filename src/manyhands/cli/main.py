@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from manyhands import __version__
 from manyhands.cli.config import config, import_file
@@ -37,6 +37,19 @@ class _CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _errors_as_lines(ctx.args, ctx):
             return super().invoke(ctx)
+
+
+class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuses what takes one value and is given twice: the first, such as a file of data, would have no effect."""
+        given = self.make_parser(ctx).parse_args(args=list(args))[2]
+        for option in given:
+            if given.count(option) > 1 and not (getattr(option, "multiple", True) or getattr(option, "is_flag", False)):
+                name = max(option.opts, key=len)
+                takes_lists = name == "--data" and any(param.name == "overrides" for param in self.params)
+                fix = "write data.train=[a.jsonl,b.jsonl]" if takes_lists else "leave one of them out"
+                raise UserError(f"{name} is given twice", where=f"manyhands {ctx.info_name}", fix=fix)
+        return super().parse_args(ctx, args)
 
 
 @contextlib.contextmanager
@@ -120,7 +133,7 @@ for _name, _command in (
     ("ui", ui),
     ("setup-accelerate", setup_accelerate),
 ):
-    app.command(_name, context_settings={"token_normalize_func": rename_option})(_command)
+    app.command(_name, cls=_Command, context_settings={"token_normalize_func": rename_option})(_command)
 app.add_typer(runs, name="runs")
 
 

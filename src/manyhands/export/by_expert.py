@@ -85,10 +85,9 @@ def find_single_experts(base: Path) -> dict[str, dict[str, Any]]:
             entry["names"].add(one["name"])
     if not found:
         raise UserError(
-            "the files of the base hold no single experts",
+            "the base's files hold no experts as separate tensors",
             where=str(base),
-            why="all experts of a block are one tensor there, or it has none: an adapter of one expert would have no "
-            "name that anything reads",
+            why="the model has no experts, or all of a block are one tensor: no library reads adapters of single ones",
             fix="leave --by-expert out, or use --merge",
         )
     return found

@@ -153,7 +153,7 @@ def name_base_model(folder: Path, base: str | None) -> tuple[dict[str, bytes], s
         raise UserError(
             "the adapter names a folder of this machine as its base model",
             where=f"{folder / CONFIG}: base_model_name_or_path",
-            why="who downloads the adapter has no such folder, and its path is nobody else's business",
+            why="those who download the adapter have no such folder, and its path is private",
             fix="add --base OWNER/NAME, the name of that model on the hub",
         )
     text = json.dumps(fields | {"base_model_name_or_path": base}, indent=2, ensure_ascii=False) + "\n"

@@ -13,13 +13,13 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json
 from manyhands.data.chat.template import ChatTemplate
 from manyhands.data.read.columns import carries
+from manyhands.data.read.files import Findings
 from manyhands.data.read.messages import ImagesRefused, Reading, RowRefused, check_messages
 from manyhands.data.read.text_files import is_encodable
 from manyhands.data.store.streams import StoredImage
 from manyhands.data.tokenize.tokenizer import encode_text
 from manyhands.infer.images import PromptImages, has_images, refuse_images
 
-MAX_NAMED_ROWS = 10
 NO_FIELDS: Mapping[str, Any] = {}
 TEXT_ALONE = "the prompt has images, and text alone is read: by this model, or by serve and vLLM with any model"
 
@@ -121,7 +121,9 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 try:
                     row = parse_json(line)
                 except ValueError as error:
-                    raise UserError("the line is not JSON", where=f"{file}:{number}", why=str(error)) from None
+                    raise UserError(
+                        "the line is not JSON", where=f"{file}:{number}", why=str(error), fix=_EXAMPLE
+                    ) from None
                 if not isinstance(row, dict):
                     raise UserError("the line is not a JSON object", where=f"{file}:{number}", fix=_EXAMPLE)
                 yield number, row
@@ -183,7 +185,7 @@ def encode_rows(
 ) -> list[PromptTokens]:
     """All prompts of a file, in its order. UserError names unanswerable rows and those above ``max_tokens``."""
     prompts: list[PromptTokens] = []
-    faults: list[str] = []
+    findings = Findings()
     for line, row in read_rows(file):
         try:
             messages, tools = messages_of(row, options, images=images is not None)
@@ -194,17 +196,12 @@ def encode_rows(
                     f"{len(prompt.ids):,} tokens, and the model has room for {max_tokens:,} before the answer"
                 )
         except (RowRefused, ValueError) as refused:
-            faults.append(f"line {line}: {refused}")
+            findings.add(str(file), line, str(refused))
             continue
         prompts.append(prompt)
-    if faults:
-        more = [f"and {len(faults) - MAX_NAMED_ROWS:,} more"] if len(faults) > MAX_NAMED_ROWS else []
-        raise UserError(
-            f"{len(faults):,} of {len(faults) + len(prompts):,} prompts cannot be answered",
-            where=str(file),
-            fix=_EXAMPLE,
-            details=[*faults[:MAX_NAMED_ROWS], *more],
-        )
+    what = f"{findings.count:,} of {findings.count + len(prompts):,} prompts cannot be answered"
+    if (error := findings.make_error(what, where=str(file), fix=_EXAMPLE)) is not None:
+        raise error
     if not prompts:
         raise UserError("the file has no prompts", where=str(file), fix=_EXAMPLE)
     return prompts

@@ -144,7 +144,7 @@ class ImageOpener:
 
     def notes(self) -> list[str]:
         """What a user should know about the images, once they were opened."""
-        return ["of an animated image, or one of several pages, the first is trained"] * self._has_animated
+        return ["of images with several frames or pages, only the first one is trained"] * self._has_animated
 
 
 def _stamp(place: str) -> tuple[str, int, int] | None:

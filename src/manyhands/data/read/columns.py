@@ -26,8 +26,6 @@ from manyhands.data.store.streams import IGNORED
 
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")  # how data sets of several tools mark where the medium goes
 WITHOUT_IMAGES = ("text", *READY)  # formats whose rows never have images
-# Where no row among the first ones has an image, a later one is the first to say that there are some.
-IMAGES_HINT = "data.images: true trains it where the model takes images, "
 MAX_NAMES = 100  # of columns that are not read; more of them are values under names of their own
 MAX_SHAPES = 1000  # sets of names that are remembered
 
@@ -70,7 +68,10 @@ class Columns:
         telling, others = shape
         for name in telling:
             if carries(row.fields[name]):
-                hint = IMAGES_HINT if name.strip().casefold() in IMAGES and format not in WITHOUT_IMAGES else ""
+                hint = ""
+                if MEDIA.get(name.strip().casefold()) == "images" and format not in WITHOUT_IMAGES:
+                    way = "images: true" if name.strip().casefold() in IMAGES else f"fields.images: {name}"
+                    hint = f"data.{way} trains it where the model takes images, "
                 raise RowRefused(
                     f"{describe(name, row.fields[name])}: the column {name} would not be used ({hint}data.ignore "
                     f"leaves it out)"
@@ -93,7 +94,7 @@ class Columns:
                 if name not in read and is_telling(name, format) and carries(row.fields[name])
             ]
             if telling:
-                raise _refusal(row, telling, self._fields)
+                raise _refusal(row, telling, self._fields, self._images)
 
     def _read(self, format: str) -> set[str]:
         more = IMAGES if self._images and format not in WITHOUT_IMAGES else ()
@@ -126,6 +127,8 @@ def describe(name: str, value: Any) -> str:
         return "this row says itself what is trained"
     if plain in IMAGES:
         return "this row comes with images, and this run trains text alone"
+    if MEDIA.get(plain) == "images":
+        return "this row comes with images, which are read from columns named images or image"
     if plain in MEDIA:
         return f"this row comes with {MEDIA[plain]}, which cannot be trained"
     return "this is preference data" if plain in PREFERENCE or _is_verdict(value) else "this row has a label"
@@ -135,20 +138,23 @@ def _is_verdict(value: Any) -> bool:
     return value in (True, False) or str(value).strip().casefold() in ("true", "false", "0", "1")
 
 
-def _refusal(row: Row, telling: Sequence[str], fields: Mapping[str, str]) -> UserError:
-    """``telling`` are the columns of the row that change its meaning."""
+def _refusal(row: Row, telling: Sequence[str], fields: Mapping[str, str], images: bool) -> UserError:
+    """``telling`` are the columns of the row that change its meaning; ``images``: those of images are read."""
     plain = {name: name.strip().casefold() for name in telling}
     where, found = f"{row.file}:{row.line}", ", ".join(row.fields)
     ignore = f"set data.ignore: [{', '.join(telling)}]"
     media = [name for name in telling if plain[name] in MEDIA]
     if media:
         kinds = " and ".join(dict.fromkeys(MEDIA[plain[name]] for name in media))
+        what, fix = f"these rows come with {kinds}, and only text can be trained", "give other rows"
+        if images and kinds == "images":
+            what = "these rows come with images in a column that is not named images or image"
+            fix = f"set data.fields.images: {media[0]}"
         return UserError(
-            f"these rows come with {kinds}, and only text can be trained",
+            what,
             where=where,
             why=f"the column{'s' * (len(media) > 1)} {', '.join(media)} would not be used (columns found: {found})",
-            fix=f"give other rows; to train their text alone, {ignore}, and take placeholders such as <image> "
-            f"out of it",
+            fix=f"{fix}; to train their text alone, {ignore}, and take placeholders such as <image> out of it",
         )
     if any(plain[name] in PREFERENCE for name in telling):
         return UserError(

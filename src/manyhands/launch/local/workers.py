@@ -66,7 +66,7 @@ def run_workers(
         if num_signals == 1 and (launchers is None or launchers.pass_on(number)):
             again = "Ctrl-C again" if number == signal.SIGINT else f"a second {number.name}"
             what = "the ranks finish their step, save and end, within 30 s"
-            report(f"{number.name}: {what}; {again} ends them at once, without saving")
+            report(f"{folder.read_stop_reason() or number.name}: {what}; {again} ends them at once, without saving")
         elif num_signals == 2:
             time.sleep(SECOND_SIGNAL_S)
             end_all(set(worker_pids()))
