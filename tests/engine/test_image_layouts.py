@@ -195,7 +195,7 @@ def test_twenty_steps_on_rows_are_those_of_the_types_own_processor_and_plain_ada
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("family", [pytest.param(f, marks=SLOW) for f in SHARDED] + torchvision.params(SLOW))
+@pytest.mark.parametrize("family", [pytest.param(f, marks=SLOW) for f in SHARDED] + torchvision.params(SLOW)[:3])
 def test_two_ranks_take_the_same_steps_on_rows(tmp_path: Path, world: Ranks, family: str) -> None:
     """Sharded, where tower and projector run on each rank: also on one without images, and without samples."""
     folder = write_tiny_vision(tmp_path / "model", family)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from manyhands.facts.model import read_model_facts
 from manyhands.facts.towers import part_of
-from manyhands.families import UNKNOWN, find
-from manyhands.model.structure import auto_class_of
+from manyhands.families import UNKNOWN, block_shapes, find
+from manyhands.model.structure import auto_class_of, find_blocks
 from tests.support.vision import write_tiny_vision
 
 FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava", "llava_onevision", "smolvlm", "idefics3", "internvl", "gemma4")
-FAMILIES += ("llama4", "lfm2_vl", "kimi_k25", "exaone4_5")
+FAMILIES += ("llama4", "lfm2_vl", "kimi_k25", "muse_glimmer", "exaone4_5")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,12 +64,23 @@ def test_parts_are_counted_as_the_loaded_model_has_them(tmp_path: Path, family: 
         ("cohere2_vision", 4, 3 * 28 * 28, 1.0),
         ("lfm2_vl", 1, 3 * 14 * 14, 0.25),
         ("kimi_k25", 1, 3 * 14 * 14, 0.25),
+        ("muse_glimmer", 1, 3 * 2 * 14 * 14, 0.25),
         ("exaone4_5", 1, 3 * 2 * 14 * 14, 0.25),
     ],
 )
 def test_a_unit_is_a_patch_or_a_square(tmp_path: Path, family: str, patches: int, values: int, tokens: float) -> None:
     tower = read_model_facts(write_tiny_vision(tmp_path, family), family, "pretrained").tower
     assert (tower.patches_per_unit, tower.unit_values, tower.tokens_per_unit) == (patches, values, tokens)
+
+
+@pytest.mark.parametrize("family", ["exaone4_5", "gemma4_unified", "lfm2_vl", "muse_glimmer"])
+def test_blocks_of_the_text_have_the_shapes_of_the_loaded_model(tmp_path: Path, family: str) -> None:
+    """As a plan without weights counts them."""
+    model = auto_class_of(write_tiny_vision(tmp_path, family)).from_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    for index, block in enumerate(find_blocks(model).values()):
+        expected = {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+        assert block_shapes(find(config["model_type"]), config, index) == expected
 
 
 def test_a_text_model_has_no_tower_and_parts_are_told_by_name() -> None:

@@ -96,6 +96,16 @@ LIKE_OTHERS |= {
         },
         {},
     ),
+    "muse_glimmer": (
+        "muse_glimmer_text",
+        {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 8}
+        | {"layer_rope_theta": [10_000.0, 10_000.0, 0]},
+        {
+            "vision_config": {key: _SIZES[key] for key in _SIZES if key != "image_size"}
+            | {"pos_emb_height": 4, "pos_emb_width": 4, "layer_types": ["window_attention", "full_attention"]}
+        },
+        {"out_hidden_size": 128, "projector_hidden_size": 48} | _UNTIED,
+    ),
     "kimi_k25": (
         "deepseek_v3",
         _EXPERTS
@@ -247,5 +257,12 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, Any], dict[str, Any], dict
         {"image_processor_type": "Kimi_K25ImageProcessor", "max_patches": 24},
         {"processor_class": "Kimi_K25Processor"},
         {"image_token_id": "image_token", "video_token_id": "video_token"},
+    ),
+    "muse_glimmer": (
+        {name: f"<|{name}|>" for name in ("patch", "image_start", "image_end", "video")},
+        "<|patch|>",
+        {"image_processor_type": "MuseGlimmerImageProcessor", "max_image_tokens": 6},
+        {"processor_class": "MuseGlimmerProcessor"},
+        {"image_token_id": "patch", "video_token_id": "video"},
     ),
 }

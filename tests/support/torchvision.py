@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-TYPES = ("llama4", "lfm2_vl", "cohere2_vision", "kimi_k25", "gemma4_unified")
+TYPES = ("llama4", "lfm2_vl", "gemma4_unified", "cohere2_vision", "kimi_k25", "muse_glimmer")
 """Model types whose images are prepared by torchvision, as the tests' models have them."""
 OPERATORS = ("nms", "qnms")  # that its modules describe as they are imported
 _declared: list[Any] = []  # they go with this

@@ -70,7 +70,9 @@ def read_tower(config: Mapping[str, Any], shapes: Shapes) -> TowerFacts | None:
         num_block_parameters=sum(map(math.prod, block.values())),
         block_linear_shapes=linears,
         patches_per_unit=num_patches,
-        unit_values=3 * side * side if patches else 3 * patch * patch * (vision.get("temporal_patch_size") or 1),
+        unit_values=3 * side * side
+        if patches
+        else 3 * patch * patch * (_size(vision, "temporal_patch_size", "patch_temporal") or 1),
         tokens_per_unit=tokens_per_unit,
         bidirectional=family.images is not None and family.images.attends_both_ways(config),
         num_further=further,

@@ -6,7 +6,6 @@ this package, or in ``INFERRED``: a test compares them, and docs/vision.md with 
 
 from __future__ import annotations
 
-TORCHVISION = "transformers prepares its images by torchvision alone, and they are prepared by PIL here"
 ENCODER = "its decoder attends to an encoder, which is not supported"
 CROSS_ATTENTION = "images reach its text through layers of cross-attention, which text alone skips"
 QUERIES = "its query transformer stands around a text model whose head takes more than hidden states, or an encoder"
@@ -46,7 +45,6 @@ INFERRED = ("aya_vision", "cohere2_vision", "deepseek_vl", "janus", "qianfan_ocr
 _ALIKE = {
     INDEXER: "glm5_next minimax_m3_vl qwen4_exp",
     OWN_EXPERTS: "aria step3p7",
-    TORCHVISION: "muse_glimmer",
     ENCODER: "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",
     CROSS_ATTENTION: "blip idefics mllama",
     QUERIES: "blip-2 instructblip instructblipvideo",

@@ -6,7 +6,17 @@ outside compares kinds: callers use the methods of ``ImageKind``.
 
 from manyhands.families.images.anyres import AnyRes
 from manyhands.families.images.kind import PIXELS, ImageEntry, ImageKind, ImageShape, stack_squares
-from manyhands.families.images.patches import Patches
+from manyhands.families.images.patches import Patches, PatchRows
 from manyhands.families.images.sized import Sized
 
-__all__ = ["PIXELS", "AnyRes", "ImageEntry", "ImageKind", "ImageShape", "Patches", "Sized", "stack_squares"]
+__all__ = [
+    "PIXELS",
+    "AnyRes",
+    "ImageEntry",
+    "ImageKind",
+    "ImageShape",
+    "PatchRows",
+    "Patches",
+    "Sized",
+    "stack_squares",
+]

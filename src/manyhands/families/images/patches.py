@@ -51,3 +51,23 @@ class Patches(ImageKind):
         merge = vision.spatial_merge_size
         size = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
         return (merge**2, size), {"image_grid_thw": [[1, merge, merge]]}
+
+
+class PatchRows(Patches):
+    """A patch is (3, side, side), and patches lie row by row; the tower merges neighbors at its end."""
+
+    entries = (ImageEntry(PIXELS, "unit", (3, None, None), "float32"), *Patches.entries[1:])
+
+    def prepare(self, processor: Processor, pixels: np.ndarray, alone: bool) -> dict[str, np.ndarray]:
+        made, side = processor.run(pixels, alone), int(processor.values["patch_size"])
+        grid, patches = (np.asarray(made[name]) for name in ("image_grid_thw", PIXELS))
+        squares = patches.reshape(len(patches), -1, 3, side, side)[:, 0]  # where there are frames, they are alike
+        return {PIXELS: np.ascontiguousarray(squares, dtype=np.uint8), "image_grid_thw": grid.astype(np.int64)}
+
+    def repeats(self, values: Mapping[str, Any]) -> int:
+        return 0
+
+    def smallest(self, config: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
+        vision = config.vision_config
+        merge = getattr(vision, "merge_size", None) or vision.merge_kernel_size[0]
+        return (merge**2, 3, vision.patch_size, vision.patch_size), {"image_grid_thw": [[1, merge, merge]]}
