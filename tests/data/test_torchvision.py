@@ -27,7 +27,7 @@ def test_images_are_trained_where_torchvision_is() -> None:
     """Each type's tests of data, of the loaded model, of twenty steps and of kept features: skipped elsewhere."""
     if is_there():
         pytest.skip("torchvision is installed: the tests run where they are")
-    if not os.environ.get("MANYHANDS_TORCHVISION"):
+    if not (Path(os.environ.get("MANYHANDS_TORCHVISION") or ".", "torchvision")).is_dir():
         pytest.skip("MANYHANDS_TORCHVISION names no folder with torchvision: make test-ci installs one")
     own = ("-q", "-p", "no:cacheprovider", "-k", " or ".join(TYPES), *FILES, ONE_TYPE)
     command = (sys.executable, "-m", "tests.support.torchvision", *own)
