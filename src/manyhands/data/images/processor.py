@@ -107,7 +107,13 @@ class ImageProcessor:
         if hasattr(of, "rescale_and_normalize"):  # torchvision's rounds both as one
             import torch
 
-            how = of.do_rescale, of.rescale_factor, of.do_normalize, tuple(of.image_mean), tuple(of.image_std)
+            how = (
+                of.do_rescale,
+                of.rescale_factor,
+                of.do_normalize,
+                tuple(of.image_mean or ()),
+                tuple(of.image_std or ()),
+            )
             image = of.rescale_and_normalize(torch.from_numpy(image), *how).float().numpy()
             return np.ascontiguousarray(image.reshape(3, 256))
         if of.do_rescale:
@@ -147,10 +153,8 @@ def _load(folder: Path) -> Any:
         )
     try:
         values, _ = ImageProcessingMixin.get_image_processor_dict(str(folder), local_files_only=True)
-        name, model_type = (
-            values.get("image_processor_type"),
-            str(read_object(folder / "config.json").get("model_type")),
-        )
+        model_type = str(read_object(folder / "config.json").get("model_type"))
+        name = values.get("image_processor_type")
         usual = BY_TYPE.get(model_type, {})
         wanted = f"{name.removesuffix('Fast')}Pil" if name else usual.get("pil") or f"{usual['torchvision']}Pil"
         model_types = [each for each, classes in BY_TYPE.items() if classes.get("pil") == wanted]
@@ -179,8 +183,8 @@ def _check_torchvision(needed_by: str = "") -> None:
             raise UserError(
                 "the installed torchvision cannot be imported",
                 where="torchvision",
-                why=f"{type(error).__name__}: {error}, as of a build for another torch than {version('torch')}",
-                fix=f"install its build for this torch, or uninstall it: {install}",
+                why=f"{type(error).__name__}: {error}; it may be a build for another torch than {version('torch')}",
+                fix=f"install its build for this torch ({install}), or uninstall it",
             ) from error
         if needed_by:
             raise UserError(
