@@ -19,7 +19,7 @@ WIDE = 110  # width of a terminal for all four columns of the table
 
 
 def config(
-    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="A key or section, such as batch.samples.")] = None,
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="A key or section, such as batch.samples.")] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
 ) -> None:
     """Explain a key of the run file, or list all keys."""

@@ -26,7 +26,8 @@ def export(
         bool, typer.Option("--by-expert", help="Write an adapter of experts with one pair of factors an expert.")
     ] = False,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="Of the saved weights: bfloat16, float16 or float32; auto: the run's own.")
+        str,
+        typer.Option("--dtype", help="Dtype of the saved weights: bfloat16, float16 or float32; auto: the run's own."),
     ] = "auto",
     gguf: Annotated[
         str | None, typer.Option("--gguf", metavar="TYPE", help="Write a GGUF file: q8_0, q4_k_m, bf16, ...; merges.")

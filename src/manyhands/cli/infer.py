@@ -16,7 +16,7 @@ from manyhands.infer.settings import SERVED, GenerationSettings
 from manyhands.infer.text_metrics import TEXT_METRICS, check_metrics
 
 RUN_HELP = "A run's folder, its model/ or adapter/, or its run file."
-Folder = Annotated[Path | None, typer.Argument(metavar="[RUN]", help=RUN_HELP)]
+Folder = Annotated[Path | None, typer.Argument(metavar="RUN", help=RUN_HELP)]
 Model = Annotated[str | None, typer.Option("--model", "-m", help="Instead of RUN: hub name or folder of a model.")]
 Adapter = Annotated[
     Path | None, typer.Option("--adapter", metavar="DIR", help="Instead of RUN: folder of an adapter, beside --model.")
@@ -26,10 +26,10 @@ Base = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Maximum number of new tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token; above it, sample.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens of this probability.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens that reach this sum.")]
 TopK = Annotated[int, typer.Option("--top-k", metavar="K", help="Sample from the K likeliest tokens; 0: from all.")]
 RepetitionPenalty = Annotated[
-    float, typer.Option("--repetition-penalty", help="Above 1: tokens that were there already are less likely.")
+    float, typer.Option("--repetition-penalty", help="Above 1, tokens that have occurred become less likely.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of sampled answers, with each prompt's number.")]
 Stop = Annotated[
@@ -50,7 +50,7 @@ DeviceMap = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Most prompts of a batch (default: by memory).")
+    int | None, typer.Option("--batch-size", metavar="N", min=1, help="Most prompts in a batch (default: by memory).")
 ]
 Engine = Annotated[
     Literal["transformers", "vllm"], typer.Option("--engine", help="vllm: where it is installed, same greedy answers.")
@@ -59,7 +59,7 @@ Engine = Annotated[
 DEFAULT_METRICS = "loss,perplexity,accuracy"
 NEW_TOKENS = 256
 EvalRun = Annotated[
-    Path | None, typer.Argument(metavar="[RUN]", help="A run's folder or run file; with --data also a model folder.")
+    Path | None, typer.Argument(metavar="RUN", help="A run's folder or run file; with --data also a model folder.")
 ]
 Data = Annotated[
     str | None, typer.Option("--data", metavar="FILE", help="Rows to evaluate on (default: the run's held-out ones).")

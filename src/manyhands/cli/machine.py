@@ -303,7 +303,7 @@ def gpu_info() -> None:
 def memory_check(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="A run's folder or run file; without it, all GPUs and active runs."),
+        typer.Argument(metavar="RUN", help="A run's folder or run file; without it, all GPUs and active runs."),
     ] = None,
 ) -> None:
     """Compare planned with used memory, by rank. Of a live or finished run; exit code 1 if a limit is exceeded."""

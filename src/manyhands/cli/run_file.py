@@ -43,7 +43,7 @@ Examples = Annotated[
 
 
 Price = Annotated[
-    float | None, typer.Option("--price", min=0.0, help="Of a GPU-hour, in any currency: shows what the run costs.")
+    float | None, typer.Option("--price", min=0.0, help="Price of a GPU-hour in any currency: shows the run's cost.")
 ]
 Short = dict[str, Any]  # options that stand for keys, by key
 Strict = Annotated[bool, typer.Option("--strict", help="Another tool's file: refuse keys that are only substituted.")]
@@ -300,7 +300,7 @@ def data(
 
 def tensorboard(
     folder: Annotated[
-        Path, typer.Argument(metavar="[RUN]", help="A run's folder or run file, or the folder of all runs.")
+        Path, typer.Argument(metavar="RUN", help="A run's folder or run file, or the folder of all runs.")
     ] = Path("runs"),
     port: Annotated[
         int, typer.Option("--port", min=1, max=65535, help="Port on this machine's loopback address.")

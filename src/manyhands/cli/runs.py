@@ -50,7 +50,7 @@ class Summary:
 
 @app.command("list")
 def list_runs(
-    place: Annotated[Path | None, typer.Argument(metavar="[FOLDER]", help="The same as --dir.")] = None,
+    place: Annotated[Path | None, typer.Argument(metavar="FOLDER", help="The same as --dir.")] = None,
     folder: Folder = RUNS,
 ) -> None:
     """List the runs of a folder, the newest first."""
@@ -259,7 +259,7 @@ def _text(value: Any) -> str:
 
 
 def ui(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder of the runs, or one of them.")] = Path(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the runs, or one of them.")] = Path(
         "runs"
     ),
     port: Annotated[

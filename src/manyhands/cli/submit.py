@@ -46,7 +46,7 @@ def submit(
         bool, typer.Option("--dry-run", help="Write and print the job's file, and submit nothing.")
     ] = False,
     without_plan: Annotated[
-        bool, typer.Option("--no-plan", help="Where model or data are only on the cluster: no plan is made before.")
+        bool, typer.Option("--no-plan", help="Make no plan first, if only the cluster has the model or the data.")
     ] = False,
     examples: Examples = None,
     accelerate: Accelerate = None,

@@ -61,7 +61,7 @@ def sweep(
         int | None,
         typer.Option("--random", metavar="N", min=1, help="Draw N of the combinations, and from ranges LOW..HIGH."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of --random.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of --random.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan every run, list them, and exit.")] = False,
     *,
     short: Short,
