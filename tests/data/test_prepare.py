@@ -152,6 +152,16 @@ def test_samples_of_the_same_tokens_are_held_out_together(write_rows, make_confi
     assert "no sample is held out for validation: each has so many copies that they are over a tenth of all" in lines
 
 
+def test_the_number_that_is_held_out_is_the_one_that_is_named(write_rows, make_config, model_folder: Path) -> None:
+    """Of four rows with four copies each none is held out, as its copies would be trained."""
+    first, second = write_rows(QUESTIONS[:64], "a.jsonl"), write_rows(QUESTIONS[64:68] * 4, "b.jsonl")
+    config = make_config(first)
+    both = config.data.model_copy(update={"train": (str(first), str(second))})
+    facts, _, lines = run(config.model_copy(update={"data": both}), model_folder)
+    assert facts.num_validation_samples == 6
+    assert any(line.startswith("only 6 samples held out for validation instead of 8: others have") for line in lines)
+
+
 def test_too_long_rows(write_rows, make_config, model_folder: Path) -> None:
     rows = [*QUESTIONS[:50], {"question": "a", "answer": "word " * 300}, {"question": "word " * 300, "answer": "b"}]
     path = write_rows(rows)

@@ -5,7 +5,7 @@ Copies are told by the tokens of the first sample of a document: two divided doc
 are held out together, and copies that differ in their first block only are not seen as such.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,7 @@ def divide_samples(
     notes: list[str] = []
     held_out = np.empty(0, dtype=np.int64)
     if data.validation is None and data.validation_fraction > 0:
-        quotas = _share_out(data.validation_fraction, [len(samples) for samples in by_source], notes)
+        quotas = _share_out(data.validation_fraction, [len(samples) for samples in by_source])
         held_out = np.concatenate(
             [_hold_out(samples, quota, continued, hashes) for samples, quota in zip(by_source, quotas, strict=True)]
         )
@@ -69,10 +69,7 @@ def divide_samples(
         same = np.isin(hashes[first_of], hashes[first_of[held_out]]) & is_own & ~is_twin
         if len(held_out) < same.sum() <= max(sum(quotas), len(order) // ONE_IN):
             held_out = np.flatnonzero(same)
-        if sum(quotas) and not len(held_out):
-            notes[:] = [
-                "no sample is held out for validation: each has so many copies that they are over a tenth of all"
-            ]
+        notes += _describe_held_out(data.validation_fraction, len(order), len(held_out))
     is_kept = ~is_twin
     is_kept[held_out] = False
     given = [
@@ -105,24 +102,32 @@ def count_held_out(fraction: float, num_samples: int) -> int:
     return max(min(round(fraction * num_samples), num_samples // 2), min(MIN_HELD_OUT, num_samples // ONE_IN))
 
 
-def _share_out(fraction: float, num_samples: Sequence[int], notes: list[str]) -> list[int]:
-    """Samples to hold out of each source: largest remainders of their exact shares, never all samples of a source."""
-    total = sum(num_samples)
+def _describe_held_out(fraction: float, total: int, number: int) -> Iterator[str]:
+    """Why ``number`` of ``total`` samples are held out, where that is not what the fraction says."""
     wanted, asked = count_held_out(fraction, total), round(fraction if fraction >= 1 else fraction * total)
     if not wanted:
         part = "half" if fraction >= 1 else "a tenth"
-        notes.append(
+        yield (
             f"no sample is held out for validation: {part} of {_count(total)} is less than one (data.validation "
             f"takes a file)"
         )
+    elif not number:
+        yield "no sample is held out for validation: each has so many copies that they are over a tenth of all"
+    elif number < wanted:
+        yield (
+            f"only {_count(number)} held out for validation instead of {wanted:,}: others have copies among the "
+            f"{total:,}, or are the only one of their source"
+        )
     elif wanted < asked:
-        notes.append(
-            f"only {_count(wanted)} held out for validation instead of {asked:,}: half of the {total:,} there are"
-        )
+        yield f"only {_count(number)} held out for validation instead of {asked:,}: half of the {total:,} there are"
     elif asked < wanted < MIN_HELD_OUT:
-        notes.append(
-            f"{_count(wanted)} held out for validation, a tenth of {total:,}; for more set data.validation_fraction"
-        )
+        yield (f"{_count(number)} held out for validation, a tenth of {total:,}; for more set data.validation_fraction")
+
+
+def _share_out(fraction: float, num_samples: Sequence[int]) -> list[int]:
+    """Samples to hold out of each source: largest remainders of their exact shares, never all samples of a source."""
+    total = sum(num_samples)
+    wanted = count_held_out(fraction, total)
     quotas = [wanted * count // total if total else 0 for count in num_samples]
     by_remainder = sorted(
         range(len(num_samples)), key=lambda source: (-(wanted * num_samples[source] % total) if total else 0, source)
