@@ -60,7 +60,7 @@ def test_text_documents_are_divided_by_blank_lines(tmp_path: Path) -> None:
         (b'{"a": "\\ud800"}\n', ["a.jsonl:1", "surrogate"]),
         (b"[" * 3, ["begins with a JSON list", "JSONL"]),
         (b'{\n  "a": 1\n}\n', ["begins with a JSON object of several lines", "JSONL", ".json"]),
-        (b'{"a": 1},\n{"a": 2}\n', ["a.jsonl:1: broken JSON: there is a comma behind the value at column 9"]),
+        (b'{"a": 1},\n{"a": 2}\n', ["a.jsonl:1: broken JSON: there is a comma after the value at column 9"]),
         (b"\xff\xfe{\x00", ["UTF-16", "iconv"]),
         ('{"a": 1}\n'.encode("utf-16-le"), ["UTF-16"]),
         ('{"a": "Größe"}\n'.encode("latin-1"), ["a.jsonl:1: not UTF-8", "0xf6", "iconv -f latin1 -t utf-8"]),

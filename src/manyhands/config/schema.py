@@ -311,21 +311,21 @@ class CheckpointSection(Section):
 
     every_steps: NonNegativeInt | PartOfRun | Auto = Field(
         "auto",
-        description="Steps between checkpoints, or below 1 a share of all steps; 0: only at the end. auto: where what "
-        "checkpoints cost and what faults undo is least in sum, by hours_between_faults; ten per run where the seconds "
-        "of a step are not known, as on a CPU.",
+        description="Steps between checkpoints, or below 1 a share of all steps; 0: only at the end. auto: the "
+        "interval at which writing checkpoints and repeating what faults undo cost least together, for "
+        "hours_between_faults; ten per run where the seconds of a step are not known, as on a CPU.",
     )
     hours_between_faults: PositiveFloat = Field(
         24.0,
-        description="Hours that a machine of the run is assumed to train before a fault ends it; of several machines "
-        "one fails so much sooner. Cloud machines that may be taken back fail more often, most clusters less: a wrong "
-        "guess by a factor of four costs little.",
+        description="Hours that a machine is assumed to train before a fault ends the run; with N machines the first "
+        "fault comes N times sooner. Preemptible cloud machines fail more often, most clusters less often; a guess "
+        "that is wrong by a factor of four costs little.",
     )
     per_epoch: PositiveInt | None = Field(
         None, description="Evenly spaced checkpoints in each epoch, the last at its end; excludes every_steps."
     )
     every_minutes: PositiveFloat | None = Field(
-        None, description="Also a checkpoint when so many minutes have passed since the one before."
+        None, description="Also save a checkpoint when this many minutes have passed since the last one."
     )
     asynchronous: bool | Auto = Field(
         "auto",

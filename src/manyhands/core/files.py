@@ -226,7 +226,7 @@ def describe_json_fault(error: json.JSONDecodeError) -> str:
     if word := re.match(r"(True|False|None)\b", rest):
         return f"JSON writes true, false and null, not {word[0]}"
     if error.msg == "Extra data" and rest[:1] == ",":
-        return "there is a comma behind the value"
+        return "there is a comma after the value"
     return error.msg.removesuffix(" at")
 
 

@@ -123,7 +123,7 @@ KINDS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
-KIND_NAMES = ".jsonl, .json, .csv, .tsv, .parquet, .txt (also with .gz behind), or a folder of one kind of them"
+KIND_NAMES = ".jsonl, .json, .csv, .tsv, .parquet, .txt (also with .gz added), or a folder of one kind of them"
 BINARY_KINDS = ("parquet", "arrow")
 MAX_LINE_BYTES = 256 << 20  # one row is in memory whole; a longer line is a file without line ends
 COUNT_CHUNK_BYTES = 8 << 20
