@@ -89,7 +89,10 @@ def measure_compiled(*arguments: Any) -> tuple[dict[str, Any], int, list[str]]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("method", "way"),
-    [("lora", {"strategy": "ddp"}), ("full", {"strategy": "fsdp", "activation_checkpointing": "full"})],
+    [
+        ("lora", {"strategy": "ddp"}),
+        pytest.param("full", {"strategy": "fsdp", "activation_checkpointing": "full"}, marks=pytest.mark.slow),
+    ],
     ids=["ddp", "fsdp"],
 )
 def test_the_step_of_compiled_blocks(world: Ranks, folders: dict[str, str], method: str, way: dict[str, Any]) -> None:
