@@ -90,7 +90,9 @@ class _WithSinks(torch.autograd.Function):
     ) -> torch.Tensor:
         out, lse = PASSES[kernel][0](query, key, value, cu_seq_lens, *numbers)
         wide = sinks.to(lse.dtype)[:, None]
-        out = (out * torch.sigmoid(lse - wide).T[..., None]).to(query.dtype)
+        out = out * torch.sigmoid(lse - wide).T[..., None]
+        if out.dtype != query.dtype:  # torch 2.11 compiles a conversion that changes nothing to gradients of zero
+            out = out.to(query.dtype)
         ctx.kernel, ctx.numbers = kernel, numbers
         ctx.save_for_backward(query, key, value, sinks, cu_seq_lens, out, torch.logaddexp(lse, wide))
         return out
