@@ -54,7 +54,7 @@ def test_samples_of_one_length_need_no_padding() -> None:
     [
         ({"gpus": 0}, "there is no GPU"),
         ({"parallel__compile": False}, "blocks are not compiled"),
-        ({"method__name": "patterns", "method__train": ["*norm*"]}, "a part of the weights is trained"),
+        ({"method__name": "patterns", "method__train": ["*norm*"]}, "weights that patterns select are trained"),
         ({"method__name": "full", "gpus": 2}, "weights are sharded and gathered for each block"),
         ({"gpus": 2, "parallel__strategy": "fsdp"}, "weights are sharded and gathered for each block"),
         ({"gpus": 2, "parallel__context_degree": 2}, "context parallelism communicates inside blocks"),

@@ -101,6 +101,15 @@ def large_mixture() -> ModelFacts:
         ({"parallel__expert_degree": 2, "parallel__offload": "all"}, "with parallel.offload: all", "remove par"),
         ({"parallel__expert_degree": 2, "optimizer__name": "muon"}, "with optimizer.name: muon", "remove par"),
         (
+            {
+                "parallel__expert_degree": 2,
+                "parallel__compile": True,
+                "parallel__activation_checkpointing": "selective",
+            },
+            "with parallel.compile: true, with selective checkpointing",
+            "change parallel.compile",
+        ),
+        (
             {"parallel__expert_degree": 2, "parallel__context_degree": 2, "parallel__strategy": "fsdp"},
             "with parallel.context_degree: 2",
             "remove par",
@@ -173,6 +182,13 @@ def test_blocks_are_compiled_where_no_checkpoint_is_traced_across_the_exchange(m
     assert made.layout.compile == compiled
     (why,) = explain_why(made, "compile")
     assert compiled or why == f"compile: no, as ranks exchange tokens inside of what {mode} checkpointing traces"
+
+
+def test_blocks_that_are_asked_to_be_compiled_are() -> None:
+    keys = {"method__name": "full", "parallel__expert_degree": 2, "parallel__compile": True}
+    made = plan(run_config(**keys), facts(large_mixture(), gpus=2))
+    modes = {candidate.layout.activation_checkpointing for candidate in made.candidates}
+    assert made.layout.compile and modes == {"none", "full"}
 
 
 QWEN_30B = mixture_of(2048, 768, 128, 8, layers=48, heads=32, kv_heads=4, head_dim=128, vocab=151936, tied=False)

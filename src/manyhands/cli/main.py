@@ -41,7 +41,7 @@ class _CommandGroup(TyperGroup):
 
 class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuses what takes one value and is given twice: the first, such as a file of data, would have no effect."""
+        """Refuse an option of one value that is given twice: only the last would have an effect."""
         given = self.make_parser(ctx).parse_args(args=list(args))[2]
         for option in given:
             if given.count(option) > 1 and not (getattr(option, "multiple", True) or getattr(option, "is_flag", False)):

@@ -139,7 +139,7 @@ def _for_user(error: Exception, rank: int) -> UserError | None:
     if isinstance(error, UserError):
         return error
     if isinstance(error, OSError) and is_disk_full(error):
-        # Of writing to an open file nobody knows here which one it is: whoever knows the run's folder explains it.
+        # A failed write to an open file does not name it: the caller, who knows the run's folder, explains it.
         return explain_full_disk(error, Path(error.filename)) if error.filename else None
     if isinstance(error, OSError):
         return UserError(

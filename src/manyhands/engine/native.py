@@ -152,7 +152,7 @@ class NativeEngine(RankEngine):
         # The axis over which gradients are sharded; with one rank on it there is nothing to sum.
         self._shard_group = mesh[SHARD].get_group() if mesh is not None and mesh[SHARD].size() > 1 else None
         self._is_replicated = mesh is not None and mesh.size() > mesh[SHARD].size()
-        # Not those of a step's first micro-batch, where CUDA graphs have written them; masters widen theirs.
+        # False while the gradients of a step's first micro-batch lie in the memory of CUDA graphs. Masters have copies.
         self._owns_gradients = False
         self._is_reduced = False  # whether a micro-batch of this step has given shards of gradients
         self._has_idle_parts = False  # whether no micro-batch of this step reaches the optional parts, on any rank

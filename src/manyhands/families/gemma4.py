@@ -166,6 +166,7 @@ GEMMA4_UNIFIED = replace(
         GEMMA4_IMAGES,
         kind=Merged(),
         expand=lambda image, processor: _enclose(image.units, processor),
+        keeps_features=False,
     ),
 )
 

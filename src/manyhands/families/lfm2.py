@@ -78,7 +78,7 @@ class Crops(ImageKind):
 
 def _expand(image: ImageShape, processor: Mapping[str, Any]) -> str:
     (rows, columns), merged = image.grid, processor["downsample_factor"] ** 2
-    token, patches, parts, left = processor["image_token"], 0, [], image.units
+    token, parts, left = processor["image_token"], [], image.units
     if rows * columns > 1:
         patches = (processor["tile_size"] // processor["encoder_patch_size"]) ** 2
         places = ((row + 1, column + 1) for row in range(rows) for column in range(columns))

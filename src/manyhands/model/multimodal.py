@@ -286,9 +286,9 @@ class Images:
 
 
 def masks_of_generation(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The masks by which transformers' ``model`` generates from ``inputs`` with kinds of tokens, for its forward pass;
-    {} where it makes none of its own. In 5.17 the forward pass of some models makes others than they were published
-    with: https://github.com/huggingface/transformers/issues/46711
+    """The attention masks that transformers' ``generate`` makes for ``inputs`` with kinds of tokens, as an argument of
+    the forward pass; {} for a model without masks of its own. In 5.17 the forward pass of some models makes other masks
+    than they were published with: https://github.com/huggingface/transformers/issues/46711
     """
     kinds = {name: inputs[name] for name in KINDS_OF_TOKENS if name in inputs}
     if not kinds or not hasattr(model, "create_masks_for_generate"):

@@ -19,7 +19,16 @@ from manyhands.facts.types import Facts
 from manyhands.planner.batch import BatchSplit, ceil_div
 from manyhands.planner.choices import Decisions
 from manyhands.planner.hardware import ranks_per_machine
-from manyhands.planner.layout import LIGHTER, ZERO_STAGES, Checkpointing, Layout, Strategy, change, mesh_of
+from manyhands.planner.layout import (
+    LIGHTER,
+    WHOLE_BLOCKS,
+    ZERO_STAGES,
+    Checkpointing,
+    Layout,
+    Strategy,
+    change,
+    mesh_of,
+)
 from manyhands.planner.memory.activations import can_tile
 from manyhands.planner.memory.host import estimate_host_terms, keep_on_device
 from manyhands.planner.memory.input import EstimateInput
@@ -131,7 +140,9 @@ def list_candidates(
     strategies = _strategies(config, world_size, shard_degree, num_machines)
     if parallel.strategy in ZERO_STAGES:
         reshards = (parallel.strategy == "zero3",)
-        modes = tuple(mode for mode in modes if parallel.strategy != "zero3" or mode in ("none", "full"))
+    divided = base.layout.expert_degree > 1
+    if parallel.strategy == "zero3" or (divided and parallel.compile is True):
+        modes = tuple(mode for mode in modes if mode in WHOLE_BLOCKS)
     layouts = []
     for strategy, mode, reshard, split in itertools.product(strategies, modes, reshards, splits):
         unsharded = strategy in ("single", "ddp")
@@ -143,7 +154,7 @@ def list_candidates(
             strategy=strategy,
             reshard_after_forward=reshard,
             activation_checkpointing=mode,
-            compile=base.layout.compile and (base.layout.expert_degree == 1 or mode in ("none", "full")),
+            compile=base.layout.compile and (not divided or mode in WHOLE_BLOCKS),
             reduce_every=strategy != "zero1",
             offload_activations=parallel.offload_activations is True,
             micro_samples=split.micro_samples,
@@ -274,13 +285,12 @@ def use_spare_memory(config: RunConfig, candidate: Candidate, base: EstimateInpu
 
 def use_graphs(config: RunConfig, candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
     """The candidate with its blocks launched as CUDA graphs and packs padded to one size, where that is possible and
-    asked for, or faster by ``GRAPHS_GAIN``; else itself. Without being asked only beside adapters: with everything
-    trained it was not measured.
+    asked for, or faster by ``GRAPHS_GAIN``; else itself. Left to auto only adapters have graphs: nothing else was
+    measured.
     """
     layout, asked = candidate.layout, config.parallel.cuda_graphs
-    if asked is False or (layout.trains_everything and asked is not True):
-        return candidate
-    if refuse_graphs(config, replace(base, layout=layout)) is not None:
+    excluded = base.num_adapter_parameters == 0 if asked == "auto" else not asked
+    if excluded or refuse_graphs(config, replace(base, layout=layout)) is not None:
         return candidate
     tokens = layout.pack_tokens or layout.micro_tokens
     found = limits.evaluate(base, change(layout, cuda_graphs=True, dynamic=False, pack_tokens=tokens))
@@ -300,7 +310,7 @@ def refuse_graphs(config: RunConfig, s: EstimateInput, *, fits: bool = True) -> 
         "there is no GPU": layout.device != "cuda",
         "blocks are not compiled": not layout.compile,
         "batches of preference tasks vary in shape": config.task == "preference",
-        "a part of the weights is trained": config.method.name == "patterns",
+        "weights that patterns select are trained": config.method.name == "patterns",
         "weights are sharded and gathered for each block": layout.wrapper not in ("none", "ddp"),
         "context parallelism communicates inside blocks": layout.mesh.context > 1,
         "adapters have dropout": s.adapter_dropout,

@@ -14,6 +14,7 @@ from manyhands.facts.types import Facts, LinearShape, ModelFacts
 from manyhands.optim.registry import OPTIMIZERS
 from manyhands.planner.context import MIN_GAIN, explain_degree, plan_degrees
 from manyhands.planner.hardware import choose_device, choose_world_size, ranks_per_machine
+from manyhands.planner.layout import WHOLE_BLOCKS
 from manyhands.planner.memory.input import NF4_ROW_VALUES, is_saved
 from manyhands.planner.types import Cause, Plan, Reason, reason
 
@@ -132,12 +133,15 @@ def _count_experts(model: ModelFacts) -> int:
 
 def _obstacles(config: RunConfig, model: ModelFacts) -> list[str]:
     """What divided experts were not tried with."""
+    mode = config.parallel.activation_checkpointing
     untested = {
         f"parallel.strategy: {config.parallel.strategy}": config.parallel.strategy.startswith("zero"),
         f"parallel.offload: {config.parallel.offload}": config.parallel.offload != "none",
         f"method.name: {config.method.name}": config.method.name == "patterns",
         "model.frozen_dtype: fp8": config.model.frozen_dtype == "fp8",
         "kernels.linear: fp8": config.kernels.linear == "fp8",
+        f"parallel.compile: true, with {mode} checkpointing": config.parallel.compile is True
+        and mode not in ("auto", *WHOLE_BLOCKS),
         "model.master_dtype: bfloat16": config.model.master_dtype == "bfloat16",
         f"optimizer.name: {config.optimizer.name}": not OPTIMIZERS[config.optimizer.name].takes_divided_experts,
         f"parallel.context_degree: {config.parallel.context_degree}": config.parallel.context_ranks > 1,

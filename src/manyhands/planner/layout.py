@@ -23,6 +23,7 @@ ComputeCopy = Literal["none", "kept", "gathered"]
 ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3}  # carried out by DeepSpeed
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 # What keeps more and computes less again: the choice for the last layers where memory is left.
+WHOLE_BLOCKS: tuple[Checkpointing, ...] = ("none", "full")  # of a block all results are kept, or none
 LIGHTER: dict[Checkpointing, Checkpointing] = {
     "full": "selective",
     "except_attention": "selective",

@@ -91,7 +91,8 @@ class _WithSinks(torch.autograd.Function):
         out, lse = PASSES[kernel][0](query, key, value, cu_seq_lens, *numbers)
         wide = sinks.to(lse.dtype)[:, None]
         out = out * torch.sigmoid(lse - wide).T[..., None]
-        if out.dtype != query.dtype:  # torch 2.11 compiles a conversion that changes nothing to gradients of zero
+        # Compiled by torch 2.11, a forward pass that returns a no-op conversion has gradients of zero.
+        if out.dtype != query.dtype:
             out = out.to(query.dtype)
         ctx.kernel, ctx.numbers = kernel, numbers
         ctx.save_for_backward(query, key, value, sinks, cu_seq_lens, out, torch.logaddexp(lse, wide))
