@@ -308,4 +308,6 @@ def test_batches_of_samples_of_one_length_say_so_compiled_or_not(
         SimpleNamespace(packing=True, shares_prompts=False, layout=layout),
         SimpleNamespace(needs_documents=False, images=None),
     )
-    assert batch_shape(None, plan, store, model).row_length == row_length  # type: ignore[arg-type]
+    shape = batch_shape(None, plan, store, model)  # type: ignore[arg-type]
+    assert shape.row_length == row_length
+    assert shape.tokens == (pack_tokens if compiled else None)  # no padding, for which attention copies its result

@@ -13,6 +13,7 @@ from manyhands.planner.context import exchanges_heads, sent_bytes, with_degree
 from manyhands.planner.layout import Mesh, mesh_of
 from manyhands.planner.search import plan, plan_longest
 from manyhands.planner.text import explain
+from manyhands.planner.time.clock import pack_tile
 from tests.planner.examples import data_facts, facts, llama_8b, model_facts, run_config
 
 LONG = data_facts(num_samples=500, mean=150_000, longest=200_000)
@@ -122,6 +123,21 @@ def test_what_ranks_exchange(kv_heads: int, degree: int, num_local: int, exchang
     model = llama_8b().model_copy(update={"num_kv_heads": kv_heads})
     assert exchanges_heads(model, degree, 2, num_local) is exchanges
     assert tuple(sent_bytes(model, degree, 2, heads=heads) / 1024 for heads in (True, False)) == kib
+
+
+def test_divided_packs_of_one_length_have_whole_tiles_on_each_rank() -> None:
+    """An odd multiple of 16 tokens, which one rank takes without padding."""
+    validation = {"num_validation_samples": 2, "num_validation_tokens": 2 * 20_016}
+    data = data_facts(num_samples=500, mean=20_016, longest=20_016, num_documents=1, **validation)
+    keys = {"data__max_length": 20_016, "batch__samples": 4, "parallel__strategy": "ddp"}
+    packs = {}
+    for degree in (1, 2):
+        made = plan(run_config(**keys, parallel__context_degree=degree), facts(llama_8b(), gpus=2, data=data))
+        packs[degree] = (made.layout.pack_tokens, pack_tile(made.layout))
+    (alone, _), (divided, tile) = packs[1], packs[2]
+    assert alone is not None and divided is not None
+    assert alone % 20_016 == 0 and alone % 128
+    assert divided % tile == 0 and divided - tile < divided // 20_016 * 20_016
 
 
 def test_exchanged_heads_need_less_memory_than_gathered_keys() -> None:

@@ -124,7 +124,8 @@ def _shape_packs(plan: Plan, lengths: Sequence[np.ndarray], shape: BatchShape) -
 
     Packs are padded to whole tiles on a GPU and where blocks are compiled; nothing is on a CPU otherwise. Compiled
     blocks get batches that differ in as little as possible: in the number of tokens, and not even in that where all
-    samples have one length or blocks are launched as CUDA graphs.
+    samples have one length or blocks are launched as CUDA graphs. These have the tokens that the plan says: padding
+    that attention leaves out would make it copy its result, which then is held twice.
     """
     if not plan.packing:
         return shape
@@ -137,8 +138,7 @@ def _shape_packs(plan: Plan, lengths: Sequence[np.ndarray], shape: BatchShape) -
         return replace(shape, tile=tile, row_length=longest)
     if pack_tokens is None:
         return replace(shape, tile=tile, longest=longest)
-    tokens = -(-pack_tokens // tile) * tile
+    shape = replace(shape, tile=tile, tokens=pack_tokens, longest=longest)
     if any(int(each.min()) < longest for each in lengths if len(each)):
-        return replace(shape, tile=tile, tokens=tokens, longest=longest)
-    documents = pack_tokens // longest
-    return replace(shape, tile=tile, tokens=tokens, longest=longest, documents=documents, row_length=longest)
+        return shape
+    return replace(shape, documents=pack_tokens // longest, row_length=longest)

@@ -33,7 +33,7 @@ from manyhands.planner.memory.activations import can_tile
 from manyhands.planner.memory.host import estimate_host_terms, keep_on_device
 from manyhands.planner.memory.input import EstimateInput
 from manyhands.planner.memory.terms import estimate_terms
-from manyhands.planner.time.clock import Clock
+from manyhands.planner.time.clock import Clock, pack_tile
 from manyhands.planner.types import Candidate, MemoryEstimate, OutOfMemory, Reason, reason
 
 SAME_SPEED = 0.005  # share of a step that the estimate cannot tell apart: of pairs of layouts it is off by 0.8 %
@@ -164,6 +164,10 @@ def list_candidates(
             full_micro_tokens=ceil_div(split.full_micro_tokens, context),
             accumulates=split.accumulates,
         )
+        if context > 1 and split.pack_tokens is not None:
+            tile = pack_tile(layout)
+            packed = ceil_div(split.pack_tokens, tile) * tile
+            layout = change(layout, pack_tokens=packed, full_micro_tokens=packed // context)
         layouts.append(layout)
     candidates = [_evaluate(config, layout, base, limits) for layout in layouts]
     if tiles or not any(candidate.memory.is_safe for candidate in candidates):
