@@ -2,12 +2,10 @@
 
     python -m benchmarks.grouped [--output rows.jsonl]
 
-Random bfloat16 values, loads of a skewed router, rank 16. A case is one product of a block. In bfloat16 ``apart`` is
-``torch.nn.functional.grouped_mm`` and the sum added after it, ``together`` what
-``kernels.experts.triton.multiply_and_add`` runs: where that is one kernel it is Triton's alone. In fp8 ``apart`` is
-``torch._scaled_grouped_mm`` and the sum added after it, as a step computes them, and ``together`` the kernel below,
-which no step uses yet. Prints one JSON line a case: the median of 12 runs in ms, and the deviation of one from the
-other. Needs a GPU.
+Random bfloat16 values, loads of a skewed router, rank 16. A case is one product of a block. ``apart`` is
+``torch.nn.functional.grouped_mm``, in fp8 ``torch._scaled_grouped_mm``, and the sum added after it; ``together`` is
+what a step runs, ``kernels.experts.triton``: one kernel where that takes less time. Prints one JSON line a case: the
+median of 12 runs in ms, and the deviation of one from the other. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ CASES = {
     "mixtral8x7b up, backward": (8, 28_672, 4096, True, 16_384),
 }
 IN_FP8 = ("qwen30b-a3b down", "qwen30b-a3b up, backward", "mixtral8x7b down", "mixtral8x7b up, backward")
-TILES = ((128, 256, 128), (128, 128, 128), (64, 256, 128))  # rows, columns and summed values of a tile in fp8
 RANK, RUNS = 16, 12
 
 Product = Callable[[], torch.Tensor]
@@ -90,9 +87,8 @@ def measure(name: str) -> dict[str, object]:
     return compare(name, apart, lambda: triton.multiply_and_add(x, weight, low, wide, ends))
 
 
-def measure_in_fp8(name: str, tile: tuple[int, int, int]) -> dict[str, object]:
+def measure_in_fp8(name: str) -> dict[str, object]:
     """Both with the values of the weight as they are multiplied; transposing them for the way back is timed alone."""
-    from benchmarks.grouped_fp8 import multiply_and_add
     from manyhands.kernels.experts import triton
 
     x, weight, low, wide, ends = draw_case(name, "cuda")
@@ -100,22 +96,22 @@ def measure_in_fp8(name: str, tile: tuple[int, int, int]) -> dict[str, object]:
     stack, stack_scales = quantize_rows([weight.reshape(-1, weight.shape[2])])
     stack, stack_scales = stack.view(weight.shape), stack_scales.view(weight.shape[:2])
 
+    def alone() -> torch.Tensor:
+        return multiply_groups(values, scales, stack, stack_scales, ends, x.dtype)
+
     def apart() -> torch.Tensor:
-        y = multiply_groups(values, scales, stack, stack_scales, ends, x.dtype)
+        y = alone()
         triton.add_low(y, low, wide, ends)
         return y
 
     def together() -> torch.Tensor:
-        return multiply_and_add(values, scales, stack, stack_scales, low, wide, ends, tile)
-
-    def alone() -> torch.Tensor:
-        return multiply_groups(values, scales, stack, stack_scales, ends, x.dtype)
+        return triton.multiply_rows_and_add(values, scales, stack, stack_scales, low, wide, ends)
 
     times = {
         "product_ms": round(median_ms(alone), 3),
         "transpose_ms": round(median_ms(lambda: transpose_stack(stack)), 3),
     }
-    return compare(f"{name}, fp8", apart, together, tile=tile, **times)
+    return compare(f"{name}, fp8", apart, together, **times)
 
 
 def main() -> None:
@@ -125,8 +121,7 @@ def main() -> None:
     for name in CASES:
         say(measure(name), options.output)
     for name in IN_FP8:
-        for tile in TILES:
-            say(measure_in_fp8(name, tile), options.output)
+        say(measure_in_fp8(name), options.output)
 
 
 if __name__ == "__main__":

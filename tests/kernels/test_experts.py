@@ -21,6 +21,7 @@ from manyhands.kernels.experts import ops, reference, select
 
 CPU = torch.device("cpu")
 NAMES = ("gather_low", "gate_low", "gate_low_backward", "gathered_outer", "multiply_and_add", "combine")
+NAMES += ("multiply_rows_and_add",)
 ROWS = {"gather_low_rows": ops.gather_low_rows, "gate_low_rows": ops.gate_low_rows}
 
 
@@ -37,6 +38,10 @@ def scale_by_the_next_group(x: Any, tokens: Any, ends: Any, a: Any, scale: float
     return ops.gather_low_rows(x, tokens, ends, a, scale, factors)
 
 
+def forget_stack_scales(values: Any, scales: Any, stack: Any, stack_scales: Any, *others: Any) -> Any:
+    return reference.multiply_rows_and_add(values, scales, stack, torch.ones_like(stack_scales), *others)
+
+
 def forget_scales(*arguments: Any) -> Any:
     values, scales, following = ops.gate_low_rows(*arguments)
     return values, torch.ones_like(scales), following
@@ -44,7 +49,12 @@ def forget_scales(*arguments: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("replaced", "is_wrong"),
-    [({}, False), ({"gather_low_rows": scale_by_the_next_group}, True), ({"gate_low_rows": forget_scales}, True)],
+    [
+        ({}, False),
+        ({"gather_low_rows": scale_by_the_next_group}, True),
+        ({"gate_low_rows": forget_scales}, True),
+        ({"multiply_rows_and_add": forget_stack_scales}, True),
+    ],
 )
 def test_rows_in_fp8_are_compared_with_those_they_are_made_from(
     replaced: dict[str, Any], is_wrong: bool, monkeypatch: pytest.MonkeyPatch

@@ -85,8 +85,19 @@ def test_training_in_fp8_quantizes_both_sides_of_each_matmul_and_transposes_thos
         assert more == pytest.approx([1.5 * ins, 1.5 * outs + transposed * 2 / plain.compute_bytes])
 
 
-@pytest.mark.parametrize(("width", "is_inside"), [(LONGEST_SUM, (True, True)), (LONGEST_SUM + 8, (False, True))])
-def test_low_rank_sums_inside_a_grouped_product_move_nothing(width: int, is_inside: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize(
+    ("width", "in_fp8", "is_inside"),
+    [
+        (LONGEST_SUM, False, (True, True)),
+        (LONGEST_SUM + 8, False, (False, True)),
+        (LONGEST_SUM // 2, True, (True, True)),
+        (LONGEST_SUM, True, (True, False)),
+        (LONGEST_SUM + 8, True, (False, False)),
+    ],
+)
+def test_low_rank_sums_inside_a_grouped_product_move_nothing(
+    width: int, in_fp8: bool, is_inside: tuple[bool, bool]
+) -> None:
     model = mixture()
     hidden, rows = model.hidden_size, model.rows_per_token * model.hidden_size
     wide = 2 * LONGEST_SUM  # the other stack's sums run over it
@@ -96,6 +107,7 @@ def test_low_rank_sums_inside_a_grouped_product_move_nothing(width: int, is_insi
         model.model_copy(update={"block_linear_shapes": model.block_linear_shapes | stacks}),
         num_adapter_parameters=1000,
         fuses_experts=True,
+        fp8_groups=in_fp8,
     )
     inside = change_input(outside, sums_in_products=True)
     for backward, saved in enumerate(is_inside):

@@ -98,10 +98,11 @@ def _multiply_in_fp8(
     if transposed:
         stack = transpose_stack(stack)
         stack_scales = stack_scales.new_ones(stack.shape[:2])
-    y = multiply_groups(values, scales, stack, stack_scales, ends, dtype)
-    if low is not None:
-        kernels_for(y, low.shape[1]).add_low(y, low, wide, ends)
-    return y
+    if low is None:
+        return multiply_groups(values, scales, stack, stack_scales, ends, dtype)
+    kernels = kernels_for(low, low.shape[1])
+    out: torch.Tensor = kernels.multiply_rows_and_add(values, scales, stack, stack_scales, low, wide, ends)
+    return out
 
 
 # Opaque to torch.compile for the same reason: the transposed values of a stack live as long as a product.

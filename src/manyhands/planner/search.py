@@ -332,9 +332,7 @@ def _base_input(config: RunConfig, facts: Facts, decisions: Decisions) -> Estima
         fp8_blocks=config.kernels.linear == "fp8",
         fp8_weights=config.model.frozen_dtype == "fp8",
         fp8_groups=fp8_groups,
-        sums_in_products=decisions.compute == "bfloat16"
-        and not fp8_groups
-        and all(gpu.architecture.is_hopper for gpu in decisions.gpus),
+        sums_in_products=decisions.compute == "bfloat16" and all(gpu.architecture.is_hopper for gpu in decisions.gpus),
         builds_mask=decisions.attention == "sdpa" and config.data.packing is True,
         attends_blockwise=decisions.attention == "blockwise",
         partially_trained=partially_trained,

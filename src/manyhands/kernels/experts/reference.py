@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyhands.kernels.fp8 import ops as fp8
 from manyhands.kernels.grouped import group_gradients, multiply_groups
 
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's gate
@@ -104,6 +105,15 @@ def add_low(y: Tensor, low: Tensor, wide: Tensor, ends: Tensor) -> None:
 def multiply_and_add(x: Tensor, weight: Tensor, low: Tensor, wide: Tensor, ends: Tensor) -> Tensor:
     """x_g W_g^T + low_g wide_g (n, o), for x (n, i), weight (g, o, i), low (n, r), wide (g, r, o)."""
     y: Tensor = multiply_groups(x, weight, ends)
+    add_low(y, low, wide, ends)
+    return y
+
+
+def multiply_rows_and_add(
+    values: Tensor, scales: Tensor, stack: Tensor, stack_scales: Tensor, low: Tensor, wide: Tensor, ends: Tensor
+) -> Tensor:
+    """The same in fp8 (n, o), in the dtype of low: values (n, i) and (g, o, i) with scales (n, 1) and (g, o)."""
+    y = fp8.multiply_groups(values, scales, stack, stack_scales, ends, low.dtype)
     add_low(y, low, wide, ends)
     return y
 

@@ -13,6 +13,7 @@ import torch
 
 from manyhands.kernels.backend import Backend, architecture_of, beyond_bound, triton_or
 from manyhands.kernels.experts import reference
+from manyhands.kernels.fp8.ops import quantize_rows
 
 MAX_RANK = 64  # of the kernels: above, the factors of a group fill a tile's registers
 BOUND = 0.02  # of a result's largest value: bfloat16 products added in another order
@@ -68,7 +69,9 @@ def find_fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype = t
 def _compare_rows(
     kernels: ModuleType, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows in fp8, as numbers, beside those that they are made from, and low-rank values beside the reference's."""
+    """Rows in fp8, as numbers, beside those that they are made from; products and low-rank values beside the
+    reference's.
+    """
     draw = torch.Generator(device).manual_seed(0)
     counts = torch.tensor([0, 70, 1, 29], device=device)
     ends, num_rows, width, rank = counts.cumsum(0).int(), int(counts.sum()), 208, 16
@@ -91,6 +94,11 @@ def _compare_rows(
         values, scales, found = kernels.gate_low_rows(both, low, b, a, None, ends, 0.5, gate)
         yield values.float() * scales, z
         yield found, following
+    stack = torch.randn(4, 2 * width, width, device=device, generator=draw) / width**0.5
+    operands = (*quantize_rows([x]), *quantize_rows([stack.flatten(0, 1)]))
+    values, scales, stack, stack_scales = operands[0], operands[1], operands[2].view_as(stack), operands[3].view(4, -1)
+    arguments = (values, scales, stack, stack_scales, low, b.mT, ends)
+    yield kernels.multiply_rows_and_add(*arguments), reference.multiply_rows_and_add(*arguments)
 
 
 def _compare(

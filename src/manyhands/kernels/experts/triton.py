@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from manyhands.kernels.backend import architecture_of
+from manyhands.kernels.fp8.ops import multiply_groups
 from manyhands.kernels.fp8.triton_rows import new_rows, scale_of
 from manyhands.kernels.grouped import ALIGNMENT, compute_groups
 
@@ -29,6 +30,7 @@ WARPS = 4
 COMBINED = 1024  # columns of a program that adds up the rows of one token
 SUMMED = 1024  # values of a program that adds up what chunks gave
 PRODUCT = (128, 256, 64)  # rows, columns and summed values of a tile of a grouped product
+FP8_PRODUCT = (128, 256, 128)
 LONGEST_SUM = 2048  # over a weight's columns; above, grouped_mm and ``add_low`` take less time (docs/lab/speed.md)
 
 
@@ -693,6 +695,8 @@ def add_low(y: torch.Tensor, low: torch.Tensor, wide: torch.Tensor, ends: torch.
 def _product_kernel(  # type: ignore[no-untyped-def]
     x_tiles,
     weight_tiles,
+    x_scales,
+    weight_scales,
     low_pointer,
     wide_pointer,
     y_pointer,
@@ -711,6 +715,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     INNER: tl.constexpr,
     RANK: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     tiles = tl.cdiv(width, COLUMNS)
     group, row, end = _find_block(ends_pointer, tl.program_id(0) // tiles, num_groups, GROUPS, ROWS)
@@ -727,11 +732,15 @@ def _product_kernel(  # type: ignore[no-untyped-def]
             total = tl.dot(x, weight_tiles.load([group * weight_rows + column, start]).T, total)
     rows, columns, ranks = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     in_rows, in_columns, in_rank = rows < end, columns < width, ranks < rank
+    group = group.to(tl.int64)
+    if SCALED:
+        total *= tl.load(x_scales + rows, mask=in_rows, other=0.0)[:, None]
+        total *= tl.load(weight_scales + group * width + columns, mask=in_columns, other=0.0)[None, :]
     low = tl.load(
         low_pointer + rows[:, None] * rank + ranks[None, :], mask=in_rows[:, None] & in_rank[None, :], other=0.0
     )
     wide = tl.load(
-        wide_pointer + group.to(tl.int64) * wide_group + ranks[:, None] * wide_rank + columns[None, :] * wide_column,
+        wide_pointer + group * wide_group + ranks[:, None] * wide_rank + columns[None, :] * wide_column,
         mask=in_rank[:, None] & in_columns[None, :],
         other=0.0,
     )
@@ -746,17 +755,49 @@ def multiply_and_add(
     """On Hopper in one kernel, where that takes less time: its tiles come by the tensor memory accelerator."""
     transposed = weight.stride(-1) != 1
     stored = weight.mT if transposed else weight
-    num_rows, (num_groups, width, inner) = len(x), weight.shape
+    _, width, inner = weight.shape
     fits = width % ALIGNMENT == inner % ALIGNMENT == 0 and x.is_contiguous() and stored.is_contiguous()
-    if not (fits and (transposed or inner <= LONGEST_SUM) and _is_hopper(x.device)):
-        y = compute_groups(x, weight, ends)
-        add_low(y, low, wide, ends)
-        return y
-    rank, (rows, columns, values) = low.shape[1], PRODUCT
-    y = x.new_empty(num_rows, width)
+    if fits and (transposed or inner <= LONGEST_SUM) and _is_hopper(x.device):
+        return _multiply_in_one(x, stored, None, None, low, wide, ends, PRODUCT, transposed)
+    y = compute_groups(x, weight, ends)
+    add_low(y, low, wide, ends)
+    return y
+
+
+def multiply_rows_and_add(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    stack: torch.Tensor,
+    stack_scales: torch.Tensor,
+    low: torch.Tensor,
+    wide: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    if stack.shape[2] <= LONGEST_SUM and _is_hopper(values.device):
+        return _multiply_in_one(values, stack, scales, stack_scales, low, wide, ends, FP8_PRODUCT, False)
+    y = multiply_groups(values, scales, stack, stack_scales, ends, low.dtype)
+    add_low(y, low, wide, ends)
+    return y
+
+
+def _multiply_in_one(
+    x: torch.Tensor,
+    stored: torch.Tensor,
+    scales: torch.Tensor | None,
+    stored_scales: torch.Tensor | None,
+    low: torch.Tensor,
+    wide: torch.Tensor,
+    ends: torch.Tensor,
+    tile: tuple[int, int, int],
+    transposed: bool,
+) -> torch.Tensor:
+    rank, (num_rows, inner), (num_groups, *_), (rows, columns, values) = low.shape[1], x.shape, stored.shape, tile
+    width = stored.shape[2 if transposed else 1]
+    y = low.new_empty(num_rows, width)
     _product_kernel[((triton.cdiv(num_rows, rows) + num_groups) * triton.cdiv(width, columns),)](
         TensorDescriptor.from_tensor(x, [rows, values]),
         TensorDescriptor.from_tensor(stored.flatten(0, 1), [values, columns] if transposed else [columns, values]),
+        *(low if scales is None else scales, low if stored_scales is None else stored_scales),
         *(low, wide, y, ends, width, inner, stored.shape[1], rank, *wide.stride(), num_groups),
         GROUPS=triton.next_power_of_2(num_groups),
         ROWS=rows,
@@ -764,6 +805,7 @@ def multiply_and_add(
         INNER=values,
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
         TRANSPOSED=transposed,
+        SCALED=scales is not None,
         num_warps=8,
     )
     return y

@@ -45,7 +45,8 @@ def _around_experts(e: EstimateInput, *, backward: bool) -> float:
         return e.expert_load * 3 * rows + 1.5 * quantized * e.fp8_groups + more
     own = (5 if backward else 3) * rows
     narrow = min(shape.into for shape in e.model.block_linear_shapes.values() if shape.groups > 1)
-    if not (e.sums_in_products and (backward or narrow <= LONGEST_SUM)):
+    is_short = (2 * narrow if backward else narrow) <= LONGEST_SUM  # backward gate and up are summed
+    if not (e.sums_in_products and (is_short or (backward and not e.fp8_groups))):
         own += 2 * rows
     in_fp8 = (3 if backward else -0.5) * e.model.intermediate_size - 0.5 * rows
     return e.expert_load * ((own + gate + in_fp8 * e.fp8_groups) / EXPERTS_RATE - gate) + more
